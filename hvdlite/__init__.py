@@ -1,0 +1,181 @@
+"""hvdlite: data-parallel training with MPI. The framework-free part; PyTorch users import hvdlite.torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hvdlite import mpi
+from hvdlite.config import Config
+from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.errors import (
+    CollectiveError,
+    ConfigError,
+    DuplicateNameError,
+    HorovodInternalError,
+    MismatchError,
+    NotInitializedError,
+    RankFailedError,
+    ShutDownError,
+    StallError,
+    StallWarning,
+    StartupError,
+)
+from hvdlite.logs import configure_logging
+from hvdlite.memory import TensorView
+from hvdlite.process import ProcessHooks
+from hvdlite.runtime import Runtime
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "CollectiveError",
+    "Config",
+    "ConfigError",
+    "DType",
+    "DuplicateNameError",
+    "HorovodInternalError",
+    "MismatchError",
+    "NotInitializedError",
+    "RankFailedError",
+    "ReduceOp",
+    "Runtime",
+    "ShutDownError",
+    "StallError",
+    "StallWarning",
+    "StartupError",
+    "TensorView",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "runtime",
+    "shutdown",
+    "size",
+]
+
+logging.getLogger("hvdlite").addHandler(logging.NullHandler())
+
+_hooks: ProcessHooks | None = None  # holds the default runtime; the only module variable that changes
+
+
+def init(
+    comm: MPI.Comm | Sequence[int] | None = None,
+    process_sets: object = None,
+    *,
+    versions: Mapping[str, str] | None = None,
+) -> None:
+    """Start hvdlite on the ranks of ``comm``; a collective call. Does nothing where it already runs.
+
+    Args:
+        comm: an mpi4py communicator (duplicated), a list of ranks of COMM_WORLD, or None for all ranks that the
+            launcher started; without a launcher that is this process alone, and MPI is not touched.
+        process_sets: not supported yet; must be None.
+        versions: of packages that must be the same on every rank.
+
+    Raises:
+        StartupError: says what is wrong and the way out.
+    """
+    global _hooks
+    if is_initialized():
+        return
+    if process_sets is not None:
+        raise NotImplementedError("process sets other than the global one are not supported yet")
+    if _hooks is None:
+        _hooks = ProcessHooks()
+    config = Config.from_env()
+    deadline = mpi.start_deadline(config)
+    try:
+        base = mpi.world(config)
+        chosen = base if comm is None else comm if not isinstance(comm, Sequence) else _subset(base, comm, config)
+        configure_logging(config, 0 if chosen is None else chosen.rank)
+        _hooks.runtime = Runtime(chosen, config, versions=versions)
+    except BaseException:
+        _hooks.startup_failed()
+        raise
+    finally:
+        deadline.cancel()
+
+
+def _subset(base: MPI.Comm | None, ranks: Sequence[int], config: Config) -> MPI.Comm | None:
+    if base is None:
+        if list(ranks) != [0]:
+            raise ConfigError(f"hvd.init(comm={list(ranks)}), but this process was started alone; start it with mpirun")
+        return None
+    return mpi.subset(base, ranks)
+
+
+def shutdown() -> None:
+    """Stop hvdlite; operations in flight, and later ones, fail on every rank. init() starts it again."""
+    if _hooks is not None and _hooks.runtime is not None and not _hooks.in_child:
+        _hooks.runtime.close()
+        if _hooks.runtime.failure is None:
+            _hooks.runtime = None
+
+
+def is_initialized() -> bool:
+    """Whether init() was called, and shutdown() was not, in this process."""
+    return _hooks is not None and _hooks.runtime is not None and not _hooks.in_child and not _hooks.runtime.closed
+
+
+def runtime() -> Runtime:
+    """The default runtime.
+
+    Raises:
+        ShutDownError: hvdlite does not run in this process.
+    """
+    if _hooks is None or _hooks.runtime is None:
+        raise ShutDownError("hvdlite is not running in this process; call hvd.init() first")
+    if _hooks.in_child:
+        raise ShutDownError(
+            "this process was forked from one that runs hvdlite (a DataLoader worker, for example) and cannot take part; "
+            "communicate in the parent only"
+        )
+    return _hooks.runtime
+
+
+def _identity() -> Runtime:
+    if not is_initialized():
+        raise NotInitializedError
+    return runtime()
+
+
+def rank() -> int:
+    """This process's number among all."""
+    return _identity().rank
+
+
+def size() -> int:
+    """Number of processes."""
+    return _identity().size
+
+
+def local_rank() -> int:
+    """This process's number among those of its node."""
+    return _identity().local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this node."""
+    return _identity().local_size
+
+
+def cross_rank() -> int:
+    """This node's number among those that have a process with this local rank."""
+    return _identity().cross_rank
+
+
+def cross_size() -> int:
+    """Number of nodes that have a process with this local rank."""
+    return _identity().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every node has the same number of processes."""
+    return _identity().is_homogeneous

@@ -1,0 +1,31 @@
+"""`python -m hvdlite`: the command line tools. Each is a module under cli/, loaded when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+TOOLS = {
+    "run": "start a script with several ranks: run -np 4 train.py",
+    "timeline": "read a timeline: timeline report trace.json",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the tool that ``argv`` names; returns the exit status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: python -m hvdlite TOOL ...\n")
+        for name, purpose in TOOLS.items():
+            print(f"  {name:<10} {purpose}")
+        print("\npython -m hvdlite TOOL --help says more.")
+        return 0 if argv else 2
+    if argv[0] not in TOOLS:
+        print(f"python -m hvdlite: no tool {argv[0]!r}; there are {', '.join(TOOLS)}", file=sys.stderr)
+        return 2
+    status: int = importlib.import_module(f"hvdlite.cli.{argv[0]}").main(argv[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

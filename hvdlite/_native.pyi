@@ -1,0 +1,103 @@
+"""The compiled extension: kernels on addresses. It links neither torch nor MPI, and releases the GIL in every call.
+
+``dtype`` and ``op`` are the integers of hvdlite.dtypes; addresses and counts are 64-bit.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+def instruction_set() -> str:
+    """The path the kernels take on this machine: 'avx512', 'avx2' or 'plain'."""
+
+def reduce(
+    destinations: Sequence[int],
+    sources: Sequence[int],
+    numel: int,
+    dtype: int,
+    op: int,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> None:
+    """Every destination[i] = postscale * op over j of (prescale * sources[j][i]), summed in the order of sources.
+
+    A destination may be one of the sources, at the same address. Source: csrc/reduce.cpp.
+    """
+
+def copy(destination: int, source: int, nbytes: int) -> None:
+    """memcpy without the GIL."""
+
+class TensorList:
+    """Tensors laid out in a fusion buffer: tensor i takes elements [offsets[i], offsets[i] + numels[i]) of it.
+
+    Offsets ascend and do not overlap. Address 0 stands for zeros that nobody stored. Source: csrc/pack.cpp.
+    """
+
+    def __init__(self, addresses: Sequence[int], numels: Sequence[int], offsets: Sequence[int]) -> None: ...
+    def pack(
+        self, destination: int, begin: int, end: int, from_dtype: int, to_dtype: int, scale: float = 1.0
+    ) -> None:
+        """Write elements [begin, end) of the fused layout to ``destination`` (the address of element ``begin``).
+
+        Casts from the tensors' type to the buffer's, times ``scale``; gaps become 0. A tensor that already
+        lives at its place (same address, same type, scale 1) is not touched.
+        """
+    def unpack(
+        self, source: int, begin: int, end: int, from_dtype: int, to_dtype: int, scale: float = 1.0
+    ) -> None:
+        """Read elements [begin, end) of the fused layout back into the tensors; the mirror of pack.
+
+        Tensors with address 0 are skipped, and so are those that live at their place.
+        """
+
+class Barrier:
+    """A barrier of ``size`` processes in shared memory that was zeroed before first use. Source: csrc/signal.cpp."""
+
+    OK: ClassVar[int]
+    TIMEOUT: ClassVar[int]
+    ABORTED: ClassVar[int]
+
+    def __init__(self, address: int, rank: int, size: int, abort_address: int, spin_us: int) -> None:
+        """``address``: of `bytes_needed(size)` bytes; ``abort_address``: a 32-bit word, non-zero ends every wait."""
+    @staticmethod
+    def bytes_needed(size: int) -> int: ...
+    def wait(self, timeout_s: float) -> int:
+        """Arrive and wait for the others: OK, TIMEOUT or ABORTED. After TIMEOUT or ABORTED it is unusable."""
+    def late(self) -> list[int]:
+        """The ranks that have not arrived at the barrier this rank waited at last."""
+    def allreduce(
+        self,
+        copies: Sequence[int],
+        numel: int,
+        dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        timeout_s: float,
+    ) -> int:
+        """Allreduce in place over the copies of all ranks: barrier, my shard from all copies to all copies, barrier."""
+
+def load64(address: int) -> int:
+    """Atomic load with acquire order."""
+
+def store64(address: int, value: int) -> None:
+    """Atomic store with release order."""
+
+def load32(address: int) -> int: ...
+def store32(address: int, value: int) -> None: ...
+def doorbell_ring(address: int) -> None:
+    """Count one ring at the 8-byte doorbell (count, sleepers) and wake whoever sleeps on it."""
+
+def doorbell_wait(address: int, seen: int, timeout_s: float) -> int:
+    """Sleep until the count differs from ``seen`` or the time is over; return the count. Wakes no core meanwhile."""
+
+def wake_all(address: int) -> None:
+    """Wake every waiter of a 32-bit futex word, so that it looks at its abort word."""
+
+class Deadline:
+    """A native thread that prints ``message`` to stderr and ends the process unless cancelled in time.
+
+    It needs no GIL, so it fires even where MPI_Init blocks inside C. Source: csrc/deadline.cpp.
+    """
+
+    def __init__(self, seconds: float, message: str, exit_code: int) -> None: ...
+    def cancel(self) -> None: ...

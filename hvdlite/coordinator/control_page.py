@@ -1,0 +1,115 @@
+"""The shared page through which the ranks of a node talk and wake each other; nothing in it polls.
+
+Per rank a doorbell (a futex) and a byte stream to the node leader; from the leader one byte stream, the log, that
+all local ranks read. Bytes are written before the head that covers them is stored with release order.
+"""
+
+from __future__ import annotations
+
+from hvdlite import _native
+from hvdlite.node import Node
+
+_LINE_BYTES = 64  # every word that another rank writes has a cache line of its own
+_MAILBOX_BYTES = 1 << 16
+_LOG_BYTES = 1 << 18
+
+
+class ByteStream:
+    """A bounded pipe from one writer to ``readers``, over shared memory.
+
+    It takes what fits and gives what is there: neither end ever waits here.
+    """
+
+    def __init__(self, memory: memoryview, address: int, readers: int, capacity: int) -> None:
+        self._head = address
+        self._tails = [address + _LINE_BYTES * (1 + i) for i in range(readers)]
+        data = _LINE_BYTES * (1 + readers)
+        self._data = memory[data : data + capacity]
+        self._capacity = capacity
+
+    @staticmethod
+    def bytes_needed(readers: int, capacity: int) -> int:
+        return _LINE_BYTES * (1 + readers) + capacity
+
+    def write(self, outbox: bytearray) -> bool:
+        """Move bytes from the front of ``outbox`` into the stream; whether any were."""
+        head = _native.load64(self._head)
+        free = self._capacity - (head - min(map(_native.load64, self._tails)))
+        count = min(free, len(outbox))
+        if count == 0:
+            return False
+        start = head % self._capacity
+        first = min(count, self._capacity - start)
+        self._data[start : start + first] = outbox[:first]
+        self._data[: count - first] = outbox[first:count]
+        del outbox[:count]
+        _native.store64(self._head, head + count)
+        return True
+
+    def read(self, reader: int) -> bytes:
+        """Everything that this reader has not read yet."""
+        tail = _native.load64(self._tails[reader])
+        count = _native.load64(self._head) - tail
+        if count == 0:
+            return b""
+        start = tail % self._capacity
+        first = min(count, self._capacity - start)
+        data = bytes(self._data[start : start + first]) + bytes(self._data[: count - first])
+        _native.store64(self._tails[reader], tail + count)
+        return data
+
+
+class ControlPage:
+    """One rank's view of its node's page. Collective to build."""
+
+    def __init__(self, node: Node) -> None:
+        size = node.local_size
+        mailbox_bytes = ByteStream.bytes_needed(1, _MAILBOX_BYTES)
+        log_bytes = ByteStream.bytes_needed(size, _LOG_BYTES)
+        self._segment = node.share(_LINE_BYTES * size + mailbox_bytes * size + log_bytes)
+        self._local_rank = node.local_rank
+        self._local_size = size
+        self._doorbells = [self._segment.address + _LINE_BYTES * i for i in range(size)]
+
+        memory = memoryview(self._segment.memory)
+        offset = _LINE_BYTES * size
+        self._mailboxes = []
+        for _ in range(size):
+            self._mailboxes.append(ByteStream(memory[offset:], self._segment.address + offset, 1, _MAILBOX_BYTES))
+            offset += mailbox_bytes
+        self._log = ByteStream(memory[offset:], self._segment.address + offset, size, _LOG_BYTES)
+
+    def send_to_leader(self, outbox: bytearray) -> None:
+        """Take what fits off the front of ``outbox``."""
+        if self._mailboxes[self._local_rank].write(outbox):
+            self.ring(0)
+
+    def receive(self, local_rank: int) -> bytes:
+        """For the leader: what a local rank has sent."""
+        return self._mailboxes[local_rank].read(0)
+
+    def publish(self, outbox: bytearray) -> None:
+        """For the leader: append to the log what fits."""
+        if self._log.write(outbox):
+            for local_rank in range(self._local_size):
+                if local_rank != self._local_rank:
+                    self.ring(local_rank)
+
+    def read_log(self) -> bytes:
+        return self._log.read(self._local_rank)
+
+    def ring(self, local_rank: int) -> None:
+        """Wake a rank's coordinator."""
+        _native.doorbell_ring(self._doorbells[local_rank])
+
+    def ring_self(self) -> None:
+        """Wake this rank's coordinator, from any of its threads."""
+        _native.doorbell_ring(self._doorbells[self._local_rank])
+
+    def rings(self) -> int:
+        """How often this rank was rung; give it to `sleep` to miss none that came since."""
+        return _native.load32(self._doorbells[self._local_rank])
+
+    def sleep(self, seen: int, timeout_s: float) -> None:
+        """Sleep on this rank's doorbell unless it has rung since ``seen``."""
+        _native.doorbell_wait(self._doorbells[self._local_rank], seen, timeout_s)

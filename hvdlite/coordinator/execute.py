@@ -1,0 +1,166 @@
+"""Does what the ranks agreed on: pack into the fusion buffer, run the collective, unpack; in the agreed order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+
+from hvdlite import _native
+from hvdlite.collectives.base import Backend
+from hvdlite.coordinator.messages import Kind, Request, Response
+from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.fusion.fusion_buffer import FusionBuffers, slot_offsets
+from hvdlite.memory import Buffer, TensorView
+from hvdlite.timeline.recorder import Lane, Recorder
+
+Work = Sequence[tuple[Response, Submission]]
+
+
+class Executor:
+    """Runs buckets on one backend.
+
+    Args:
+        staging: where tensors from elsewhere pass through, a chunk of ``chunk_bytes`` at a time. On one node a chunk
+            should fit the cache; across nodes it should be large enough to fill the wire.
+        nodes: number of nodes between which the backend works.
+    """
+
+    def __init__(
+        self, backend: Backend, staging: Buffer, chunk_bytes: int, buffers: FusionBuffers, nodes: int, recorder: Recorder
+    ) -> None:
+        self._backend = backend
+        self._staging = staging
+        self._chunk_bytes = min(chunk_bytes, staging.nbytes)
+        self._buffers = buffers
+        self._nodes = nodes
+        self._recorder = recorder
+
+    def execute(self, work: Work) -> object:
+        """Do one bucket; return the result of a request that has one (a bucket of several never has)."""
+        request = work[0][0].request
+        label = work[0][1].label if len(work) == 1 else f"{work[0][1].label} and {len(work) - 1} more"
+        self._backend.label = label
+        if request.kind is Kind.ALLREDUCE:
+            self._allreduce(work, label)
+        elif request.kind is Kind.ALLGATHER:
+            self._allgather(work[0][0], work[0][1], label)
+        elif request.kind is Kind.BROADCAST:
+            self._broadcast(request, work[0][1], label)
+        elif request.kind is Kind.ALLOCATE:
+            return self._buffers.make(request.nbytes)
+        # A barrier is done once it is agreed on.
+        return None
+
+    def _allreduce(self, work: Work, label: str) -> None:
+        request = work[0][0].request
+        inputs = [view for _, submission in work for view in submission.inputs]
+        outputs = [view for _, submission in work for view in submission.outputs]
+        home = work[0][1].home
+        if request.place is not None and home is not None:
+            numel = _layout(inputs, inputs[0].dtype.itemsize)[2]
+            target = home.buffer.buffer(home.offset_bytes, numel, inputs[0].dtype)
+            self._reduce_through(target, inputs, outputs, request, label)
+            return
+        for dtype, indices in _by_dtype(inputs):
+            wire = request.wire_dtype if request.wire_dtype is not None and dtype.is_floating else dtype
+            staging = self._staging.narrow(0, self._chunk_bytes).as_dtype(wire)
+            self._reduce_through(staging, [inputs[i] for i in indices], [outputs[i] for i in indices], request, label)
+
+    def _reduce_through(
+        self,
+        buffer: Buffer,
+        inputs: Sequence[TensorView],
+        outputs: Sequence[TensorView],
+        request: Request,
+        label: str,
+    ) -> None:
+        """Allreduce ``inputs`` into ``outputs`` by way of ``buffer``, as much at a time as it holds.
+
+        Tensors that live where ``buffer`` has them are not copied.
+        """
+        wire, dtype = buffer.dtype, inputs[0].dtype
+        numels, offsets, total = _layout(inputs, wire.itemsize)
+        sources = _native.TensorList([view.address for view in inputs], numels, offsets)
+        targets = _native.TensorList([view.address for view in outputs], numels, offsets)
+        op, prescale, postscale = self._scales(request, wire)
+        for begin, end in _windows(total, buffer.numel):
+            part = buffer.narrow(0, end - begin)
+            with self._recorder.span(Lane.PACK, label, part.nbytes, wire.label):
+                sources.pack(part.address, begin, end, dtype, wire)
+            self._backend.allreduce(part, op=op, prescale=prescale, postscale=postscale)
+            with self._recorder.span(Lane.UNPACK, label, part.nbytes, wire.label):
+                targets.unpack(part.address, begin, end, wire, dtype)
+
+    def _scales(self, request: Request, wire: DType) -> tuple[ReduceOp, float, float]:
+        """AVERAGE as a sum and scales.
+
+        Across nodes partial sums travel in the tensor's type, so 16-bit floats are divided before they are added:
+        in fp16, eight ranks of 1e4 already pass 65504. Elsewhere the division comes last, which rounds once.
+        """
+        if request.op is not ReduceOp.AVERAGE:
+            return request.op, request.prescale, request.postscale
+        share = 1.0 / self._backend.size
+        if wire.is_half and self._nodes > 1:
+            return ReduceOp.SUM, request.prescale * share, request.postscale
+        return ReduceOp.SUM, request.prescale, request.postscale * share
+
+    def _broadcast(self, request: Request, submission: Submission, label: str) -> None:
+        # The fused layout in bytes: a broadcast does not care for types.
+        views = submission.inputs
+        numels = [view.nbytes for view in views]
+        offsets, total = slot_offsets(numels, 1)
+        tensors = _native.TensorList([view.address for view in views], numels, offsets)
+        is_root = self._backend.rank == request.root
+        staging = self._staging.as_dtype(DType.UINT8)
+        for begin, end in _windows(total, staging.numel):
+            part = staging.narrow(0, end - begin)
+            if is_root:
+                with self._recorder.span(Lane.PACK, label, part.nbytes):
+                    tensors.pack(part.address, begin, end, DType.UINT8, DType.UINT8)
+            self._backend.broadcast(part, request.root)
+            if not is_root:
+                with self._recorder.span(Lane.UNPACK, label, part.nbytes):
+                    tensors.unpack(part.address, begin, end, DType.UINT8, DType.UINT8)
+
+    def _allgather(self, response: Response, submission: Submission, label: str) -> None:
+        assert submission.allocate is not None
+        for i, (spec, view) in enumerate(zip(response.request.tensors, submission.inputs, strict=True)):
+            rows = [sizes[i] for sizes in response.sizes]
+            result = submission.allocate(i, (sum(rows), *spec.shape))
+            row_bytes = result.nbytes // sum(rows) if sum(rows) else 0
+            ends = [row_bytes * count for count in accumulate(rows)]
+            self._allgather_bytes(view.address, result.address, [0, *ends], label)
+
+    def _allgather_bytes(self, source: int, target: int, bounds: list[int], label: str) -> None:
+        """Concatenate: rank r gives bytes [bounds[r], bounds[r + 1]) of the result, which at rank r lie at ``source``."""
+        staging = self._staging.as_dtype(DType.UINT8)
+        mine = bounds[self._backend.rank]
+        for begin, end in _windows(bounds[-1], staging.numel):
+            clipped = [min(max(bound, begin), end) - begin for bound in bounds]
+            blocks = [[(start, stop)] if stop > start else [] for start, stop in zip(clipped, clipped[1:], strict=False)]
+            part = staging.narrow(0, end - begin)
+            with self._recorder.span(Lane.PACK, label, part.nbytes):
+                for start, stop in blocks[self._backend.rank]:
+                    _native.copy(part.address + start, source + begin + start - mine, stop - start)
+            self._backend.allgather(part, blocks)
+            with self._recorder.span(Lane.UNPACK, label, part.nbytes):
+                _native.copy(target + begin, part.address, end - begin)
+
+
+def _layout(views: Sequence[TensorView], itemsize: int) -> tuple[list[int], list[int], int]:
+    """(numels, offsets, end of the last tensor) of a fused layout, in elements."""
+    numels = [view.numel for view in views]
+    offsets, _ = slot_offsets(numels, itemsize)
+    return numels, offsets, offsets[-1] + numels[-1] if views else 0
+
+
+def _by_dtype(views: Sequence[TensorView]) -> Iterator[tuple[DType, list[int]]]:
+    order = sorted(range(len(views)), key=lambda i: views[i].dtype)
+    for dtype, indices in groupby(order, key=lambda i: views[i].dtype):
+        yield dtype, list(indices)
+
+
+def _windows(total: int, width: int) -> Iterator[tuple[int, int]]:
+    for begin in range(0, total, max(width, 1)):
+        yield begin, min(begin + width, total)

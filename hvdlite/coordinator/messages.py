@@ -1,0 +1,235 @@
+"""What coordinators say to one another, and its wire form.
+
+A *request* describes an operation the same way on every rank. A *claim* says that ranks are ready for it and
+climbs from a rank to its node leader and up the tree of leaders. A *response* says that every rank is ready,
+a *fault* that they contradict one another, a *notice* is everything rare; these come down from the root as one
+ordered log.
+
+Each link (rank to leader, leader to parent, root to all) is a reliable byte stream with a codebook of its own:
+the first time a request passes it is spelled out and given a slot, afterwards the slot is sent. Only the
+sender decides which slot to reuse, and a stream keeps its order, so the two ends never disagree about a slot.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+from hvdlite.dtypes import DType, ReduceOp
+
+NAMED = -1
+"""Sequence number of an operation that the user named; unnamed ones count per operation."""
+
+
+class Kind(IntEnum):
+    ALLREDUCE = 0
+    ALLGATHER = 1
+    BROADCAST = 2
+    BARRIER = 3
+    ALLOCATE = 4
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as it must be on every rank; ``shape`` leaves out dimension 0 of an allgather, which may differ."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """An operation as it must be on every rank; `place` alone may differ (then the tensors are copied)."""
+
+    kind: Kind
+    name: str
+    tensors: tuple[TensorSpec, ...] = ()
+    op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+    root: int = 0
+    wire_dtype: DType | None = None
+    nbytes: int = 0  # of an ALLOCATE
+    device: str = "cpu"
+    place: tuple[int, int] | None = None
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        # Looked up at every submission: hash the nested tuples once.
+        object.__setattr__(
+            self, "_hash", hash((self.kind, self.name, self.tensors, self.op, self.root, self.nbytes, self.place))
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def at(self, place: tuple[int, int] | None) -> Request:
+        return self if self.place == place else replace(self, place=place)
+
+    def to_json(self) -> bytes:
+        return json.dumps(
+            [
+                self.kind, self.name, [[t.name, t.dtype, t.shape] for t in self.tensors], self.op,
+                self.prescale, self.postscale, self.root, self.wire_dtype, self.nbytes, self.device, self.place,
+            ]
+        ).encode()  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Request:
+        kind, name, tensors, op, prescale, postscale, root, wire_dtype, nbytes, device, place = json.loads(data)
+        return cls(
+            Kind(kind), name, tuple(TensorSpec(n, DType(d), tuple(s)) for n, d, s in tensors), ReduceOp(op),
+            prescale, postscale, root, None if wire_dtype is None else DType(wire_dtype), nbytes, device,
+            None if place is None else (place[0], place[1]),
+        )  # fmt: skip
+
+
+Key = tuple[str, int]
+"""(name, sequence): what ranks must agree on to mean the same operation."""
+
+Sizes = tuple[int, ...]
+"""What may differ per rank: dimension 0 of every tensor of an allgather."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """``ranks`` (None: all that the sender speaks for) are ready for ``request``; ``sizes`` in the order of ranks."""
+
+    request: Request
+    sequence: int
+    ranks: tuple[int, ...] | None = None
+    sizes: tuple[Sizes, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return self.request.name, self.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Every rank is ready; ``sizes`` by rank, or empty."""
+
+    request: Request
+    sequence: int
+    sizes: tuple[Sizes, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return self.request.name, self.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The ranks contradict one another about ``key``; every rank raises ``text``."""
+
+    key: Key
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Anything rare: shutdown, timeline, stall query and answer; ``content`` is JSON."""
+
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfBatch:
+    """The responses since the last one may be fused: the boundary is part of the log, so that all ranks fuse alike."""
+
+
+Message = Claim | Response | Fault | Notice | EndOfBatch
+
+_FRAME = struct.Struct("<BIqI")  # tag, slot, sequence, bytes of payload
+_DEFINE, _CLAIM, _RESPONSE, _FAULT, _NOTICE, _END_OF_BATCH = range(6)
+
+
+class Encoder:
+    """The sending end of a link: appends messages to `outbox`, which the link takes bytes from."""
+
+    def __init__(self, capacity: int) -> None:
+        self.outbox = bytearray()
+        self._capacity = capacity
+        self._slots: OrderedDict[Request, int] = OrderedDict()  # least recently used first
+
+    def send(self, message: Message) -> None:
+        if isinstance(message, Claim):
+            varies = message.ranks is not None or message.sizes
+            payload = json.dumps([message.ranks, message.sizes]).encode() if varies else b""
+            self._frame(_CLAIM, payload, self._slot(message.request), message.sequence)
+        elif isinstance(message, Response):
+            payload = json.dumps(message.sizes).encode() if message.sizes else b""
+            self._frame(_RESPONSE, payload, self._slot(message.request), message.sequence)
+        elif isinstance(message, Fault):
+            self._frame(_FAULT, json.dumps([*message.key, message.text]).encode())
+        elif isinstance(message, Notice):
+            self._frame(_NOTICE, json.dumps(message.content).encode())
+        else:
+            self._frame(_END_OF_BATCH, b"")
+
+    def _slot(self, request: Request) -> int:
+        slot = self._slots.get(request)
+        if slot is not None:
+            self._slots.move_to_end(request)
+            return slot
+        slot = self._slots.popitem(last=False)[1] if len(self._slots) >= self._capacity else len(self._slots)
+        self._slots[request] = slot
+        self._frame(_DEFINE, request.to_json(), slot)
+        return slot
+
+    def _frame(self, tag: int, payload: bytes, slot: int = 0, sequence: int = 0) -> None:
+        self.outbox += _FRAME.pack(tag, slot, sequence, len(payload))
+        self.outbox += payload
+
+
+class Decoder:
+    """The receiving end of a link."""
+
+    def __init__(self) -> None:
+        self._inbox = bytearray()
+        self._requests: dict[int, Request] = {}
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that ``data`` completes; exhaust it before the next call."""
+        self._inbox += data
+        start = 0
+        while len(self._inbox) - start >= _FRAME.size:
+            tag, slot, sequence, length = _FRAME.unpack_from(self._inbox, start)
+            end = start + _FRAME.size + length
+            if end > len(self._inbox):
+                break
+            payload = bytes(self._inbox[start + _FRAME.size : end])
+            start = end
+            if tag == _DEFINE:
+                self._requests[slot] = Request.from_json(payload)
+            else:
+                yield self._message(tag, slot, sequence, payload)
+        del self._inbox[:start]
+
+    def _message(self, tag: int, slot: int, sequence: int, payload: bytes) -> Message:
+        if tag == _CLAIM:
+            ranks, sizes = json.loads(payload) if payload else (None, ())
+            return Claim(
+                self._requests[slot], sequence, None if ranks is None else tuple(ranks), tuple(tuple(s) for s in sizes)
+            )
+        if tag == _RESPONSE:
+            return Response(
+                self._requests[slot], sequence, tuple(tuple(s) for s in json.loads(payload)) if payload else ()
+            )
+        if tag == _FAULT:
+            name, number, text = json.loads(payload)
+            return Fault((name, number), text)
+        if tag == _NOTICE:
+            return Notice(json.loads(payload))
+        assert tag == _END_OF_BATCH, tag
+        return EndOfBatch()

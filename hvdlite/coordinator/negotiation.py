@@ -1,0 +1,157 @@
+"""What is ready on every rank, in which order, and whether the ranks mean the same.
+
+Pure: no MPI, no clock of its own, no shared memory. Every node leader has one `Negotiation` for the ranks of its
+subtree; what is complete there goes up as few claims as tell the truth, and the root's turns into responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
+
+
+@dataclass
+class _Gathering:
+    """The claims for one key so far."""
+
+    since_s: float
+    missing: int
+    claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]] = field(default_factory=dict)
+
+
+class Negotiation:
+    """Collects claims until all of ``ranks`` have claimed a key."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self._gathering: dict[Key, _Gathering] = {}
+        self._complete: list[tuple[Key, _Gathering]] = []
+
+    def add(self, claim: Claim, sender_ranks: tuple[int, ...], now_s: float) -> None:
+        """Count a claim of a sender that speaks for ``sender_ranks``."""
+        ranks = claim.ranks if claim.ranks is not None else sender_ranks
+        key = claim.key
+        gathering = self._gathering.get(key)
+        if gathering is None:
+            gathering = self._gathering[key] = _Gathering(now_s, len(self._ranks))
+        gathering.claims.setdefault(claim.request, []).append((ranks, claim.sizes))
+        gathering.missing -= len(ranks)
+        if gathering.missing == 0:
+            del self._gathering[key]
+            self._complete.append((key, gathering))
+
+    def upward(self) -> list[Claim]:
+        """What has become complete, as claims to the parent."""
+        claims = []
+        for (_, sequence), gathering in self._take():
+            agreed = len(gathering.claims) == 1
+            for request, parts in gathering.claims.items():
+                ranks, sizes = _in_rank_order(parts)
+                claims.append(Claim(request, sequence, None if agreed and not sizes else ranks, sizes))
+        return claims
+
+    def verdicts(self) -> list[Response | Fault]:
+        """What has become complete, judged, in the order in which every rank shall do it."""
+        return [_judge(key, gathering.claims) for key, gathering in self._take()]
+
+    def waiting(self) -> list[tuple[Key, str, float]]:
+        """(key, what it is for people, since when) of everything incomplete, the oldest first."""
+        items = []
+        for (name, sequence), gathering in self._gathering.items():
+            kind = next(iter(gathering.claims)).kind.label
+            label = f"{kind} '{name}'" if sequence < 0 else f"{kind} '{name}.{sequence}'"
+            items.append(((name, sequence), label, gathering.since_s))
+        return sorted(items, key=lambda item: item[2])
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._gathering)
+
+    def _take(self) -> list[tuple[Key, _Gathering]]:
+        complete, self._complete = self._complete, []
+        return complete
+
+
+def _in_rank_order(
+    parts: list[tuple[tuple[int, ...], tuple[Sizes, ...]]],
+) -> tuple[tuple[int, ...], tuple[Sizes, ...]]:
+    ranks = tuple(rank for part, _ in parts for rank in part)
+    sizes = tuple(size for _, part in parts for size in part)
+    if not sizes:
+        return tuple(sorted(ranks)), ()
+    order = sorted(range(len(ranks)), key=ranks.__getitem__)
+    return tuple(ranks[i] for i in order), tuple(sizes[i] for i in order)
+
+
+def _judge(key: Key, claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]]) -> Response | Fault:
+    by_ranks = [(request, _in_rank_order(parts)) for request, parts in claims.items()]
+    by_ranks.sort(key=lambda item: item[1][0])  # the group of the lowest rank first: its text is the reference
+    request = by_ranks[0][0]
+    for other, (ranks, _) in by_ranks[1:]:
+        text = _difference(request, other, by_ranks[0][1][0], ranks)
+        if text is not None:
+            return Fault(key, text)
+    if len(by_ranks) > 1:  # they differ in place only
+        request = request.at(None)
+    all_parts = [part for parts in claims.values() for part in parts]
+    return Response(request, key[1], _in_rank_order(all_parts)[1])
+
+
+_Difference = tuple[str, str, Callable[[Request], object], str]
+_OPERATION: tuple[_Difference, ...] = (
+    ("", "operation", lambda r: r.kind.label, "Call the same operation under this name on every rank"),
+    ("", "number of tensors", lambda r: len(r.tensors), "Pass the same list of tensors on every rank"),
+)
+_REST: tuple[_Difference, ...] = (
+    ("", "op", lambda r: r.op.label, "Pass the same op on every rank"),
+    ("", "prescale factor", lambda r: r.prescale, "Pass the same prescale_factor on every rank"),
+    ("", "postscale factor", lambda r: r.postscale, "Pass the same postscale_factor on every rank"),
+    ("", "root rank", lambda r: r.root, "Pass the same root_rank on every rank"),
+    ("", "compression", lambda r: r.wire_dtype.label if r.wire_dtype is not None else "none",
+     "Pass the same compression on every rank"),
+    ("", "size in bytes", lambda r: r.nbytes, "Ask for the same size on every rank"),
+    ("", "device", lambda r: r.device, "Keep the tensor on the same kind of device on every rank"),
+)  # fmt: skip
+
+
+def _difference(a: Request, b: Request, a_ranks: tuple[int, ...], b_ranks: tuple[int, ...]) -> str | None:
+    """The first thing in which two requests of one name contradict each other, in a sentence; None where in nothing."""
+    for name, what, value, advice in (*_OPERATION, *_tensor_differences(a, b), *_REST):
+        if value(a) != value(b):
+            subject = f"{a.kind.label} '{name or _label(a)}'"
+            return (
+                f"{subject}: {what} is {value(a)} on {rank_list(a_ranks)} but {value(b)} on {rank_list(b_ranks)}. "
+                f"{advice}."
+            )
+    return None
+
+
+def _tensor_differences(a: Request, b: Request) -> list[_Difference]:
+    rows: list[_Difference] = []
+    ragged = "in all dimensions but the first" if a.kind is Kind.ALLGATHER else "or use allgather for ragged tensors"
+    for i, (mine, theirs) in enumerate(zip(a.tensors, b.tensors, strict=False)):
+        if mine == theirs:
+            continue
+        where = "shape after the first dimension" if a.kind is Kind.ALLGATHER else "shape"
+        rows += [
+            (mine.name, f"name of tensor {i} of the group", lambda r, i=i: repr(r.tensors[i].name),
+             "Pass the tensors in the same order on every rank"),
+            (mine.name, "dtype", lambda r, i=i: r.tensors[i].dtype.label, "Convert it to the same dtype on every rank"),
+            (mine.name, where, lambda r, i=i: r.tensors[i].shape, f"Pass the same shape on every rank, {ragged}"),
+        ]  # fmt: skip
+    return rows
+
+
+def _label(request: Request) -> str:
+    return request.tensors[0].name if len(request.tensors) == 1 else request.name
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """'rank 2', 'ranks 0, 1 and 3', shortened beyond ten."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 10:
+        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

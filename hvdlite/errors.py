@@ -1,0 +1,69 @@
+"""Every exception that hvdlite raises on purpose.
+
+HorovodInternalError(RuntimeError)       a collective did not happen; elastic code catches this name
+├── MismatchError                        the caller's mistake, the same text on every rank; the job can go on
+├── ShutDownError                        hvdlite is not running in this process: before init, after shutdown, after fork
+└── CollectiveError                      the world failed; this runtime is closed
+    ├── RankFailedError                  a rank died, raised, or stopped answering; names it
+    └── StallError                       a rank never submitted what the others wait for
+StartupError(RuntimeError)               init() cannot succeed: network, versions, MPI thread level, memory
+└── ConfigError(StartupError, ValueError)  a setting does not make sense
+NotInitializedError(ValueError)          rank(), size(), ... before init()
+DuplicateNameError(ValueError)           a name that is already in flight
+"""
+
+from __future__ import annotations
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective did not happen. Horovod's name, so that code that catches it keeps working."""
+
+
+class MismatchError(HorovodInternalError):
+    """Ranks submitted the same name with different dtype, shape, op, root or scale."""
+
+
+class ShutDownError(HorovodInternalError):
+    """An operation where no runtime is running: before init(), after shutdown(), or in a forked child."""
+
+
+class CollectiveError(HorovodInternalError):
+    """Communication failed. The contents of buffers in flight are undefined and the runtime is closed."""
+
+
+class RankFailedError(CollectiveError):
+    """A rank died, raised an exception, or stopped answering."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type, tuple[int, str]]:
+        return type(self), (self.rank, str(self))
+
+
+class StallError(CollectiveError):
+    """A tensor waited longer than HVDLITE_STALL_SHUTDOWN_TIME_SECONDS for some ranks."""
+
+
+class StallWarning(UserWarning):
+    """A tensor has waited longer than HVDLITE_STALL_CHECK_TIME_SECONDS for some ranks."""
+
+
+class StartupError(RuntimeError):
+    """init() cannot succeed; the text is one sentence with the way out."""
+
+
+class ConfigError(StartupError, ValueError):
+    """A setting does not make sense."""
+
+
+class NotInitializedError(ValueError):
+    """rank(), size() and their like before init()."""
+
+    def __init__(self) -> None:
+        super().__init__("hvdlite is not initialized; call hvd.init() first")
+
+
+class DuplicateNameError(ValueError):
+    """A tensor name was submitted while an operation of that name was still in flight."""

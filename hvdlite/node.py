@@ -1,0 +1,187 @@
+"""The ranks that share memory with this one, found by trying, and the shared segments they exchange.
+
+Hostnames prove nothing: containers of different machines may share one, and MPI's own split by shared memory
+hangs or lies then. Here every rank listens on a randomly named abstract unix socket, the names are exchanged,
+and whom a rank can connect to is on its node: file descriptors, and so memory, can pass between them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hvdlite import _native
+from hvdlite.errors import CollectiveError, StartupError
+from hvdlite.fusion.segment import Segment, create_memory_file
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_HELLO = struct.Struct("<I")
+_SIZE = struct.Struct("<Q")
+_ABORT_PAGE_BYTES = 4096
+_SLICE_S = 0.1  # how long a wait sleeps before it looks whether the job has failed
+
+
+class Node:
+    """The ``local_size`` ranks of one machine, of which this one is ``local_rank``; rank 0 of them leads.
+
+    Args:
+        ranks: ranks in the communicator, in the order of local ranks.
+        links: one socket per other local rank (of the leader), or the one to the leader; keyed by local rank.
+        watch_links: the same once more, for the sentinel.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        local_rank: int,
+        links: dict[int, socket.socket],
+        watch_links: dict[int, socket.socket],
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.local_rank = local_rank
+        self.local_size = len(ranks)
+        self.watch_links = watch_links
+        self._links = links
+        self.check: Callable[[], None] = lambda: None  # raises once the job has failed; set by the runtime
+        self.timeout_s = 60.0
+        self._page = self.share(_ABORT_PAGE_BYTES)
+        self.abort_address = self._page.address
+
+    @property
+    def is_leader(self) -> bool:
+        return self.local_rank == 0
+
+    @property
+    def aborted(self) -> bool:
+        return _native.load32(self.abort_address) != 0
+
+    def abort(self) -> None:
+        """End every wait in the shared memory of this node, in all its processes, for good."""
+        _native.store32(self.abort_address, 1)
+
+    def share(self, nbytes: int) -> Segment:
+        """A zeroed segment mapped by every local rank; all of them call it in the same order.
+
+        Raises:
+            CollectiveError: a local rank did not answer.
+            StartupError: no memory.
+        """
+        if not self.is_leader:
+            return self._receive_segment(nbytes)
+        fd = create_memory_file(nbytes)
+        try:
+            for local_rank, link in self._links.items():
+                try:
+                    socket.send_fds(link, [_SIZE.pack(nbytes)], [fd])
+                except OSError as error:
+                    self.check()
+                    raise CollectiveError(f"rank {self.ranks[local_rank]} is gone: {error}") from error
+            return Segment(fd, nbytes)
+        finally:
+            os.close(fd)
+
+    def _receive_segment(self, nbytes: int) -> Segment:
+        link = self._links[0]
+        link.settimeout(_SLICE_S)
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                message, fds, _, _ = socket.recv_fds(link, _SIZE.size, 1)
+                break
+            except TimeoutError:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise CollectiveError(
+                        f"rank {self.ranks[0]} did not share {nbytes} bytes of memory within {self.timeout_s:.0f} s"
+                    ) from None
+            except OSError:
+                message, fds = b"", []
+                break
+        if not fds:
+            self.check()
+            raise CollectiveError(f"rank {self.ranks[0]} is gone while it was to share {nbytes} bytes of memory")
+        try:
+            (offered,) = _SIZE.unpack(message)
+            assert offered == nbytes, (offered, nbytes)
+            return Segment(fds[0], nbytes)
+        finally:
+            os.close(fds[0])
+
+    def close(self) -> None:
+        """Close the sockets; segments live on with their users."""
+        for link in (*self._links.values(), *self.watch_links.values()):
+            link.close()
+
+
+def discover(comm: MPI.Comm | None, timeout_s: float) -> tuple[tuple[tuple[int, ...], ...], Node]:
+    """The nodes of ``comm`` (ranks of each in ascending order, nodes by their lowest rank), and this rank's own.
+
+    Collective. ``comm`` None stands for this process alone.
+
+    Raises:
+        StartupError: the ranks of a machine contradict one another, or one did not connect in time.
+    """
+    if comm is None or comm.size == 1:
+        return ((0,),), Node([0], 0, {}, {})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        name = f"\0hvdlite-{secrets.token_hex(16)}"
+        listener.bind(name)
+        listener.listen(4096)
+        names: list[str] = comm.allgather(name)
+        leader, links = _connect_to_leader(names, comm.rank)
+        leaders: list[int] = comm.allgather(leader)
+        nodes = tuple(tuple(r for r in range(comm.size) if leaders[r] == lead) for lead in sorted(set(leaders)))
+        if any(leaders[node[0]] != node[0] for node in nodes):
+            raise StartupError(f"ranks disagree about who shares a machine: the leaders seen are {leaders}")
+        ranks = nodes[next(i for i, node in enumerate(nodes) if comm.rank in node)]
+        if leader == comm.rank:
+            return nodes, _accept(listener, ranks, timeout_s)
+    own, watch = links
+    for link in links:
+        link.sendall(_HELLO.pack(comm.rank))
+    return nodes, Node(ranks, ranks.index(comm.rank), {0: own}, {0: watch})
+
+
+def _connect_to_leader(names: list[str], rank: int) -> tuple[int, list[socket.socket]]:
+    """The lowest rank that can be reached, and two connections to it; this rank itself, and none, if it is the lowest."""
+    for other in range(rank):
+        links: list[socket.socket] = []
+        try:
+            for _ in range(2):
+                link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                links.append(link)
+                link.connect(names[other])
+        except OSError:
+            for link in links:
+                link.close()
+            continue
+        return other, links
+    return rank, []
+
+
+def _accept(listener: socket.socket, ranks: tuple[int, ...], timeout_s: float) -> Node:
+    """The leader's node: takes two connections from every other local rank, in whatever order they come."""
+    found: dict[int, list[socket.socket]] = {rank: [] for rank in ranks[1:]}
+    listener.settimeout(timeout_s)
+    while any(len(links) < 2 for links in found.values()):
+        try:
+            link, _ = listener.accept()
+            link.settimeout(timeout_s)
+            (rank,) = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
+        except (TimeoutError, struct.error) as error:
+            missing = [rank for rank, links in found.items() if len(links) < 2]
+            raise StartupError(
+                f"ranks {missing} did not connect to rank {ranks[0]} on their own machine within {timeout_s:.0f} s; "
+                "if the machine is overloaded, raise HVDLITE_START_TIMEOUT"
+            ) from error
+        found[rank].append(link)
+    # Both connections of a rank come in the order it made them, because it says hello in that order.
+    by_local = {ranks.index(rank): links for rank, links in found.items()}
+    return Node(ranks, 0, {i: links[0] for i, links in by_local.items()}, {i: links[1] for i, links in by_local.items()})

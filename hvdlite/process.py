@@ -1,0 +1,70 @@
+"""What the default runtime hooks into its process: the end, an uncaught exception, a fork."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from types import TracebackType
+
+from hvdlite import mpi
+from hvdlite.errors import HorovodInternalError, StartupError
+from hvdlite.runtime import Runtime, describe_exception
+
+
+class ProcessHooks:
+    """Installed once, by the first init(); follow whichever runtime is the default.
+
+    - At the end of the process an open runtime is closed, and MPI after it. After a failure MPI cannot be ended in
+      order, so the process ends without it, with a status that makes the launcher end the rest.
+    - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start concerns all
+      ranks, so rank 0 alone prints it.
+    - A forked child (a DataLoader worker) lets go of the parent's runtime.
+    """
+
+    def __init__(self) -> None:
+        self.runtime: Runtime | None = None
+        self._pid = os.getpid()
+        self._failed = False
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._uncaught
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._forked)
+
+    @property
+    def in_child(self) -> bool:
+        return os.getpid() != self._pid
+
+    def startup_failed(self) -> None:
+        """init() raised: other ranks may wait inside MPI for this one, so it must not end MPI in order."""
+        self._failed = True
+
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not self.in_child:
+            self._failed = True
+            # What hvdlite raised every rank knows already.
+            if self.runtime is not None and not isinstance(error, (HorovodInternalError, StartupError)):
+                self.runtime.fail(describe_exception(error))
+        if not isinstance(error, StartupError) or mpi.world_rank() == 0:
+            self._previous_hook(kind, error, trace)
+
+    def _at_exit(self) -> None:
+        if self.in_child:
+            return
+        runtime = self.runtime
+        if runtime is not None:
+            runtime.close("its process ended")
+            self._failed |= runtime.failure is not None
+        if self._failed and mpi.is_running():
+            # MPI_Finalize would wait for ranks that never come; the launcher ends them when it sees this status.
+            mpi.unlink_shared_files()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        mpi.finalize()
+
+    def _forked(self) -> None:
+        if self.runtime is not None:
+            self.runtime.abandon_in_child()

@@ -1,0 +1,69 @@
+"""The wire form: every message survives every way of cutting the stream, and the codebook stays in step."""
+
+import random
+
+import pytest
+
+from hvdlite.coordinator.messages import (
+    NAMED,
+    Claim,
+    Decoder,
+    Encoder,
+    EndOfBatch,
+    Fault,
+    Kind,
+    Notice,
+    Request,
+    Response,
+    TensorSpec,
+)
+from hvdlite.dtypes import DType, ReduceOp
+
+
+def request(name: str, *shape: int, **options: object) -> Request:
+    return Request(Kind.ALLREDUCE, name, (TensorSpec(name, DType.FLOAT32, shape),), **options)  # type: ignore[arg-type]
+
+
+MESSAGES = [
+    Claim(request("a", 3), NAMED),
+    Claim(request("a", 3), 2**40),
+    Claim(request("b", op=ReduceOp.MAX, prescale=0.5, postscale=-2.0, root=3, wire_dtype=DType.BFLOAT16), NAMED),
+    Claim(request("c", 1, 2, 3, place=(4, 64)), 5, (0, 7), ((1,), (0,))),
+    Response(request("größe/ü", 0), NAMED),
+    Response(Request(Kind.ALLOCATE, "pool", nbytes=2**40), 1, ((1, 2), (3, 4))),
+    Fault(("x", 3), "ranks 0 and 1 differ"),
+    Notice({"kind": "shutdown", "rank": 1, "why": "it ended"}),
+    EndOfBatch(),
+]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 16, 17, 18, 1000])
+def test_messages_survive_any_cut(cut):
+    encoder, decoder = Encoder(1024), Decoder()
+    for message in MESSAGES * 2:
+        encoder.send(message)
+    data = bytes(encoder.outbox)
+    received = [m for i in range(0, len(data), cut) for m in decoder.feed(data[i : i + cut])]
+    assert received == MESSAGES * 2
+
+
+def test_a_known_request_is_not_spelled_out_again():
+    encoder = Encoder(1024)
+    encoder.send(Claim(request("weight", 3), NAMED))
+    first = len(encoder.outbox)
+    encoder.send(Claim(request("weight", 3), NAMED))
+    assert len(encoder.outbox) - first == 17  # one frame header
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 7])
+def test_codebooks_stay_in_step_when_slots_are_reused(capacity):
+    rng = random.Random(capacity)
+    encoder, decoder = Encoder(capacity), Decoder()
+    sent = [Claim(request(f"t{rng.randrange(10)}", rng.randrange(3)), NAMED) for _ in range(500)]
+    received = []
+    for message in sent:
+        encoder.send(message)
+        received += decoder.feed(bytes(encoder.outbox))
+        encoder.outbox.clear()
+    assert received == sent
+    assert len(decoder._requests) == capacity

@@ -1,0 +1,116 @@
+"""Negotiation without MPI: what is complete, in which order, and what is said when ranks contradict one another."""
+
+import random
+
+import pytest
+
+from hvdlite.coordinator.messages import NAMED, Claim, Fault, Kind, Request, Response, TensorSpec
+from hvdlite.coordinator.negotiation import Negotiation, rank_list
+from hvdlite.dtypes import DType, ReduceOp
+
+
+def request(name="layer3.weight", shape=(512, 512), dtype=DType.FLOAT32, kind=Kind.ALLREDUCE, **options):
+    return Request(kind, name, (TensorSpec(name, dtype, shape),), **options)
+
+
+def verdict(*requests):
+    """What the root says when rank i claims requests[i]."""
+    negotiation = Negotiation(range(len(requests)))
+    for rank, item in enumerate(requests):
+        negotiation.add(Claim(item, NAMED), (rank,), 0.0)
+    (result,) = negotiation.verdicts()
+    assert not negotiation.is_waiting
+    return result
+
+
+def test_nothing_is_said_before_every_rank_is_ready():
+    negotiation = Negotiation(range(3))
+    for rank in (2, 0):
+        negotiation.add(Claim(request(), NAMED), (rank,), 5.0)
+        assert negotiation.verdicts() == []
+    assert negotiation.waiting() == [(("layer3.weight", NAMED), "allreduce 'layer3.weight'", 5.0)]
+    negotiation.add(Claim(request(), NAMED), (1,), 6.0)
+    assert negotiation.verdicts() == [Response(request(), NAMED)]
+    assert negotiation.verdicts() == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_tree_and_a_flat_root_say_the_same(seed):
+    rng = random.Random(seed)
+    names = [f"t{i}" for i in range(6)]
+    flat, root = Negotiation(range(6)), Negotiation(range(6))
+    leaders = {(1, 3): Negotiation((1, 3)), (0, 2, 4, 5): Negotiation((0, 2, 4, 5))}
+    claims = [
+        (rank, Claim(request(name, (rank == 5 and name == "t3", 4)), NAMED)) for rank in range(6) for name in names
+    ]
+    rng.shuffle(claims)
+    said_flat, said_tree = [], []
+    for rank, claim in claims:
+        flat.add(claim, (rank,), 0.0)
+        said_flat += flat.verdicts()
+        ranks = next(key for key in leaders if rank in key)
+        leaders[ranks].add(claim, (rank,), 0.0)
+        for upward in leaders[ranks].upward():
+            root.add(upward, ranks, 0.0)
+        said_tree += root.verdicts()
+    assert len(said_tree) == len(names)
+    assert sorted(map(repr, said_tree)) == sorted(map(repr, said_flat))
+    assert [v for v in said_tree if isinstance(v, Fault)][0].key == ("t3", NAMED)
+
+
+def test_sizes_come_back_in_rank_order():
+    gather = Request(Kind.ALLGATHER, "g", (TensorSpec("g", DType.INT8, (7,)),))
+    below, root = Negotiation((1, 2)), Negotiation(range(3))
+    for rank in (2, 1):
+        below.add(Claim(gather, 4, (rank,), ((rank * 10,),)), (rank,), 0.0)
+    for claim in below.upward():
+        root.add(claim, (1, 2), 0.0)
+    root.add(Claim(gather, 4, (0,), ((5,),)), (0,), 0.0)
+    assert root.verdicts() == [Response(gather, 4, ((5,), (10,), (20,)))]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (request(shape=(512, 256)), ["shape", "(512, 512)", "(512, 256)", "allgather"]),
+        (request(dtype=DType.FLOAT64), ["dtype", "float32", "float64"]),
+        (request(op=ReduceOp.MAX), ["op", "Sum", "Max"]),
+        (request(kind=Kind.BROADCAST), ["operation", "allreduce", "broadcast"]),
+        (request(prescale=0.5), ["prescale factor", "1.0", "0.5"]),
+        (request(postscale=0.5), ["postscale factor", "1.0", "0.5"]),
+        (request(root=1), ["root rank", "is 0", "but 1"]),
+        (request(wire_dtype=DType.FLOAT16), ["compression", "none", "float16"]),
+        (request(device="cuda"), ["device", "cpu", "cuda"]),
+    ],
+)
+def test_a_fault_names_tensor_ranks_and_both_values(other, words):
+    result = verdict(request(), request(), other, request())
+    assert isinstance(result, Fault)
+    for word in ["layer3.weight", "ranks 0, 1 and 3", "rank 2", *words]:
+        assert word in result.text
+
+
+def test_a_fault_in_a_group_names_the_tensor():
+    def group(second_shape):
+        return Request(
+            Kind.ALLREDUCE,
+            "group",
+            (TensorSpec("a", DType.INT8, (1,)), TensorSpec("b", DType.INT8, second_shape)),
+        )
+
+    result = verdict(group((2,)), group((3,)))
+    assert isinstance(result, Fault)
+    assert "'b'" in result.text
+    assert "(2,) on rank 0 but (3,) on rank 1" in result.text
+
+
+def test_ranks_may_differ_in_place_and_are_then_copied():
+    assert verdict(request(place=(0, 0)), request(place=(0, 64))) == Response(request(), NAMED)
+    assert verdict(request(place=(0, 0)), request(place=(0, 0))) == Response(request(place=(0, 0)), NAMED)
+    assert verdict(request(place=(0, 0)), request()) == Response(request(), NAMED)
+
+
+def test_rank_list_reads_like_a_sentence():
+    assert rank_list([2]) == "rank 2"
+    assert rank_list([0, 1, 3]) == "ranks 0, 1 and 3"
+    assert rank_list(list(range(20))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
