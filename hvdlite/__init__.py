@@ -93,7 +93,7 @@ def init(
     deadline = mpi.start_deadline(config)
     try:
         base = mpi.world(config)
-        chosen = base if comm is None else comm if not isinstance(comm, Sequence) else _subset(base, comm, config)
+        chosen = base if comm is None else comm if not isinstance(comm, Sequence) else _subset(base, comm)
         configure_logging(config, 0 if chosen is None else chosen.rank)
         _hooks.runtime = Runtime(chosen, config, versions=versions)
     except BaseException:
@@ -103,7 +103,7 @@ def init(
         deadline.cancel()
 
 
-def _subset(base: MPI.Comm | None, ranks: Sequence[int], config: Config) -> MPI.Comm | None:
+def _subset(base: MPI.Intracomm | None, ranks: Sequence[int]) -> MPI.Intracomm | None:
     if base is None:
         if list(ranks) != [0]:
             raise ConfigError(f"hvd.init(comm={list(ranks)}), but this process was started alone; start it with mpirun")
@@ -134,8 +134,8 @@ def runtime() -> Runtime:
         raise ShutDownError("hvdlite is not running in this process; call hvd.init() first")
     if _hooks.in_child:
         raise ShutDownError(
-            "this process was forked from one that runs hvdlite (a DataLoader worker, for example) and cannot take part; "
-            "communicate in the parent only"
+            "this process was forked from one that runs hvdlite (a DataLoader worker, for example) and cannot take "
+            "part; communicate in the parent only"
         )
     return _hooks.runtime
 

@@ -53,7 +53,7 @@ def _log_level(text: str) -> str:
 
 
 def _setting(default: T, parse: Callable[[str], T], *names: str) -> T:
-    """A field read from HVDLITE_<name> or HOROVOD_<name>, the first name that is set; full names are taken as they are."""
+    """A field read from HVDLITE_<name> or HOROVOD_<name>, by the first name that is set; ``$`` marks a full name."""
     return field(default=default, metadata={"parse": parse, "names": names})
 
 
@@ -66,9 +66,9 @@ class Config:
     bucket_bytes: int = _setting(8 << 20, _positive(int), "BUCKET_BYTES")
     """Size of DistributedOptimizer's gradient buckets, never above ``fusion_threshold_bytes``."""
     staging_bytes: int = _setting(32 << 20, _positive(int), "STAGING_BYTES")
-    """Size of each rank's copy of the fusion buffer for tensors from elsewhere; memory is touched as it is used."""
+    """Size of each rank's copy of the fusion buffer for tensors from elsewhere; touched as it is used."""
     chunk_bytes: int = _setting(1 << 20, _positive(int), "CHUNK_BYTES")
-    """On one node, tensors from elsewhere pass through the fusion buffer in chunks of this size, which stay in cache."""
+    """On one node, tensors from elsewhere pass the fusion buffer in chunks of this size, which stay in cache."""
     segment_bytes: int = _setting(256 << 10, _positive(int), "SEGMENT_BYTES")
     """Unit of overlap in the ring across nodes: one segment travels while the one before it is added."""
     small_bytes: int = _setting(32 << 10, _not_negative(int), "SMALL_BYTES")

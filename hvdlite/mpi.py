@@ -23,7 +23,7 @@ _MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", "mpich_shm_")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Comm | None:
+def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Intracomm | None:
     """COMM_WORLD, with MPI initialized; None where this process was started alone, without a launcher.
 
     Raises:
@@ -36,7 +36,7 @@ def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Comm |
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
     expected = max((int(environ[name]) for name in _SIZE_VARIABLES if environ.get(name, "").isdigit()), default=1)
-    comm: MPI.Comm = mpi.COMM_WORLD
+    comm: MPI.Intracomm = mpi.COMM_WORLD
     if comm.size == 1 and expected > 1:
         library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
         raise StartupError(
@@ -71,8 +71,8 @@ def start_deadline(config: Config) -> _native.Deadline:
     chosen = config.network_interfaces or "none: MPI chose for itself"
     return _native.Deadline(
         config.start_timeout_s,
-        f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start, or MPI waits on a "
-        "network interface that does not connect the hosts.\n"
+        f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start, or MPI waits "
+        "on a network interface that does not connect the hosts.\n"
         f"hvdlite: interfaces chosen: {chosen}. Set HVDLITE_NETWORK_INTERFACES to one that connects all hosts (for "
         "example eth0 or ib0); `ip -br address` lists them.\n"
         "hvdlite: if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds).\n",
@@ -99,7 +99,7 @@ def private_communicator(comm: MPI.Comm, config: Config) -> MPI.Comm:
     return comm.Dup()
 
 
-def subset(comm: MPI.Comm, ranks: Sequence[int]) -> MPI.Comm:
+def subset(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
     """The communicator of some ranks of ``comm``; called by those ranks only.
 
     Raises:
@@ -135,13 +135,13 @@ def unlink_shared_files() -> None:
 
 def world_rank() -> int:
     """This process's rank in COMM_WORLD; 0 where MPI does not run."""
-    return sys.modules["mpi4py.MPI"].COMM_WORLD.rank if is_running() else 0
+    return int(sys.modules["mpi4py.MPI"].COMM_WORLD.rank) if is_running() else 0
 
 
 def is_running() -> bool:
     """Whether MPI was started in this process, by whomever, and not ended."""
     mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+    return mpi is not None and bool(mpi.Is_initialized()) and not mpi.Is_finalized()
 
 
 def finalize() -> None:

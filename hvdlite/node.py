@@ -150,7 +150,7 @@ def discover(comm: MPI.Comm | None, timeout_s: float) -> tuple[tuple[tuple[int, 
 
 
 def _connect_to_leader(names: list[str], rank: int) -> tuple[int, list[socket.socket]]:
-    """The lowest rank that can be reached, and two connections to it; this rank itself, and none, if it is the lowest."""
+    """The lowest rank that can be reached, and two connections to it; this rank, and none, if it is the lowest."""
     for other in range(rank):
         links: list[socket.socket] = []
         try:
@@ -183,5 +183,7 @@ def _accept(listener: socket.socket, ranks: tuple[int, ...], timeout_s: float) -
             ) from error
         found[rank].append(link)
     # Both connections of a rank come in the order it made them, because it says hello in that order.
-    by_local = {ranks.index(rank): links for rank, links in found.items()}
-    return Node(ranks, 0, {i: links[0] for i, links in by_local.items()}, {i: links[1] for i, links in by_local.items()})
+    by_local = {ranks.index(rank): pair for rank, pair in found.items()}
+    links = {i: pair[0] for i, pair in by_local.items()}
+    watch_links = {i: pair[1] for i, pair in by_local.items()}
+    return Node(ranks, 0, links, watch_links)

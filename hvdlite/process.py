@@ -39,9 +39,7 @@ class ProcessHooks:
         """init() raised: other ranks may wait inside MPI for this one, so it must not end MPI in order."""
         self._failed = True
 
-    def _uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not self.in_child:
             self._failed = True
             # What hvdlite raised every rank knows already.

@@ -29,7 +29,7 @@ from hvdlite.group import Group
 from hvdlite.interfaces import select
 from hvdlite.leader_links import Listener, connect, new_token
 from hvdlite.memory import TensorView
-from hvdlite.node import Node, discover
+from hvdlite.node import discover
 from hvdlite.sentinel import Sentinel
 from hvdlite.timeline.recorder import Recorder
 from hvdlite.timeline.timeline import Timeline
@@ -338,8 +338,8 @@ class Runtime:
             return
         self._last_words = _native.Deadline(
             self.config.failure_grace_s,
-            f"\nhvdlite: rank {self.rank} ends, since it did not end by itself within {self.config.failure_grace_s:.0f} s "
-            f"(HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
+            f"\nhvdlite: rank {self.rank} ends, since it did not end by itself within "
+            f"{self.config.failure_grace_s:.0f} s (HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
             1,
         )
 
@@ -432,7 +432,7 @@ def _exchange_cards(
         for rank, other in enumerate(cards):
             found.setdefault(other.versions.get(package, "not loaded"), []).append(rank)
         if len(found) > 1:
-            where = ", ".join(f"{version} on rank {ranks[0]} ({cards[ranks[0]].hostname})" for version, ranks in found.items())
+            where = ", ".join(f"{version} on rank {r[0]} ({cards[r[0]].hostname})" for version, r in found.items())
             raise StartupError(
                 f"the ranks run different versions of {package}: {where}. Install the same version on every host."
             )
@@ -455,9 +455,8 @@ def _leader_links(
     for child in children:
         if child not in links:
             raise StartupError(
-                f"node {child} ({cards[topology.leaders[child]].hostname}) did not connect to node {topology.node_index} "
-                f"({cards[topology.rank].hostname}) in time. Name an interface that connects the hosts in "
-                "HVDLITE_NETWORK_INTERFACES, or raise HVDLITE_START_TIMEOUT."
+                f"node {child} ({cards[topology.leaders[child]].hostname}) did not connect to node "
+                f"{topology.node_index} ({cards[topology.rank].hostname}) in time. Name an interface that connects the "
+                "hosts in HVDLITE_NETWORK_INTERFACES, or raise HVDLITE_START_TIMEOUT."
             )
     return [(topology.leaders[node], cards[topology.leaders[node]].where, link) for node, link in links.items()]
-

@@ -151,7 +151,8 @@ class Sentinel:
                 self._spread(
                     neighbour.rank,
                     f"rank {neighbour.rank} ({neighbour.where}) has not answered for {silent_s:.0f} s: its process is "
-                    "stopped, or its host is unreachable. If it was only busy, raise HVDLITE_HEARTBEAT_TIMEOUT_SECONDS.",
+                    "stopped, or its host is unreachable. If it was only busy, raise "
+                    "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS.",
                     neighbour,
                 )
             self._send(neighbour, None)
@@ -171,8 +172,8 @@ class Sentinel:
     def _send(self, neighbour: _Neighbour, message: dict[str, object] | None) -> None:
         body = _HEARTBEAT if message is None else json.dumps(message).encode()
         data = _LENGTH.pack(len(body)) + body
-        # A neighbour that does not read must not hold up the others: what does not fit in the kernel's buffer at once is
-        # lost, and that neighbour with it, since its own silence is noticed elsewhere.
+        # A neighbour that does not read must not hold up the others: what does not fit in the kernel's buffer is lost;
+        # its own silence will be noticed.
         flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
         with self._lock:
             try:

@@ -29,6 +29,8 @@ class Backend(ABC):
 
     rank: int
     size: int
+    label: str
+    """What the next operation works on; for errors and the timeline."""
 
     @abstractmethod
     def allocate(self, numel: int, dtype: DType) -> Buffer:

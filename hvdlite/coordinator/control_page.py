@@ -71,7 +71,7 @@ class ControlPage:
         self._local_size = size
         self._doorbells = [self._segment.address + _LINE_BYTES * i for i in range(size)]
 
-        memory = memoryview(self._segment.memory)
+        memory = self._segment.memory.data
         offset = _LINE_BYTES * size
         self._mailboxes = []
         for _ in range(size):

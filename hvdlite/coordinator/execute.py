@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
@@ -21,13 +21,19 @@ class Executor:
     """Runs buckets on one backend.
 
     Args:
-        staging: where tensors from elsewhere pass through, a chunk of ``chunk_bytes`` at a time. On one node a chunk
+        staging: where tensors from elsewhere pass through, ``chunk_bytes`` at a time. On one node a chunk
             should fit the cache; across nodes it should be large enough to fill the wire.
         nodes: number of nodes between which the backend works.
     """
 
     def __init__(
-        self, backend: Backend, staging: Buffer, chunk_bytes: int, buffers: FusionBuffers, nodes: int, recorder: Recorder
+        self,
+        backend: Backend,
+        staging: Buffer,
+        chunk_bytes: int,
+        buffers: FusionBuffers,
+        nodes: int,
+        recorder: Recorder,
     ) -> None:
         self._backend = backend
         self._staging = staging
@@ -133,12 +139,12 @@ class Executor:
             self._allgather_bytes(view.address, result.address, [0, *ends], label)
 
     def _allgather_bytes(self, source: int, target: int, bounds: list[int], label: str) -> None:
-        """Concatenate: rank r gives bytes [bounds[r], bounds[r + 1]) of the result, which at rank r lie at ``source``."""
+        """Concatenate: rank r gives bytes [bounds[r], bounds[r + 1]) of the result, which it has at ``source``."""
         staging = self._staging.as_dtype(DType.UINT8)
         mine = bounds[self._backend.rank]
         for begin, end in _windows(bounds[-1], staging.numel):
             clipped = [min(max(bound, begin), end) - begin for bound in bounds]
-            blocks = [[(start, stop)] if stop > start else [] for start, stop in zip(clipped, clipped[1:], strict=False)]
+            blocks = [[(start, stop)] if stop > start else [] for start, stop in pairwise(clipped)]
             part = staging.narrow(0, end - begin)
             with self._recorder.span(Lane.PACK, label, part.nbytes):
                 for start, stop in blocks[self._backend.rank]:

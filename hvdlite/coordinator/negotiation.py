@@ -6,7 +6,7 @@ subtree; what is complete there goes up as few claims as tell the truth, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
@@ -99,49 +99,56 @@ def _judge(key: Key, claims: dict[Request, list[tuple[tuple[int, ...], tuple[Siz
     return Response(request, key[1], _in_rank_order(all_parts)[1])
 
 
-_Difference = tuple[str, str, Callable[[Request], object], str]
-_OPERATION: tuple[_Difference, ...] = (
-    ("", "operation", lambda r: r.kind.label, "Call the same operation under this name on every rank"),
-    ("", "number of tensors", lambda r: len(r.tensors), "Pass the same list of tensors on every rank"),
-)
-_REST: tuple[_Difference, ...] = (
-    ("", "op", lambda r: r.op.label, "Pass the same op on every rank"),
-    ("", "prescale factor", lambda r: r.prescale, "Pass the same prescale_factor on every rank"),
-    ("", "postscale factor", lambda r: r.postscale, "Pass the same postscale_factor on every rank"),
-    ("", "root rank", lambda r: r.root, "Pass the same root_rank on every rank"),
-    ("", "compression", lambda r: r.wire_dtype.label if r.wire_dtype is not None else "none",
-     "Pass the same compression on every rank"),
-    ("", "size in bytes", lambda r: r.nbytes, "Ask for the same size on every rank"),
-    ("", "device", lambda r: r.device, "Keep the tensor on the same kind of device on every rank"),
-)  # fmt: skip
+_Difference = tuple[str, str, object, object, str]
+"""(tensor, what may differ, its value in one request, in the other, advice)"""
 
 
 def _difference(a: Request, b: Request, a_ranks: tuple[int, ...], b_ranks: tuple[int, ...]) -> str | None:
     """The first thing in which two requests of one name contradict each other, in a sentence; None where in nothing."""
-    for name, what, value, advice in (*_OPERATION, *_tensor_differences(a, b), *_REST):
-        if value(a) != value(b):
-            subject = f"{a.kind.label} '{name or _label(a)}'"
+    for tensor, what, mine, theirs, advice in (*_operation_rows(a, b), *_tensor_rows(a, b), *_option_rows(a, b)):
+        if mine != theirs:
             return (
-                f"{subject}: {what} is {value(a)} on {rank_list(a_ranks)} but {value(b)} on {rank_list(b_ranks)}. "
-                f"{advice}."
+                f"{a.kind.label} '{tensor or _label(a)}': {what} is {mine} on {rank_list(a_ranks)} but {theirs} on "
+                f"{rank_list(b_ranks)}. {advice}."
             )
     return None
 
 
-def _tensor_differences(a: Request, b: Request) -> list[_Difference]:
+def _operation_rows(a: Request, b: Request) -> list[_Difference]:
+    return [
+        ("", "operation", a.kind.label, b.kind.label, "Call the same operation under this name on every rank"),
+        ("", "number of tensors", len(a.tensors), len(b.tensors), "Pass the same list of tensors on every rank"),
+    ]
+
+
+def _tensor_rows(a: Request, b: Request) -> list[_Difference]:
+    gathers = a.kind is Kind.ALLGATHER
+    where = "shape after the first dimension" if gathers else "shape"
+    ragged = "in all dimensions but the first" if gathers else "or use allgather for ragged tensors"
     rows: list[_Difference] = []
-    ragged = "in all dimensions but the first" if a.kind is Kind.ALLGATHER else "or use allgather for ragged tensors"
-    for i, (mine, theirs) in enumerate(zip(a.tensors, b.tensors, strict=False)):
-        if mine == theirs:
-            continue
-        where = "shape after the first dimension" if a.kind is Kind.ALLGATHER else "shape"
-        rows += [
-            (mine.name, f"name of tensor {i} of the group", lambda r, i=i: repr(r.tensors[i].name),
-             "Pass the tensors in the same order on every rank"),
-            (mine.name, "dtype", lambda r, i=i: r.tensors[i].dtype.label, "Convert it to the same dtype on every rank"),
-            (mine.name, where, lambda r, i=i: r.tensors[i].shape, f"Pass the same shape on every rank, {ragged}"),
-        ]  # fmt: skip
+    for i, (s, t) in enumerate(zip(a.tensors, b.tensors, strict=False)):
+        if s != t:
+            order = "Pass the tensors in the same order on every rank"
+            rows.append((s.name, f"name of tensor {i} of the group", repr(s.name), repr(t.name), order))
+            rows.append((s.name, "dtype", s.dtype.label, t.dtype.label, "Convert it to the same dtype on every rank"))
+            rows.append((s.name, where, s.shape, t.shape, f"Pass the same shape on every rank, {ragged}"))
     return rows
+
+
+def _option_rows(a: Request, b: Request) -> list[_Difference]:
+    def wire(request: Request) -> str:
+        return "none" if request.wire_dtype is None else request.wire_dtype.label
+
+    same = "on every rank"
+    return [
+        ("", "op", a.op.label, b.op.label, f"Pass the same op {same}"),
+        ("", "prescale factor", a.prescale, b.prescale, f"Pass the same prescale_factor {same}"),
+        ("", "postscale factor", a.postscale, b.postscale, f"Pass the same postscale_factor {same}"),
+        ("", "root rank", a.root, b.root, f"Pass the same root_rank {same}"),
+        ("", "compression", wire(a), wire(b), f"Pass the same compression {same}"),
+        ("", "size in bytes", a.nbytes, b.nbytes, f"Ask for the same size {same}"),
+        ("", "device", a.device, b.device, f"Keep the tensor on the same kind of device {same}"),
+    ]
 
 
 def _label(request: Request) -> str:

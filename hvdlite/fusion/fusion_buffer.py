@@ -96,11 +96,11 @@ class FusionBuffers:
         """A collective call of the coordinator threads, in the agreed order."""
         stride = max(_PAGE_BYTES, align_up(nbytes, _PAGE_BYTES))
         memory = self._node.share(self._node.local_size * stride).memory
-        buffer = FusionBuffer(self._made, memory, self._node.local_rank, stride, nbytes)
-        forget = self._known.pop
-        self._known[self._made] = (weakref.ref(memory, lambda _, made=self._made: forget(made, None)), stride, nbytes)
+        buffer_id = self._made
         self._made += 1
-        return buffer
+        reference = weakref.ref(memory, lambda _: self._known.pop(buffer_id, None))
+        self._known[buffer_id] = (reference, stride, nbytes)
+        return FusionBuffer(buffer_id, memory, self._node.local_rank, stride, nbytes)
 
     def find(self, address: int, nbytes: int) -> Home | None:
         """The home of a tensor by its address; None where it lives elsewhere."""
@@ -109,6 +109,6 @@ class FusionBuffers:
             if memory is None:
                 continue
             offset = address - int(memory.ctypes.data) - self._node.local_rank * stride
-            if 0 <= offset and offset + nbytes <= size:
+            if 0 <= offset <= size - nbytes:
                 return Home(FusionBuffer(buffer_id, memory, self._node.local_rank, stride, size), offset)
         return None
