@@ -1,0 +1,64 @@
+#include "reduce.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "scaled_integer.h"
+
+namespace hvdlite {
+namespace {
+
+struct Reduction {
+  const char* const* sources;
+  std::size_t source_count;
+  char* const* destinations;
+  std::size_t destination_count;
+  std::uint64_t nbytes;  // of each array
+  double prescale;
+  double postscale;
+};
+
+using ReduceKernel = void (*)(const Reduction&);
+
+}  // namespace
+}  // namespace hvdlite
+
+#define HVDLITE_KERNELS "reduce_kernels.h"
+#include "for_each_instruction_set.h"
+
+namespace hvdlite {
+namespace {
+
+ReduceKernel kernel_for(DType dtype, Op op, bool scaled) {
+  switch (instruction_set()) {
+#if HVDLITE_X86
+    case InstructionSet::kAvx512:
+      return avx512::find_kernel(dtype, op, scaled);
+    case InstructionSet::kAvx2:
+      return avx2::find_kernel(dtype, op, scaled);
+#endif
+    default:
+      return plain::find_kernel(dtype, op, scaled);
+  }
+}
+
+}  // namespace
+
+void reduce(const std::vector<std::uintptr_t>& destinations, const std::vector<std::uintptr_t>& sources,
+            std::uint64_t numel, DType dtype, Op op, double prescale, double postscale) {
+  if (sources.empty()) throw std::invalid_argument("reduce: at least one source is needed");
+  const bool is_scaled = prescale != 1.0 || postscale != 1.0;
+  const ReduceKernel kernel = kernel_for(dtype, op, is_scaled);
+  if (kernel == nullptr) {
+    throw std::invalid_argument("reduce: dtype " + std::to_string(static_cast<int>(dtype)) + " with op " +
+                                std::to_string(static_cast<int>(op)) + " does not reduce");
+  }
+  const auto* from = reinterpret_cast<const char* const*>(sources.data());
+  const auto* to = reinterpret_cast<char* const*>(destinations.data());
+  kernel({from, sources.size(), to, destinations.size(), numel * item_bytes(dtype), prescale, postscale});
+}
+
+}  // namespace hvdlite

@@ -1,0 +1,25 @@
+// Scaling integers, as reduce.cpp and pack.cpp do it.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace hvdlite {
+
+// value * factor in fp64, truncated towards zero; out of range saturates, NaN gives 0. Written without branches, so
+// that loops over it become vector code.
+template <class Integer>
+inline Integer scaled_integer(Integer value, double factor) {
+  using Limits = std::numeric_limits<Integer>;
+  constexpr double kLowest = static_cast<double>(Limits::lowest());
+  constexpr double kAbove = static_cast<double>(Limits::max() / 2 + 1) * 2.0;  // max() + 1, also where max() is no fp64
+  constexpr double kHighest = sizeof(Integer) < 8 ? kAbove - 1 : kAbove - 1024;  // the fp64 before that
+  const double exact = static_cast<double>(value) * factor;
+  const double number = exact == exact ? exact : 0.0;
+  const double high_enough = number > kLowest ? number : kLowest;
+  const double in_range = high_enough < kHighest ? high_enough : kHighest;
+  const Integer truncated = static_cast<Integer>(in_range);
+  return number >= kAbove ? Limits::max() : truncated;
+}
+
+}  // namespace hvdlite
