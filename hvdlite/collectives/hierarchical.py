@@ -1,0 +1,143 @@
+"""Several nodes of several ranks: a node backend and a ring across nodes, composed.
+
+The ranks with local rank r on every node form rail r. Each rail carries its own shard, so all network cards and
+cores work. Nodes may be uneven: there are as many rails as the smallest node has ranks, and the ranks beyond
+them take part within their node only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdlite.collectives.base import Backend, Range
+from hvdlite.collectives.ring import RingBackend
+from hvdlite.collectives.shm import ShmBackend, share_of
+from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.memory import Buffer, shard_bounds
+
+
+class HierarchicalBackend(Backend):
+    """Collectives between all ranks of ``nodes``.
+
+    Args:
+        node: this node's backend.
+        cross: this rank's rail, in the order of ``nodes``; None for a rank beyond the rails.
+        nodes: ranks of each node, in the order of local ranks.
+        rank: of this process; one of ``nodes``.
+        one_rail_bytes: up to this size only the leaders speak to other nodes.
+    """
+
+    def __init__(
+        self,
+        node: ShmBackend,
+        cross: RingBackend | None,
+        nodes: tuple[tuple[int, ...], ...],
+        rank: int,
+        *,
+        one_rail_bytes: int = 0,
+    ) -> None:
+        self.rank = rank
+        self.size = sum(len(ranks) for ranks in nodes)
+        self._node = node
+        self._cross = cross
+        self._nodes = nodes
+        self._index = next(index for index, ranks in enumerate(nodes) if rank in ranks)
+        self._most_rails = min(len(ranks) for ranks in nodes)
+        self._one_rail_bytes = one_rail_bytes
+        assert (node.size, nodes[self._index][node.rank]) == (len(nodes[self._index]), rank)
+        assert (cross is not None) == (node.rank < self._most_rails)
+        assert cross is None or (cross.rank, cross.size) == (self._index, len(nodes))
+
+    @property
+    def label(self) -> str:
+        """What the next operation works on, for errors and the timeline."""
+        return self._node.label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._node.label = label
+        if self._cross is not None:
+            self._cross.label = label
+
+    def allocate(self, numel: int, dtype: DType) -> Buffer:
+        return self._node.allocate(numel, dtype)
+
+    def allreduce(
+        self, buf: Buffer, *, op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0
+    ) -> None:
+        """Reduce-scatter in the node, allreduce of each shard on its rail, allgather in the node.
+
+        With n nodes and k rails a rank sends 2(n-1)/n * nbytes/k to other nodes. 16-bit floats are rounded once
+        in the node and then on the rail.
+        """
+        rails = self._rails(buf.nbytes)
+        shards = _shards(buf, rails)
+        self._node.reduce_scatter(buf, parts=rails, op=op, prescale=prescale)
+        if self._cross is not None and self._node.rank < rails:
+            self._cross.allreduce(buf.narrow(*shards[self._node.rank]), op=op, postscale=postscale)
+        self._spread(buf, shards)
+
+    def reduce_scatter(
+        self,
+        buf: Buffer,
+        *,
+        parts: int,
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        """An allreduce, which leaves every rank with its part; twice the bytes that are needed across nodes."""
+        assert 1 <= parts <= self.size, (parts, self.size)
+        self.allreduce(buf, op=op, prescale=prescale, postscale=postscale)
+
+    def allgather(self, buf: Buffer, blocks: Sequence[Sequence[Range]]) -> None:
+        """Allgather in the node; each rail takes an equal share of every node's bytes around; the node spreads them."""
+        assert len(blocks) == self.size, (len(blocks), self.size)
+        itemsize = buf.dtype.itemsize
+        rails = self._rails(itemsize * sum(stop - start for ranges in blocks for start, stop in ranges))
+        self._node.allgather(buf, [blocks[rank] for rank in self._nodes[self._index]])
+        of_node = [[part for rank in ranks for part in blocks[rank]] for ranks in self._nodes]
+        of_rail = [  # [rail][node]: ranges
+            [[(start, stop) for _, start, stop in share_of([ranges], rails, rail, itemsize)] for ranges in of_node]
+            for rail in range(rails)
+        ]
+        if self._cross is not None and self._node.rank < rails:
+            self._cross.allgather(buf, of_rail[self._node.rank])
+        arrived = [
+            [part for index, ranges in enumerate(shares) if index != self._index for part in ranges]
+            for shares in of_rail
+        ]
+        self._node.allgather(buf, arrived + [[]] * (self._node.size - rails))
+
+    def broadcast(self, buf: Buffer, root: int) -> None:
+        """Broadcast in the root's node; each rail carries its shard to the other nodes, which spread them."""
+        origin = next(index for index, ranks in enumerate(self._nodes) if root in ranks)
+        shards = _shards(buf, self._rails(buf.nbytes))
+        if self._index == origin:
+            self._node.broadcast(buf, self._nodes[origin].index(root))
+        if self._cross is not None and self._node.rank < len(shards):
+            self._cross.broadcast(buf.narrow(*shards[self._node.rank]), origin)
+        if self._index != origin:
+            self._spread(buf, shards)
+
+    def barrier(self) -> None:
+        self._node.barrier()
+        if self._cross is not None and self._node.rank == 0:
+            self._cross.barrier()
+        self._node.barrier()
+
+    def close(self) -> None:
+        self._node.close()
+        if self._cross is not None:
+            self._cross.close()
+
+    def _rails(self, nbytes: int) -> int:
+        """How many rails share ``nbytes``."""
+        return 1 if nbytes <= self._one_rail_bytes else self._most_rails
+
+    def _spread(self, buf: Buffer, shards: Sequence[Range]) -> None:
+        self._node.allgather(buf, [[shard] for shard in shards] + [[]] * (self._node.size - len(shards)))
+
+
+def _shards(buf: Buffer, rails: int) -> list[Range]:
+    return [shard_bounds(buf.numel, rails, rail, buf.dtype.itemsize) for rail in range(rails)]

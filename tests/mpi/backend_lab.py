@@ -1,0 +1,195 @@
+"""Backends of every kind on the ranks of one machine, and inputs whose results are known without them.
+
+Any grouping of the ranks can play nodes here: a node's memory is shared for real, and its rails cross "nodes"
+through MPI as they would a network.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+from mpi4py import MPI
+
+from hvdlite.collectives.base import Backend
+from hvdlite.collectives.hierarchical import HierarchicalBackend
+from hvdlite.collectives.ring import RingBackend
+from hvdlite.collectives.shm import ShmBackend
+from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.fusion.segment import Segment, create_memory_file
+from hvdlite.memory import Buffer
+from hvdlite.node import Node
+from hvdlite.timeline.recorder import Recorder
+
+SIZE = MPI.COMM_WORLD.size
+RANK = MPI.COMM_WORLD.rank
+SEGMENT = 256  # bytes; small, so that pipelines of many segments run on little data
+SMALL = 1024
+PATIENCE_S = 60.0  # for peers that come; a test whose peers do not come sets its own
+
+Layout = tuple[tuple[int, ...], ...]
+LAYOUTS: list[Layout] = [
+    ((0, 1),),
+    ((0,), (1,)),
+    ((0, 1), (2,)),
+    ((0,), (1, 2)),
+    ((0, 2), (1,)),
+    ((0,), (1,), (2,)),
+    ((0, 1, 2, 3),),
+    ((0, 1), (2, 3)),
+    ((0, 2), (1, 3)),
+    ((0, 1, 2), (3,)),
+    ((0,), (1, 2, 3)),
+    ((0, 3), (1,), (2,)),
+    ((0,), (1,), (2,), (3,)),
+]
+LAYOUTS = [nodes for nodes in LAYOUTS if sum(len(ranks) for ranks in nodes) == SIZE]
+
+
+class FakeNode(Node):
+    """A node of any ranks of one machine: memory goes through /proc instead of sockets."""
+
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int]) -> None:
+        self._comm = comm
+        self.ranks = tuple(ranks)
+        self.local_rank = comm.rank
+        self.local_size = comm.size
+        self._page = self.share(4096)
+        self.abort_address = self._page.address
+
+    def share(self, nbytes: int) -> Segment:
+        fd = create_memory_file(nbytes) if self.is_leader else -1
+        pid, number = self._comm.bcast((os.getpid(), fd))
+        if not self.is_leader:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        self._comm.Barrier()
+        segment = Segment(fd, nbytes)
+        os.close(fd)
+        return segment
+
+
+def nothing_failed() -> None:
+    pass
+
+
+@dataclass
+class Lab:
+    """Builds backends over all ranks; every method is collective. ``nodes_made``: this rank's, for aborting them."""
+
+    recorder: Recorder = field(default_factory=Recorder)
+    timeout_s: float = PATIENCE_S
+    segment_bytes: int = SEGMENT
+    small_bytes: int = SMALL
+    check: Callable[[], None] = nothing_failed
+    nodes_made: list[FakeNode] = field(default_factory=list)
+
+    def split(self, color: int, key: int) -> MPI.Intracomm | None:
+        part = MPI.COMM_WORLD.Split(color if color >= 0 else MPI.UNDEFINED, key)
+        return None if part == MPI.COMM_NULL else cast(MPI.Intracomm, part)
+
+    def node(self, nodes: Layout) -> FakeNode:
+        index = next(i for i, ranks in enumerate(nodes) if RANK in ranks)
+        comm = self.split(index, nodes[index].index(RANK))
+        assert comm is not None
+        self.nodes_made.append(FakeNode(comm, nodes[index]))
+        return self.nodes_made[-1]
+
+    def rail(self, nodes: Layout) -> MPI.Intracomm | None:
+        index = next(i for i, ranks in enumerate(nodes) if RANK in ranks)
+        local_rank = nodes[index].index(RANK)
+        return self.split(local_rank if local_rank < min(len(ranks) for ranks in nodes) else -1, index)
+
+    def shm(self, nodes: Layout) -> ShmBackend:
+        return ShmBackend(
+            self.node(nodes), spin_us=5, timeout_s=self.timeout_s, check=self.check, recorder=self.recorder
+        )
+
+    def ring(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> RingBackend:
+        return RingBackend(
+            comm,
+            ranks=ranks,
+            segment_bytes=self.segment_bytes,
+            small_bytes=self.small_bytes,
+            timeout_s=self.timeout_s,
+            check=self.check,
+            recorder=self.recorder,
+        )
+
+    def hierarchical(self, nodes: Layout, one_rail_bytes: int) -> HierarchicalBackend:
+        node, rail = self.shm(nodes), self.rail(nodes)
+        return HierarchicalBackend(
+            node, None if rail is None else self.ring(rail), nodes, RANK, one_rail_bytes=one_rail_bytes
+        )
+
+    def build(self, kind: str) -> Backend:
+        if kind == "shm":
+            return self.shm((tuple(range(SIZE)),))
+        if kind == "ring":
+            return self.ring(MPI.COMM_WORLD.Dup())
+        return self.hierarchical(KINDS[kind], one_rail_bytes=SMALL // 2)
+
+
+KINDS: dict[str, Layout] = {"shm": (), "ring": ()} | {
+    "hierarchical " + "+".join("".join(map(str, ranks)) for ranks in nodes): nodes for nodes in LAYOUTS
+}
+
+
+def assert_none(*problems: str | None) -> None:
+    """Fail if there is a problem; the harness fails the test on all ranks then."""
+    found = [problem for problem in problems if problem]
+    assert not found, "\n".join(found)
+
+
+# Inputs that every rank can build for any rank, and the answer without the code under test. float64 stands for
+# all types; integers up to 256 are exact in all of them but int8, where both sides wrap.
+
+
+def values_of(rank: int, numel: int, salt: int = 0) -> np.ndarray:
+    """(numel,) float64, integers from 1 to 4: the product over four ranks stays exact in bfloat16."""
+    return ((np.arange(numel) * 7 + rank * 3 + salt) * 2654435761 % 1013 % 4 + 1).astype(np.float64)
+
+
+def encode(values: np.ndarray, dtype: DType) -> np.ndarray:
+    """The bytes of ``values`` in ``dtype``; what is exact in bfloat16 is not changed by cutting off its lower half."""
+    if dtype is DType.BFLOAT16:
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    if dtype.is_floating or dtype is DType.BOOL:
+        return values.astype(dtype.label).view(np.uint8)
+    return values.astype(np.int64).astype(dtype.label).view(np.uint8)
+
+
+def memory(buf: Buffer) -> np.ndarray:
+    """(nbytes,) uint8: this rank's own copy."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * buf.nbytes).from_address(buf.address))
+
+
+def fill(buf: Buffer, values: np.ndarray) -> None:
+    memory(buf)[:] = encode(values, buf.dtype)
+
+
+def difference(buf: Buffer, expected: np.ndarray, what: str = "") -> str | None:
+    """None if this rank's copy holds ``expected``."""
+    got = memory(buf)
+    wanted = encode(expected, buf.dtype)
+    if np.array_equal(got, wanted):
+        return None
+    first = int(np.flatnonzero(got != wanted)[0]) // buf.dtype.itemsize
+    return f"{what} {buf.dtype.label}[{buf.numel}] differs from element {first} on (expected {expected[first]})"
+
+
+def reduced(
+    op: ReduceOp, numel: int, dtype: DType, prescale: float = 1.0, postscale: float = 1.0, salt: int = 0
+) -> np.ndarray:
+
+    def scaled(values: np.ndarray, factor: float) -> np.ndarray:
+        return values * factor if dtype.is_floating else np.trunc(values * factor)
+
+    combine = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
+    result = scaled(values_of(0, numel, salt), prescale)
+    for rank in range(1, SIZE):
+        result = combine[op](result, scaled(values_of(rank, numel, salt), prescale))
+    return scaled(result, postscale)

@@ -1,0 +1,144 @@
+"""Backends whose peers are late, dead or wrong: they sleep while they wait, say for whom, and end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from backend_lab import KINDS, RANK, SIZE, Lab, assert_none, fill, values_of
+from mpi4py import MPI
+
+from hvdlite.collectives.base import Backend
+from hvdlite.dtypes import DType
+from hvdlite.errors import CollectiveError, RankFailedError
+from hvdlite.memory import Buffer, shard_bounds
+
+LAST = SIZE - 1
+NUMEL = 5000
+alone = pytest.mark.skipif(SIZE == 1, reason="needs a rank to wait for")
+
+
+def failure_of(action: Callable[[], None]) -> tuple[CollectiveError | None, float]:
+    """What ``action`` raises, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        action()
+    except CollectiveError as error:
+        return error, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def allgather(backend: Backend, buf: Buffer) -> None:
+    backend.allgather(buf, [[shard_bounds(buf.numel, SIZE, rank, 4)] for rank in range(SIZE)])
+
+
+OPERATIONS: dict[str, Callable[[Backend, Buffer], None]] = {
+    "small allreduce": lambda backend, buf: backend.allreduce(buf.narrow(0, 20)),
+    "large allreduce": lambda backend, buf: backend.allreduce(buf),
+    "reduce_scatter": lambda backend, buf: backend.reduce_scatter(buf, parts=SIZE),
+    "allgather": allgather,
+    "broadcast": lambda backend, buf: backend.broadcast(buf, LAST),
+    "barrier": lambda backend, buf: backend.barrier(),
+}
+
+
+@alone
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_of_the_job_ends_the_wait(comm: MPI.Intracomm, kind: str) -> None:
+    """The last rank never comes; 0.3 s later everybody learns that it died, as the runtime would tell them."""
+    died = threading.Event()
+
+    def check() -> None:
+        if died.is_set() or any(node.aborted for node in lab.nodes_made):
+            raise RankFailedError(LAST, f"rank {LAST} died")
+
+    lab = Lab(check=check)
+    backend = lab.build(kind)
+    buf = backend.allocate(NUMEL, DType.FLOAT32)
+
+    def end() -> None:
+        died.set()
+        for node in lab.nodes_made:
+            node.abort()
+
+    comm.Barrier()
+    messenger = threading.Timer(0.3, end)
+    messenger.start()
+    problem = None
+    if RANK != LAST:
+        error, seconds = failure_of(lambda: backend.allreduce(buf))
+        if str(error) != f"rank {LAST} died" or not 0.2 < seconds < 5:
+            problem = f"{error!r} after {seconds:.2f} s"
+    messenger.join()
+    assert_none(problem)
+
+
+@alone
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_node_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
+    lab = Lab(timeout_s=0.3)
+    backend = lab.shm((tuple(range(SIZE)),))
+    lab.nodes_made[-1].ranks = tuple(range(100, 100 + SIZE))  # errors speak of these
+    backend.label = "layer3.weight"
+    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    comm.Barrier()
+    problem = None
+    if RANK != LAST:
+        error, seconds = failure_of(lambda: OPERATIONS[operation](backend, buf))
+        wanted = [operation.split()[-1], "'layer3.weight'", f"[{100 + LAST}] did not come"]
+        wanted += ["0.3 s", "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"]
+        if not all(part in str(error) for part in wanted) or not 0.25 < seconds < 5:
+            problem = f"{error!r} after {seconds:.2f} s"
+    assert_none(problem)
+
+
+@alone
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_ring_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
+    """Some rank waits for the last one, and says so; the others wait for ranks that wait."""
+    backend = Lab(timeout_s=0.3).ring(MPI.COMM_WORLD.Dup(), range(100, 100 + SIZE))
+    backend.label = "layer3.weight"
+    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    comm.Barrier()
+    error, seconds = None, 0.3
+    problem = None
+    if RANK != LAST:
+        error, seconds = failure_of(lambda: OPERATIONS[operation](backend, buf))
+        wanted = [operation.split()[-1], "'layer3.weight'", "did not", "0.3 s", "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"]
+        if not all(part in str(error) for part in wanted) or not 0.25 < seconds < 5:
+            problem = f"{error!r} after {seconds:.2f} s"
+    assert_none(problem)
+    assert any(f"rank {100 + LAST} did not" in text for text in comm.allgather(str(error)))
+
+
+@alone
+def test_failures_of_mpi_become_ours() -> None:
+    """The last rank breaks the contract and sends more than rank 0 has room for."""
+    backend = Lab(timeout_s=10).ring(MPI.COMM_WORLD.Dup())
+    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    problem = None
+    if RANK == 0:
+        error, _ = failure_of(lambda: backend.broadcast(buf.narrow(0, 10), LAST))
+        if "broadcast: MPI failed" not in str(error) or not isinstance(error and error.__cause__, MPI.Exception):
+            problem = repr(error)
+    else:
+        backend.broadcast(buf.narrow(0, 20), LAST)
+    assert_none(problem)
+
+
+@alone
+@pytest.mark.parametrize("kind", KINDS)
+def test_waiting_takes_no_cpu(comm: MPI.Intracomm, kind: str) -> None:
+    backend = Lab().build(kind)
+    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    fill(buf, values_of(RANK, NUMEL))
+    comm.Barrier()
+    if RANK == LAST:
+        time.sleep(0.5)
+    start = time.thread_time()
+    backend.allreduce(buf)
+    seconds = time.thread_time() - start
+    assert_none(f"{seconds:.3f} s of CPU during a wait of 0.5 s" if seconds > 0.1 else None)
+    backend.close()
