@@ -1,0 +1,154 @@
+"""``python -m hvdlite timeline report | merge``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import glob
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hvdlite.timeline.report import Bucket, Report, Step, build_report
+from hvdlite.timeline.trace_file import TraceError, merge_traces, read_trace
+
+_DEFINITIONS = """\
+A step lasts from the end of one optimizer.step() to the end of the next; the first one has no known beginning.
+  compute        the main thread does not wait
+  communication  a lane of the coordinator is busy, negotiation excluded
+  exposed        the main thread waits for communication or for slower ranks
+  hidden         1 - exposed / communication, not below 0
+  slowest rank   the one that waits least, since the others wait for it, and by how much less
+Times are means over ranks. algbw = bytes / time. Open the file itself at https://ui.perfetto.dev.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        if options.command == "merge":
+            count = merge_traces(options.out, options.parts)
+            print(f"{options.out}: {count} events from {len(options.parts)} files")
+        else:
+            _report(options.trace, options.json, options.steps)
+    except TraceError as error:
+        print(f"hvdlite timeline: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"hvdlite timeline: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hvdlite timeline",
+        description="Work with timelines, the files that HVDLITE_TIMELINE or hvd.start_timeline() writes.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="report | merge")
+    report = commands.add_parser(
+        "report",
+        help="print where the time of each step went",
+        description="Print where the time of each step went, and the costliest buckets.",
+        epilog=_DEFINITIONS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    report.add_argument("trace", help="the timeline, complete or of a job that is running or was killed")
+    report.add_argument("--json", action="store_true", help="print all figures of all steps as JSON")
+    report.add_argument(
+        "--steps", type=_count, default=20, metavar="N", help="show the last N steps; 0 shows all (default: 20)"
+    )
+    merge = commands.add_parser(
+        "merge",
+        help="put the files of several nodes into one",
+        description="Put the files of several nodes into one. A job that ends in order does so itself; one that was "
+        "killed leaves trace.json, trace.node1.json and so on, each on its node.",
+    )
+    merge.add_argument("out", metavar="OUT", help="the file to write; may be one of the parts")
+    merge.add_argument("parts", metavar="PART", nargs="+", help="the files of the nodes")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return value
+
+
+def _report(path: str, as_json: bool, last: int) -> None:
+    report = build_report(read_trace(path))
+    if as_json:
+        print(json.dumps({"trace": path, **dataclasses.asdict(report)}, indent=2))
+    else:
+        print(format_report(path, report, last))
+    parts = sorted(str(part) for part in Path(path).parent.glob(f"{glob.escape(Path(path).stem)}.node*.json"))
+    if parts:
+        print(
+            f"hvdlite timeline: other nodes are missing here, their files were not merged yet: "
+            f"python -m hvdlite timeline merge {path} {' '.join([path, *parts])}",
+            file=sys.stderr,
+        )
+
+
+def format_report(path: str, report: Report, last: int) -> str:
+    """The report as text, with the last ``last`` steps, or all for 0."""
+    ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
+    lines = [f"{os.path.basename(path)}: {ranks}, {len(report.steps)} complete steps"]
+    if report.dropped:
+        lines.append(f"{report.dropped} events were dropped, so times are too low: raise HVDLITE_TIMELINE_EVENTS.")
+    lines.append("")
+    if report.median is None:
+        lines.append(
+            "No step to show: a step lasts from the end of one optimizer.step() to the end of the next, and the trace "
+            "holds fewer than two."
+        )
+    else:
+        shown = report.steps[-last:]
+        if len(shown) < len(report.steps):
+            lines.append(f"The last {len(shown)} steps; --steps 0 shows all.")
+        header = ["step", "time ms", "compute ms", "communication ms", "exposed ms", "hidden", "slowest rank", "by ms"]
+        rows = [[str(step.number), *_step_cells(step)] for step in shown]
+        lines += _table(header, [*rows, ["median", *_step_cells(report.median)]], left=0)
+        lines.append("Medians are over all steps; the slowest rank is the one that was slowest most often.")
+    lines.append("")
+    if report.buckets:
+        lines.append(f"The costliest buckets of the whole trace ({len(report.buckets)} shown):")
+        lines += _table(["bucket", "total ms", "bytes", "algbw GB/s"], map(_bucket_cells, report.buckets), left=1)
+    else:
+        lines.append("No communication in this trace.")
+    return "\n".join(lines)
+
+
+def _step_cells(step: Step) -> list[str]:
+    return [
+        f"{step.step_ms:.2f}",
+        f"{step.compute_ms:.2f}",
+        f"{step.communication_ms:.2f}",
+        f"{step.exposed_ms:.2f}",
+        "-" if step.hidden_share is None else f"{step.hidden_share:.0%}",
+        "-" if step.slowest_rank is None else str(step.slowest_rank),
+        "-" if step.behind_ms is None else f"{step.behind_ms:.2f}",
+    ]
+
+
+def _bucket_cells(bucket: Bucket) -> list[str]:
+    return [bucket.name, f"{bucket.total_ms:.2f}", f"{bucket.nbytes:,}", f"{bucket.algbw_gbps:.2f}"]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> list[str]:
+    """Align columns: the first ``left`` ones to the left, the others to the right, as numbers are read."""
+    cells = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]

@@ -1,0 +1,149 @@
+"""What happened when, kept in memory until it is written: one bounded ring buffer per rank."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from contextlib import AbstractContextManager
+from enum import Enum
+from types import TracebackType
+from typing import Any, cast
+
+INSTANT = -1
+"""In place of an end: the event has no duration."""
+
+
+class Lane(Enum):
+    """A row of the timeline. The order here is the order on the screen."""
+
+    BACKWARD = "backward"
+    WAIT = "wait"
+    OPTIMIZER = "optimizer"
+    NEGOTIATION = "negotiation"
+    PACK = "pack"
+    NODE_REDUCE_SCATTER = "node reduce-scatter"
+    NODE_ALLREDUCE = "node allreduce"
+    RING = "ring"
+    NODE_ALLGATHER = "node allgather"
+    UNPACK = "unpack"
+    BROADCAST = "broadcast"
+    ALLGATHER = "allgather"
+    CYCLE = "cycle"
+
+
+COMMUNICATION_LANES = frozenset(
+    {
+        Lane.PACK,
+        Lane.NODE_REDUCE_SCATTER,
+        Lane.NODE_ALLREDUCE,
+        Lane.RING,
+        Lane.NODE_ALLGATHER,
+        Lane.UNPACK,
+        Lane.BROADCAST,
+        Lane.ALLGATHER,
+    }
+)
+"""Where a coordinator thread is busy; negotiation is waiting for other ranks, not work."""
+
+Event = tuple[int, Lane, str, int, int, int, str]
+"""Number, lane, name, start_ns, end_ns or `INSTANT`, bytes, dtype. A plain tuple: a named one takes twice as long."""
+
+
+class Recorder:
+    """Records spans and marks of this rank; any thread may call at any time.
+
+    Nothing is recorded, or allocated, until `start`. Times are `time.monotonic_ns`.
+
+    Args:
+        max_events: most events kept until they are drained; then the oldest go, and are counted.
+    """
+
+    __slots__ = ("_append", "_max_events", "_ring", "_seen", "_sequence", "_taken", "enabled", "mark_cycles")
+
+    def __init__(self, max_events: int = 1 << 16) -> None:
+        self._max_events = max_events
+        self.enabled = False
+        self.mark_cycles = False
+        """Whether whoever runs cycles should `mark` each of them."""
+        self._reset()
+
+    def _reset(self) -> None:
+        # The numbers tell what a full ring has pushed out. A deque and a count are each safe to share between threads,
+        # without a lock that every event would pay for.
+        self._ring: deque[Event] = deque(maxlen=self._max_events)
+        self._append = self._ring.append
+        self._sequence = itertools.count()
+        self._seen = 0
+        self._taken = 0
+
+    def start(self, mark_cycles: bool = False) -> None:
+        """Record from now on, into an empty ring."""
+        self._reset()
+        self.mark_cycles = mark_cycles
+        self.enabled = True
+
+    def stop(self) -> None:
+        """Record no more; what is in the ring can still be drained."""
+        self.enabled = False
+        self.mark_cycles = False
+
+    def span(self, lane: Lane, name: str, nbytes: int = 0, dtype: str = "") -> AbstractContextManager[None]:
+        """Record how long a ``with`` block takes."""
+        if not self.enabled:
+            return _DISABLED
+        return _Span(self, lane, name, nbytes, dtype)
+
+    def add(self, lane: Lane, name: str, start_ns: int, end_ns: int, nbytes: int = 0, dtype: str = "") -> None:
+        """Record what lasted from ``start_ns`` to ``end_ns``."""
+        if self.enabled:
+            self._append((next(self._sequence), lane, name, start_ns, end_ns, nbytes, dtype))
+
+    def mark(self, lane: Lane, name: str) -> None:
+        """Record that something happened now."""
+        if self.enabled:
+            self._append((next(self._sequence), lane, name, time.monotonic_ns(), INSTANT, 0, ""))
+
+    def drain(self) -> tuple[list[Event], int]:
+        """Take all events out of the ring, for one thread at a time; also how many were dropped since the last call."""
+        was_full = len(self._ring) == self._max_events
+        events: list[Event] = []
+        for _ in range(len(self._ring)):  # bounded, so that busy threads cannot keep us here
+            events.append(self._ring.popleft())
+        if events:
+            self._seen = max(self._seen, 1 + max(event[0] for event in events))
+            self._taken += len(events)
+        # In a ring with room a missing number belongs to a thread that is just about to append it.
+        dropped = max(self._seen - self._taken, 0) if was_full else 0
+        self._taken += dropped
+        return events, dropped
+
+
+class _Span:
+    __slots__ = ("_dtype", "_lane", "_name", "_nbytes", "_recorder", "_start_ns")
+
+    def __init__(self, recorder: Recorder, lane: Lane, name: str, nbytes: int, dtype: str) -> None:
+        self._recorder = recorder
+        self._lane = lane
+        self._name = name
+        self._nbytes = nbytes
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._start_ns = time.monotonic_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recorder.add(self._lane, self._name, self._start_ns, time.monotonic_ns(), self._nbytes, self._dtype)
+
+
+class _Disabled:
+    # Compiled functions that take anything and return something false. Written in Python, entering and leaving would
+    # make up most of what a span costs where nothing is recorded.
+    __slots__ = ()
+    __enter__ = "".format
+    __exit__ = "".format
+
+
+_DISABLED = cast("AbstractContextManager[None, Any]", _Disabled())

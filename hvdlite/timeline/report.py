@@ -1,0 +1,229 @@
+"""Where the time of each training step went, from a trace.
+
+How the numbers are defined:
+
+- A step lasts from the end of one ``optimizer.step()`` (a span 'step' in the lane optimizer) to the end of the next on
+  the same rank; of the first one the beginning is unknown, so it is left out. Steps of other ranks belong to the step
+  of the lowest rank that ends nearest.
+- Communication: the time in which any lane of the coordinator is busy, negotiation excluded.
+- Exposed communication: the time in which the main thread waits (lane wait).
+- Compute: the rest of the step, in which the main thread does not wait.
+- Hidden share: 1 - exposed / communication, not below 0: a rank can wait longer than communication lasts, for a slower
+  rank.
+- Slowest rank: the one that waits least, since the others wait for it. It is behind by what the others wait longer.
+
+All are means over ranks, except the slowest one. A bucket's time is the time in which a coordinator lane works on it,
+its bytes the most that any lane handled; both are totals over the trace, means over the ranks that took part.
+algbw = bytes / time, as nccl-tests define it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdlite.timeline.recorder import COMMUNICATION_LANES, Lane
+
+STEP_NAME = "step"
+BUCKETS_SHOWN = 10
+
+_COMMUNICATION = frozenset(lane.value for lane in COMMUNICATION_LANES)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step; times in ms."""
+
+    number: int
+    step_ms: float
+    compute_ms: float
+    communication_ms: float
+    exposed_ms: float
+    hidden_share: float | None
+    """None where nothing was communicated."""
+    slowest_rank: int | None
+    """None for a single rank."""
+    behind_ms: float | None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What was communicated under one name in the whole trace."""
+
+    name: str
+    total_ms: float
+    nbytes: int
+    algbw_gbps: float
+    """10^9 bytes per second."""
+
+
+@dataclass(frozen=True)
+class Report:
+    ranks: int
+    dropped: int
+    steps: tuple[Step, ...]
+    median: Step | None
+    """Medians over the steps, each figure by itself; its slowest rank is the one that was slowest most often."""
+    buckets: tuple[Bucket, ...]
+
+
+class BusyTime:
+    """The union of spans, in ns."""
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._before = [0]  # busy time before each start
+        for start, end in sorted(spans):
+            if self._ends and start <= self._ends[-1]:
+                self._before[-1] += max(end - self._ends[-1], 0)
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+                self._before.append(self._before[-1] + end - start)
+
+    @property
+    def total(self) -> int:
+        return self._before[-1]
+
+    def within(self, start: int, end: int) -> int:
+        return self._until(end) - self._until(start)
+
+    def _until(self, time: int) -> int:
+        index = bisect_right(self._starts, time)
+        if index == 0:
+            return 0
+        return self._before[index] - max(self._ends[index - 1] - time, 0)
+
+
+@dataclass
+class _RankTrace:
+    """The spans of one rank."""
+
+    step_ends: list[int]
+    waiting: BusyTime
+    communicating: BusyTime
+
+
+def build_report(trace: Mapping[str, Any]) -> Report:
+    """Compute the report from a parsed trace."""
+    waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    communication: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    step_ends: dict[int, list[int]] = defaultdict(list)
+    named: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    handled: dict[tuple[int, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    ranks = set()
+    dropped = 0
+    for event in trace["traceEvents"]:
+        rank = event["pid"]
+        ranks.add(rank)
+        if event["ph"] == "i":
+            dropped += event.get("args", {}).get("dropped", 0)
+        if event["ph"] != "X":
+            continue
+        lane, name = event["cat"], event["name"]
+        start = round(event["ts"] * 1000)
+        span = (start, start + round(event["dur"] * 1000))
+        if lane == Lane.WAIT.value:
+            waits[rank].append(span)
+        elif lane == Lane.OPTIMIZER.value and name == STEP_NAME:
+            step_ends[rank].append(span[1])
+        elif lane in _COMMUNICATION:
+            communication[rank].append(span)
+            named[rank, name].append(span)
+            handled[rank, name][lane] += event["args"].get("bytes", 0)
+    traces = {
+        rank: _RankTrace(sorted(step_ends[rank]), BusyTime(waits[rank]), BusyTime(communication[rank]))
+        for rank in sorted(ranks)
+    }
+    steps = tuple(_steps(traces))
+    return Report(
+        ranks=len(ranks),
+        dropped=dropped,
+        steps=steps,
+        median=_median(steps) if steps else None,
+        buckets=tuple(_buckets(named, handled)[:BUCKETS_SHOWN]),
+    )
+
+
+def _steps(traces: Mapping[int, _RankTrace]) -> Iterable[Step]:
+    leading = next((trace for trace in traces.values() if trace.step_ends), None)
+    if leading is None:
+        return
+    for number in range(1, len(leading.step_ends)):
+        begin, end = leading.step_ends[number - 1 : number + 1]
+        periods = {}
+        for rank, trace in traces.items():
+            period = _nearest_period(trace.step_ends, end)
+            # A rank whose step is missing (its events were dropped, or it had ended) has no part in this one.
+            if period is not None and abs(period[1] - end) <= (end - begin) / 2:
+                periods[rank] = period
+        yield _step(number, traces, periods)
+
+
+def _nearest_period(ends: Sequence[int], end: int) -> tuple[int, int] | None:
+    """The step that ends nearest to ``end``, if its beginning is known."""
+    after = bisect_right(ends, end)
+    index = min((i for i in (after - 1, after) if 0 <= i < len(ends)), key=lambda i: abs(ends[i] - end), default=0)
+    return None if index == 0 else (ends[index - 1], ends[index])
+
+
+def _step(number: int, traces: Mapping[int, _RankTrace], periods: Mapping[int, tuple[int, int]]) -> Step:
+    step_ms = statistics.fmean(end - begin for begin, end in periods.values()) / 1e6
+    communication_ms = (
+        statistics.fmean(traces[rank].communicating.within(*period) for rank, period in periods.items()) / 1e6
+    )
+    waits_ms = {rank: traces[rank].waiting.within(*period) / 1e6 for rank, period in periods.items()}
+    exposed_ms = statistics.fmean(waits_ms.values())
+    slowest = behind_ms = None
+    if len(waits_ms) > 1:
+        slowest = min(waits_ms, key=lambda rank: waits_ms[rank])
+        behind_ms = statistics.fmean(wait for rank, wait in waits_ms.items() if rank != slowest) - waits_ms[slowest]
+    return Step(
+        number=number,
+        step_ms=step_ms,
+        compute_ms=step_ms - exposed_ms,
+        communication_ms=communication_ms,
+        exposed_ms=exposed_ms,
+        hidden_share=max(1 - exposed_ms / communication_ms, 0.0) if communication_ms else None,
+        slowest_rank=slowest,
+        behind_ms=behind_ms,
+    )
+
+
+def _median(steps: Sequence[Step]) -> Step:
+    hidden = [step.hidden_share for step in steps if step.hidden_share is not None]
+    behind = [step.behind_ms for step in steps if step.behind_ms is not None]
+    slowest = [step.slowest_rank for step in steps if step.slowest_rank is not None]
+    return Step(
+        number=len(steps),
+        step_ms=statistics.median(step.step_ms for step in steps),
+        compute_ms=statistics.median(step.compute_ms for step in steps),
+        communication_ms=statistics.median(step.communication_ms for step in steps),
+        exposed_ms=statistics.median(step.exposed_ms for step in steps),
+        hidden_share=statistics.median(hidden) if hidden else None,
+        slowest_rank=statistics.mode(slowest) if slowest else None,
+        behind_ms=statistics.median(behind) if behind else None,
+    )
+
+
+def _buckets(
+    named: Mapping[tuple[int, str], Sequence[tuple[int, int]]], handled: Mapping[tuple[int, str], Mapping[str, int]]
+) -> list[Bucket]:
+    """All buckets, the costliest first."""
+    times: dict[str, list[int]] = defaultdict(list)
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for (rank, name), spans in named.items():
+        times[name].append(BusyTime(spans).total)
+        # Lanes see different parts of a bucket: the whole of it when packing, a shard in the ring.
+        sizes[name].append(max(handled[rank, name].values()))
+    buckets = []
+    for name in times:
+        total_ns, nbytes = statistics.fmean(times[name]), statistics.fmean(sizes[name])
+        buckets.append(Bucket(name, total_ns / 1e6, round(nbytes), nbytes / total_ns if total_ns else 0.0))
+    return sorted(buckets, key=lambda bucket: -bucket.total_ms)

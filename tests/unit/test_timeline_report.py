@@ -1,0 +1,200 @@
+"""The report's figures, on a trace small enough to compute them by hand, and its command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdlite.cli.timeline import main
+from hvdlite.timeline.chrome_trace import TraceWriter
+from hvdlite.timeline.recorder import Lane
+from hvdlite.timeline.report import BusyTime, build_report
+from hvdlite.timeline.trace_file import TraceFile, read_trace
+
+MS = 1_000_000
+MIB = 1 << 20
+
+# (lane, name, start ms, end ms, bytes). Both ranks end their steps at 10, 30 and 60 ms, rank 1 half a ms later.
+RANKS: dict[int, list[tuple[Lane, str, float, float, int]]] = {
+    0: [
+        (Lane.OPTIMIZER, "step", 8, 10, 0),
+        # Step 1: 20 ms; communication 12 to 21 and 22 to 24 = 11 ms; waits 20 to 24 = 4 ms.
+        (Lane.BACKWARD, "backward", 11, 19, 0),
+        (Lane.NEGOTIATION, "a", 11, 28, 0),
+        (Lane.PACK, "a", 12, 13, 4 * MIB),
+        (Lane.RING, "a", 13, 20, 2 * MIB),
+        (Lane.RING, "b", 18, 21, MIB),
+        (Lane.UNPACK, "a", 22, 24, 4 * MIB),
+        (Lane.WAIT, "wait", 20, 24, 0),
+        (Lane.WAIT, "wait inside", 21, 23, 0),
+        (Lane.OPTIMIZER, "step", 25, 30, 0),
+        # Step 2: 30 ms; communication 40 to 50 = 10 ms; waits 44 to 50 = 6 ms.
+        (Lane.RING, "a", 40, 50, 6 * MIB),
+        (Lane.WAIT, "wait", 44, 50, 0),
+        (Lane.OPTIMIZER, "step", 55, 60, 0),
+        (Lane.RING, "a", 70, 80, 4 * MIB),  # after the last complete step
+    ],
+    1: [
+        (Lane.OPTIMIZER, "step", 8, 10.5, 0),
+        # Step 1: 20 ms; communication 13 to 20 = 7 ms; waits 19 to 20 = 1 ms: the slowest.
+        (Lane.RING, "a", 13, 20, 4 * MIB),
+        (Lane.WAIT, "wait", 19, 20, 0),
+        (Lane.OPTIMIZER, "step", 25, 30.5, 0),
+        # Step 2: 30 ms; communication 40 to 50 = 10 ms; waits 20 ms, for rank 0.
+        (Lane.RING, "a", 40, 50, 4 * MIB),
+        (Lane.WAIT, "wait", 32, 52, 0),
+        (Lane.OPTIMIZER, "step", 55, 60.5, 0),
+    ],
+}
+
+
+def write_trace(path: Path, ranks: dict[int, list[tuple[Lane, str, float, float, int]]], dropped: int = 0) -> str:
+    file = TraceFile(str(path), 0)
+    for rank, spans in ranks.items():
+        writer = TraceWriter(rank, 0, 0)
+        file.open(writer.introduction())
+        file.append(
+            writer.lines((0, lane, name, round(s * MS), round(e * MS), size, "") for lane, name, s, e, size in spans)
+        )
+        if dropped:
+            file.append([writer.dropped(dropped, 0)])
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    return write_trace(tmp_path / "trace.json", RANKS)
+
+
+def test_steps(trace: str) -> None:
+    report = build_report(read_trace(trace))
+    assert (report.ranks, report.dropped) == (2, 0)
+    first, second = report.steps
+    assert first.number == 1
+    assert first.step_ms == pytest.approx(20)
+    assert first.communication_ms == pytest.approx((11 + 7) / 2)
+    assert first.exposed_ms == pytest.approx((4 + 1) / 2)
+    assert first.compute_ms == pytest.approx(20 - 2.5)
+    assert first.hidden_share == pytest.approx(1 - 2.5 / 9)
+    assert first.slowest_rank == 1
+    assert first.behind_ms == pytest.approx(3)
+    assert second.number == 2
+    assert second.step_ms == pytest.approx(30)
+    assert second.communication_ms == pytest.approx(10)
+    assert second.exposed_ms == pytest.approx((6 + 20) / 2)
+    assert second.hidden_share == 0
+    assert second.slowest_rank == 0
+    assert second.behind_ms == pytest.approx(14)
+    assert report.median is not None
+    assert report.median.step_ms == pytest.approx(25)
+    assert report.median.communication_ms == pytest.approx(9.5)
+    assert report.median.hidden_share == pytest.approx((1 - 2.5 / 9) / 2)
+
+
+def test_buckets(trace: str) -> None:
+    a, b = build_report(read_trace(trace)).buckets
+    assert (a.name, b.name) == ("a", "b")
+    # Rank 0: 12 to 20, 22 to 24, 40 to 50, 70 to 80; the ring handled the most: 2 + 6 + 4 MiB.
+    assert a.total_ms == pytest.approx((30 + 17) / 2)
+    assert a.nbytes == (12 + 8) * MIB / 2
+    assert a.algbw_gbps == pytest.approx(10 * MIB / 23.5e-3 / 1e9)
+    assert b.total_ms == pytest.approx(3)  # rank 1 had none
+    assert b.nbytes == MIB
+
+
+def test_the_ten_costliest_buckets(tmp_path: Path) -> None:
+    spans = [(Lane.RING, f"bucket {i}", 100.0 * i, 101.0 * i, 1) for i in range(1, 16)]
+    report = build_report(read_trace(write_trace(tmp_path / "trace.json", {0: spans})))
+    assert [bucket.name for bucket in report.buckets] == [f"bucket {i}" for i in range(15, 5, -1)]
+
+
+def test_a_rank_that_misses_steps_is_left_out_of_them(tmp_path: Path) -> None:
+    step = [(Lane.OPTIMIZER, "step", 10.0 * i, 10.0 * i + 1, 0) for i in range(1, 6)]
+    wait = [(Lane.WAIT, "wait", 10.0 * i + 3, 10.0 * i + 5, 0) for i in range(1, 5)]
+    # Rank 1 recorded one step earlier, waited less, and was killed after step 3.
+    early = [(Lane.OPTIMIZER, "step", 10.0 * i, 10.0 * i + 1.25, 0) for i in range(0, 4)]
+    report = build_report(read_trace(write_trace(tmp_path / "trace.json", {0: step + wait, 1: early})))
+    assert [step.exposed_ms for step in report.steps] == [1, 1, 2, 2]
+    assert [step.slowest_rank for step in report.steps] == [1, 1, None, None]
+    assert [step.step_ms for step in report.steps] == [pytest.approx(10)] * 4
+    assert [step.hidden_share for step in report.steps] == [None] * 4
+
+
+def test_busy_time_is_a_union() -> None:
+    busy = BusyTime([(10, 20), (15, 17), (18, 30), (40, 50), (30, 31)])
+    assert busy.total == 31
+    for start, end, expected in [(0, 100, 31), (0, 10, 0), (12, 19, 7), (25, 45, 11), (31, 40, 0), (50, 60, 0)]:
+        assert busy.within(start, end) == expected
+    assert BusyTime([]).within(0, 10) == 0
+
+
+def test_the_printed_table_is_aligned(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", trace]) == 0
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == "trace.json: 2 ranks, 2 complete steps"
+    header, first, second, median = output[2:6]
+    assert {len(line) for line in (header, first, second, median)} == {len(header)}
+    assert first.split() == ["1", "20.00", "17.50", "9.00", "2.50", "72%", "1", "3.00"]
+    assert second.split() == ["2", "30.00", "17.00", "10.00", "13.00", "0%", "0", "14.00"]
+    assert median.split() == ["median", "25.00", "17.25", "9.50", "7.75", "36%", "1", "8.50"]
+    assert any(line.split() == ["a", "23.50", "10,485,760", "0.45"] for line in output)
+
+
+def test_only_the_last_steps_are_printed(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--steps", "1", trace]) == 0
+    output = capsys.readouterr().out
+    assert "The last 1 steps" in output
+    assert "17.50" not in output
+    assert main(["report", "--steps", "0", trace]) == 0
+    assert "17.50" in capsys.readouterr().out
+
+
+def test_json(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--json", trace]) == 0
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert report["trace"] == trace
+    assert [step["slowest_rank"] for step in report["steps"]] == [1, 0]
+    assert report["median"]["step_ms"] == 25
+    assert report["buckets"][0]["nbytes"] == 10 * MIB
+
+
+def test_a_trace_without_steps_or_communication(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trace(tmp_path / "trace.json", {0: [(Lane.OPTIMIZER, "step", 1, 2, 0)]}, dropped=5)
+    assert main(["report", path]) == 0
+    output = capsys.readouterr().out
+    assert "1 rank, 0 complete steps" in output
+    assert "No step to show" in output
+    assert "No communication" in output
+    assert "5 events were dropped" in output
+
+
+def test_the_command_merges_what_a_killed_job_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_trace(tmp_path / "trace.json", {0: RANKS[0]})
+    other = write_trace(tmp_path / "trace.node1.json", {1: RANKS[1]})
+    assert main(["report", root]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("trace.json: 1 rank, ")
+    assert f"timeline merge {root} {root} {other}" in captured.err
+    assert main(["merge", root, root, other]) == 0
+    Path(other).unlink()
+    capsys.readouterr()
+    assert main(["report", root]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("trace.json: 2 ranks, 2 complete steps")
+    assert captured.err == ""
+
+
+def test_errors_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "missing.json")
+    assert main(["report", missing]) == 1
+    assert capsys.readouterr().err == f"hvdlite timeline: {missing}: No such file or directory\n"
+    (tmp_path / "other.json").write_text("[]")
+    assert main(["merge", missing, str(tmp_path / "other.json")]) == 1
+    assert "other.json is not a timeline of hvdlite" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", missing, "--steps", "-1"])
+    assert stopped.value.code == 2
+    assert "must not be negative" in capsys.readouterr().err
