@@ -1,0 +1,226 @@
+"""Start a script with several ranks from a test, and know at the end what every rank said and that nothing is left.
+
+For tests that start mpirun themselves (tests/faults, tests/hosts); they run under plain pytest, outside mpirun.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hvdlite.cli.launchers import FORWARDED_PREFIXES, Host, Job, Launcher, Mpi, build, identify
+
+MARK = "HVDLITE_TEST_LAUNCH"
+_MPIS = {"openmpi": Mpi.OPEN_MPI, "mpich": Mpi.MPICH}
+# The libraries' own: MPICH's stay when a rank is killed, and hvdlite cannot know when it may remove them.
+_MPI_FILES = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
+# Of an MPI job or a singleton that this process may be part of; mpirun would take them for its own.
+_MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "PMI2_", "MPI_LOCAL", "HYDI_", "HYDRA_", "MPIR_", "OPAL_")
+# Each rank's output goes to files of its own, so that nothing is interleaved or lost with a launcher that is killed.
+_RANK_SHELL = 'r=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; exec >"$1/$r.out" 2>"$1/$r.err"; shift; exec "$@"'
+
+
+@dataclass(frozen=True)
+class RankOutput:
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended. ``leftovers`` names processes that survived it and files that it left in /dev/shm."""
+
+    returncode: int
+    ranks: tuple[RankOutput, ...]
+    launcher_output: str
+    elapsed_s: float
+    leftovers: tuple[str, ...]
+
+    @property
+    def stdout(self) -> str:
+        """All ranks' stdout, in order of rank."""
+        return "".join(rank.stdout for rank in self.ranks)
+
+    @property
+    def stderr(self) -> str:
+        return "".join(rank.stderr for rank in self.ranks)
+
+    def check(self) -> Result:
+        """This result, if all ranks succeeded and nothing is left; fails the test with all output otherwise."""
+        if self.returncode or self.leftovers:
+            pytest.fail(f"{self}", pytrace=False)
+        return self
+
+    def __str__(self) -> str:
+        parts = [f"mpirun: exit status {self.returncode} after {self.elapsed_s:.1f} s, left behind: {self.leftovers or 'nothing'}"]
+        for number, rank in enumerate(self.ranks):
+            parts += [f"--- rank {number} stdout\n{rank.stdout}", f"--- rank {number} stderr\n{rank.stderr}"]
+        return "\n".join([*parts, f"--- mpirun\n{self.launcher_output}"])
+
+
+class LaunchTimeoutError(AssertionError):
+    """The ranks did not end in time; the text has their output, with the stacks of all their threads."""
+
+
+@cache
+def python_of(mpi: str) -> str:
+    """The Python of the environment that has ``mpi``: "current", "openmpi" or "mpich"; skips the test where there is none.
+
+    The two environments stand side by side, as .venv and .venv-mpich.
+    """
+    if mpi == "current" or launcher_of(sys.executable).mpi is _MPIS[mpi]:
+        return sys.executable
+    base = sys.prefix.removesuffix("-mpich")
+    python = Path(base + "-mpich" if mpi == "mpich" else base) / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no environment with {_MPIS[mpi].value} ({python} does not exist; python3 tests/run.py makes it)")
+    return str(python)
+
+
+@cache
+def launcher_of(python: str) -> Launcher:
+    path = shutil.which("mpirun", path=f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}")
+    if path is None:
+        pytest.skip("no mpirun beside this Python and none in PATH")
+    return identify(path)
+
+
+def launch(
+    n: int,
+    script: str | Path,
+    *args: str,
+    mpi: str = "current",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 60,
+    options: Sequence[str] = (),
+    hosts: Sequence[Host] = (),
+    enter: Sequence[str] = (),
+    shm_directories: Sequence[str] = ("/dev/shm",),
+) -> Result:
+    """Run ``script`` with ``n`` ranks under mpirun, to its end.
+
+    Args:
+        script: a path, or the text of a Python program.
+        args: its arguments.
+        mpi: "current" (this environment's), "openmpi" or "mpich".
+        env: variables to add.
+        timeout: seconds; after that every thread's stack is dumped, everything is killed, and LaunchTimeoutError raised.
+        options: more options for mpirun.
+        hosts, enter, shm_directories: for emulated hosts; see tests/hosts.
+
+    Raises:
+        LaunchTimeoutError: see above.
+    """
+    python = python_of(mpi)
+    mark = uuid.uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="hvdlite-launch-") as directory:
+        path = script if isinstance(script, Path) else Path(directory) / "script.py"
+        if not isinstance(script, Path):
+            path.write_text(script)
+        program = ("sh", "-c", _RANK_SHELL, "sh", directory, python, str(path), *args)
+        # Unbuffered, so that a rank that is killed has said all; a dump of stacks needs PYTHONFAULTHANDLER.
+        added = {MARK: mark, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {})}
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)} | added
+        launcher = launcher_of(python)
+        if hosts and launcher.mpi is Mpi.OPEN_MPI:  # which forwards nothing unasked
+            options = [*options, *(word for name in env or {} if not name.startswith(FORWARDED_PREFIXES) for word in ("-x", name))]
+        command = build(launcher, Job(program, n, tuple(hosts), options=tuple(options)), environ)
+        files = _files(shm_directories)
+        start = time.monotonic()
+        output = Path(directory) / "launcher"
+        with output.open("wb") as sink:
+            child = subprocess.Popen(
+                [*enter, *command.argv],
+                env=environ | command.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            timed_out = False
+            try:
+                child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+                _dump_stacks(mark)
+            finally:
+                elapsed = time.monotonic() - start
+                if child.returncode is None:
+                    child.kill()
+                    child.wait()
+                processes = _end(mark)
+        ranks = tuple(RankOutput(_read(directory, f"{rank}.out"), _read(directory, f"{rank}.err")) for rank in range(n))
+        leftovers = (*processes, *_new_files(shm_directories, files))
+        result = Result(child.returncode, ranks, output.read_text(errors="replace"), elapsed, leftovers)
+    if timed_out:
+        raise LaunchTimeoutError(f"not at its end after {timeout:g} s\n{result}")
+    return result
+
+
+def _read(directory: str, name: str) -> str:
+    path = Path(directory) / name
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """The living processes that a launch started: process id and command."""
+    wanted = f"{MARK}={mark}".encode()
+    found = {}
+    for entry in os.listdir("/proc"):
+        try:
+            if entry.isdigit() and wanted in Path(f"/proc/{entry}/environ").read_bytes():
+                found[int(entry)] = Path(f"/proc/{entry}/comm").read_text().strip()
+        except OSError:  # it ended meanwhile, or is not ours
+            continue
+    return found
+
+
+def _dump_stacks(mark: str) -> None:
+    # faulthandler answers SIGABRT from C: a rank that holds the GIL in a loop dumps its stacks all the same.
+    for pid, command in _marked(mark).items():
+        if command.startswith("python"):
+            os.kill(pid, signal.SIGABRT)
+    time.sleep(1)
+
+
+def _end(mark: str, patience_s: float = 2.0) -> list[str]:
+    """Names the processes that are still there after ``patience_s``, and kills them."""
+    deadline = time.monotonic() + patience_s
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return [f"process {pid} ({command})" for pid, command in left.items()]
+
+
+def _files(directories: Sequence[str]) -> set[str]:
+    return {str(path) for directory in directories for path in Path(directory).iterdir()}
+
+
+def _new_files(directories: Sequence[str], before: set[str]) -> list[str]:
+    """Files that appeared, are not an MPI library's, and that no living process has mapped: those would be another job's."""
+    new = {path for path in _files(directories) - before if not Path(path).name.startswith(_MPI_FILES)}
+    if new:
+        mapped = set()
+        for entry in Path("/proc").glob("[0-9]*/maps"):
+            try:
+                mapped |= {path for path in new if Path(path).name in entry.read_text()}
+            except OSError:
+                continue
+        new -= mapped
+    return sorted(new)

@@ -1,0 +1,188 @@
+"""pytest under mpirun: every rank runs the same tests in the same order, and one rank's failure fails the test on all.
+
+After the parts of each test the ranks exchange how it went. Rank 0 reports; the others print failures only. A test that
+passes its time limit ends the run: every rank dumps the stacks of all its threads, from C, so that a thread that never lets go
+of the GIL does not prevent it; then SIGALRM, which needs no Python either, ends the rank, and mpirun the others.
+"""
+
+from __future__ import annotations
+
+import array
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
+TIME_LIMIT_S = 60.0
+GRACE_S = 20.0  # how long ranks may take to come to the end of a test that another rank failed already
+DUMP_S = 3.0  # from the dump of stacks to the end, so that all ranks get to dump
+EXIT_LIMIT_S = 30.0
+
+PASSED, SKIPPED, FAILED = 0, 1, 2
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="of tests without a mark of their own"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal's
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", f"time_limit(seconds): longest that the test may take, {TIME_LIMIT_S:g} s by default"
+    )
+    config.stash[_RANKS] = _Ranks()
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if WORLD.rank != 0 and reporter is not None:
+        config.pluginmanager.unregister(reporter)
+
+
+class _Ranks:
+    """What one rank needs to agree with the others, and to speak when it must."""
+
+    def __init__(self) -> None:
+        self._comm = WORLD.Dup()
+        # What dumps stacks writes from C and knows of no rank, so a process of its own marks the lines; pytest's own frames,
+        # which come last, are left out. Capturing is suspended now: this is the real stderr.
+        edit = ["-e", r'/^  File ".*\/\(_pytest\/\|pluggy\/\|bin\/pytest"\)/d', "-e", f"s/^/[rank {WORLD.rank}] /"]
+        marker = subprocess.Popen(["sed", "-u", *edit], stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        assert marker.stdin is not None
+        self._marker, self._stderr = marker, marker.stdin
+        faulthandler.register(signal.SIGUSR1, file=self._stderr, all_threads=True)
+        self._pids: list[int] = self._comm.allgather(os.getpid())
+
+    def say(self, text: str) -> None:
+        self._stderr.write((text.rstrip("\n") + "\n").encode())
+        self._stderr.flush()
+
+    def arm(self, limit_s: float) -> None:
+        """Dump stacks after ``limit_s``, one rank after the other, and end shortly after."""
+        faulthandler.dump_traceback_later(limit_s + 0.2 * WORLD.rank, file=self._stderr)
+        signal.setitimer(signal.ITIMER_REAL, limit_s + 0.2 * WORLD.size + DUMP_S)
+
+    def disarm(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def exchange(self, value: int, failed: bool = False) -> list[int]:
+        """Everybody's ``value``; a rank that has ``failed`` waits for the others for `GRACE_S` only, then ends the run."""
+        mine, all_values = array.array("q", [value]), array.array("q", bytes(8 * self._comm.size))
+        request = self._comm.Iallgather([mine, MPI.INT64_T], [all_values, MPI.INT64_T])
+        deadline = time.monotonic() + GRACE_S
+        pause = 0.0
+        while not request.Test():
+            # Sleeping, not spinning: with more ranks than cores, others need this core to come here at all.
+            time.sleep(pause)
+            pause = min(pause + 1e-5, 1e-3)
+            if failed and time.monotonic() > deadline:
+                self._give_up()
+        return list(all_values)
+
+    def _give_up(self) -> None:
+        self.say(f"the other ranks have not ended this test {GRACE_S:g} s after the failure here; their stacks follow")
+        for rank, pid in enumerate(self._pids):
+            if rank != WORLD.rank:
+                os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.2)
+        time.sleep(1)
+        WORLD.Abort(1)
+
+
+_RANKS = pytest.StashKey[_Ranks]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    names = "\n".join(item.nodeid for item in session.items) + f"\n{session.testsfailed}"
+    if len(set(session.config.stash[_RANKS].exchange(zlib.crc32(names.encode())))) > 1:
+        session.config.stash[_RANKS].say(f"collected {len(session.items)} tests, {session.testsfailed} errors")
+        pytest.exit("the ranks did not collect the same tests", returncode=3)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    marker = item.get_closest_marker("time_limit")
+    ranks = item.config.stash[_RANKS]
+    ranks.arm(marker.args[0] if marker else item.config.getoption("--time-limit"))
+    try:
+        return (yield)
+    finally:
+        ranks.disarm()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    # A test ends with its call, or with a setup that did not pass; and its teardown once more.
+    if report.when != "setup" or not report.passed:
+        _agree(item, report)
+    return report
+
+
+def _agree(item: pytest.Item, report: pytest.TestReport) -> None:
+    ranks = item.config.stash[_RANKS]
+    if report.failed and WORLD.size > 1:
+        sections = "".join(f"\n--- {title} ---\n{text}" for title, text in report.sections)
+        ranks.say(f"{item.nodeid}, {report.when}: failed\n{report.longreprtext}{sections}")
+    outcome = FAILED if report.failed else SKIPPED if report.skipped else PASSED
+    outcomes = ranks.exchange(outcome, failed=report.failed)
+    if report.failed or len(set(outcomes)) == 1:
+        return
+    failed = [rank for rank, other in enumerate(outcomes) if other == FAILED]
+    skipped = [rank for rank, other in enumerate(outcomes) if other == SKIPPED]
+    report.outcome = "failed"
+    report.longrepr = (
+        f"failed on rank {', '.join(map(str, failed))}; see its output above"
+        if failed
+        else f"skipped on rank {', '.join(map(str, skipped))} only; a skip must not depend on the rank"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    ranks = session.config.stash[_RANKS]
+    ranks.arm(EXIT_LIMIT_S)  # a thread or a collective that does not let the process end is a failure too
+    status = max(ranks.exchange(int(session.exitstatus)))
+    session.exitstatus = status if WORLD.rank == 0 else 0
+
+
+@pytest.fixture
+def comm() -> Iterator[MPI.Intracomm]:
+    """A communicator of all ranks that nothing else uses."""
+    private = WORLD.Dup()
+    yield private
+    private.Free()
+
+
+@pytest.fixture
+def sub_comm() -> Iterator[Callable[[int], MPI.Intracomm | None]]:
+    """``sub_comm(n)``: a communicator of the first ``n`` ranks, None on the others; to be called by all ranks alike."""
+    made: list[MPI.Intracomm] = []
+
+    def make(n: int) -> MPI.Intracomm | None:
+        part = WORLD.Split(0 if WORLD.rank < n else MPI.UNDEFINED, WORLD.rank)
+        if part == MPI.COMM_NULL:
+            return None
+        made.append(part)
+        return part
+
+    yield make
+    for part in made:
+        part.Free()
+
+
+@pytest.fixture
+def shared_path(comm: MPI.Intracomm, tmp_path: Path) -> Path:
+    """An empty directory, the same on every rank."""
+    return Path(comm.bcast(str(tmp_path)))

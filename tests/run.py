@@ -1,0 +1,209 @@
+"""Every test, from a fresh clone: python3 tests/run.py
+
+Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, and runs
+
+  unit     no MPI
+  mpi      under mpirun with 1, 2, 3 and 4 ranks, on Open MPI and on MPICH
+  faults   tests that start mpirun themselves and kill ranks, on both
+  hosts    several emulated hosts, both; skipped where the machine refuses network namespaces
+  lint     ruff and mypy; only if asked for by name
+
+The last line is "N passed, N failed, N skipped". Options that are not listed in --help go to pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import environment  # noqa: E402 (the line above makes it importable)
+
+SUITES = ("lint", "unit", "mpi", "faults", "hosts")
+MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+TIME_LIMIT_S = {"lint": 300, "unit": 300, "mpi": 420, "faults": 600, "hosts": 600}
+
+
+@dataclass
+class Stage:
+    """One command, and what its tests came to."""
+
+    title: str
+    command: list[str]
+    time_limit_s: float
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    skips: Counter[str] = field(default_factory=Counter)
+    elapsed_s: float = 0.0
+
+
+def main() -> int:
+    arguments, for_pytest = parse()
+    try:
+        pythons = find_pythons(arguments)
+    except environment.SetupError as error:
+        print(f"\ntests: {error}", file=sys.stderr)
+        return 1
+    stages = plan(arguments, for_pytest, pythons)
+    status = 0
+    done = []
+    for number, stage in enumerate(stages, start=1):
+        print(f"\n==> [{number}/{len(stages)}] {stage.title}", flush=True)
+        done.append(stage)
+        try:
+            run(stage, arguments.this_python)
+        except KeyboardInterrupt:
+            stage.failures.append("interrupted")
+            status = 130
+            break
+    return report(done) or status
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; by default all but lint")
+    parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help="only on this MPI; may be repeated")
+    parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
+    parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match")
+    parser.add_argument(
+        "--this-python", action="store_true", help="make no environment: test with this Python what it imports as hvdlite"
+    )
+    arguments, for_pytest = parser.parse_known_args()
+    unknown = [suite for suite in arguments.suites if suite not in SUITES]
+    if unknown:
+        parser.error(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)} (write paths and options for pytest as --option=value)")
+    arguments.suites = arguments.suites or [suite for suite in SUITES if suite != "lint"]
+    arguments.mpi = arguments.mpi or list(MPI_NAMES)
+    return arguments, for_pytest + (["-k", arguments.k] if arguments.k else [])
+
+
+def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
+    """The Python of each MPI's environment."""
+    if arguments.this_python:
+        base = sys.prefix[: -len("-mpich")] if sys.prefix.endswith("-mpich") else sys.prefix
+        pythons = {"openmpi": Path(base, "bin", "python"), "mpich": Path(base + "-mpich", "bin", "python")}
+        arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
+        return pythons
+    pythons = {"openmpi": environment.make(["openmpi", "examples", "test"])}
+    if "mpich" in arguments.mpi and set(arguments.suites) & {"mpi", "faults", "hosts"}:
+        pythons["mpich"] = environment.make_mpich()
+    return pythons
+
+
+def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str, Path]) -> list[Stage]:
+    python = pythons["openmpi"]
+
+    def pytest(suite: str, python: Path) -> list[str]:
+        # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
+        script = str(pythons["openmpi"].parent / "pytest")
+        options = ["-rfE", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+        return [str(python), script, *options, *for_pytest, str(TESTS / suite)]
+
+    stages = []
+    for suite in (suite for suite in SUITES if suite in arguments.suites):
+        limit = TIME_LIMIT_S[suite]
+        if suite == "lint":
+            stages.append(Stage("lint: ruff", [str(python), "-m", "ruff", "check", str(ROOT)], limit))
+            stages.append(Stage("lint: mypy", [str(python), "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")], limit))
+        elif suite == "mpi":
+            for mpi in arguments.mpi:
+                for ranks in arguments.ranks.split(","):
+                    launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "-np", ranks]
+                    title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != '1' else ''}"
+                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi])], limit))
+        elif suite == "faults":
+            stages += [Stage(f"faults: {MPI_NAMES[mpi]}", pytest(suite, pythons[mpi]), limit) for mpi in arguments.mpi]
+        else:
+            stages.append(Stage(suite, pytest(suite, python), limit))
+    return stages
+
+
+def run(stage: Stage, keep_python_path: bool) -> None:
+    environ = {name: value for name, value in os.environ.items() if keep_python_path or name != "PYTHONPATH"}
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        outcomes = Path(directory, "outcomes")
+        lint = stage.title.startswith("lint")
+        command = stage.command + ([] if lint else ["--outcomes", str(outcomes)])
+        # In tests/ rather than the root, where python -m hvdlite would run the source tree.
+        child = subprocess.Popen(command, cwd=ROOT if lint else TESTS, env=environ, start_new_session=True)
+        try:
+            status = child.wait(stage.time_limit_s)
+        except subprocess.TimeoutExpired:
+            stage.failures.append(f"not at its end after {stage.time_limit_s:g} s")
+            status = end(child)
+        except BaseException:
+            end(child)
+            raise
+        finally:
+            stage.elapsed_s = time.monotonic() - start
+            read(stage, outcomes)
+    if lint:
+        stage.counts["failed" if status else "passed"] += 1
+        stage.failures += [f"exit status {status}"] * bool(status)
+    elif status not in (0, 5) and not stage.failures:  # 5: no test was selected
+        stage.counts["failed"] += 1
+        stage.failures.append(f"ended with exit status {status}")
+
+
+def end(child: subprocess.Popen[bytes]) -> int:
+    """TERM, which `python -m hvdlite run` passes on to all ranks; KILL to what is left of the session."""
+    child.terminate()
+    try:
+        child.wait(15)
+    except subprocess.TimeoutExpired:
+        pass
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    return child.wait()
+
+
+def read(stage: Stage, outcomes: Path) -> None:
+    """Count; a test that started and did not end took the process with it."""
+    last: dict[str, tuple[str, str]] = {}
+    for line in outcomes.read_text().splitlines() if outcomes.exists() else []:
+        entry = json.loads(line)
+        last[entry["test"]] = (entry["outcome"], entry["reason"])
+    for test, (outcome, reason) in last.items():
+        if outcome == "started":
+            outcome, reason = "failed", "did not end"
+        stage.counts[outcome] += 1
+        if outcome == "failed":
+            stage.failures.append(f"{test}{f' ({reason})' if reason else ''}")
+        elif outcome == "skipped":
+            stage.skips[reason] += 1
+
+
+def report(stages: list[Stage]) -> int:
+    print("\n==> summary")
+    total: Counter[str] = Counter()
+    for stage in stages:
+        total += stage.counts
+        counts = ", ".join(f"{stage.counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if stage.counts[outcome])
+        print(f"  {stage.title:<28} {counts or 'no tests':<40} {stage.elapsed_s:6.1f} s")
+    for stage in stages:
+        for reason, count in stage.skips.items():
+            print(f"skipped {count} in {stage.title}: {reason}")
+    for stage in stages:
+        for failure in stage.failures:
+            print(f"FAILED in {stage.title}: {failure}")
+    print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
+    return 1 if total["failed"] or any(stage.failures for stage in stages) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
