@@ -1,0 +1,259 @@
+"""hvd.allreduce and its forms: short doors to one implementation.
+
+``allreduce(tensor)`` returns a new tensor and is differentiable, ``allreduce_(tensor)`` overwrites, the ``_async``
+forms return a `Handle` for `poll` and `synchronize`, and ``grouped_*`` take several tensors as one operation.
+Tensors are dense and in the CPU's memory, contiguous or not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.torch.compression import AnyCompressor, Compression, is_custom, wire_dtype
+from hvdlite.torch.handle import Handle, only
+from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
+from hvdlite.torch.tensor_view import contiguous_block, copied_back, dtype_of, view_of
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How tensors are combined; everything about an allreduce but the tensors and the name."""
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    wire: DType | None
+    process_set: ProcessSet
+
+
+def _reduction(
+    average: bool | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    compression: AnyCompressor = Compression.none,
+) -> _Reduction:
+    if average is not None:
+        if op is not None:
+            raise ValueError("op supersedes average; pass op=hvd.Average or op=hvd.Sum, and no average")
+        warnings.warn("average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        op = Average if average else Sum
+    wire = wire_dtype(compression)
+    return _Reduction(
+        check_op(Average if op is None else op),
+        float(prescale),
+        float(postscale),
+        None if wire is None else dtype_of(wire),
+        check_process_set(process_set),
+    )
+
+
+def check_op(op: int) -> ReduceOp:
+    """``op`` as a ReduceOp.
+
+    Raises:
+        ValueError: it is none of Average, Sum, Min, Max, Product.
+    """
+    if op not in (Average, Sum, Min, Max, Product):
+        raise ValueError(f"op is {op!r}; pass hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product")
+    return ReduceOp(op)
+
+
+def _start_allreduce(
+    tensors: Sequence[torch.Tensor], name: str | None, reduction: _Reduction, *, in_place: bool, grouped: bool
+) -> Handle[list[torch.Tensor]]:
+    """The one implementation of all allreduces."""
+    names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
+    label = "allreduce" if name is None else f"allreduce '{name}'"
+    sources = [contiguous_block(tensor, label) for tensor in tensors]
+    results = sources if in_place else [torch.empty_like(source) for source in sources]
+    inputs = [view_of(source) for source in sources]
+    runtime = reduction.process_set.runtime()
+    pending = runtime.allreduce_async(
+        inputs,
+        inputs if in_place else [view_of(result) for result in results],
+        name=name,
+        names=names,
+        op=reduction.op,
+        prescale=reduction.prescale,
+        postscale=reduction.postscale,
+        wire_dtype=reduction.wire,
+    )
+    kept = list(tensors)
+    return Handle(pending, runtime.recorder, label, lambda: copied_back(kept, results) if in_place else results)
+
+
+class _Allreduce(torch.autograd.Function):
+    """The gradient of an allreduce is the same allreduce of the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reduction: _Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.reduction, ctx.grouped = reduction, grouped
+        return tuple(_start_allreduce(tensors, name, reduction, in_place=False, grouped=grouped).synchronize())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None, *_Allreduce.apply(ctx.reduction, None, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
+
+
+def _allreduce(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    reduction: _Reduction,
+    compression: AnyCompressor,
+    *,
+    grouped: bool,
+) -> list[torch.Tensor]:
+    if not is_custom(compression):
+        return list(_Allreduce.apply(reduction, name, grouped, *tensors))  # type: ignore[no-untyped-call]
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    reduced = _Allreduce.apply(reduction, name, grouped, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
+    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: AnyCompressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Combine ``tensor`` with those of the other ranks; differentiable.
+
+    Args:
+        tensor: of the same shape and dtype on every rank; bool does not reduce.
+        average: deprecated, use ``op``.
+        name: the same on every rank; unnamed operations are counted, and must come in the same order on every rank.
+        compression: of what travels.
+        op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Integers are scaled in fp64 and truncated,
+            16-bit floats are added in fp32.
+        prescale_factor: multiplies before.
+        postscale_factor: multiplies after.
+        process_set: who takes part.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        DuplicateNameError, ValueError: ``name`` is in flight; hvdlite cannot reduce this tensor.
+        HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
+    """
+    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set, compression)
+    return _allreduce([tensor], name, reduction, compression, grouped=False)[0]
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """`allreduce` as a handle. ``tensor`` must not change before it is complete."""
+    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    return only(_start_allreduce([tensor], name, reduction, in_place=False, grouped=False))
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """`allreduce` in place; returns ``tensor``."""
+    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    return _start_allreduce([tensor], name, reduction, in_place=True, grouped=False).synchronize()[0]
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """`allreduce` in place, as a handle. ``tensor`` is undefined before it is complete."""
+    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    return only(_start_allreduce([tensor], name, reduction, in_place=True, grouped=False))
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: AnyCompressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """`allreduce` of several tensors, which are reduced together or not at all; their dtypes may differ."""
+    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set, compression)
+    return _allreduce(tensors, name, reduction, compression, grouped=True)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """`grouped_allreduce` as one handle."""
+    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    return _start_allreduce(tensors, name, reduction, in_place=False, grouped=True)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """`grouped_allreduce` in place; returns ``tensors``."""
+    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    return _start_allreduce(tensors, name, reduction, in_place=True, grouped=True).synchronize()
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[torch.Tensor]]:
+    """`grouped_allreduce` in place, as one handle."""
+    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    return _start_allreduce(tensors, name, reduction, in_place=True, grouped=True)

@@ -1,0 +1,102 @@
+"""hvd.broadcast and its forms: new tensor or in place, at once or as a handle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvdlite.torch.allreduce import Average, allreduce
+from hvdlite.torch.handle import Handle, only
+from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
+from hvdlite.torch.tensor_view import check_tensor, contiguous_block, copied_back, view_of
+
+
+class _Broadcast(torch.autograd.Function):
+    """The gradient of a broadcast is the average of the gradients at the root and zero elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return broadcast_async(tensor, root_rank, name, process_set).synchronize()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        reduced = allreduce(gradient, op=Average, process_set=ctx.process_set)
+        is_root = ctx.process_set.rank() == ctx.root_rank
+        return reduced if is_root else torch.zeros_like(reduced), None, None, None
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The tensor of rank ``root_rank``, on every rank; differentiable.
+
+    Args:
+        tensor: of the same shape and dtype on every rank, any dtype.
+        root_rank: the global rank.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    received: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    return received
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """`broadcast` as a handle."""
+    label = "broadcast" if name is None else f"broadcast '{name}'"
+    result = check_tensor(tensor, label).detach().clone(memory_format=torch.contiguous_format)
+    return broadcast_async_(result, root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """`broadcast` in place; returns ``tensor``."""
+    return broadcast_async_(tensor, root_rank, name, process_set).synchronize()
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]:
+    """`broadcast` in place, as a handle. ``tensor`` is undefined before it is complete."""
+    return only(start_broadcast([tensor], root_rank, name, None, process_set))
+
+
+def start_broadcast(
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    name: str | None,
+    names: Sequence[str] | None,
+    process_set: ProcessSet,
+) -> Handle[list[torch.Tensor]]:
+    """Broadcast tensors in place, in one operation; the one implementation of all broadcasts."""
+    label = "broadcast" if name is None else f"broadcast '{name}'"
+    results = [contiguous_block(tensor, label) for tensor in tensors]
+    runtime = check_process_set(process_set).runtime()
+    pending = runtime.broadcast_async(
+        [view_of(result) for result in results], root_rank=root_rank, name=name, names=names
+    )
+    kept = list(tensors)
+    return Handle(pending, runtime.recorder, label, lambda: copied_back(kept, results))

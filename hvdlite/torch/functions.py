@@ -1,0 +1,204 @@
+"""Start and resume: parameters, optimizer state and any picklable object from one rank to all, or from all to all."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+
+from hvdlite.torch.allgather import allgather
+from hvdlite.torch.broadcast import broadcast_, start_broadcast
+from hvdlite.torch.process_set import ProcessSet, global_process_set
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor], root_rank: int
+) -> None:
+    """Overwrite ``params`` with those of rank ``root_rank``, all in one broadcast.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()`` or the like; the same
+            names, shapes and dtypes on every rank. Entries that are None are left out.
+        root_rank: the global rank.
+
+    Raises:
+        ValueError: something in ``params`` is no tensor; there is no such rank.
+        MismatchError: ranks passed different tensors.
+    """
+    # Sorted, since ranks may have filled their dictionaries in another order.
+    entries: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
+    named = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
+    for name, tensor in named:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"broadcast_parameters: {name!r} is a {type(tensor).__name__}, not a tensor; leave it out and send it "
+                "with hvd.broadcast_object"
+            )
+    present = [(str(name), tensor) for name, tensor in named if tensor is not None]
+    if present:
+        names = [name for name, _ in present]
+        tensors = [tensor for _, tensor in present]
+        start_broadcast(tensors, root_rank, "broadcast_parameters", names, global_process_set).synchronize()
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give ``optimizer`` the state and the options (lr, ...) of rank ``root_rank``'s.
+
+    State is created where a rank has none; no optimizer step is taken, so weights and step counts stay as they are.
+
+    Args:
+        optimizer: wrapped or not; with the same parameter groups on every rank.
+        root_rank: the global rank.
+        model: not needed; Horovod has this argument.
+
+    Raises:
+        ValueError: ``optimizer`` is LBFGS, whose state cannot be split by parameter; the parameter groups differ.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("broadcast_optimizer_state cannot handle LBFGS; send its state_dict with hvd.broadcast_object")
+    groups = optimizer.param_groups
+    _check_same_groups(optimizer)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    is_root = global_process_set.rank() == root_rank
+
+    tensors: list[torch.Tensor] = []
+    state: list[tuple[bool, Any, Any]]
+    failure, payload = None, None
+    if is_root:
+        number = {id(parameter): i for i, parameter in enumerate(parameters)}
+        # Keys are parameters, sent as numbers; some optimizers have others as well.
+        state = [(id(key) in number, number.get(id(key), key), value) for key, value in optimizer.state.items()]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        payload, failure = _pickled((state, options), tensors)
+    received = _broadcast_bytes(payload, failure, root_rank, "broadcast_optimizer_state", global_process_set)
+    if not is_root:
+        state, options = _Unpickler(io.BytesIO(received.numpy().data), tensors).load()
+    if tensors:
+        names = [str(i) for i in range(len(tensors))]
+        start_broadcast(tensors, root_rank, "broadcast_optimizer_state", names, global_process_set).synchronize()
+    if not is_root:
+        optimizer.state.clear()
+        optimizer.state.update((parameters[key] if is_number else key, value) for is_number, key, value in state)
+        for group, values in zip(groups, options, strict=True):
+            group.update(values)
+
+
+def _check_same_groups(optimizer: torch.optim.Optimizer) -> None:
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    everywhere = allgather_object(sizes)
+    for rank, others in enumerate(everywhere):
+        if others != everywhere[0]:
+            raise ValueError(
+                f"broadcast_optimizer_state: the parameter groups have {everywhere[0]} parameters on rank 0 but {others} "
+                f"on rank {rank}; build the same optimizer on every rank"
+            )
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Rank ``root_rank``'s ``obj``, on every rank: whatever cloudpickle can pickle, of any size.
+
+    Args:
+        obj: on other ranks than the root it is ignored.
+        root_rank: the global rank.
+        name: the same on every rank; unnamed calls are counted.
+
+    Raises:
+        ValueError: on every rank, if the root cannot pickle ``obj``.
+    """
+    payload, failure = _pickled(obj) if process_set.rank() == root_rank else (None, None)
+    received = _broadcast_bytes(payload, failure, root_rank, name, process_set)
+    return obj if payload is not None else pickle.loads(received.numpy().data)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """The ``obj`` of every rank, in the order of ranks: whatever cloudpickle can pickle, of any size.
+
+    Raises:
+        ValueError: on every rank, if one of them cannot pickle its ``obj``.
+    """
+    payload, failure = _pickled(obj)
+    headers = allgather(_header(payload, failure).unsqueeze(0), _derived(name, "size"), process_set)
+    pieces = torch.split(allgather(payload, _derived(name, "data"), process_set), headers[:, 0].tolist())
+    for rank, piece in enumerate(pieces):
+        _check_pickled(headers[rank], piece, rank)
+    return [pickle.loads(piece.numpy().data) for piece in pieces]
+
+
+# A tensor of bytes travels behind a header of (number of bytes, 1 if they are not a pickle but the reason why not),
+# so that an object that one rank cannot pickle raises on every rank, instead of leaving the others waiting.
+
+
+def _pickled(obj: Any, tensors: list[torch.Tensor] | None = None) -> tuple[torch.Tensor, Exception | None]:
+    """``obj`` as a tensor of bytes, or why not (and that as bytes). Tensors in it go to ``tensors``, where given."""
+    buffer = io.BytesIO()
+    failure = None
+    try:
+        (cloudpickle.Pickler(buffer) if tensors is None else _Pickler(buffer, tensors)).dump(obj)
+    except Exception as error:  # whatever __reduce__ of a user's class raises
+        failure = error
+        buffer = io.BytesIO(f"{type(error).__name__}: {error}".encode())
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), failure
+
+
+def _header(payload: torch.Tensor, failure: Exception | None) -> torch.Tensor:
+    return torch.tensor([payload.numel(), failure is not None], dtype=torch.int64)
+
+
+def _check_pickled(header: torch.Tensor, piece: torch.Tensor, rank: int) -> None:
+    if header[1]:
+        raise ValueError(f"rank {rank} cannot pickle its object: {piece.numpy().tobytes().decode()}")
+
+
+def _broadcast_bytes(
+    payload: torch.Tensor | None,
+    failure: Exception | None,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+) -> torch.Tensor:
+    """``payload`` of the root, where alone it is given, on every rank."""
+    header = torch.zeros(2, dtype=torch.int64) if payload is None else _header(payload, failure)
+    broadcast_(header, root_rank, _derived(name, "size"), process_set)
+    received = torch.empty(int(header[0]), dtype=torch.uint8) if payload is None else payload
+    broadcast_(received, root_rank, _derived(name, "data"), process_set)
+    _check_pickled(header, received, root_rank)
+    return received
+
+
+def _derived(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves the contents of tensors out, and collects the tensors."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        self._tensors.append(obj)
+        return obj.shape, torch.empty_like(obj, device="meta").stride(), obj.dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes an empty tensor where `_Pickler` found one, and collects them in the same order."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        shape, stride, dtype = pid
+        self._tensors.append(torch.empty_strided(shape, stride, dtype=dtype))
+        return self._tensors[-1]

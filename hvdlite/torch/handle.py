@@ -1,0 +1,81 @@
+"""What an asynchronous operation leaves in the user's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from hvdlite.coordinator.handle import Handle as PendingHandle
+from hvdlite.timeline.recorder import Lane, Recorder
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Handle(Generic[T]):
+    """An operation under way; it keeps the operation's tensors alive."""
+
+    __slots__ = ("_finish", "_label", "_pending", "_recorder", "_result")
+
+    def __init__(self, pending: PendingHandle, recorder: Recorder, label: str, finish: Callable[[], T]) -> None:
+        self._pending = pending
+        self._recorder = recorder
+        self._label = label
+        self._finish: Callable[[], T] | None = finish
+
+    def map(self, function: Callable[[T], U]) -> Handle[U]:
+        """A handle of the same operation whose result is ``function`` of this one's; it takes this one's place."""
+        return Handle(self._pending, self._recorder, self._label, lambda: function(self._finished()))
+
+    def poll(self) -> bool:
+        """Whether `synchronize` would return, or raise, at once."""
+        return self._pending.done()
+
+    def synchronize(self) -> T:
+        """Sleep until the operation is complete.
+
+        Returns:
+            Its result; the same one every time.
+
+        Raises:
+            HorovodInternalError: the operation did not happen; says why.
+        """
+        with self._recorder.span(Lane.WAIT, self._label):
+            self._pending.wait()
+        return self._finished()
+
+    def _finished(self) -> T:
+        if self._finish is not None:  # it may copy back into the user's tensor, so once only
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+
+def poll(handle: Handle[Any]) -> bool:
+    """Whether the operation is complete, so that `synchronize` would not wait.
+
+    Raises:
+        ValueError: ``handle`` is not what an ``_async`` operation returned.
+    """
+    return _checked(handle).poll()
+
+
+def synchronize(handle: Handle[T]) -> T:
+    """Sleep until the operation is complete and return its result.
+
+    Raises:
+        ValueError: ``handle`` is not what an ``_async`` operation returned.
+        HorovodInternalError: the operation did not happen, on any rank; says why.
+    """
+    return _checked(handle).synchronize()
+
+
+def _checked(handle: Handle[T]) -> Handle[T]:
+    if not isinstance(handle, Handle):
+        raise ValueError(f"expected the handle that an _async operation returned, got {handle!r}")
+    return handle
+
+
+def only(handle: Handle[list[T]]) -> Handle[T]:
+    """The handle of a group of one as that of its only member."""
+    return handle.map(lambda group: group[0])

@@ -1,0 +1,353 @@
+"""GradientReducer: takes each gradient from autograd's hook to the runtime while backward runs, and waits for all.
+
+A gradient's way: `_on_gradient` counts it; the last one of its bucket calls `_submit`, which hands the bucket to the
+coordinator thread; `synchronize`, from ``optimizer.step()``, waits and makes ``p.grad`` the reduced gradient.
+
+The first step guesses that gradients arrive in the reverse of the order of the parameters. At its end the order in
+which they did arrive on rank 0 is made everybody's plan, and homes for the gradients are allocated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hvdlite.dtypes import ReduceOp
+from hvdlite.errors import HorovodInternalError
+from hvdlite.runtime import Runtime
+from hvdlite.timeline.recorder import Lane, Recorder
+from hvdlite.torch.broadcast import broadcast_
+from hvdlite.torch.buckets import plan_buckets, split_evenly
+from hvdlite.torch.compression import AnyCompressor, is_custom, wire_dtype
+from hvdlite.torch.gradients import Bucket, CompressedBucket, HomeBucket, LooseBucket, Slot, home_bytes
+from hvdlite.torch.process_set import ProcessSet
+from hvdlite.torch.tensor_view import dtype_of
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What happens to every gradient."""
+
+    op: ReduceOp
+    predivide_factor: float
+    compression: AnyCompressor
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+
+class GradientReducer:
+    """Reduces the gradients of ``parameters``, which may be switched by ``requires_grad`` on all ranks alike.
+
+    Alone in the world it registers no hooks and does nothing.
+
+    Args:
+        groups: number of buckets of equally many parameters, or parameters (by index) that must share a bucket.
+        passes: backward passes per step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        reduction: Reduction,
+        groups: int | Sequence[Sequence[int]],
+        passes: int,
+    ) -> None:
+        self.reduction = reduction
+        self._groups = groups
+        self._passes = passes
+        self._slots: list[Slot] = []
+        self._hooks: list[RemovableHandle] = []
+        self._buckets: list[Bucket] = []
+        self._plans = 0
+        self._arrived: list[Slot] = []  # since the last synchronize(), in the order of their hooks
+        self._late: dict[Slot, None] = {}  # were switched on since then, so that no bucket counts on them
+        self._paused = False
+        self._backward_ns = (0, 0)
+        wire = wire_dtype(reduction.compression)
+        self._wire_dtype = None if wire is None else dtype_of(wire)
+        self._attach(reduction.process_set.runtime())
+        self.add(parameters)
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._runtime.recorder
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether there were gradients since the last synchronize()."""
+        return bool(self._arrived)
+
+    @property
+    def passes(self) -> int:
+        """Backward passes per step."""
+        return self._passes
+
+    @passes.setter
+    def passes(self, passes: int) -> None:
+        self._passes = passes
+        for slot in self._slots:
+            slot.passes_left = passes
+
+    def add(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Reduce these as well."""
+        for name, parameter in parameters:
+            slot = Slot(len(self._slots), name, parameter, self.reduction.sparse_as_dense)
+            slot.passes_left = self._passes
+            self._slots.append(slot)
+            if self._is_distributed:
+                self._hook(slot)
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Gradients of backward passes in this context accumulate on their own rank, and are not counted."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    # In backward.
+
+    def _on_gradient(self, slot: Slot, _: torch.Tensor) -> None:
+        """Autograd has accumulated into ``slot``'s parameter."""
+        if self._paused:
+            return
+        if not self._arrived:
+            self._begin()
+            if not self._is_distributed:
+                return
+        self._arrived.append(slot)
+        slot.passes_left -= 1
+        if slot.passes_left > 0:
+            return
+        if not slot.active:
+            self._late[slot] = None
+            return
+        if slot.passes_left < 0:
+            raise AssertionError(
+                f"the gradient of '{slot.name}' was computed {self._passes - slot.passes_left} times before "
+                f"optimizer.step(), but backward_passes_per_step is {self._passes}. Pass a larger one to "
+                "hvd.DistributedOptimizer, or do the other passes inside optimizer.no_sync()."
+            )
+        bucket = slot.bucket
+        assert bucket is not None
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._submit(bucket)
+
+    def _begin(self) -> None:
+        """The first gradient of a step."""
+        runtime = self.reduction.process_set.runtime()
+        if runtime is not self._runtime:  # hvdlite was shut down and started again
+            self._attach(runtime)
+        if self._plans == 0 and self._is_distributed:
+            self._number = self.reduction.process_set.next_number()
+            self._plan(self._registration_order())
+        if self.recorder.enabled:
+            now_ns = time.monotonic_ns()
+            self._backward_ns = (now_ns, now_ns)
+
+    def _submit(self, bucket: Bucket) -> None:
+        """Hand ``bucket`` to the coordinator thread."""
+        factor = self.reduction.predivide_factor
+        inputs, outputs = bucket.load()
+        try:
+            bucket.pending = self._runtime.allreduce_async(
+                inputs,
+                outputs,
+                name=bucket.name,
+                names=bucket.names,
+                op=self.reduction.op,
+                prescale=1.0 / factor,
+                postscale=factor,
+                wire_dtype=self._wire_dtype,
+                home=bucket.home,
+            )
+        except HorovodInternalError:
+            self._reset()
+            raise
+        if self.recorder.enabled:
+            self.recorder.mark(Lane.BACKWARD, bucket.name)
+            self._backward_ns = (self._backward_ns[0], time.monotonic_ns())
+
+    # In step().
+
+    def synchronize(self) -> None:
+        """Return once every gradient is the reduced one; zeros where no rank has one.
+
+        Raises:
+            HorovodInternalError: a bucket was not reduced; says why. The next step can go on after a MismatchError.
+        """
+        if not self._arrived:
+            self._begin()
+        if not self._is_distributed:
+            return
+        switched = [slot for slot in self._slots if slot.param.requires_grad is not slot.active]
+        for slot in switched:
+            if not slot.active:
+                self._late[slot] = None
+            elif slot.passes_left == self._passes:  # switched off before backward, not after it
+                self._switch_off(slot)
+        late = list(self._late)
+        buckets = [bucket for bucket in self._buckets if any(slot.active for slot in bucket.slots)]
+        if late:
+            buckets.append(self._late_bucket(late))
+        start_ns, end_ns = self._backward_ns
+        if start_ns:
+            self.recorder.add(Lane.BACKWARD, "backward", start_ns, end_ns)
+        try:
+            with self.recorder.span(Lane.WAIT, "synchronize"):
+                self._finish(buckets)
+            if self._plans == 1 or any(slot.bucket is None for slot in late):
+                self._replan()
+        finally:
+            for slot in {*switched, *late}:
+                if slot.param.requires_grad:
+                    slot.active = slot.bucket is not None
+                elif slot.active:
+                    self._switch_off(slot)
+            self._reset()
+
+    def _finish(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.pending is None:  # some of its parameters took no part in backward on this rank
+                self._submit(bucket)
+        failure: HorovodInternalError | None = None
+        for bucket in buckets:
+            try:
+                assert bucket.pending is not None
+                bucket.pending.wait()
+                bucket.deliver()
+            except HorovodInternalError as error:  # raised only when nothing is in flight any more
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _switch_off(self, slot: Slot) -> None:
+        slot.active = False
+        if slot.view is not None and slot.param.grad is slot.view:
+            slot.param.grad = slot.view.clone()  # its place takes part in the bucket, as zeros
+
+    def _reset(self) -> None:
+        """Nothing has arrived, nothing is in flight."""
+        self._arrived.clear()
+        self._late.clear()
+        self._backward_ns = (0, 0)
+        for slot in self._slots:
+            slot.passes_left = self._passes
+        for bucket in self._buckets:
+            bucket.pending = None
+            bucket.missing = sum(slot.active for slot in bucket.slots)
+
+    # Plans.
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self._runtime.size > 1
+
+    @property
+    def _prefix(self) -> str:
+        """Of the names of operations; unlike that of any other optimizer or plan."""
+        return f"optimizer{self._number}.plan{self._plans}"
+
+    def _attach(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._buckets = []
+        self._plans = 0
+        self.close()
+        for slot in self._slots:
+            slot.bucket = slot.view = None
+            if self._is_distributed:
+                self._hook(slot)
+
+    def _hook(self, slot: Slot) -> None:
+        param = slot.param
+        switched_on = param.requires_grad
+        param.requires_grad_(True)  # torch refuses hooks otherwise, and keeps them when it is switched off
+        hook = partial(self._on_gradient, slot)
+        self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        param.requires_grad_(switched_on)
+
+    def _registration_order(self) -> list[int]:
+        """The reverse of the order of parameters, which is about that of backward."""
+        return [slot.index for slot in reversed(self._slots) if slot.param.requires_grad]
+
+    def _plan(self, order: Sequence[int]) -> None:
+        """Put the slots of ``order`` into new buckets."""
+        self._plans += 1
+        for slot in self._slots:
+            slot.measure()
+            slot.bucket = slot.view = None
+            slot.active = slot.param.requires_grad
+        config = self._runtime.config
+        plan = plan_buckets(
+            [slot.nbytes for slot in self._slots],
+            [slot.dtype for slot in self._slots],
+            order,
+            min(config.bucket_bytes, config.fusion_threshold_bytes),
+            split_evenly(order, self._groups) if isinstance(self._groups, int) else self._groups,
+        )
+        parts = [[self._slots[index] for index in indices] for indices in plan]
+        if self._plans == 1 or self._wire_dtype is not None or is_custom(self.reduction.compression):
+            self._buckets = [self._bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
+        else:
+            self._buckets = self._homes(parts)
+        for bucket in self._buckets:
+            bucket.missing = sum(slot.active for slot in bucket.slots)
+            for slot in bucket.slots:
+                slot.bucket = bucket
+
+    def _bucket(self, name: str, slots: Sequence[Slot]) -> Bucket:
+        compression = self.reduction.compression
+        return CompressedBucket(name, slots, compression) if is_custom(compression) else LooseBucket(name, slots)
+
+    def _late_bucket(self, slots: Sequence[Slot]) -> Bucket:
+        """For parameters that were switched on since the last step, and on which no bucket counts yet."""
+        copies = [Slot(slot.index, slot.name, slot.param, slot.sparse_as_dense) for slot in slots]
+        for slot in copies:
+            slot.active = True
+        return self._bucket(f"{self._prefix}.late", copies)
+
+    def _homes(self, parts: Sequence[Sequence[Slot]]) -> list[Bucket]:
+        """Buckets with homes, in one fusion buffer per dtype."""
+        totals: dict[torch.dtype, int] = {}
+        for part in parts:
+            totals[part[0].dtype] = totals.get(part[0].dtype, 0) + home_bytes(part)
+        buffers = {
+            dtype: self._runtime.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
+            for dtype, nbytes in totals.items()
+        }
+        offsets = dict.fromkeys(totals, 0)
+        buckets: list[Bucket] = []
+        for i, part in enumerate(parts):
+            dtype = part[0].dtype
+            buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, buffers[dtype], offsets[dtype]))
+            offsets[dtype] += home_bytes(part)
+        return buckets
+
+    def _replan(self) -> None:
+        """Plan by the order in which rank 0's gradients arrived; those that did not come last. Collective."""
+        # The last hook of each, where there were several passes.
+        arrived = list(dict.fromkeys(slot.index for slot in reversed(self._arrived)))[::-1]
+        seen = set(arrived)
+        order = arrived + [index for index in self._registration_order() if index not in seen]
+        sent = torch.full((len(self._slots),), -1)
+        sent[: len(order)] = torch.tensor(order)
+        broadcast_(sent, 0, f"{self._prefix}.order", self.reduction.process_set)
+        gradients = [slot.param.grad for slot in self._slots]
+        self._plan([index for index in sent.tolist() if index >= 0])
+        for slot, gradient in zip(self._slots, gradients, strict=True):
+            if slot.view is not None and gradient is not None and slot.active:
+                slot.param.grad = slot.view.copy_(gradient)

@@ -1,0 +1,77 @@
+"""Torch tensors as the runtime sees them: address, shape and element type."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdlite.dtypes import DType
+from hvdlite.memory import TensorView
+
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.uint8: DType.UINT8,
+    torch.int8: DType.INT8,
+    torch.int16: DType.INT16,
+    torch.int32: DType.INT32,
+    torch.int64: DType.INT64,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.bool: DType.BOOL,
+}
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The runtime's name of ``dtype``.
+
+    Raises:
+        ValueError: hvdlite cannot communicate it; lists those that it can.
+    """
+    try:
+        return _DTYPES[dtype]
+    except KeyError:
+        known = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
+        raise ValueError(f"hvdlite cannot communicate {dtype}; convert the tensor to one of {known}") from None
+
+
+def check_tensor(tensor: object, what: str) -> torch.Tensor:
+    """``tensor`` itself, where hvdlite can communicate it: dense, in the CPU's memory, of a known element type.
+
+    Raises:
+        ValueError: it cannot; the text starts with ``what`` and says how to make one that it can.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{what}: the layout is {tensor.layout}; pass tensor.to_dense()")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{what}: the tensor is on {tensor.device}, hvdlite communicates CPU tensors; pass tensor.cpu()"
+        )
+    try:
+        dtype_of(tensor.dtype)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+    return tensor
+
+
+def view_of(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> TensorView:
+    """The view of ``tensor``, whose elements lie in one gapless block.
+
+    Args:
+        shape: in the order in which the elements lie in memory; by default that of a C-contiguous tensor, its own.
+    """
+    return TensorView(tensor.data_ptr(), tuple(tensor.shape) if shape is None else shape, _DTYPES[tensor.dtype], tensor)
+
+
+def contiguous_block(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """``tensor`` without its history, where it lies contiguously; else a contiguous copy."""
+    return check_tensor(tensor, what).detach().contiguous()
+
+
+def copied_back(tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors`` with the contents of ``results``, which share their memory where they are contiguous."""
+    for tensor, result in zip(tensors, results, strict=True):
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(result)
+    return tensors

@@ -1,0 +1,338 @@
+"""Every operation of hvdlite.torch on every dtype, between real ranks. Any rank can build any rank's input."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from hvdlite.dtypes import ReduceOp
+from hvdlite.errors import DuplicateNameError, MismatchError, NotInitializedError, ShutDownError
+
+REDUCING = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+]  # fmt: skip
+SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (5, 1, 3), (1023,), (64, 64), (300_001,)]
+CHUNK = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _running() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def rank_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small integers: sums and products of a few ranks are exact in every dtype."""
+    numel = int(torch.Size(shape).numel())
+    return (torch.arange(numel) % 3 + rank % 2 + 1).reshape(shape).to(dtype)
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """(size, *shape): those of all ranks."""
+    return torch.stack([rank_input(rank, shape, dtype) for rank in range(hvd.size())])
+
+
+def reduced(op: int, stacked: torch.Tensor) -> torch.Tensor:
+    wide = stacked.double()
+    result = {
+        hvd.Sum: wide.sum,
+        hvd.Average: wide.mean,
+        hvd.Min: wide.amin,
+        hvd.Max: wide.amax,
+        hvd.Product: wide.prod,
+    }[ReduceOp(op)](dim=0)
+    return (result if stacked.is_floating_point() else result.trunc()).to(stacked.dtype)
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average, hvd.Min, hvd.Max, hvd.Product], ids=lambda op: op.label)
+@pytest.mark.parametrize("dtype", REDUCING, ids=str)
+def test_allreduce(dtype: torch.dtype, op: int) -> None:
+    for shape in SHAPES:
+        tensor = rank_input(hvd.rank(), shape, dtype)
+        expected = reduced(op, inputs(shape, dtype))
+        result = hvd.allreduce(tensor, op=op)
+        assert result.dtype == dtype
+        assert result.shape == shape
+        assert torch.allclose(result.double(), expected.double(), rtol=1e-2 if dtype.itemsize == 2 else 1e-6)
+        if op != hvd.Average:
+            assert torch.equal(result, expected)
+        assert torch.equal(tensor, rank_input(hvd.rank(), shape, dtype))
+        assert hvd.allreduce_(tensor, op=op) is tensor
+        assert torch.equal(tensor, result)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [CHUNK // 4 - 1, CHUNK // 4, CHUNK // 4 + 1, 3 * CHUNK + 5])
+def test_allreduce_in_chunks(numel: int, dtype: torch.dtype) -> None:
+    result = hvd.allreduce(rank_input(hvd.rank(), (numel,), dtype), op=hvd.Sum)
+    assert torch.equal(result, reduced(hvd.Sum, inputs((numel,), dtype)))
+
+
+def test_scales() -> None:
+    for dtype in (torch.float32, torch.float16, torch.int32):
+        tensor = torch.full((10,), 3).to(dtype)
+        result = hvd.allreduce(tensor, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+        assert result.tolist() == [3.0 * hvd.size()] * 10
+    # Before the sum integers are truncated: 3 * 0.5 is 1.
+    assert hvd.allreduce(torch.tensor([3]), op=hvd.Sum, prescale_factor=0.5).item() == hvd.size()
+
+
+LAYOUTS: list[Callable[[int], torch.Tensor]] = [
+    lambda rank: (torch.arange(120.0).reshape(2, 3, 4, 5) + rank).to(memory_format=torch.channels_last),
+    lambda rank: (torch.arange(12.0).reshape(3, 4) + rank).t(),
+    lambda rank: (torch.arange(30.0) + rank)[::3],
+    lambda rank: (torch.arange(3.0) + rank).expand(4, 3),
+]
+
+
+@pytest.mark.parametrize("make", LAYOUTS, ids=["channels_last", "transposed", "strided", "expanded"])
+def test_layouts(make: Callable[[int], torch.Tensor]) -> None:
+    expected = torch.stack([make(rank) for rank in range(hvd.size())]).sum(0)
+    assert torch.equal(hvd.allreduce(make(hvd.rank()), op=hvd.Sum), expected)
+    assert torch.equal(hvd.allgather(make(hvd.rank())), torch.cat([make(rank) for rank in range(hvd.size())]))
+    assert torch.equal(hvd.broadcast(make(hvd.rank()), hvd.size() - 1), make(hvd.size() - 1))
+    tensor = make(hvd.rank())
+    if 0 not in tensor.stride():  # what overlaps itself cannot be written
+        strides = tensor.stride()
+        assert torch.equal(hvd.allreduce_(tensor, op=hvd.Sum), expected)
+        assert torch.equal(hvd.broadcast_(make(hvd.rank()), hvd.size() - 1), make(hvd.size() - 1))
+        assert tensor.stride() == strides
+
+
+def test_many_in_flight_in_another_order_on_every_rank() -> None:
+    names = [f"t{i}" for i in range(60)]
+    start = 17 * hvd.rank() % len(names)
+    handles = {
+        name: hvd.allreduce_async(torch.full((int(name[1:]) * 50,), hvd.rank() + 1.0), name=name, op=hvd.Sum)
+        for name in names[start:] + names[:start]
+    }
+    total = hvd.size() * (hvd.size() + 1) / 2
+    for name in names:
+        result = hvd.synchronize(handles[name])
+        assert hvd.poll(handles[name])
+        assert torch.equal(result, torch.full((int(name[1:]) * 50,), total))
+
+
+def test_abandoned_handles_do_no_harm() -> None:
+    for i in range(20):
+        hvd.allreduce_async_(torch.ones(10_000), name=f"abandoned{i}")
+    gc.collect()
+    hvd.barrier()
+
+
+def test_from_several_threads() -> None:
+    results: dict[int, float] = {}
+
+    def work(number: int) -> None:
+        for i in range(10):
+            results[number] = hvd.allreduce(torch.ones(100), op=hvd.Sum, name=f"thread{number}.{i}").sum().item()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(results.values()) == [100.0 * hvd.size()] * 4
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_grouped(in_place: bool) -> None:
+    shapes = [(3,), (0,), (100, 7), (), (40_000,)]
+    dtypes = [torch.float32, torch.float16, torch.int64, torch.float64, torch.float32]
+    given = list(zip(shapes, dtypes, strict=True))
+    tensors = [rank_input(hvd.rank(), shape, dtype) for shape, dtype in given]
+    expected = [reduced(hvd.Sum, inputs(shape, dtype)) for shape, dtype in given]
+    results = (hvd.grouped_allreduce_ if in_place else hvd.grouped_allreduce)(tensors, op=hvd.Sum, name="group")
+    for tensor, result, right in zip(tensors, results, expected, strict=True):
+        assert torch.equal(result, right)
+        assert (result is tensor) == in_place
+    assert hvd.grouped_allreduce([]) == []
+
+
+@pytest.mark.parametrize("dtype", [*REDUCING, torch.bool], ids=str)
+def test_allgather(dtype: torch.dtype) -> None:
+    for rows, rest in [(lambda r: r, ()), (lambda r: 3, (2, 5)), (lambda r: r % 2 * 7, (3,)), (lambda r: 0, (4,))]:
+        parts = [rank_input(rank, (rows(rank), *rest), dtype) for rank in range(hvd.size())]
+        assert torch.equal(hvd.allgather(parts[hvd.rank()]), torch.cat(parts))
+
+
+def test_allgather_of_scalars_and_of_much() -> None:
+    assert hvd.allgather(torch.tensor(hvd.rank())).tolist() == list(range(hvd.size()))
+    parts = [torch.full((rank + 1, 1 << 20), float(rank)) for rank in range(hvd.size())]
+    assert torch.equal(hvd.synchronize(hvd.allgather_async(parts[hvd.rank()], name="much")), torch.cat(parts))
+
+
+@pytest.mark.parametrize("dtype", [*REDUCING, torch.bool], ids=str)
+def test_broadcast(dtype: torch.dtype) -> None:
+    for root in range(hvd.size()):
+        for shape in SHAPES:
+            tensor = rank_input(hvd.rank(), shape, dtype)
+            assert torch.equal(hvd.broadcast(tensor, root), rank_input(root, shape, dtype))
+            assert torch.equal(tensor, rank_input(hvd.rank(), shape, dtype))
+            assert hvd.synchronize(hvd.broadcast_async_(tensor, root)) is tensor
+            assert torch.equal(tensor, rank_input(root, shape, dtype))
+
+
+def test_barrier() -> None:
+    for _ in range(3):
+        hvd.barrier()
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int32], ids=str)
+def test_compression(dtype: torch.dtype, compression: type[hvd.Compressor]) -> None:
+    tensor = rank_input(hvd.rank(), (5000,), dtype)
+    result = hvd.allreduce(tensor, op=hvd.Sum, compression=compression)
+    assert result.dtype == dtype
+    assert torch.equal(result, reduced(hvd.Sum, inputs((5000,), dtype)))
+
+
+def test_fp16_compression_rounds() -> None:
+    result = hvd.allreduce(torch.full((10,), 1 / 3), compression=hvd.Compression.fp16)
+    assert torch.equal(result, torch.full((10,), 1 / 3).half().float())
+
+
+# Gradients: each rank's loss weighs its result by rank + 1.
+
+
+def test_gradient_of_allreduce() -> None:
+    n = hvd.size()
+    for op, factor in [(hvd.Sum, 1.0), (hvd.Average, 1.0 / n)]:
+        tensor = torch.ones(3, requires_grad=True)
+        result = hvd.allreduce(tensor, op=op, prescale_factor=2.0)
+        ((hvd.rank() + 1) * result).sum().backward()
+        assert tensor.grad is not None
+        assert torch.allclose(tensor.grad, torch.full((3,), 2 * factor * n * (n + 1) / 2))
+
+
+def test_gradient_of_a_group_and_of_compression() -> None:
+    a, b = torch.ones(2, requires_grad=True), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    x, y = hvd.grouped_allreduce([a, b], op=hvd.Sum, compression=hvd.Compression.fp16)
+    (x.sum() + 3 * y.sum()).backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert (a.grad.tolist(), b.grad.tolist()) == ([hvd.size()] * 2, [3.0 * hvd.size()] * 3)
+
+
+def test_gradient_of_allgather() -> None:
+    n, r = hvd.size(), hvd.rank()
+    tensor = torch.ones(r + 1, 2, requires_grad=True)
+    result = hvd.allgather(tensor)
+    weights = torch.arange(result.numel(), dtype=torch.float32).reshape(result.shape)
+    ((r + 1) * weights * result).sum().backward()
+    first = r * (r + 1) // 2
+    assert tensor.grad is not None
+    assert torch.allclose(tensor.grad, weights[first : first + r + 1] * (n + 1) / 2)
+
+
+def test_gradient_of_broadcast() -> None:
+    n, root = hvd.size(), hvd.size() - 1
+    tensor = torch.ones(3, requires_grad=True)
+    ((hvd.rank() + 1) * hvd.broadcast(tensor, root)).sum().backward()
+    assert tensor.grad is not None
+    assert tensor.grad.tolist() == [(n + 1) / 2 if hvd.rank() == root else 0.0] * 3
+
+
+def test_differentiated_twice() -> None:
+    x = torch.tensor([2.0], requires_grad=True)
+    (g,) = torch.autograd.grad(hvd.allreduce(x**3, op=hvd.Average).sum(), x, create_graph=True)
+    g.sum().backward()
+    assert x.grad is not None
+    assert x.grad.item() == pytest.approx(12.0)
+
+
+# Misuse; every case must leave the job able to go on.
+
+
+@pytest.fixture
+def needs_two() -> Iterator[None]:
+    if hvd.size() < 2:
+        pytest.skip("ranks cannot contradict one another where there is one")
+    yield
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
+
+
+def last_rank() -> bool:
+    return hvd.rank() == hvd.size() - 1
+
+
+@pytest.mark.usefixtures("needs_two")
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        (lambda odd: hvd.allreduce(torch.ones(2 if odd else 3), name="m"), ["shape", "(3,)", "(2,)"]),
+        (lambda odd: hvd.allreduce(torch.ones(3, dtype=torch.float64 if odd else None), name="m"), ["dtype", "float64"]),
+        (lambda odd: hvd.allreduce(torch.ones(3), op=hvd.Max if odd else hvd.Sum, name="m"), ["op", "Max", "Sum"]),
+        (lambda odd: hvd.allreduce(torch.ones(3), prescale_factor=2.0 if odd else 1.0, name="m"), ["scale", "2.0", "1.0"]),
+        (lambda odd: hvd.allreduce(torch.ones(3), postscale_factor=3.0 if odd else 1.0, name="m"), ["scale", "3.0"]),
+        (
+            lambda odd: hvd.allreduce(
+                torch.ones(3), compression=hvd.Compression.fp16 if odd else hvd.Compression.none, name="m"
+            ),
+            ["compression", "float16"],
+        ),
+        (lambda odd: hvd.broadcast(torch.ones(3), 1 if odd else 0, name="m"), ["root"]),
+        (lambda odd: hvd.allgather(torch.ones(3, 2 if odd else 4), name="m"), ["shape"]),
+        (lambda odd: hvd.allgather(torch.ones(3), name="m") if odd else hvd.allreduce(torch.ones(3), name="m"), ["operation"]),
+        (lambda odd: hvd.grouped_allreduce([torch.ones(3)] * (1 if odd else 2), name="m"), ["number of tensors"]),
+    ],
+    ids=["shape", "dtype", "op", "prescale", "postscale", "compression", "root", "gather", "operation", "group"],
+)  # fmt: skip
+def test_contradictions(operation: Callable[[bool], object], words: list[str]) -> None:
+    with pytest.raises(MismatchError) as caught:
+        operation(last_rank())
+    text = str(caught.value)
+    for word in ["'m", *words, f"rank {hvd.size() - 1}", "rank 0" if hvd.size() == 2 else "ranks 0"]:
+        assert word in text, (word, text)
+    texts = hvd.allgather_object(text)
+    assert len(set(texts)) == 1
+
+
+def test_a_name_in_flight() -> None:
+    """The last rank comes late, so that the others' operation is surely still in flight."""
+    handle = None
+    if hvd.size() > 1 and not last_rank():
+        handle = hvd.allreduce_async(torch.ones(3), name="twice")
+        with pytest.raises(DuplicateNameError, match="'twice'"):
+            hvd.allreduce_async(torch.ones(3), name="twice")
+        with pytest.raises(ValueError, match="'twice'"):
+            hvd.broadcast(torch.ones(3), 0, name="twice")
+    hvd.barrier()
+    if handle is None:
+        handle = hvd.allreduce_async(torch.ones(3), name="twice")
+    assert hvd.synchronize(handle).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("root", [-1, 1000])
+def test_invalid_root(root: int) -> None:
+    for operation in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
+        with pytest.raises(ValueError, match="root_rank"):
+            operation(torch.ones(1), root)  # type: ignore[operator]
+
+
+def test_what_does_not_reduce() -> None:
+    with pytest.raises(ValueError, match="bool"):
+        hvd.allreduce(torch.ones(1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="complex64"):
+        hvd.allreduce(torch.ones(1, dtype=torch.complex64))
+
+
+def test_shutdown_and_again() -> None:
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(NotInitializedError, match="init"):
+        hvd.size()
+    with pytest.raises(ShutDownError, match="init"):
+        hvd.allreduce(torch.ones(1))
+    hvd.init()
+    hvd.init()
+    assert hvdlite.runtime().size == hvd.size()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()

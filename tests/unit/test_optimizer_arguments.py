@@ -1,0 +1,123 @@
+"""What DistributedOptimizer accepts, and how it says no."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fake_runtime import FakeRuntime, install
+
+import hvdlite.torch as hvd
+from hvdlite.errors import ShutDownError
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    return install(monkeypatch, FakeRuntime(2))
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+
+
+def wrap(model: torch.nn.Module, **arguments: Any) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+
+
+@pytest.mark.parametrize(
+    "named", [lambda m: list(m.parameters()), lambda m: [("weight",)], lambda m: [("weight", 1.0)], lambda m: m.state_dict()]
+)
+def test_named_parameters_must_be_pairs(model: torch.nn.Module, named: Any) -> None:
+    with pytest.raises(ValueError, match=r"model\.named_parameters\(\)"):
+        wrap(model, named_parameters=named(model))
+
+
+def test_duplicate_names_are_listed(model: torch.nn.Module) -> None:
+    named = [(name.split(".")[1], parameter) for name, parameter in model.named_parameters()]
+    with pytest.raises(ValueError, match="weight, bias"):
+        wrap(model, named_parameters=named)
+
+
+def test_a_parameter_without_name_is_described(model: torch.nn.Module) -> None:
+    with pytest.raises(ValueError, match=r"parameter 2 of group 0, of shape \(1, 4\)"):
+        wrap(model, named_parameters=model[0].named_parameters())  # type: ignore[index]
+
+
+def test_more_names_than_parameters_are_fine(model: torch.nn.Module) -> None:
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[index]
+    hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+@pytest.mark.parametrize("passes", [0, -1])
+def test_backward_passes(model: torch.nn.Module, passes: int) -> None:
+    with pytest.raises(ValueError, match=f"backward_passes_per_step is {passes}"):
+        wrap(model, backward_passes_per_step=passes)
+    with pytest.raises(ValueError, match=f"backward_passes_per_step is {passes}"):
+        wrap(model).set_backward_passes_per_step(passes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor"),
+        ({"gradient_predivide_factor": 0.0}, "above 0"),
+        ({"op": 2}, "hvd.Average"),
+        ({"groups": -1}, "groups is -1"),
+        ({"groups": [[1.0]]}, "lists of parameters"),
+        ({"groups": [torch.ones(1)]}, "lists of parameters"),
+        ({"process_set": None}, "global_process_set"),
+    ],
+)
+def test_arguments_that_make_no_sense(model: torch.nn.Module, arguments: dict[str, Any], text: str) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=text):
+        hvd.DistributedOptimizer(optimizer, **arguments)
+    assert type(optimizer) is torch.optim.SGD  # as it was
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_parameter_in_two_groups(model: torch.nn.Module) -> None:
+    weight = model[0].weight  # type: ignore[index]
+    for groups in ([[weight], [weight]], [[weight, weight]]):
+        with pytest.raises(ValueError, match=r"'0\.weight' several times"):
+            wrap(model, named_parameters=model.named_parameters(), groups=groups)
+
+
+def test_num_groups_is_deprecated(model: torch.nn.Module, runtime: FakeRuntime) -> None:
+    with pytest.warns(DeprecationWarning, match="groups"):
+        optimizer = wrap(model, num_groups=3)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert len([call for call in runtime.calls if call["kind"] == "allreduce"]) == 3
+
+
+def test_wrapping_twice(model: torch.nn.Module) -> None:
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(wrap(model))
+
+
+def test_parameters_that_cannot_travel() -> None:
+    for tensor, text in [
+        (torch.ones(1, dtype=torch.complex64), "complex64"),
+        (torch.ones(1, device="meta"), "CPU"),
+    ]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(tensor)], lr=0.1)
+        with pytest.raises(ValueError, match=rf"parameter 'group0\.0'.*{text}"):
+            hvd.DistributedOptimizer(optimizer)
+
+
+def test_integer_parameters_are_left_alone(runtime: FakeRuntime) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    scales = torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([scales, weight], lr=0.1))
+    weight.sum().backward()
+    optimizer.step()
+    assert runtime.calls[0]["shapes"] == [(2,)]
+
+
+def test_before_init(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
+    monkeypatch.undo()
+    with pytest.raises(ShutDownError, match="init"):
+        wrap(model)

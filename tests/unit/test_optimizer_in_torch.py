@@ -1,0 +1,335 @@
+"""DistributedOptimizer among the rest of torch: classes, hooks, schedulers, pickles, closures, mixed precision."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_runtime import FakeRuntime, install
+from torch.optim import lr_scheduler
+
+import hvdlite.torch as hvd
+
+FACTOR = 2.0  # of the average of 3 ranks
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    return install(monkeypatch, FakeRuntime(3))
+
+
+class Odd(torch.optim.Optimizer):
+    """A user's optimizer: other arguments, no closure, attributes of its own."""
+
+    def __init__(self, step_size: float, *, params: Any, extra: str) -> None:
+        super().__init__(params, {"step_size": step_size})
+        self.extra = extra
+
+    @torch.no_grad()
+    def step(self) -> str:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["step_size"] * p.grad
+        return self.extra
+
+
+def model_of_ones() -> torch.nn.Linear:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    return model
+
+
+def backward(model: torch.nn.Module) -> None:
+    model(torch.ones(1, 2)).sum().backward()  # the gradient is 1 everywhere
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+        lambda p: torch.optim.RMSprop(p, lr=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+        lambda p: Odd(0.1, params=p, extra="x"),
+    ],
+    ids=["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Odd"],
+)
+def test_is_its_own_class_and_steps_like_it(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    model, alone = model_of_ones(), model_of_ones()
+    optimizer, plain = make(model.parameters()), make(alone.parameters())
+    base, groups, state = type(optimizer), optimizer.param_groups, optimizer.state
+    wrapped = hvd.DistributedOptimizer(optimizer)
+    assert isinstance(wrapped, base)
+    assert isinstance(wrapped, hvd.DistributedOptimizer)
+    assert type(wrapped).__name__ == base.__name__
+    assert wrapped.param_groups is groups
+    assert wrapped.state is state
+    for _ in range(3):
+        backward(model)
+        backward(alone)
+        assert alone.weight.grad is not None
+        alone.weight.grad *= FACTOR
+        assert wrapped.step() == plain.step()
+        assert torch.equal(model.weight, alone.weight)
+        wrapped.zero_grad()
+        plain.zero_grad()
+    assert repr(wrapped) == repr(plain)
+    assert repr(wrapped.state_dict()) == repr(plain.state_dict())
+
+
+def test_state_dict_round_trip() -> None:
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    backward(model)
+    wrapped.step()
+    saved = copy.deepcopy(wrapped.state_dict())
+    other = model_of_ones()
+    with torch.no_grad():
+        other.weight.copy_(model.weight)
+    loaded = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+    loaded.load_state_dict(saved)
+    assert loaded.param_groups[0]["lr"] == 0.5
+    for both in ((model, wrapped), (other, loaded)):
+        both[1].zero_grad()
+        backward(both[0])
+        both[1].step()
+    assert torch.equal(model.weight, other.weight)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    plain.load_state_dict(saved)  # checkpoints are those of the wrapped class
+
+
+def test_step_hooks_fire_once(runtime: FakeRuntime) -> None:
+    model = model_of_ones()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    fired: list[Any] = []
+    optimizer.register_step_pre_hook(lambda o, *_: fired.append(("before", o, o.param_groups[0]["params"][0].grad.sum().item())))
+    wrapped = hvd.DistributedOptimizer(optimizer)
+    wrapped.register_step_post_hook(lambda o, *_: fired.append(("after", o)))
+    wrapped.load_state_dict(wrapped.state_dict())  # torch patches step() once more here
+    backward(model)
+    wrapped.step()
+    assert fired == [("before", wrapped, 2 * FACTOR), ("after", wrapped)]  # hooks see reduced gradients
+
+
+@pytest.fixture
+def no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+SCHEDULERS: list[Callable[[Any], Any]] = [
+    lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
+    lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.5)], [1]),
+]
+
+
+@pytest.mark.usefixtures("no_warnings")
+@pytest.mark.parametrize("make", SCHEDULERS, ids=["StepLR", "LambdaLR", "SequentialLR"])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("reload", [True, False])
+def test_schedulers(make: Callable[[Any], Any], before: bool, reload: bool) -> None:
+    rates = []
+    for distributed in (False, True):
+        model = model_of_ones()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = make(optimizer) if before else None
+        wrapped = hvd.DistributedOptimizer(optimizer) if distributed else optimizer
+        scheduler = scheduler or make(wrapped)
+        if reload:
+            wrapped.load_state_dict(wrapped.state_dict())
+        seen = []
+        for _ in range(3):
+            wrapped.zero_grad()
+            backward(model)
+            wrapped.step()
+            scheduler.step()
+            seen.append(wrapped.param_groups[0]["lr"])
+        rates.append(seen)
+        gradient = FACTOR if distributed else 1.0
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[gradient, gradient]]
+    assert rates[0] == rates[1]
+
+
+def test_scheduler_step_before_optimizer_step_still_warns() -> None:
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model_of_ones().parameters(), lr=1.0))
+    scheduler = lr_scheduler.StepLR(wrapped, 1)
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        scheduler.step()
+
+
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+@pytest.mark.parametrize("named", [True, False])
+def test_copies(how: str, named: bool, runtime: FakeRuntime) -> None:
+    model = model_of_ones()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    lr_scheduler.StepLR(optimizer, 1)  # its wrapper of step() does not pickle
+    names = list(model.named_parameters(prefix="m")) if named else None
+    wrapped = hvd.DistributedOptimizer(optimizer, names, backward_passes_per_step=2, op=hvd.Sum)
+    backward(model)
+    backward(model)
+    wrapped.step()
+    if how == "deepcopy":
+        other_model, other = copy.deepcopy((model, wrapped))
+    elif how == "pickle":
+        other_model, other = pickle.loads(pickle.dumps((model, wrapped)))
+    else:
+        file = io.BytesIO()
+        torch.save((model, wrapped), file)
+        file.seek(0)
+        other_model, other = torch.load(file, weights_only=False)
+    assert isinstance(other, torch.optim.SGD)
+    assert isinstance(other, hvd.DistributedOptimizer)
+    assert other.param_groups[0]["params"][0] is other_model.weight
+    for m, o in ((model, wrapped), (other_model, other)):
+        o.zero_grad()
+        runtime.calls.clear()
+        backward(m)
+        assert not runtime.calls
+        backward(m)
+        o.step()
+        assert m.weight.grad is not None
+        assert m.weight.grad.tolist() == [[12.0, 12.0]]  # two passes, times 1 + 2 + 3
+        assert runtime.calls[0]["names"] == ["m.weight" if named else "group0.0"]
+    assert torch.equal(model.weight, other_model.weight)
+
+
+def test_a_copied_model_is_left_alone(runtime: FakeRuntime) -> None:
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    for _ in range(2):
+        wrapped.zero_grad()
+        backward(model)
+        wrapped.step()
+    runtime.calls.clear()
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    backward(twin)
+    assert not runtime.calls
+    assert twin.weight.grad is not None
+    assert twin.weight.grad.tolist() == [[1.0, 1.0]]
+
+
+def test_a_gradient_takes_little_along(runtime: FakeRuntime) -> None:
+    model = torch.nn.ModuleList(model_of_ones() for _ in range(50))
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    for part in model:
+        backward(part)
+    wrapped.step()
+    gradient = model[0].weight.grad
+    assert isinstance(gradient, torch.Tensor)
+    assert gradient.untyped_storage().nbytes() == 8
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_closure(passes: int) -> None:
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=passes)
+
+    def closure() -> torch.Tensor:
+        wrapped.zero_grad()
+        for _ in range(passes):
+            loss: torch.Tensor = model(torch.ones(1, 2)).sum()
+            loss.backward()
+        return loss
+
+    assert wrapped.step(closure).item() == 2 * FACTOR  # the loss is averaged as well
+    assert model.weight.tolist() == [[1 - passes * FACTOR] * 2]
+    backward(model)  # what is under way when a closure comes is finished first
+    if passes == 2:
+        backward(model)
+    wrapped.step(closure=closure)
+    assert model.weight.tolist() == [[1 - 2 * passes * FACTOR] * 2]
+
+
+def test_closure_that_synchronizes_itself() -> None:
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+
+    def closure() -> None:
+        wrapped.zero_grad()
+        backward(model)
+        wrapped.synchronize()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+    with wrapped.skip_synchronize():
+        assert wrapped.step(closure) is None
+    assert model.weight.tolist() == [[0.5, 0.5]]
+
+
+def test_lbfgs() -> None:
+    torch.manual_seed(0)
+    a = torch.randn(5, 5)
+    model = torch.nn.Linear(5, 1, bias=False)
+    wrapped = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe"))
+
+    def closure() -> torch.Tensor:
+        wrapped.zero_grad()
+        loss = (model(a) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        wrapped.step(closure)
+    assert closure().item() < 1e-6
+    wrapped.synchronize()
+
+
+def test_clipping_in_the_documented_order() -> None:
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    for _ in range(2):
+        wrapped.zero_grad()
+        backward(model)
+        wrapped.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        assert norm.item() == pytest.approx(FACTOR * 2**0.5)
+        with wrapped.skip_synchronize():
+            wrapped.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_in_the_documented_order(fused: bool) -> None:
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25, fused=fused))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for overflow in (False, True, False):
+        wrapped.zero_grad()
+        factor = float("inf") if overflow else 1.0
+        scaler.scale(factor * model(torch.ones(1, 2)).sum()).backward()
+        wrapped.synchronize()
+        scaler.unscale_(wrapped)
+        with wrapped.skip_synchronize():
+            scaler.step(wrapped)
+        scaler.update()
+    assert model.weight.tolist() == [[1 - 2 * 0.25 * FACTOR] * 2]
+    assert scaler.get_scale() == 512.0
+
+
+def test_patched_step_of_the_object_is_kept() -> None:
+    model = model_of_ones()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen: list[float] = []
+    inner = optimizer.step
+
+    def counting_step(*args: Any, **kwargs: Any) -> Any:
+        assert model.weight.grad is not None
+        seen.append(model.weight.grad.sum().item())
+        return inner(*args, **kwargs)
+
+    optimizer.step = counting_step  # type: ignore[method-assign]
+    wrapped = hvd.DistributedOptimizer(optimizer)
+    backward(model)
+    wrapped.step()
+    assert seen == [2 * FACTOR]
+    assert model.weight.tolist() == [[1 - FACTOR] * 2]

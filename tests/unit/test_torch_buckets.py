@@ -1,0 +1,82 @@
+"""plan_buckets: pure planning of gradient buckets."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hvdlite.torch.buckets import plan_buckets, split_evenly
+
+
+def test_edges_are_small_and_the_middle_is_full() -> None:
+    # 32 tensors of 100 bytes, buckets of 800: edges of 100.
+    buckets = plan_buckets([100] * 32, ["f"] * 32, range(32), 800)
+    assert [len(bucket) for bucket in buckets] == [1, 8, 8, 8, 6, 1]
+    assert [tensor for bucket in buckets for tensor in bucket] == list(range(32))
+
+
+def test_follows_the_order_of_arrival() -> None:
+    order = [3, 1, 0, 2]
+    assert plan_buckets([100] * 4, ["f"] * 4, order, 100) == [[3], [1], [0], [2]]
+
+
+def test_few_bytes_make_one_bucket() -> None:
+    assert plan_buckets([4] * 10, ["f"] * 10, range(10), 800) == [list(range(10))]
+
+
+def test_no_fusion() -> None:
+    assert plan_buckets([4] * 3, ["f"] * 3, [2, 1, 0], 0) == [[2], [1], [0]]
+
+
+def test_a_tensor_above_the_limit_is_alone() -> None:
+    nbytes = [10, 10, 5000, 10, 10, 10]
+    assert plan_buckets(nbytes, ["f"] * 6, range(6), 160) == [[0, 1], [2], [3], [4, 5]]
+
+
+def test_an_empty_tensor_joins_its_neighbours() -> None:
+    assert plan_buckets([0, 8, 0], ["f"] * 3, range(3), 800) == [[0, 1, 2]]
+
+
+def test_kinds_stay_apart_and_come_when_they_are_complete() -> None:
+    # Of "b" the last arrives before that of "a".
+    assert plan_buckets([4] * 4, ["a", "b", "b", "a"], range(4), 800) == [[1, 2], [0, 3]]
+
+
+def test_tensors_that_did_not_arrive_are_in_no_bucket() -> None:
+    assert plan_buckets([4] * 4, ["a"] * 4, [2, 0], 800) == [[2, 0]]
+
+
+def test_groups_stay_together_whatever_their_size() -> None:
+    buckets = plan_buckets([100] * 6, ["f"] * 6, range(6), 100, groups=[[0, 4, 2]])
+    assert buckets == [[1], [3], [0, 2, 4], [5]]
+
+
+def test_a_group_of_two_kinds_is_two_buckets() -> None:
+    assert plan_buckets([1] * 3, ["a", "b", "a"], range(3), 100, groups=[[0, 1, 2]]) == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_tensor_is_in_one_bucket_and_limits_hold(seed: int) -> None:
+    rng = random.Random(seed)
+    n, limit = rng.randint(1, 60), rng.choice([0, 64, 1000])
+    nbytes = [rng.choice([0, 1, 8, 100, 5000]) for _ in range(n)]
+    kinds = [rng.choice("ab") for _ in range(n)]
+    order = rng.sample(range(n), rng.randint(1, n))
+    buckets = plan_buckets(nbytes, kinds, order, limit)
+    assert sorted(tensor for bucket in buckets for tensor in bucket) == sorted(order)
+    position = {tensor: place for place, tensor in enumerate(order)}
+    complete = [max(position[tensor] for tensor in bucket) for bucket in buckets]
+    assert complete == sorted(complete)
+    for bucket in buckets:
+        assert len({kinds[tensor] for tensor in bucket}) == 1
+        assert len(bucket) == 1 or sum(nbytes[tensor] for tensor in bucket) <= limit
+        assert [position[tensor] for tensor in bucket] == sorted(position[tensor] for tensor in bucket)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 20])
+def test_split_evenly(parts: int) -> None:
+    split = split_evenly(range(7), parts)
+    assert [tensor for part in split for tensor in part] == list(range(7))
+    assert len(split) == min(parts, 7)
+    assert max(map(len, split)) - min(map(len, split)) <= 1
