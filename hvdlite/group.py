@@ -13,6 +13,7 @@ from hvdlite.coordinator.thread import Coordinator
 from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType
 from hvdlite.fusion.fusion_buffer import FusionBuffers
+from hvdlite.memory import align_up
 from hvdlite.node import Node
 from hvdlite.timeline.recorder import Recorder
 from hvdlite.topology import Topology
@@ -39,18 +40,19 @@ class Group:
         self.topology = topology
         self.node = node
         self._comm = comm
+        self._check = check
         self.leaders: MPI.Comm | None = None  # rank in it = node index; on leaders of several nodes
-        rail: MPI.Comm | None = None
+        self._rail: MPI.Comm | None = None
         if comm is not None and len(topology.nodes) > 1:
             self.leaders = _split(comm, topology.is_leader, 0, topology.node_index)
-            rail = _split(comm, topology.local_rank < topology.rails, topology.local_rank, topology.node_index)
+            self._rail = _split(comm, topology.local_rank < topology.rails, topology.local_rank, topology.node_index)
 
         several_nodes = len(topology.nodes) > 1
-        self._backend = build_backend(node, rail, topology.nodes, topology.rank, config, check, recorder)
+        self._backend = build_backend(node, self._rail, topology.nodes, topology.rank, config, check, recorder)
         self.buffers = FusionBuffers(node)
         executor = Executor(
             self._backend,
-            self._backend.allocate(config.staging_bytes, DType.UINT8),
+            self._backend.allocate(align_up(config.staging_bytes), DType.UINT8),
             # On one node a chunk stays in cache on its way; across nodes it should fill the wire.
             config.staging_bytes if several_nodes else config.chunk_bytes,
             self.buffers,
@@ -81,8 +83,8 @@ class Group:
     def release(self) -> None:
         """Free the communicators; collective, the last thing that the coordinator threads do together."""
         self._backend.close()
-        self._tree.close()
-        for comm in (self.leaders, self._comm):
+        self._tree.close(self._check)
+        for comm in (self._rail, self.leaders, self._comm):
             if comm is not None:
                 comm.Free()
 

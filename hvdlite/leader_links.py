@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from hvdlite.errors import StartupError
 
 _HELLO = struct.Struct("<16sII")  # token of the job, node index of the sender, node index of the receiver
+_TAKEN = b"\x01"  # the child's last word: this is the connection that it keeps
+_TRY_S = 5.0  # how long a round of tries lasts before all addresses are tried anew
 _RETRY_S = 0.2
 
 Address = tuple[str, int]
@@ -53,22 +55,52 @@ class Listener:
         return self._links
 
     def _accept(self, token: bytes, node_index: int, children: frozenset[int], deadline_s: float) -> None:
-        self._socket.settimeout(_RETRY_S)
-        while len(self._links) < len(children) and time.monotonic() < deadline_s:
-            try:
-                link, _ = self._socket.accept()
-            except TimeoutError:
-                continue
-            link.settimeout(2.0)
-            try:
-                hello = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
-                if hello[0] != token or hello[2] != node_index or hello[1] not in children:
-                    raise OSError("not one of ours")
-                link.sendall(_HELLO.pack(token, node_index, hello[1]))
-            except (OSError, struct.error):
-                link.close()
-                continue
-            self._links[hello[1]] = link
+        """Hear all who connect side by side: one that says nothing holds nobody up.
+
+        A connection counts once its child has said that it keeps it. A child that had to wait may have left and
+        connected once more.
+        """
+        self._socket.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while len(self._links) < len(children) and time.monotonic() < deadline_s:
+                for key, _ in selector.select(max(0.0, deadline_s - time.monotonic())):
+                    try:
+                        if key.data is None:
+                            link, _ = self._socket.accept()
+                            link.setblocking(False)
+                            selector.register(link, selectors.EVENT_READ, bytearray())
+                            continue
+                        link = key.fileobj  # type: ignore[assignment]
+                        if self._hear(link, key.data, token, node_index, children):
+                            selector.unregister(link)
+                    except OSError:
+                        if key.data is not None:
+                            _drop(selector, key.fileobj)  # type: ignore[arg-type]
+            for key in list(selector.get_map().values()):
+                if key.data is not None:
+                    _drop(selector, key.fileobj)  # type: ignore[arg-type]
+
+    def _hear(
+        self, link: socket.socket, inbox: bytearray, token: bytes, node_index: int, children: frozenset[int]
+    ) -> bool:
+        """Take what came; whether this is now the link of a child. Never reads beyond the handshake.
+
+        Raises:
+            OSError: whoever it is, it is none of ours, or has left.
+        """
+        wanted = _HELLO.size - len(inbox)
+        inbox += _receive(link, wanted if wanted > 0 else len(_TAKEN))
+        if len(inbox) < _HELLO.size:
+            return False
+        shown, child, called = _HELLO.unpack_from(inbox)
+        if shown != token or called != node_index or child not in children:
+            raise OSError("not one of ours")
+        if len(inbox) == _HELLO.size:
+            link.send(_HELLO.pack(token, node_index, child))
+            return False
+        self._links[child] = link
+        return True
 
 
 def connect(
@@ -79,8 +111,8 @@ def connect(
     Raises:
         StartupError: none answered in time; lists what was tried.
     """
-    while time.monotonic() < deadline_s:
-        link = _first_that_proves_itself(addresses, token, node_index, parent, deadline_s)
+    while (now := time.monotonic()) < deadline_s:
+        link = _first_that_proves_itself(addresses, token, node_index, parent, min(now + _TRY_S, deadline_s))
         if link is not None:
             return link
         time.sleep(_RETRY_S)
@@ -92,42 +124,46 @@ def connect(
 
 
 def _first_that_proves_itself(
-    addresses: Sequence[Address], token: bytes, node_index: int, parent: int, deadline_s: float
+    addresses: Sequence[Address], token: bytes, node_index: int, parent: int, until_s: float
 ) -> socket.socket | None:
+    hello, reply = _HELLO.pack(token, node_index, parent), _HELLO.pack(token, parent, node_index)
     with selectors.DefaultSelector() as selector:
-        trying: set[socket.socket] = set()
         try:
             for address in addresses:
                 link = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
                 if link.connect_ex(address) in (0, errno.EINPROGRESS):
-                    trying.add(link)
                     selector.register(link, selectors.EVENT_WRITE)
                 else:
                     link.close()
-            while trying:
-                ready = selector.select(max(0.0, min(5.0, deadline_s - time.monotonic())))
-                if not ready:
-                    return None
-                for key, _ in ready:
+            while selector.get_map() and time.monotonic() < until_s:
+                for key, _ in selector.select(max(0.0, until_s - time.monotonic())):
                     link = key.fileobj  # type: ignore[assignment]
-                    selector.unregister(link)
-                    trying.discard(link)
-                    if _proves_itself(link, token, node_index, parent):
-                        return link
-                    link.close()
+                    try:
+                        if key.data is None:
+                            link.send(hello)  # raises if the connection was refused
+                            selector.modify(link, selectors.EVENT_READ, bytearray())
+                            continue
+                        key.data.extend(_receive(link, len(reply) - len(key.data)))
+                        if key.data == reply:
+                            link.send(_TAKEN)
+                            selector.unregister(link)
+                            return link
+                    except OSError:
+                        _drop(selector, link)
             return None
         finally:
-            for link in trying:
-                link.close()
+            for key in list(selector.get_map().values()):
+                _drop(selector, key.fileobj)  # type: ignore[arg-type]
 
 
-def _proves_itself(link: socket.socket, token: bytes, node_index: int, parent: int) -> bool:
-    if link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
-        return False
-    link.settimeout(2.0)
-    try:
-        link.sendall(_HELLO.pack(token, node_index, parent))
-        reply = link.recv(_HELLO.size, socket.MSG_WAITALL)
-    except OSError:
-        return False
-    return reply == _HELLO.pack(token, parent, node_index)
+def _receive(link: socket.socket, nbytes: int) -> bytes:
+    """What is there, up to ``nbytes``; raises OSError at the end of the stream."""
+    data = link.recv(nbytes)
+    if not data:
+        raise OSError("the other end has closed the connection")
+    return data
+
+
+def _drop(selector: selectors.BaseSelector, link: socket.socket) -> None:
+    selector.unregister(link)
+    link.close()

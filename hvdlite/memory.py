@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -74,13 +74,13 @@ class Buffer:
         """Elements [start, stop) of every copy."""
         assert 0 <= start <= stop <= self.numel, (start, stop, self.numel)
         shift = start * self.dtype.itemsize
-        return replace(self, copies=tuple(a + shift for a in self.copies), numel=stop - start)
+        return Buffer(tuple([a + shift for a in self.copies]), self.index, stop - start, self.dtype, self.owner)
 
     def as_dtype(self, dtype: DType) -> Buffer:
         """The same bytes as elements of another type of the same total size."""
         numel, rest = divmod(self.nbytes, dtype.itemsize)
         assert rest == 0, (self.nbytes, dtype)
-        return replace(self, numel=numel, dtype=dtype)
+        return Buffer(self.copies, self.index, numel, dtype, self.owner)
 
     @classmethod
     def of_numpy(cls, array: np.ndarray) -> Buffer:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdlite import _native
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALNRANKS")
 _MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", "mpich_shm_")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Intracomm | None:
@@ -35,7 +36,7 @@ def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Intrac
     mpi = _import_mpi(config)
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    expected = max((int(environ[name]) for name in _SIZE_VARIABLES if environ.get(name, "").isdigit()), default=1)
+    expected = max(_numbers(environ, _SIZE_VARIABLES), default=1)
     comm: MPI.Intracomm = mpi.COMM_WORLD
     if comm.size == 1 and expected > 1:
         library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
@@ -133,9 +134,13 @@ def unlink_shared_files() -> None:
                 os.unlink(path)
 
 
-def world_rank() -> int:
-    """This process's rank in COMM_WORLD; 0 where MPI does not run."""
-    return int(sys.modules["mpi4py.MPI"].COMM_WORLD.rank) if is_running() else 0
+def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """The number that the launcher gave this process, whether or not MPI runs by now; 0 without a launcher."""
+    return next(_numbers(environ, _RANK_VARIABLES), 0)
+
+
+def _numbers(environ: Mapping[str, str], names: Sequence[str]) -> Iterator[int]:
+    return (int(environ[name]) for name in names if environ.get(name, "").isdigit())
 
 
 def is_running() -> bool:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from types import TracebackType
 
 from hvdlite import mpi
 from hvdlite.errors import HorovodInternalError, StartupError
 from hvdlite.runtime import Runtime, describe_exception
+
+_RANK_0_FIRST_S = 1.0  # launchers end a job within milliseconds of its first rank
 
 
 class ProcessHooks:
@@ -17,8 +20,9 @@ class ProcessHooks:
 
     - At the end of the process an open runtime is closed, and MPI after it. After a failure MPI cannot be ended in
       order, so the process ends without it, with a status that makes the launcher end the rest.
-    - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start concerns all
-      ranks, so rank 0 alone prints it.
+    - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
+      concerns all ranks: rank 0 prints it, and the launcher ends the others before they do. What concerns one rank
+      alone, that rank prints a moment later.
     - A forked child (a DataLoader worker) lets go of the parent's runtime.
     """
 
@@ -45,8 +49,9 @@ class ProcessHooks:
             # What hvdlite raised every rank knows already.
             if self.runtime is not None and not isinstance(error, (HorovodInternalError, StartupError)):
                 self.runtime.fail(describe_exception(error))
-        if not isinstance(error, StartupError) or mpi.world_rank() == 0:
-            self._previous_hook(kind, error, trace)
+        if isinstance(error, StartupError) and mpi.launched_rank() != 0:
+            time.sleep(_RANK_0_FIRST_S)
+        self._previous_hook(kind, error, trace)
 
     def _at_exit(self) -> None:
         if self.in_child:

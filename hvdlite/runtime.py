@@ -191,8 +191,8 @@ class Runtime:
             name,
             _specs(name, names, inputs),
             op,
-            prescale,
-            postscale,
+            float(prescale),
+            float(postscale),
             wire_dtype=wire_dtype,
             place=None if home is None else home.place,
         )
@@ -233,7 +233,7 @@ class Runtime:
         if not 0 <= root_rank < self.size:
             raise ValueError(f"root_rank is {root_rank}, but ranks go from 0 to {self.size - 1}")
         name, sequence = self._identify(Kind.BROADCAST, name)
-        request = Request(Kind.BROADCAST, name, _specs(name, names, tensors), root=root_rank)
+        request = Request(Kind.BROADCAST, name, _specs(name, names, tensors), root=int(root_rank))
         return self._submit(Submission(request, sequence, tensors, tensors))
 
     def barrier_async(self) -> Handle:
@@ -247,7 +247,7 @@ class Runtime:
         Tensors made from its `memory` are reduced where they are.
         """
         name, sequence = self._identify(Kind.ALLOCATE, name)
-        handle = self._submit(Submission(Request(Kind.ALLOCATE, name, nbytes=nbytes), sequence))
+        handle = self._submit(Submission(Request(Kind.ALLOCATE, name, nbytes=int(nbytes)), sequence))
         buffer: FusionBuffer = handle.wait()
         return buffer
 
@@ -425,7 +425,7 @@ def _exchange_cards(
     versions = {"hvdlite": importlib.metadata.version("hvdlite"), "Python": platform.python_version(), **versions}
     card = _Card(dict(versions), config, new_token(), socket.gethostname(), os.getpid(), addresses)
     cards: list[_Card] = [card] if comm is None else comm.allgather(card)
-    for package in cards[0].versions:
+    for package in dict.fromkeys(name for card in cards for name in card.versions):
         if package == "Python":
             continue  # told along with a mismatch, but not itself a reason to refuse
         found: dict[str, list[int]] = {}

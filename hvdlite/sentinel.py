@@ -26,7 +26,10 @@ from dataclasses import dataclass, field
 
 _LENGTH = struct.Struct("<I")
 _HEARTBEAT = b""
+_NEVER_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_TEXT = 20_000  # a traceback; the head and the tail of a longer one tell the story
+_FLUSH_S = 0.02  # between two tries at a neighbour that did not take everything
+_FAREWELL_S = 1.0  # how long close() waits for such a neighbour
 
 
 @dataclass(slots=True)
@@ -36,6 +39,7 @@ class _Neighbour:
     link: socket.socket
     heard_s: float
     inbox: bytearray = field(default_factory=bytearray)
+    outbox: bytearray = field(default_factory=bytearray)  # what its kernel buffer did not take yet
     said_goodbye: bool = False
 
 
@@ -78,6 +82,9 @@ class Sentinel:
         if self._thread.is_alive():
             for neighbour in self._neighbours:
                 self._send(neighbour, {"goodbye": self._rank})
+            deadline_s = time.monotonic() + _FAREWELL_S
+            while self._flush() and time.monotonic() < deadline_s:
+                time.sleep(_FLUSH_S)
             self._waker.close()
             self._thread.join()
         self.release()
@@ -97,7 +104,8 @@ class Sentinel:
             for neighbour in self._neighbours:
                 selector.register(neighbour.link, selectors.EVENT_READ, neighbour)
             while True:
-                for key, _ in selector.select(max(0.0, next_beat_s - time.monotonic())):
+                wait_s = max(0.0, next_beat_s - time.monotonic())
+                for key, _ in selector.select(min(wait_s, _FLUSH_S) if self._flush() else wait_s):
                     if key.data is None:
                         return
                     if not self._hear(key.data):
@@ -170,15 +178,25 @@ class Sentinel:
         self._on_failure(rank, text)
 
     def _send(self, neighbour: _Neighbour, message: dict[str, object] | None) -> None:
-        body = _HEARTBEAT if message is None else json.dumps(message).encode()
-        data = _LENGTH.pack(len(body)) + body
-        # A neighbour that does not read must not hold up the others: what does not fit in the kernel's buffer is lost;
-        # its own silence will be noticed.
-        flags = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+        """Never waits: a neighbour that does not read must not hold up the others, nor this thread."""
+        body = _HEARTBEAT if message is None else json.dumps(message, ensure_ascii=False).encode(errors="replace")
         with self._lock:
-            try:
-                sent = neighbour.link.send(data, flags)
-                if 0 < sent < len(data):
-                    neighbour.link.sendall(data[sent:])
-            except OSError:
-                pass
+            if message is None and neighbour.outbox:
+                return  # it has more to read than that
+            neighbour.outbox += _LENGTH.pack(len(body)) + body
+        self._flush()
+
+    def _flush(self) -> bool:
+        """Give the neighbours what their buffers take; whether anything is left."""
+        left = False
+        with self._lock:
+            for neighbour in self._neighbours:
+                try:
+                    if neighbour.outbox:
+                        del neighbour.outbox[: neighbour.link.send(neighbour.outbox, _NEVER_WAIT)]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    neighbour.outbox.clear()  # it is gone, which the thread that reads will find
+                left |= bool(neighbour.outbox)
+        return left

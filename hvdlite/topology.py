@@ -21,44 +21,44 @@ class Topology:
     def node_index(self) -> int:
         return next(i for i, node in enumerate(self.nodes) if self.rank in node)
 
-    @property
+    @cached_property
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks of this node."""
         return self.nodes[self.node_index]
 
-    @property
+    @cached_property
     def local_rank(self) -> int:
         return self.local_ranks.index(self.rank)
 
-    @property
+    @cached_property
     def local_size(self) -> int:
         return len(self.local_ranks)
 
-    @property
+    @cached_property
     def cross_rank(self) -> int:
         """Place among the ranks of all nodes that have the same local rank."""
         return sum(len(node) > self.local_rank for node in self.nodes[: self.node_index])
 
-    @property
+    @cached_property
     def cross_size(self) -> int:
         """How many nodes have a rank with this local rank."""
         return sum(len(node) > self.local_rank for node in self.nodes)
 
-    @property
+    @cached_property
     def is_homogeneous(self) -> bool:
         return len({len(node) for node in self.nodes}) == 1
 
-    @property
+    @cached_property
     def rails(self) -> int:
         """Local ranks that every node has: how many of a node's ranks take part in exchanges across nodes."""
         return min(len(node) for node in self.nodes)
 
-    @property
+    @cached_property
     def leaders(self) -> tuple[int, ...]:
         """The rank that speaks for each node."""
         return tuple(node[0] for node in self.nodes)
 
-    @property
+    @cached_property
     def is_leader(self) -> bool:
         return self.local_rank == 0
 

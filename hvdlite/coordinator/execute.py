@@ -11,7 +11,7 @@ from hvdlite.coordinator.messages import Kind, Request, Response
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.fusion_buffer import FusionBuffers, slot_offsets
-from hvdlite.memory import Buffer, TensorView
+from hvdlite.memory import ALIGNMENT, Buffer, TensorView
 from hvdlite.timeline.recorder import Lane, Recorder
 
 Work = Sequence[tuple[Response, Submission]]
@@ -21,8 +21,8 @@ class Executor:
     """Runs buckets on one backend.
 
     Args:
-        staging: where tensors from elsewhere pass through, ``chunk_bytes`` at a time. On one node a chunk
-            should fit the cache; across nodes it should be large enough to fill the wire.
+        staging: a multiple of `ALIGNMENT` bytes where tensors from elsewhere pass through, ``chunk_bytes`` at a time.
+            On one node a chunk should fit the cache; across nodes it should be large enough to fill the wire.
         nodes: number of nodes between which the backend works.
     """
 
@@ -37,7 +37,8 @@ class Executor:
     ) -> None:
         self._backend = backend
         self._staging = staging
-        self._chunk_bytes = min(chunk_bytes, staging.nbytes)
+        # A whole number of elements of every type, whatever the setting says.
+        self._chunk_bytes = max(ALIGNMENT, min(chunk_bytes, staging.nbytes) // ALIGNMENT * ALIGNMENT)
         self._buffers = buffers
         self._nodes = nodes
         self._recorder = recorder

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TAG = 1
+_NOTHING_MORE = b""  # no other message is empty
+_CLOSING_S = 1e-3
 
 
 class Tree:
@@ -24,6 +27,7 @@ class Tree:
         self.children = children
         self._comm = comm
         self._sending: list[tuple[Any, bytes]] = []
+        self._silent: set[int] = set()  # neighbours that will send nothing more
 
     @property
     def has_links(self) -> bool:
@@ -46,9 +50,26 @@ class Tree:
         while (message := self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             message.Recv(data)
-            yield status.Get_source(), bytes(data)
+            if data == _NOTHING_MORE:
+                self._silent.add(status.Get_source())
+            else:
+                yield status.Get_source(), bytes(data)
 
-    def close(self) -> None:
-        if self._comm is not None:
-            self._comm.Free()
-            self._comm = None
+    def close(self, check: Callable[[], None]) -> None:
+        """Free the communicator; collective. ``check`` raises if the job fails meanwhile.
+
+        First the neighbours tell one another that nothing more will come: a message that nobody has received would
+        turn up in whatever communicator MPI gives the same context to later.
+        """
+        if self._comm is None:
+            return
+        neighbours = {*self.children} if self.parent is None else {*self.children, self.parent}
+        for node_index in neighbours:
+            self.send(node_index, _NOTHING_MORE)
+        while self._sending or self._silent != neighbours:
+            check()
+            for _ in self.receive():
+                pass
+            time.sleep(_CLOSING_S)
+        self._comm.Free()
+        self._comm = None

@@ -19,11 +19,18 @@ class Segment:
 
     Arrays and tensors made from ``memory`` keep the mapping through the buffer protocol; it is never unmapped
     under them, and goes when the last of them goes.
+
+    Raises:
+        StartupError: the machine refuses; says how much was asked for.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.memory = np.frombuffer(mmap.mmap(fd, max(nbytes, 1)), dtype=np.uint8)
+        try:
+            mapping = mmap.mmap(fd, max(nbytes, 1))
+        except (OSError, OverflowError) as error:
+            raise _refused(nbytes, error) from error
+        self.memory = np.frombuffer(mapping, dtype=np.uint8)
         self.address = int(self.memory.ctypes.data)
 
 
@@ -37,11 +44,15 @@ def create_memory_file(nbytes: int) -> int:
     try:
         fd = os.memfd_create("hvdlite")
         os.ftruncate(fd, max(nbytes, 1))
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         if fd >= 0:
             os.close(fd)
-        raise StartupError(
-            f"cannot create {nbytes} bytes of shared memory ({error}); "
-            "raise the limits on open files and memory, or lower HVDLITE_STAGING_BYTES"
-        ) from error
+        raise _refused(nbytes, error) from error
     return fd
+
+
+def _refused(nbytes: int, error: Exception) -> StartupError:
+    return StartupError(
+        f"cannot create {nbytes} bytes of shared memory ({error}); "
+        "raise the limits on open files and memory, or lower HVDLITE_STAGING_BYTES"
+    )

@@ -1,0 +1,147 @@
+"""Runtimes on any grouping of the ranks of one machine into nodes, tensors of every type, and what they must become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from backend_lab import RANK, SIZE, encode, values_of
+from mpi4py import MPI
+
+import hvdlite.node
+from hvdlite.config import Config
+from hvdlite.coordinator.handle import Handle
+from hvdlite.dtypes import DType
+from hvdlite.memory import TensorView
+from hvdlite.runtime import Runtime
+
+REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]
+CHUNK = 2048  # bytes; small, so that long paths run on little data
+STAGING = 8192
+TINY = Config(
+    chunk_bytes=CHUNK,
+    staging_bytes=STAGING,
+    segment_bytes=512,
+    small_bytes=768,
+    cache_capacity=64,
+    tree_fanout=1,  # nodes in a chain, so that leaders pass on what others say
+    fusion_threshold_bytes=20_000,
+    spin_us=0,
+)
+SIZES = [0, 1, 7, 63, 64, 65, 191, 192, 193, 255, 256, 257, 511, 512, 513, 1024, 2047, 2048, 2049, 5003]
+
+Machines = tuple[int, ...]
+"""The machine of each rank."""
+
+LAYOUTS: list[Machines] = {
+    1: [(0,)],
+    2: [(0, 0), (0, 1)],
+    3: [(0, 0, 0), (0, 1, 0), (0, 1, 2)],
+    4: [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 3)],
+}.get(SIZE, [(0,) * SIZE])
+
+
+def agree(world: MPI.Intracomm, *problems: str | None) -> None:
+    """Fail on every rank if one of them has a problem: in the middle of a test no rank may go on alone."""
+    everywhere = world.allgather([problem for problem in problems if problem])
+    assert not any(everywhere), {rank: texts for rank, texts in enumerate(everywhere) if texts}
+
+
+def nodes_of(machine_of: Machines) -> tuple[tuple[int, ...], ...]:
+    machines = sorted(set(machine_of), key=machine_of.index)
+    return tuple(tuple(rank for rank, own in enumerate(machine_of) if own == machine) for machine in machines)
+
+
+@contextmanager
+def machines(machine_of: Machines) -> Iterator[None]:
+    """Runtimes that start in this block find only the ranks of their own machine of ``machine_of``."""
+    connect = hvdlite.node._connect_to_leader
+
+    def reach(names: list[str], rank: int) -> Any:
+        return connect([n if machine_of[r] == machine_of[rank] else "\0none" for r, n in enumerate(names)], rank)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hvdlite.node, "_connect_to_leader", reach)
+        yield
+
+
+@contextmanager
+def running(comm: MPI.Intracomm, config: Config = TINY, machine_of: Machines | None = None) -> Iterator[Runtime]:
+    with machines(machine_of or (0,) * comm.size):
+        runtime = Runtime(comm, config)
+    with runtime:
+        yield runtime
+
+
+@dataclass
+class Tensor:
+    """A tensor of any element type; numpy has no bfloat16, so its memory is bytes."""
+
+    memory: np.ndarray
+    view: TensorView
+
+    @classmethod
+    def of(cls, values: np.ndarray, dtype: DType, shape: Sequence[int] | None = None) -> Tensor:
+        """``values``: (numel,) float64."""
+        memory = encode(values, dtype)
+        return cls(memory, TensorView(memory.ctypes.data, tuple(shape or (len(values),)), dtype, memory))
+
+    @classmethod
+    def at(cls, memory: np.ndarray, values: np.ndarray, dtype: DType) -> Tensor:
+        """In ``memory``, (nbytes,) uint8."""
+        place = memory[: len(values) * dtype.itemsize]
+        place[:] = encode(values, dtype)
+        return cls(place, TensorView(place.ctypes.data, (len(values),), dtype, memory))
+
+    @classmethod
+    def input(cls, numel: int, dtype: DType, salt: int = 0) -> Tensor:
+        """This rank's contribution, whose sum and product `backend_lab.reduced` knows."""
+        return cls.of(values_of(RANK, numel, salt), dtype)
+
+    @classmethod
+    def empty(cls, numel: int, dtype: DType) -> Tensor:
+        """Filled with what no result has."""
+        memory = np.full(numel * dtype.itemsize, 0xA5, np.uint8)
+        return cls(memory, TensorView(memory.ctypes.data, (numel,), dtype, memory))
+
+    def problem(self, expected: np.ndarray, what: str = "") -> str | None:
+        """None if it holds ``expected``, (numel,) float64."""
+        wanted = encode(expected, self.view.dtype)
+        if np.array_equal(self.memory, wanted):
+            return None
+        if len(self.memory) != len(wanted):
+            return f"{what}: {len(self.memory)} bytes instead of {len(wanted)}"
+        first = int(np.flatnonzero(self.memory != wanted)[0]) // self.view.dtype.itemsize
+        return f"{what} {self.view.dtype.label}{self.view.shape} differs from element {first} on, expected {expected[first]}"
+
+
+def allreduce(runtime: Runtime, *tensors: Tensor, **options: Any) -> Handle:
+    """In place."""
+    views = [tensor.view for tensor in tensors]
+    return runtime.allreduce_async(views, views, **options)
+
+
+class Gathered:
+    """The results of an allgather, as they are allocated."""
+
+    def __init__(self, dtypes: Sequence[DType]) -> None:
+        self.tensors: list[Tensor | None] = [None] * len(dtypes)
+        self._dtypes = dtypes
+
+    def allocate(self, index: int, shape: tuple[int, ...]) -> TensorView:
+        tensor = Tensor.empty(int(np.prod(shape)), self._dtypes[index])
+        tensor.view = TensorView(tensor.view.address, shape, tensor.view.dtype, tensor.memory)
+        self.tensors[index] = tensor
+        return tensor.view
+
+    def problem(self, index: int, expected: np.ndarray, shape: tuple[int, ...], what: str = "") -> str | None:
+        tensor = self.tensors[index]
+        if tensor is None:
+            return f"{what}: nothing was allocated"
+        if tensor.view.shape != shape:
+            return f"{what}: shape {tensor.view.shape} instead of {shape}"
+        return tensor.problem(expected, what)

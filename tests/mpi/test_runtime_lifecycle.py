@@ -1,0 +1,208 @@
+"""Starting and ending: any number of times, side by side, on some of the ranks, in the default runtime; nothing grows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from backend_lab import RANK, SIZE, reduced
+from mpi4py import MPI
+from runtime_lab import LAYOUTS, TINY, Tensor, agree, allreduce, machines, running
+
+import hvdlite
+from hvdlite.config import Config
+from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.errors import ConfigError, NotInitializedError, ShutDownError
+from hvdlite.runtime import Runtime
+
+SubComm = Callable[[int], MPI.Intracomm | None]
+several = pytest.mark.skipif(SIZE == 1, reason="needs ranks to leave out")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[MPI.Intracomm]:
+    comm = MPI.COMM_WORLD.Dup()
+    yield comm
+    comm.Free()
+
+
+def sums(runtime: Runtime, name: str | None = None) -> str | None:
+    """One allreduce, whose sum depends on who takes part."""
+    tensor = Tensor.input(50, DType.FLOAT32)
+    if runtime.size == SIZE:
+        allreduce(runtime, tensor, name=name).wait()
+        return tensor.problem(reduced(ReduceOp.SUM, 50, DType.FLOAT32))
+    ones = Tensor.of(tensor.memory.view("float32") * 0 + 1.0, DType.FLOAT32)
+    allreduce(runtime, ones, name=name).wait()
+    return ones.problem(tensor.memory.view("float32") * 0 + float(runtime.size))
+
+
+def test_several_runtimes_side_by_side(world: MPI.Intracomm, sub_comm: SubComm) -> None:
+    """On all ranks twice, on the first ranks, and grouped into nodes; operations interleave freely."""
+    first = sub_comm(max(1, SIZE - 1))
+    with machines(LAYOUTS[-1]):
+        split = Runtime(world, TINY)
+    with split, running(world) as one, running(world) as two:
+        part = None if first is None else Runtime(first, TINY)
+        problems = []
+        handles = []
+        order = [one, split, two] if RANK % 2 else [two, one, split]
+        for runtime in order * 5:
+            tensor = Tensor.input(500, DType.INT32)
+            handles.append((allreduce(runtime, tensor), tensor))
+        if part is not None:
+            problems.append(sums(part))
+        for handle, tensor in handles:
+            handle.wait()
+            problems.append(tensor.problem(reduced(ReduceOp.SUM, 500, DType.INT32)))
+        if part is not None:
+            part.close()
+        problems += [sums(runtime) for runtime in (one, two, split)]
+        agree(world, *problems)
+
+
+@several
+def test_disjoint_halves_work_at_the_same_time(world: MPI.Intracomm) -> None:
+    half = world.Split(RANK % 2, RANK)
+    with running(half) as runtime:
+        assert (runtime.rank, runtime.size) == (RANK // 2, half.size)
+        problems = [sums(runtime, f"step {step}") for step in range(20 + 20 * (RANK % 2))]
+    half.Free()
+    agree(world, *problems)
+
+
+def test_rank_0_decides_the_settings(world: MPI.Intracomm) -> None:
+    mine = Config(cache_capacity=3 + RANK, fusion_threshold_bytes=1000 * RANK, chunk_bytes=64 << RANK, tree_fanout=1 + RANK)
+    with running(world, mine, LAYOUTS[-1]) as runtime:
+        assert runtime.config.cache_capacity == 3
+        assert runtime.config.fusion_threshold_bytes == 0
+        assert runtime.config.tree_fanout == 1
+        agree(world, *(sums(runtime, f"{i}") for i in range(10)))
+
+
+def test_a_runtime_of_this_process_alone_needs_no_communicator(world: MPI.Intracomm) -> None:
+    with Runtime(None, Config()) as runtime:
+        assert (runtime.rank, runtime.size, runtime.local_size, runtime.cross_size) == (0, 1, 1, 1)
+        tensor = Tensor.input(5, DType.FLOAT32)
+        allreduce(runtime, tensor, op=ReduceOp.AVERAGE, postscale=2.0).wait()
+        agree(world, tensor.problem(2 * Tensor.input(5, DType.FLOAT32).memory.view("float32").astype(float)))
+
+
+def test_the_default_runtime_starts_and_ends_many_times(world: MPI.Intracomm) -> None:
+    for turn in range(10):
+        hvdlite.init()
+        hvdlite.init()  # does nothing
+        assert hvdlite.is_initialized()
+        assert (hvdlite.rank(), hvdlite.size()) == (RANK, SIZE)
+        assert (hvdlite.local_rank(), hvdlite.local_size()) == (RANK, SIZE)
+        assert (hvdlite.cross_rank(), hvdlite.cross_size(), hvdlite.is_homogeneous()) == (0, 1, True)
+        runtime = hvdlite.runtime()
+        agree(world, sums(runtime, "again"))
+        if turn % 2:
+            world.Barrier()  # all end together, or each when it comes to it
+        hvdlite.shutdown()
+        hvdlite.shutdown()
+        assert not hvdlite.is_initialized()
+        with pytest.raises(NotInitializedError):
+            hvdlite.size()
+        with pytest.raises(ShutDownError):
+            hvdlite.runtime()
+        with pytest.raises(ShutDownError):
+            runtime.barrier_async()
+
+
+@several
+def test_init_with_some_ranks(world: MPI.Intracomm) -> None:
+    """In the order of the list; the other ranks do not take part."""
+    chosen = list(range(SIZE))[:0:-1]
+    for _ in range(3):
+        if RANK in chosen:
+            hvdlite.init(comm=chosen)
+            assert hvdlite.size() == SIZE - 1
+            assert hvdlite.rank() == chosen.index(RANK)
+            assert sums(hvdlite.runtime()) is None
+            hvdlite.shutdown()
+    world.Barrier()
+
+
+def test_init_with_a_communicator_of_the_user(world: MPI.Intracomm) -> None:
+    mine = world.Split(0, -RANK)
+    hvdlite.init(comm=mine)
+    mine.Free()  # it was duplicated
+    assert hvdlite.rank() == SIZE - 1 - RANK
+    assert sums(hvdlite.runtime()) is None
+    hvdlite.shutdown()
+    world.Barrier()
+
+
+def test_init_with_ranks_that_make_no_sense(world: MPI.Intracomm) -> None:
+    wrong = [[RANK, RANK], [RANK, SIZE], [r for r in range(SIZE + 1) if r != RANK], []]
+    for ranks in wrong:
+        with pytest.raises(ConfigError, match=r"hvd\.init\(comm="):
+            hvdlite.init(comm=ranks)
+        assert not hvdlite.is_initialized()
+    agree(world)
+
+
+def test_settings_that_do_not_parse_are_named(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDLITE_CYCLE_TIME", "soon")
+    with pytest.raises(ConfigError, match="HVDLITE_CYCLE_TIME='soon'"):
+        hvdlite.init()
+    monkeypatch.delenv("HVDLITE_CYCLE_TIME")
+    hvdlite.init()
+    hvdlite.shutdown()
+
+
+def test_messages_of_the_user_do_not_mix_with_ours(world: MPI.Intracomm) -> None:
+    """mpi4py on the same communicator, from another thread, with tags of any number."""
+    with running(world, machine_of=LAYOUTS[-1]) as runtime:
+        problems: list[str | None] = []
+
+        def mine() -> None:
+            for turn in range(50):
+                left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+                got = world.sendrecv((turn, RANK), right, turn % 4, source=left, recvtag=MPI.ANY_TAG)
+                problems.append(None if got == (turn, left) else f"got {got} in turn {turn} from {left}")
+
+        thread = threading.Thread(target=mine)
+        thread.start()
+        problems += [sums(runtime) for _ in range(50)]
+        thread.join()
+        agree(world, *problems)
+
+
+def _resources() -> dict[str, int]:
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        mappings = sum("memfd:hvdlite" in line for line in maps)
+    with open("/proc/self/statm") as statm:
+        resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": mappings,
+        "resident": resident,
+    }
+
+
+@pytest.mark.time_limit(120)
+def test_nothing_grows_with_the_number_of_runtimes(world: MPI.Intracomm) -> None:
+    """200 of them, as they come: collecting garbage is left to Python, as in a program."""
+
+    def turn(count: int) -> None:
+        for i in range(count):
+            with running(world, TINY if i % 3 else Config(), LAYOUTS[i % len(LAYOUTS)]) as runtime:
+                tensor = Tensor.at(runtime.allocate(1 << 16).memory, Tensor.input(900, DType.INT8).memory, DType.INT8)
+                allreduce(runtime, tensor).wait()
+                runtime.barrier_async()
+
+    turn(20)  # whatever Python, MPI and the allocator keep
+    before = _resources()
+    turn(200)
+    after = _resources()
+    growth = {name: after[name] - before[name] for name in before}
+    allowed = {"files": 0, "threads": 0, "mappings": 0, "resident": 8 << 20}
+    agree(world, *(f"{name}: {growth[name]} more" for name in growth if growth[name] > allowed[name]))

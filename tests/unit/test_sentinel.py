@@ -1,0 +1,217 @@
+"""The sentinel without MPI: several of them in one process, joined by socket pairs as neighbours are."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hvdlite.sentinel import Sentinel
+
+PATIENCE_S = 10.0
+
+
+class Watched:
+    """A sentinel and what it has reported."""
+
+    def __init__(self, rank: int, links: list[tuple[int, str, socket.socket]], timeout_s: float = 30.0) -> None:
+        self.failures: list[tuple[int, str]] = []
+        self.known = threading.Event()
+        self.sentinel = Sentinel(rank, links, self._learn, timeout_s)
+
+    def _learn(self, rank: int, text: str) -> None:
+        self.failures.append((rank, text))
+        self.known.set()
+
+    def failure(self) -> tuple[int, str]:
+        assert self.known.wait(PATIENCE_S), "no failure was reported"
+        (failure,) = self.failures
+        return failure
+
+
+def chain(size: int, timeout_s: float = 30.0) -> list[Watched]:
+    """Ranks 0 - 1 - ... - size-1, each a neighbour of the next."""
+    pairs = [socket.socketpair() for _ in range(size - 1)]
+    watched = []
+    for rank in range(size):
+        links = []
+        if rank > 0:
+            links.append((rank - 1, f"pid {rank - 1}", pairs[rank - 1][1]))
+        if rank < size - 1:
+            links.append((rank + 1, f"pid {rank + 1}", pairs[rank][0]))
+        watched.append(Watched(rank, links, timeout_s))
+    return watched
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+def test_the_end_of_a_stream_names_the_rank_that_died() -> None:
+    mine, theirs = socket.socketpair()
+    watched = Watched(0, [(5, "pid 42 on node1", mine)])
+    theirs.close()
+    rank, text = watched.failure()
+    assert rank == 5
+    assert "rank 5 (pid 42 on node1) died" in text
+    watched.sentinel.close()
+
+
+def test_a_goodbye_is_not_a_death() -> None:
+    left, right = chain(2)
+    right.sentinel.close()
+    assert not within(0.3, left.known.is_set)
+    left.sentinel.close()
+    assert left.failures == right.failures == []
+
+
+def test_a_report_reaches_everybody_once_with_its_text() -> None:
+    watched = chain(4)
+    text = "rank 1 raised ValueError: größer als ∞ 🙂\nTraceback (most recent call last): ..."
+    watched[1].sentinel.report(1, text)
+    assert [item.failure() for item in watched] == [(1, text)] * 4
+    watched[3].sentinel.report(3, "too late")
+    for item in watched:
+        item.sentinel.close()
+    assert [item.failures for item in watched] == [[(1, text)]] * 4
+
+
+def test_a_death_passes_through_ranks_that_are_not_its_neighbours() -> None:
+    stranger, link = socket.socketpair()
+    a, b = socket.socketpair()
+    first = Watched(0, [(1, "pid 1", a)])
+    second = Watched(1, [(0, "pid 0", b), (2, "pid 2", link)])
+    stranger.close()
+    assert first.failure() == second.failure()
+    assert first.failure()[0] == 2
+    first.sentinel.close()
+    second.sentinel.close()
+
+
+def test_silence_counts_as_death_and_heartbeats_do_not() -> None:
+    mine, theirs = socket.socketpair()
+    started = time.monotonic()
+    watched = Watched(0, [(3, "pid 7 on node2", mine)], timeout_s=0.6)
+    for _ in range(10):  # well beyond the limit
+        theirs.sendall(frame(b""))
+        time.sleep(0.1)
+    assert watched.failures == []
+    silent_since = time.monotonic()
+    rank, text = watched.failure()
+    assert time.monotonic() - silent_since < 2
+    assert time.monotonic() - started > 1.5
+    assert rank == 3
+    assert "rank 3 (pid 7 on node2) has not answered" in text
+    assert "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS" in text
+    watched.sentinel.close()
+    theirs.close()
+
+
+def test_sentinels_keep_one_another_quiet() -> None:
+    """Each hears the others' heartbeats, so nobody takes a quiet job for a dead one."""
+    watched = chain(3, timeout_s=0.4)
+    time.sleep(1.5)
+    assert [item.failures for item in watched] == [[], [], []]
+    for item in watched:
+        item.sentinel.close()
+
+
+def test_messages_may_arrive_in_pieces() -> None:
+    mine, theirs = socket.socketpair()
+    watched = Watched(0, [(1, "pid 1", mine)])
+    for byte in frame(b"") + frame(b'{"failed": 9, "text": "rank 9 raised"}'):
+        theirs.send(bytes([byte]))
+        time.sleep(0.001)
+    assert watched.failure() == (9, "rank 9 raised")
+    watched.sentinel.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "🙂"])
+def test_a_long_traceback_keeps_its_head_and_tail(letter: str) -> None:
+    left, right = chain(2)
+    left.sentinel.report(0, f"the head {letter * 500_000} the tail")
+    _, text = right.failure()
+    assert text.startswith("the head")
+    assert text.endswith("the tail")
+    assert 1000 < len(text) < 50_000
+    for item in (left, right):
+        item.sentinel.close()
+
+
+@pytest.mark.parametrize("letter", ["x", "🙂"])
+def test_a_neighbour_that_does_not_read_holds_nobody_up(letter: str) -> None:
+    """A stopped process reads nothing; its kernel's buffers are full. The others must hear of a failure all the same."""
+    mine, full = socket.socketpair()
+    a, b = socket.socketpair()
+    mine.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        while True:
+            mine.send(b"\0" * 64)
+    full.recv(16_384)  # a little room: less than the report takes
+    watched = Watched(0, [(1, "pid 1", mine), (2, "pid 2", a)])
+    other = Watched(2, [(0, "pid 0", b)])
+    reporter = threading.Thread(target=watched.sentinel.report, args=(0, letter * 100_000), daemon=True)
+    reporter.start()
+    assert other.failure()[0] == 0
+    assert watched.failure()[0] == 0
+    reporter.join(PATIENCE_S)
+    assert not reporter.is_alive()
+    closer = threading.Thread(target=watched.sentinel.close, daemon=True)
+    closer.start()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
+    other.sentinel.close()
+    full.close()
+
+
+def test_of_many_reports_at_once_one_wins_everywhere() -> None:
+    for _ in range(20):
+        watched = chain(3)
+        start = threading.Barrier(3)
+
+        def shout(rank: int, item: Watched, start: threading.Barrier = start) -> None:
+            start.wait()
+            item.sentinel.report(rank, f"rank {rank} raised")
+
+        threads = [threading.Thread(target=shout, args=(rank, item)) for rank, item in enumerate(watched)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for item in watched:
+            rank, text = item.failure()
+            assert text == f"rank {rank} raised"
+        for item in watched:
+            item.sentinel.close()
+            assert len(item.failures) == 1
+
+
+def test_a_rank_alone_learns_of_its_own_failure() -> None:
+    alone = Watched(0, [])
+    alone.sentinel.report(0, "rank 0 raised")
+    assert alone.failure() == (0, "rank 0 raised")
+    alone.sentinel.close()
+
+
+def test_nothing_is_left_after_close() -> None:
+    before = threading.active_count()
+    watched = chain(3)
+    assert threading.active_count() == before + 3
+    for item in watched:
+        item.sentinel.close()
+        item.sentinel.close()  # the end of a process may come after an explicit shutdown
+    assert threading.active_count() == before
