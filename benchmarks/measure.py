@@ -1,0 +1,122 @@
+"""What the benchmarks share: a start that is fair to all, medians over the slowest rank, tables, and provenance."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvdlite import _native
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_NAP_S = 20e-6
+_PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch")
+_SETTINGS = ("HVDLITE_", "HOROVOD_", "OMP_", "MKL_", "OMPI_MCA_", "MPICH_", "UCX_", "GLOO_", "TORCH_")
+_LAUNCHER_SETTINGS = ("OMPI_MCA_orte", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_prte")
+
+
+def meet(comm: MPI.Comm) -> None:
+    """A barrier in which waiting ranks sleep, so that no spinning rank takes a core from one that is still working."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(_NAP_S)
+
+
+def slowest(comm: MPI.Comm, seconds: Sequence[float]) -> np.ndarray:
+    """(n,) the time of the slowest rank for each of n measurements: a collective is done when the last rank is."""
+    from mpi4py import MPI
+
+    worst = np.array(seconds, dtype=np.float64)
+    comm.Allreduce(MPI.IN_PLACE, worst, MPI.MAX)
+    return worst
+
+
+def summary(seconds: np.ndarray) -> tuple[float, float]:
+    """(median, 95th percentile)."""
+    return float(np.median(seconds)), float(np.quantile(seconds, 0.95))
+
+
+def provenance(comm: MPI.Comm, nodes: int) -> dict[str, Any]:
+    """Everything that somebody needs to judge and repeat a run; neither hostnames nor paths."""
+    from mpi4py import MPI
+
+    versions = {"python": platform.python_version(), "mpi": _mpi_version(MPI.Get_library_version())}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "command": f"mpirun -np {comm.size} python {_script()}",
+        "ranks": comm.size,
+        "nodes": nodes,
+        "machine": {
+            "processor": _processor(),
+            "instruction_set": _native.instruction_set(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+            "system": f"{platform.system()} {platform.release()}",
+            "load_before": round(os.getloadavg()[0], 2),
+        },
+        "versions": versions,
+        "settings": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_SETTINGS) and not name.startswith(_LAUNCHER_SETTINGS) and "/" not in value
+        },
+    }
+
+
+def _mpi_version(text: str) -> str:
+    return text.replace("\0", "").splitlines()[0].split(",")[0].strip()
+
+
+def _script() -> str:
+    name = Path(sys.argv[0])
+    return shlex.join([f"{name.parent.name}/{name.name}", *sys.argv[1:]])
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo") as lines:
+        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """The provenance in two lines, to print above a table."""
+    machine, versions = facts["machine"], facts["versions"]
+    return (
+        f"{facts['command']}\n{facts['ranks']} ranks on {facts['nodes']} node(s) of {machine['cores']} cores, "
+        f"{machine['processor']} ({machine['instruction_set']}), load before {machine['load_before']}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+    )
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write all figures, with machine, versions and command, to FILE")
+
+
+def write_json(path: str | None, report: dict[str, Any]) -> None:
+    if path is not None:
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
