@@ -26,6 +26,7 @@ from hvdlite.logs import configure_logging
 from hvdlite.memory import TensorView
 from hvdlite.process import ProcessHooks
 from hvdlite.runtime import Runtime
+from hvdlite.version import __version__
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,6 +48,7 @@ __all__ = [
     "StallWarning",
     "StartupError",
     "TensorView",
+    "__version__",
     "cross_rank",
     "cross_size",
     "init",
@@ -95,7 +97,9 @@ def init(
         base = mpi.world(config)
         chosen = base if comm is None else comm if not isinstance(comm, Sequence) else _subset(base, comm)
         configure_logging(config, 0 if chosen is None else chosen.rank)
-        _hooks.runtime = Runtime(chosen, config, versions=versions)
+        _hooks.started(Runtime(chosen, config, versions=versions))
+        if chosen is not None and isinstance(comm, Sequence):
+            chosen.Free()  # the runtime has its own duplicate
     except BaseException:
         _hooks.startup_failed()
         raise

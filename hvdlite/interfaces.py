@@ -7,7 +7,6 @@ that has the same address on every host; so interfaces are chosen before MPI_Ini
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import os
 import socket
 import struct
@@ -20,7 +19,7 @@ from hvdlite.errors import ConfigError
 # Bridges that container and virtual machine software makes: the same address on every host, and no way out.
 VIRTUAL_BRIDGES = ("docker", "br-", "virbr", "podman", "cni-podman", "lxcbr", "lxdbr")
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -31,14 +30,8 @@ class Interface:
 
     name: str
     address: str
-    prefix_length: int
     up: bool
     loopback: bool
-
-    @property
-    def subnet(self) -> str:
-        """The network that the address is in, as "10.77.0.0/24"."""
-        return str(ipaddress.ip_interface(f"{self.address}/{self.prefix_length}").network)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address}{'' if self.up else ', down'})"
@@ -57,13 +50,10 @@ def interfaces() -> list[Interface]:
             try:
                 # struct sockaddr_in: family and port in 4 bytes, then the address in 4.
                 address = socket.inet_ntoa(ask(_SIOCGIFADDR, name)[4:8])
-                netmask = int.from_bytes(ask(_SIOCGIFNETMASK, name)[4:8], "big")
                 flags = struct.unpack("h", ask(_SIOCGIFFLAGS, name)[:2])[0]
             except OSError:  # it has no IPv4 address, or went away meanwhile
                 continue
-            found.append(
-                Interface(name, address, netmask.bit_count(), up=bool(flags & _IFF_UP), loopback=bool(flags & _IFF_LOOPBACK))
-            )
+            found.append(Interface(name, address, up=bool(flags & _IFF_UP), loopback=bool(flags & _IFF_LOOPBACK)))
     return found
 
 
@@ -102,7 +92,9 @@ def select(spec: str, available: Sequence[Interface] | None = None) -> list[Inte
     return chosen or up
 
 
-def mpi_environment(spec: str, environ: Mapping[str, str] = os.environ, available: Sequence[Interface] | None = None) -> dict[str, str]:
+def mpi_environment(
+    spec: str, environ: Mapping[str, str] = os.environ, available: Sequence[Interface] | None = None
+) -> dict[str, str]:
     """The variables that make Open MPI and MPICH use the interfaces of ``spec``; to be set before MPI_Init.
 
     What the user has set is left alone. With an empty ``spec`` there are variables only where a bridge of container software
@@ -113,7 +105,9 @@ def mpi_environment(spec: str, environ: Mapping[str, str] = os.environ, availabl
     """
     existing = list(interfaces() if available is None else available)
     chosen = select(spec, existing)
-    unwanted = [interface for interface in existing if interface.up and not interface.loopback and interface not in chosen]
+    unwanted = [
+        interface for interface in existing if interface.up and not interface.loopback and interface not in chosen
+    ]
     if not chosen or (not spec.strip() and not unwanted):
         return {}
     names = [interface.name for interface in chosen]

@@ -39,6 +39,11 @@ class ProcessHooks:
     def in_child(self) -> bool:
         return os.getpid() != self._pid
 
+    def started(self, runtime: Runtime) -> None:
+        """init() has succeeded, perhaps after an error that the program has caught."""
+        self.runtime = runtime
+        self._failed = False
+
     def startup_failed(self) -> None:
         """init() raised: other ranks may wait inside MPI for this one, so it must not end MPI in order."""
         self._failed = True

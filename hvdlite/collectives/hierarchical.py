@@ -65,17 +65,18 @@ class HierarchicalBackend(Backend):
     def allreduce(
         self, buf: Buffer, *, op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
-        """Reduce-scatter in the node, allreduce of each shard on its rail, allgather in the node.
+        """Reduce-scatter in the node, allreduce of each shard on its rail, allgather in the node: two barriers in all.
 
         With n nodes and k rails a rank sends 2(n-1)/n * nbytes/k to other nodes. 16-bit floats are rounded once
         in the node and then on the rail.
         """
         rails = self._rails(buf.nbytes)
-        shards = _shards(buf, rails)
-        self._node.reduce_scatter(buf, parts=rails, op=op, prescale=prescale)
+        self._node.open_reduce_scatter(buf, parts=rails, op=op, prescale=prescale)
+        mine: list[Range] = []
         if self._cross is not None and self._node.rank < rails:
-            self._cross.allreduce(buf.narrow(*shards[self._node.rank]), op=op, postscale=postscale)
-        self._spread(buf, shards)
+            mine = [shard_bounds(buf.numel, rails, self._node.rank, buf.dtype.itemsize)]
+            self._cross.allreduce(buf.narrow(*mine[0]), op=op, postscale=postscale)
+        self._node.close_allgather(buf, mine)
 
     def reduce_scatter(
         self,
@@ -96,29 +97,27 @@ class HierarchicalBackend(Backend):
         itemsize = buf.dtype.itemsize
         rails = self._rails(itemsize * sum(stop - start for ranges in blocks for start, stop in ranges))
         self._node.allgather(buf, [blocks[rank] for rank in self._nodes[self._index]])
-        of_node = [[part for rank in ranks for part in blocks[rank]] for ranks in self._nodes]
-        of_rail = [  # [rail][node]: ranges
-            [[(start, stop) for _, start, stop in share_of([ranges], rails, rail, itemsize)] for ranges in of_node]
-            for rail in range(rails)
-        ]
+        arrived: list[Range] = []
         if self._cross is not None and self._node.rank < rails:
-            self._cross.allgather(buf, of_rail[self._node.rank])
-        arrived = [
-            [part for index, ranges in enumerate(shares) if index != self._index for part in ranges]
-            for shares in of_rail
-        ]
-        self._node.allgather(buf, arrived + [[]] * (self._node.size - rails))
+            shares = [  # of every node, what this rail carries
+                [part[1:] for part in share_of([blocks[rank] for rank in ranks], rails, self._node.rank, itemsize)]
+                for ranks in self._nodes
+            ]
+            self._cross.allgather(buf, shares)
+            arrived = [part for index, parts in enumerate(shares) if index != self._index for part in parts]
+        self._node.close_allgather(buf, arrived)
 
     def broadcast(self, buf: Buffer, root: int) -> None:
         """Broadcast in the root's node; each rail carries its shard to the other nodes, which spread them."""
         origin = next(index for index, ranks in enumerate(self._nodes) if root in ranks)
-        shards = _shards(buf, self._rails(buf.nbytes))
+        rails = self._rails(buf.nbytes)
+        shards = [shard_bounds(buf.numel, rails, rail, buf.dtype.itemsize) for rail in range(rails)]
         if self._index == origin:
             self._node.broadcast(buf, self._nodes[origin].index(root))
-        if self._cross is not None and self._node.rank < len(shards):
+        if self._cross is not None and self._node.rank < rails:
             self._cross.broadcast(buf.narrow(*shards[self._node.rank]), origin)
         if self._index != origin:
-            self._spread(buf, shards)
+            self._node.allgather(buf, [[shard] for shard in shards] + [[]] * (self._node.size - rails))
 
     def barrier(self) -> None:
         self._node.barrier()
@@ -134,10 +133,3 @@ class HierarchicalBackend(Backend):
     def _rails(self, nbytes: int) -> int:
         """How many rails share ``nbytes``."""
         return 1 if nbytes <= self._one_rail_bytes else self._most_rails
-
-    def _spread(self, buf: Buffer, shards: Sequence[Range]) -> None:
-        self._node.allgather(buf, [[shard] for shard in shards] + [[]] * (self._node.size - len(shards)))
-
-
-def _shards(buf: Buffer, rails: int) -> list[Range]:
-    return [shard_bounds(buf.numel, rails, rail, buf.dtype.itemsize) for rail in range(rails)]

@@ -11,6 +11,7 @@ up to the same size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -45,9 +46,9 @@ def build_backend(
     """
 
     def shm() -> ShmBackend:
-        return ShmBackend(
-            node, spin_us=config.spin_us, timeout_s=config.collective_timeout_s, check=check, recorder=recorder
-        )
+        # A rank that spins keeps the core from the rank it waits for, where they share one.
+        spin_us = config.spin_us if node.local_size <= len(os.sched_getaffinity(0)) else 0
+        return ShmBackend(node, spin_us=spin_us, timeout_s=config.collective_timeout_s, check=check, recorder=recorder)
 
     if len(nodes) == 1:
         return shm()

@@ -17,6 +17,7 @@ from hvdlite.node import Node
 from hvdlite.timeline.recorder import Lane, Recorder
 
 _PAGE_BYTES = 4096
+_ALONE_BYTES = 128 << 10  # up to this, waiting for helpers takes longer than reducing alone
 
 
 class ShmBackend(Backend):
@@ -85,22 +86,38 @@ class ShmBackend(Backend):
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> None:
-        """All ranks share the work, however few parts there are: each reduces 1/size of the buffer."""
+        self.open_reduce_scatter(buf, parts=parts, op=op, prescale=prescale, postscale=postscale)
+        self.barrier()
+
+    def open_reduce_scatter(
+        self,
+        buf: Buffer,
+        *,
+        parts: int,
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        """A `reduce_scatter` that leaves the copies open, to be ended by `close_allgather`.
+
+        Until then a rank may change its part of its own copy; other ranks may still be reading all else in it.
+        """
         assert 1 <= parts <= self.size, (parts, self.size)
         with self._recorder.span(Lane.NODE_REDUCE_SCATTER, self.label, buf.nbytes, buf.dtype.label):
             if self.size == 1:
                 _scale(buf, prescale, postscale)
                 return
             self._meet("reduce_scatter")
-            itemsize = buf.dtype.itemsize
-            start, stop = shard_bounds(buf.numel, self.size, self.rank, itemsize)
-            # With a part for every rank, mine is all there is to do.
-            for part in range(parts) if parts < self.size else (self.rank,):
-                first, last = shard_bounds(buf.numel, parts, part, itemsize)
-                first, last = max(start, first), min(stop, last)
-                if first < last:
-                    sources = [copy + first * itemsize for copy in buf.copies]
-                    _native.reduce([sources[part]], sources, last - first, buf.dtype, op, prescale, postscale)
+            if parts == self.size or buf.nbytes <= _ALONE_BYTES:
+                if self.rank < parts:
+                    bounds = shard_bounds(buf.numel, parts, self.rank, buf.dtype.itemsize)
+                    self._reduce_into(self.rank, buf, bounds, op, prescale, postscale)
+                return
+            # Ranks without a part help those that have one, who must then wait for them.
+            start, stop = shard_bounds(buf.numel, self.size, self.rank, buf.dtype.itemsize)
+            for part in range(parts):
+                first, last = shard_bounds(buf.numel, parts, part, buf.dtype.itemsize)
+                self._reduce_into(part, buf, (max(start, first), min(stop, last)), op, prescale, postscale)
             self._meet("reduce_scatter")
 
     def allgather(self, buf: Buffer, blocks: Sequence[Sequence[Range]]) -> None:
@@ -108,6 +125,18 @@ class ShmBackend(Backend):
         assert len(blocks) == self.size, (len(blocks), self.size)
         with self._recorder.span(Lane.NODE_ALLGATHER, self.label, buf.nbytes, buf.dtype.label):
             self._distribute("allgather", buf, blocks)
+
+    def close_allgather(self, buf: Buffer, ranges: Sequence[Range]) -> None:
+        """Copy ``ranges`` of this rank's copy into all others; on return every rank has.
+
+        For copies that are open, because all ranks are between `open_reduce_scatter` or `allgather` and this.
+        """
+        with self._recorder.span(Lane.NODE_ALLGATHER, self.label, buf.nbytes, buf.dtype.label):
+            if self.size == 1:
+                return
+            for start, stop in ranges:
+                self._copy_from(self.rank, buf, start, stop)
+            self._meet("allgather")
 
     def broadcast(self, buf: Buffer, root: int) -> None:
         """An allgather in which ``root`` has everything: all ranks share the work."""
@@ -122,12 +151,27 @@ class ShmBackend(Backend):
         if self.size == 1:
             return
         self._meet(operation)
-        itemsize = buf.dtype.itemsize
-        for owner, start, stop in share_of(blocks, self.size, self.rank, itemsize):
-            places = [copy + start * itemsize for copy in buf.copies]
-            source = places.pop(owner)
-            _native.reduce(places, [source], (stop - start) * itemsize, DType.UINT8, ReduceOp.SUM)
+        for owner, start, stop in share_of(blocks, self.size, self.rank, buf.dtype.itemsize):
+            self._copy_from(owner, buf, start, stop)
         self._meet(operation)
+
+    def _reduce_into(
+        self, rank: int, buf: Buffer, bounds: Range, op: ReduceOp, prescale: float, postscale: float
+    ) -> None:
+        """Reduce elements ``bounds`` of all copies into the copy of ``rank``."""
+        start, stop = bounds
+        if start < stop:
+            sources = [copy + start * buf.dtype.itemsize for copy in buf.copies]
+            _native.reduce([sources[rank]], sources, stop - start, buf.dtype, op, prescale, postscale)
+
+    @staticmethod
+    def _copy_from(rank: int, buf: Buffer, start: int, stop: int) -> None:
+        """Copy elements [start, stop) of the copy of ``rank`` into all others."""
+        if start < stop:
+            places = [copy + start * buf.dtype.itemsize for copy in buf.copies]
+            source = places.pop(rank)
+            # One source and no scale: a copy that reads once, however many copies it writes.
+            _native.reduce(places, [source], (stop - start) * buf.dtype.itemsize, DType.UINT8, ReduceOp.SUM)
 
     def _meet(self, operation: str) -> None:
         self._expect_ok(self._barrier.wait(self._timeout_s), operation)

@@ -119,7 +119,7 @@ class Coordinator:
         """
         with self._lock:
             if self._closed is not None:
-                raise self._closed
+                raise self._closed.with_traceback(None)  # several threads may raise it
             if submission.key in self._in_flight:
                 raise DuplicateNameError(
                     f"{submission.request.kind.label} '{submission.label}' was submitted while an operation of that "

@@ -223,7 +223,7 @@ def _buckets(
         # Lanes see different parts of a bucket: the whole of it when packing, a shard in the ring.
         sizes[name].append(max(handled[rank, name].values()))
     buckets = []
-    for name in times:
-        total_ns, nbytes = statistics.fmean(times[name]), statistics.fmean(sizes[name])
+    for name, rank_times in times.items():
+        total_ns, nbytes = statistics.fmean(rank_times), statistics.fmean(sizes[name])
         buckets.append(Bucket(name, total_ns / 1e6, round(nbytes), nbytes / total_ns if total_ns else 0.0))
     return sorted(buckets, key=lambda bucket: -bucket.total_ms)

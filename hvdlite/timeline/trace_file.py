@@ -4,9 +4,9 @@ The file is longer than its content: between the last event and the closing brac
 replace blanks. The kernel heeds a SIGKILL only between two pages, so a write that stays within a page happens or does
 not, and each write is complete in itself: a comma and some events. So neither a rank that is killed nor a program that
 reads at the same time ever sees half an event. When the blanks are used up, a longer copy takes the file's place; a
-rank that is killed while it copies leaves ``<path>.tmp`` behind. (Overwriting the brackets and ending with new ones needs
-no copies, but such a write crosses pages: of 310 processes that were killed while they wrote without pause, 8 left half
-an event.)
+rank that is killed while it copies leaves ``<path>.tmp`` behind. (Overwriting the brackets and ending with new ones
+needs no copies, but such a write crosses pages: of 310 processes that were killed while they wrote without pause, 8
+left half an event.)
 """
 
 from __future__ import annotations
