@@ -69,8 +69,11 @@ class Config:
     """Size of each rank's copy of the fusion buffer for tensors from elsewhere; touched as it is used."""
     chunk_bytes: int = _setting(1 << 20, _positive(int), "CHUNK_BYTES")
     """On one node, tensors from elsewhere pass the fusion buffer in chunks of this size, which stay in cache."""
-    segment_bytes: int = _setting(256 << 10, _positive(int), "SEGMENT_BYTES")
-    """Unit of overlap in the ring across nodes: one segment travels while the one before it is added."""
+    segment_bytes: int = _setting(63 << 10, _positive(int), "SEGMENT_BYTES")
+    """Unit of overlap in the ring across nodes: one segment travels while the one before it is added.
+
+    MPI sends messages below its eager limit, 64 KiB over TCP, without asking the receiver first, which would wait for
+    the receiver's next look at MPI."""
     small_bytes: int = _setting(32 << 10, _not_negative(int), "SMALL_BYTES")
     """Up to this size an allreduce across nodes takes recursive doubling, above it the ring."""
     cycle_ms: float = _setting(0.0, _not_negative(float), "CYCLE_TIME")

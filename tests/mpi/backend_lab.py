@@ -134,7 +134,9 @@ class Lab:
 
 
 KINDS: dict[str, Layout] = {"shm": (), "ring": ()} | {
-    "hierarchical " + "+".join("".join(map(str, ranks)) for ranks in nodes): nodes for nodes in LAYOUTS
+    "hierarchical " + "+".join("".join(map(str, ranks)) for ranks in nodes): nodes
+    for nodes in LAYOUTS
+    if 1 < len(nodes) < SIZE
 }
 
 

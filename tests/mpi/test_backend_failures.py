@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from backend_lab import KINDS, RANK, SIZE, Lab, assert_none, fill, values_of
 from mpi4py import MPI
 
+from backend_lab import KINDS, RANK, SIZE, Lab, assert_none, fill, values_of
 from hvdlite.collectives.base import Backend
 from hvdlite.dtypes import DType
 from hvdlite.errors import CollectiveError, RankFailedError
