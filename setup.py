@@ -6,7 +6,6 @@ run time. It links neither torch nor MPI, so one build serves every version of b
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 from glob import glob
 from pathlib import Path
@@ -20,32 +19,36 @@ COMPILE_ARGS = [
     "-ffp-contract=off",  # a fused multiply-add on one path only would make ranks differ in the last bit
     "-Wall",
     "-Wextra",
-    "-Wno-psabi",  # vectors are passed between functions of one file only
+    "-Wno-psabi",  # about vectors passed between files; here they stay in one
 ]
+NEEDED = {
+    "#include <optional>\nstd::optional<int> none;\n": (
+        "hvdlite needs a C++17 compiler to build its kernels, and none works here; install one "
+        "(Debian, Ubuntu: apt install g++; Fedora, RHEL: dnf install gcc-c++; conda: conda install gxx), then try again"
+    ),
+    "#include <Python.h>\n": (
+        "hvdlite needs Python's C headers to build its kernels, and they are not here; install them "
+        "(Debian, Ubuntu: apt install python3-dev; Fedora, RHEL: dnf install python3-devel), then try again"
+    ),
+}
 
 
 class BuildNative(build_ext):
-    """build_ext that says in one sentence what to install where nothing compiles."""
+    """build_ext that ends with one sentence on what to install where nothing can be compiled."""
 
     def build_extensions(self) -> None:
-        self._check_compiler()
+        with tempfile.TemporaryDirectory() as directory:
+            for source, sentence in NEEDED.items():
+                path = Path(directory, "check.cpp")
+                path.write_text(source)
+                try:
+                    self.compiler.compile([str(path)], output_dir=directory, extra_postargs=["-std=c++17"])
+                except (CompileError, OSError) as error:
+                    raise SystemExit(f"\n{sentence}. (The compiler said: {error})") from None
         super().build_extensions()
 
-    def _check_compiler(self) -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            source = Path(directory, "check.cpp")
-            source.write_text("#include <atomic>\n#include <optional>\nstd::optional<std::atomic<int>*> none;\n")
-            try:
-                self.compiler.compile([str(source)], output_dir=directory, extra_postargs=["-std=c++17"])
-            except (CompileError, OSError, subprocess.CalledProcessError) as error:
-                raise SystemExit(
-                    "hvdlite needs a C++17 compiler, and none works here: install GCC 9 or newer "
-                    "(Debian, Ubuntu: apt install g++; Fedora, RHEL: dnf install gcc-c++; conda: conda install gxx) "
-                    f"or set CXX to one ({error})."
-                ) from error
 
-
-ParallelCompile("HVDLITE_BUILD_JOBS", default=2).install()
+ParallelCompile("HVDLITE_BUILD_JOBS").install()
 
 setup(
     ext_modules=[

@@ -1,7 +1,7 @@
 """Allreduce of float32, in place: hvdlite beside memcpy, MPI's own Allreduce and torch's Gloo, in one run.
 
-    python -m hvdlite run -np 2 benchmarks/allreduce.py
-    mpirun -np 2 python benchmarks/allreduce.py --json benchmarks/results/allreduce.json
+    python -m hvdlite run -np 2 allreduce.py
+    mpirun -np 2 python allreduce.py --json results/allreduce.json
 
 The ways are measured in turns: in every round each of them makes one block of calls, in an order that moves on by one
 from round to round, so that a disturbance of the machine hits all alike. benchmarks/README.md says what is timed.
@@ -10,6 +10,7 @@ from round to round, so that a disturbance of the machine hits all alike. benchm
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import time
 from abc import ABC, abstractmethod
@@ -19,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from measure import add_json_option, describe, meet, provenance, slowest, summary, table, write_json
-from peers import allow_coll_sm, start_gloo, with_coll_sm
 
 import hvdlite
 import hvdlite.torch as hvd
@@ -30,6 +29,8 @@ from hvdlite.collectives.select import build_backend
 from hvdlite.dtypes import DType
 from hvdlite.node import discover
 from hvdlite.timeline.recorder import Recorder
+from measure import add_json_option, describe, meet, provenance, slowest, summary, table, write_json
+from peers import allow_coll_sm, start_gloo, with_coll_sm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,7 +60,7 @@ class Way(ABC):
     def call(self) -> None: ...
 
     def expected_scale(self, ranks: int, calls: int) -> float:
-        """What the contribution of rank 0 has been multiplied by after ``calls``; rank r contributes r + 1 times that."""
+        """What the pattern has been multiplied by after ``calls``; rank r contributes r + 1 times the pattern."""
         return ranks * (ranks + 1) / 2 * float(ranks) ** (calls - 1)
 
 
@@ -93,7 +94,7 @@ class NodeBackend(Way):
     def __init__(self, backend: Backend, numel: int) -> None:
         self._backend = backend
         self._all = backend.allocate(numel, DType.FLOAT32)
-        self.array = self._all.owner.memory.view(np.float32)[(self._all.address - self._all.owner.address) // 4 :][:numel]
+        self.array = np.ctypeslib.as_array((ctypes.c_float * numel).from_address(self._all.address))
 
     def prepare(self, numel: int) -> None:
         self._buffer = self._all.narrow(0, numel)
@@ -169,7 +170,7 @@ def ways(comm: MPI.Comm, numel: int) -> list[Way]:
 
 
 def calls_per_block(nbytes: int, ranks: int) -> int:
-    """Enough calls to hide the clock and the start; few enough that n**calls times the input stays below float32's end."""
+    """Enough to hide the clock and the start; few enough that n**calls times the input stays within float32."""
     growth = math.log2(ranks) if ranks > 1 else 0.0
     limit = int((120 - math.log2(PERIOD * (ranks + 1) ** 2)) / growth) if growth else MAX_CALLS
     return max(2, min(MAX_CALLS, limit - 1, BLOCK_BYTES // nbytes))
@@ -194,7 +195,8 @@ def block(way: Way, comm: MPI.Comm, pattern: np.ndarray, calls: int, check_all: 
     step = 1 if check_all else max(1, numel // 4096)
     scale = np.float32(way.expected_scale(comm.size, calls + 1))
     # Powers of two are exact; with other numbers of ranks every call rounds once more.
-    np.testing.assert_allclose(part[::step], pattern[::step] * scale, rtol=calls * 2e-7, err_msg=f"{way.label}, {numel}")
+    expected = pattern[::step] * scale
+    np.testing.assert_allclose(part[::step], expected, rtol=calls * 2e-7, err_msg=f"{way.label}, {numel}")
     return seconds
 
 

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 _NAP_S = 20e-6
 _PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch")
-_SETTINGS = ("HVDLITE_", "HOROVOD_", "OMP_", "MKL_", "OMPI_MCA_", "MPICH_", "UCX_", "GLOO_", "TORCH_")
-_LAUNCHER_SETTINGS = ("OMPI_MCA_orte", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_prte")
+_SETTINGS = (
+    *("HVDLITE_", "HOROVOD_", "OMP_", "MKL_", "GLOO_", "TORCH_", "MPICH_", "UCX_"),
+    *(f"OMPI_MCA_{framework}_" for framework in ("btl", "coll", "mpi", "pml", "smsc")),
+)
 
 
 def meet(comm: MPI.Comm) -> None:
@@ -67,14 +69,14 @@ def provenance(comm: MPI.Comm, nodes: int) -> dict[str, Any]:
             "instruction_set": _native.instruction_set(),
             "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
-            "system": f"{platform.system()} {platform.release()}",
+            "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
             "load_before": round(os.getloadavg()[0], 2),
         },
         "versions": versions,
         "settings": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(_SETTINGS) and not name.startswith(_LAUNCHER_SETTINGS) and "/" not in value
+            if name.startswith(_SETTINGS) and "/" not in value
         },
     }
 
@@ -84,13 +86,13 @@ def _mpi_version(text: str) -> str:
 
 
 def _script() -> str:
-    name = Path(sys.argv[0])
-    return shlex.join([f"{name.parent.name}/{name.name}", *sys.argv[1:]])
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def _processor() -> str:
     with open("/proc/cpuinfo") as lines:
-        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(names, platform.machine())
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

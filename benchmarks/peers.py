@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 def start_gloo(comm: MPI.Comm) -> None:
     """Make torch.distributed's default process group: Gloo, between the ranks of ``comm``."""
     address = select(Config.from_env().network_interfaces)[0].address
-    store = None
     if comm.rank == 0:
         store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
         comm.bcast((address, store.port))

@@ -87,41 +87,54 @@ inline float round_to_odd(double value) {
   return odd;
 }
 
-constexpr std::size_t kBlock = 1024;  // elements on their way, in the L1 cache
+constexpr std::size_t kBlock =
+    1024;  // elements on their way, in the L1 cache; no more are ever read or written at once
+
+template <class E>
+void read_doubles(double* values, const char* source, std::size_t count) {
+  if constexpr (std::is_same<E, double>::value) {
+    __builtin_memcpy(values, source, count * sizeof(double));
+  } else {
+    float singles[kBlock];
+    read_floats<E>(singles, source, count);
+    for (std::size_t i = 0; i < count; ++i) values[i] = singles[i];
+  }
+}
+
+template <class E>
+void write_doubles(char* destination, const double* values, std::size_t count) {
+  if constexpr (std::is_same<E, double>::value) {
+    __builtin_memcpy(destination, values, count * sizeof(double));
+  } else {
+    float singles[kBlock];
+    constexpr bool kRoundsAgain = sizeof(E) < sizeof(float);
+    for (std::size_t i = 0; i < count; ++i) {
+      singles[i] = kRoundsAgain ? round_to_odd(values[i]) : static_cast<float>(values[i]);
+    }
+    write_floats<E>(destination, singles, count);
+  }
+}
 
 // Through fp32, or through fp64 where either side is fp64; either way the result is rounded once.
 template <class From, class To>
 void cast_array(char* destination, const char* source, std::uint64_t numel, double factor) {
-  constexpr bool kFromDouble = std::is_same<From, double>::value;
-  constexpr bool kToDouble = std::is_same<To, double>::value;
-  alignas(kVectorBytes) float singles[kBlock];
-  alignas(kVectorBytes) double doubles[kFromDouble || kToDouble ? kBlock : 1];
+  constexpr bool kInDouble = std::is_same<From, double>::value || std::is_same<To, double>::value;
+  using Value = std::conditional_t<kInDouble, double, float>;
+  Value values[kBlock];
   for (std::uint64_t at = 0; at < numel; at += kBlock) {
     const std::size_t count = numel - at < kBlock ? numel - at : kBlock;
     const char* from = source + at * sizeof(From);
     char* to = destination + at * sizeof(To);
-    if constexpr (!kFromDouble && !kToDouble) {
-      read_floats<From>(singles, from, count);
-      const float single_factor = static_cast<float>(factor);
-      for (std::size_t i = 0; i < count; ++i) singles[i] *= single_factor;
-      write_floats<To>(to, singles, count);
-      continue;
-    }
-    if constexpr (kFromDouble) {
-      __builtin_memcpy(doubles, from, count * sizeof(double));
+    if constexpr (kInDouble) {
+      read_doubles<From>(values, from, count);
     } else {
-      read_floats<From>(singles, from, count);
-      for (std::size_t i = 0; i < count; ++i) doubles[i] = singles[i];
+      read_floats<From>(values, from, count);
     }
-    for (std::size_t i = 0; i < count; ++i) doubles[i] *= factor;
-    if constexpr (kToDouble) {
-      __builtin_memcpy(to, doubles, count * sizeof(double));
-    } else if constexpr (std::is_same<To, float>::value) {
-      for (std::size_t i = 0; i < count; ++i) singles[i] = static_cast<float>(doubles[i]);
-      write_floats<To>(to, singles, count);
+    for (std::size_t i = 0; i < count; ++i) values[i] *= static_cast<Value>(factor);
+    if constexpr (kInDouble) {
+      write_doubles<To>(to, values, count);
     } else {
-      for (std::size_t i = 0; i < count; ++i) singles[i] = round_to_odd(doubles[i]);
-      write_floats<To>(to, singles, count);
+      write_floats<To>(to, values, count);
     }
   }
 }

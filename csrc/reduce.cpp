@@ -47,17 +47,20 @@ ReduceKernel kernel_for(DType dtype, Op op, bool scaled) {
 
 }  // namespace
 
+void require_reducible(DType dtype, Op op) {
+  if (kernel_for(dtype, op, false) == nullptr) {
+    throw std::invalid_argument("dtype " + std::to_string(static_cast<int>(dtype)) + " with op " +
+                                std::to_string(static_cast<int>(op)) + " does not reduce");
+  }
+}
+
 void reduce(const std::vector<std::uintptr_t>& destinations, const std::vector<std::uintptr_t>& sources,
             std::uint64_t numel, DType dtype, Op op, double prescale, double postscale) {
   if (sources.empty()) throw std::invalid_argument("reduce: at least one source is needed");
-  const bool is_scaled = prescale != 1.0 || postscale != 1.0;
-  const ReduceKernel kernel = kernel_for(dtype, op, is_scaled);
-  if (kernel == nullptr) {
-    throw std::invalid_argument("reduce: dtype " + std::to_string(static_cast<int>(dtype)) + " with op " +
-                                std::to_string(static_cast<int>(op)) + " does not reduce");
-  }
+  require_reducible(dtype, op);
   const auto* from = reinterpret_cast<const char* const*>(sources.data());
   const auto* to = reinterpret_cast<char* const*>(destinations.data());
+  const ReduceKernel kernel = kernel_for(dtype, op, prescale != 1.0 || postscale != 1.0);
   kernel({from, sources.size(), to, destinations.size(), numel * item_bytes(dtype), prescale, postscale});
 }
 

@@ -1,4 +1,4 @@
-// Elementwise reductions over several arrays, and the copy that goes with them.
+// Elementwise reductions over several arrays.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,9 @@
 #include "elements.h"
 
 namespace hvdlite {
+
+// Throws std::invalid_argument unless `reduce` takes this pair.
+void require_reducible(DType dtype, Op op);
 
 // destination[i] = postscale * (prescale * source_0[i] op prescale * source_1[i] op ...) for every destination.
 //

@@ -147,7 +147,9 @@ std::vector<int> Barrier::late() const {
 
 WaitStatus Barrier::allreduce(const std::vector<std::uintptr_t>& copies, std::uint64_t numel, DType dtype, Op op,
                               double prescale, double postscale, double timeout_s) {
+  // Before anybody waits: a rank that raised between the barriers would leave the others at the second one.
   if (copies.size() != size_) throw std::invalid_argument("Barrier.allreduce: one copy per rank is needed");
+  require_reducible(dtype, op);
   const std::uint64_t bytes = item_bytes(dtype);
   // Shards start on cache lines, so no line is written by two ranks.
   const std::uint64_t per_line = kCacheLine / bytes;

@@ -1,4 +1,4 @@
-# python -m hvdlite run -np 2 examples/01_allreduce.py
+# python -m hvdlite run -np 2 01_allreduce.py
 import torch
 
 import hvdlite.torch as hvd

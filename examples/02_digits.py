@@ -1,6 +1,6 @@
 """Handwritten digits with a small CNN: what turns a training script for one process into one for many.
 
-    python -m hvdlite run -np 2 examples/02_digits.py
+    python -m hvdlite run -np 2 02_digits.py
 
 The batch size is that of all ranks together, so any number of ranks takes the same steps and reaches the same accuracy;
 more ranks only share the work. Lines marked (hvd) are all that differs from a script for one process.
@@ -61,7 +61,7 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per step, of all ranks together (default: 64)")
+    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together (default: 64)")
     parser.add_argument("--lr", type=float, default=4e-3, help="learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
@@ -90,7 +90,8 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 progress.update()
-            progress.set_postfix(epoch=epoch + 1, loss=f"{hvd.allreduce(loss.detach(), name='loss').item():.3f}")  # (hvd)
+            mean = hvd.allreduce(loss.detach(), name="loss").item()  # (hvd)
+            progress.set_postfix(epoch=epoch + 1, loss=f"{mean:.3f}")
 
     reached = accuracy(model, test)
     if hvd.rank() == 0:  # (hvd)

@@ -1,11 +1,11 @@
 """A small GPT that learns to write Python from the source of Python's own standard library, byte by byte.
 
-    python -m hvdlite run -np 2 examples/03_stdlib_gpt.py
-    python -m hvdlite run -np 2 examples/03_stdlib_gpt.py --checkpoint gpt.pt    # again: goes on where it stopped
-    python -m hvdlite run -np 2 examples/03_stdlib_gpt.py --timeline trace.json
+    python -m hvdlite run -np 2 03_stdlib_gpt.py
+    python -m hvdlite run -np 2 03_stdlib_gpt.py --checkpoint gpt.pt    # again: goes on where it stopped
+    python -m hvdlite run -np 2 03_stdlib_gpt.py --timeline trace.json
 
-It shows what a larger training needs: gradient clipping, a learning rate that warms up, checkpoints that only rank 0 writes
-and reads, and a timeline. The defaults take about a minute on two cores.
+It shows what a larger training needs: gradient clipping, a learning rate that warms up, checkpoints that only rank 0
+writes and reads, and a timeline. The defaults take about a minute on two cores.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients (default: %(default)s)")
     parser.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="default: %(default)s")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="resume from FILE if it exists, and save to it")
-    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="default: %(default)s, and at the end")
-    parser.add_argument("--timeline", metavar="FILE", help="write a timeline; then: python -m hvdlite timeline report FILE")
+    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
+    parser.add_argument("--timeline", metavar="FILE", help="for: python -m hvdlite timeline report FILE")
     return parser.parse_args()
 
 
@@ -156,7 +156,8 @@ def main() -> None:
             loss = hvd.allreduce(loss, name="loss")
             if is_main:
                 speed = (done - logged) * tokens_per_step / (time.perf_counter() - start)
-                print(f"step {done:5}  loss {loss.item():.3f}  lr {learning_rate(step, options):.5f}  {speed:,.0f} tokens/s", flush=True)
+                rate = learning_rate(step, options)
+                print(f"step {done:5}  loss {loss.item():.3f}  lr {rate:.5f}  {speed:,.0f} tokens/s", flush=True)
             logged, start = done, time.perf_counter()
         if is_main and options.checkpoint and (done % options.save_every == 0 or done == options.steps):
             save(options.checkpoint, done, model, optimizer)
@@ -167,7 +168,8 @@ def main() -> None:
         loss = model.loss(*sample_batch(held_out, 32, options.context, hvd.rank()))
     loss = hvd.allreduce(loss, name="validation")
     if is_main:
-        print(f"validation loss {loss.item():.3f} ({loss.item() / math.log(2):.2f} bits per byte) after step {max(first, options.steps)}")
+        bits = loss.item() / math.log(2)
+        print(f"validation loss {loss.item():.3f}, {bits:.2f} bits per byte, after {max(first, options.steps)} steps")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """From a fresh clone to a training run with 2 ranks: python3 examples/quickstart.py
 
-Makes ./.venv with torch, Open MPI and hvdlite, and trains examples/02_digits.py in it. Safe to run again; then it is quick.
+Makes ./.venv with torch, Open MPI and hvdlite, and trains examples/02_digits.py in it. Safe to run again, then quick.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> int:
     print(f"==> in examples/: {' '.join(command)}", flush=True)
     status = subprocess.run(command, cwd=EXAMPLES).returncode
     if status == 0:
-        print("==> that was examples/02_digits.py on 2 ranks; with 4: cd examples; ../.venv/bin/python -m hvdlite run -np 4 02_digits.py")
+        print("==> done; with 4 ranks: cd examples; ../.venv/bin/python -m hvdlite run -np 4 02_digits.py")
     return status
 
 

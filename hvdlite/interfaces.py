@@ -1,7 +1,8 @@
 """The machine's network interfaces, and how to make an MPI library use the right ones.
 
-A second interface that is up but leads nowhere stops an MPI job for minutes, or for good, and so does a container bridge
-that has the same address on every host; so interfaces are chosen before MPI_Init, through the library's own variables.
+A second interface that is up but leads nowhere stops an MPI job for minutes, or for good, and so does a container
+bridge that has the same address on every host; so interfaces are chosen before MPI_Init, through the library's own
+variables.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def select(spec: str, available: Sequence[Interface] | None = None) -> list[Inte
 
     Args:
         spec: as NCCL_SOCKET_IFNAME: names separated by commas, each a prefix ("eth" matches eth0 and eth1). A leading
-            ``=`` means exact names, a leading ``^`` excludes what matches, ``^=`` excludes exact names. Bridges of container
-            software and loopback are chosen only if asked for by name, or, loopback, if it is all there is. Empty means
-            everything else.
+            ``=`` means exact names, a leading ``^`` excludes what matches, ``^=`` excludes exact names. Bridges of
+            container software and loopback are chosen only if asked for by name, or, loopback, if it is all there is.
+            Empty means everything else.
         available: what to choose from; the machine's by default.
 
     Raises:
@@ -97,8 +98,8 @@ def mpi_environment(
 ) -> dict[str, str]:
     """The variables that make Open MPI and MPICH use the interfaces of ``spec``; to be set before MPI_Init.
 
-    What the user has set is left alone. With an empty ``spec`` there are variables only where a bridge of container software
-    must be kept out.
+    What the user has set is left alone. With an empty ``spec`` there are variables only where a bridge of container
+    software must be kept out.
 
     Raises:
         ConfigError: see `select`.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALNRANKS")
 _MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", "mpich_shm_")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_MPICH_KIN = ("MPICH", "MVAPICH", "Intel")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
@@ -34,16 +35,18 @@ def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Intrac
     if started is None and not any(name in environ for name in _LAUNCHER_VARIABLES):
         return None
     mpi = _import_mpi(config)
-    if not mpi.Is_initialized():
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
     expected = max(_numbers(environ, _SIZE_VARIABLES), default=1)
-    comm: MPI.Intracomm = mpi.COMM_WORLD
-    if comm.size == 1 and expected > 1:
-        library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
+    library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
+    # MPICH does not even start under Open MPI's mpirun; the other way round every process is alone.
+    alone = "OMPI_COMM_WORLD_SIZE" in environ and library.startswith(_MPICH_KIN)
+    if not alone and not mpi.Is_initialized():
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    if alone or (expected > 1 and mpi.COMM_WORLD.size == 1):
         raise StartupError(
             f"mpirun started {expected} ranks, but each is alone: mpi4py has loaded {library}, which is not the MPI of "
             "that mpirun. Use the mpirun of the same MPI, or point MPI4PY_LIBMPI at the library of this mpirun."
         )
+    comm: MPI.Intracomm = mpi.COMM_WORLD
     return comm
 
 

@@ -22,7 +22,14 @@ from hvdlite.coordinator.handle import Handle
 from hvdlite.coordinator.messages import NAMED, Kind, Request, TensorSpec
 from hvdlite.coordinator.submission import Allocate, Submission
 from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.errors import CollectiveError, HorovodInternalError, RankFailedError, ShutDownError, StartupError
+from hvdlite.errors import (
+    CollectiveError,
+    HorovodInternalError,
+    RankFailedError,
+    ShutDownError,
+    StallError,
+    StartupError,
+)
 from hvdlite.fusion.fusion_buffer import FusionBuffer, Home
 from hvdlite.group import Group
 from hvdlite.interfaces import select
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LOG = logging.getLogger("hvdlite")
+_STALL = -1  # what the sentinel calls the rank that failed where none did: the ranks wait for one another
 _REASON_S = 2.0  # how long a rank that finds its node aborted waits to hear why
 
 
@@ -326,7 +334,7 @@ class Runtime:
         """On the sentinel's thread, or that of whoever failed: end every wait with the reason."""
         if rank != self.rank and not self._closed:
             _LOG.error("%s", text.splitlines()[0])  # before the launcher ends this rank as well
-        self._failure = RankFailedError(rank, text)
+        self._failure = StallError(text) if rank == _STALL else RankFailedError(rank, text)
         self._failure_known.set()
         self._node.abort()
         self._timeline_switched.set()
@@ -347,7 +355,7 @@ class Runtime:
         if error is self._failure:
             return
         if isinstance(error, HorovodInternalError):
-            self._sentinel.report(self.rank, str(error))
+            self._sentinel.report(_STALL if isinstance(error, StallError) else self.rank, str(error))
         else:
             self.fail(describe_exception(error))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -15,14 +14,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--outcomes",
         metavar="FILE",
-        help="append a line of JSON when a test starts and when it ends: a test that ends the process is seen by what lacks",
+        help="append a line of JSON when a test starts and one when it ends, so that one that ends the process is seen",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--outcomes")
     if path and _rank() == 0:
-        config.pluginmanager.register(_Outcomes(Path(path).open("a", buffering=1)), "hvdlite-outcomes")
+        config.pluginmanager.register(_Outcomes(Path(path)), "hvdlite-outcomes")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -39,6 +38,16 @@ def launch() -> Callable[..., object]:
     return launch
 
 
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request: pytest.FixtureRequest) -> str:
+    """Each MPI in turn, for `launch` and `Lab.launch`; skips where there is no environment with it."""
+    from launching import python_of
+
+    name: str = request.param
+    python_of(name)
+    return name
+
+
 def _rank() -> int:
     """This process's rank where mpirun started it, before MPI is initialised."""
     return int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
@@ -47,12 +56,13 @@ def _rank() -> int:
 class _Outcomes:
     """Writes what happened, at once, so that it survives the end of the process."""
 
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._outcome = ("passed", "")
 
     def _write(self, test: str, outcome: str, reason: str = "") -> None:
-        self._file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
+        with self._path.open("a") as file:
+            file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._outcome = ("passed", "")
@@ -74,8 +84,3 @@ class _Outcomes:
         elif report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             self._write(report.nodeid, "skipped", reason.removeprefix("Skipped: "))
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_sessionfinish(self) -> Iterator[None]:
-        yield
-        self._file.flush()

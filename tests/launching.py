@@ -64,7 +64,8 @@ class Result:
         return self
 
     def __str__(self) -> str:
-        parts = [f"mpirun: exit status {self.returncode} after {self.elapsed_s:.1f} s, left behind: {self.leftovers or 'nothing'}"]
+        left = ", ".join(self.leftovers) or "nothing"
+        parts = [f"mpirun: exit status {self.returncode} after {self.elapsed_s:.1f} s; left behind: {left}"]
         for number, rank in enumerate(self.ranks):
             parts += [f"--- rank {number} stdout\n{rank.stdout}", f"--- rank {number} stderr\n{rank.stderr}"]
         return "\n".join([*parts, f"--- mpirun\n{self.launcher_output}"])
@@ -76,7 +77,7 @@ class LaunchTimeoutError(AssertionError):
 
 @cache
 def python_of(mpi: str) -> str:
-    """The Python of the environment that has ``mpi``: "current", "openmpi" or "mpich"; skips the test where there is none.
+    """The Python of the environment with ``mpi``: "current", "openmpi" or "mpich"; skips the test where there is none.
 
     The two environments stand side by side, as .venv and .venv-mpich.
     """
@@ -116,7 +117,7 @@ def launch(
         args: its arguments.
         mpi: "current" (this environment's), "openmpi" or "mpich".
         env: variables to add.
-        timeout: seconds; after that every thread's stack is dumped, everything is killed, and LaunchTimeoutError raised.
+        timeout: seconds; then every thread's stack is dumped, everything is killed, and LaunchTimeoutError raised.
         options: more options for mpirun.
         hosts, enter, shm_directories: for emulated hosts; see tests/hosts.
 
@@ -135,7 +136,10 @@ def launch(
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)} | added
         launcher = launcher_of(python)
         if hosts and launcher.mpi is Mpi.OPEN_MPI:  # which forwards nothing unasked
-            options = [*options, *(word for name in env or {} if not name.startswith(FORWARDED_PREFIXES) for word in ("-x", name))]
+            options = [
+                *options,
+                *(word for name in env or {} if not name.startswith(FORWARDED_PREFIXES) for word in ("-x", name)),
+            ]
         command = build(launcher, Job(program, n, tuple(hosts), options=tuple(options)), environ)
         files = _files(shm_directories)
         start = time.monotonic()
@@ -174,9 +178,9 @@ def _read(directory: str, name: str) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _marked(mark: str) -> dict[int, str]:
-    """The living processes that a launch started: process id and command."""
-    wanted = f"{MARK}={mark}".encode()
+def processes_with(variable: str) -> dict[int, str]:
+    """The living processes that have ``variable``, "NAME=value", in their environment: process id and command."""
+    wanted = variable.encode()
     found = {}
     for entry in os.listdir("/proc"):
         try:
@@ -189,7 +193,7 @@ def _marked(mark: str) -> dict[int, str]:
 
 def _dump_stacks(mark: str) -> None:
     # faulthandler answers SIGABRT from C: a rank that holds the GIL in a loop dumps its stacks all the same.
-    for pid, command in _marked(mark).items():
+    for pid, command in processes_with(f"{MARK}={mark}").items():
         if command.startswith("python"):
             os.kill(pid, signal.SIGABRT)
     time.sleep(1)
@@ -198,7 +202,7 @@ def _dump_stacks(mark: str) -> None:
 def _end(mark: str, patience_s: float = 2.0) -> list[str]:
     """Names the processes that are still there after ``patience_s``, and kills them."""
     deadline = time.monotonic() + patience_s
-    while (left := _marked(mark)) and time.monotonic() < deadline:
+    while (left := processes_with(f"{MARK}={mark}")) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in left:
         try:
@@ -213,7 +217,7 @@ def _files(directories: Sequence[str]) -> set[str]:
 
 
 def _new_files(directories: Sequence[str], before: set[str]) -> list[str]:
-    """Files that appeared, are not an MPI library's, and that no living process has mapped: those would be another job's."""
+    """Files that appeared, but an MPI library's, and those that a living process has mapped: another job's."""
     new = {path for path in _files(directories) - before if not Path(path).name.startswith(_MPI_FILES)}
     if new:
         mapped = set()

@@ -5,7 +5,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   unit     no MPI
   mpi      under mpirun with 1, 2, 3 and 4 ranks, on Open MPI and on MPICH
   faults   tests that start mpirun themselves and kill ranks, on both
-  hosts    several emulated hosts, both; skipped where the machine refuses network namespaces
+  hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   lint     ruff and mypy; only if asked for by name
 
 The last line is "N passed, N failed, N skipped". Options that are not listed in --help go to pytest.
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,18 +73,24 @@ def main() -> int:
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; by default all but lint")
     parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help="only on this MPI; may be repeated")
     parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match")
     parser.add_argument(
-        "--this-python", action="store_true", help="make no environment: test with this Python what it imports as hvdlite"
+        "--this-python",
+        action="store_true",
+        help="make no environment: test with this Python what it imports as hvdlite",
     )
     arguments, for_pytest = parser.parse_known_args()
     unknown = [suite for suite in arguments.suites if suite not in SUITES]
     if unknown:
-        parser.error(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)} (write paths and options for pytest as --option=value)")
+        parser.error(
+            f"no suite {unknown[0]!r}; there are {', '.join(SUITES)} (write pytest's options as --option=value)"
+        )
     arguments.suites = arguments.suites or [suite for suite in SUITES if suite != "lint"]
     arguments.mpi = arguments.mpi or list(MPI_NAMES)
     return arguments, for_pytest + (["-k", arguments.k] if arguments.k else [])
@@ -96,7 +103,8 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         pythons = {"openmpi": Path(base, "bin", "python"), "mpich": Path(base + "-mpich", "bin", "python")}
         arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
         return pythons
-    pythons = {"openmpi": environment.make(["openmpi", "examples", "test"])}
+    tools = ["dev"] if "lint" in arguments.suites else []
+    pythons = {"openmpi": environment.make(["openmpi", "examples", "test", *tools])}
     if "mpich" in arguments.mpi and set(arguments.suites) & {"mpi", "faults", "hosts"}:
         pythons["mpich"] = environment.make_mpich()
     return pythons
@@ -108,23 +116,23 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
     def pytest(suite: str, python: Path) -> list[str]:
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
-        options = ["-rfE", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+        options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
         return [str(python), script, *options, *for_pytest, str(TESTS / suite)]
 
     stages = []
     for suite in (suite for suite in SUITES if suite in arguments.suites):
         limit = TIME_LIMIT_S[suite]
         if suite == "lint":
-            stages.append(Stage("lint: ruff", [str(python), "-m", "ruff", "check", str(ROOT)], limit))
-            stages.append(Stage("lint: mypy", [str(python), "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")], limit))
+            stages.append(
+                Stage("lint: ruff", [str(python), "-m", "ruff", "check", "--extend-exclude", ".venv*"], limit)
+            )
+            stages.append(Stage("lint: mypy", [str(python), "-m", "mypy"], limit))
         elif suite == "mpi":
             for mpi in arguments.mpi:
                 for ranks in arguments.ranks.split(","):
                     launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "-np", ranks]
                     title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != '1' else ''}"
                     stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi])], limit))
-        elif suite == "faults":
-            stages += [Stage(f"faults: {MPI_NAMES[mpi]}", pytest(suite, pythons[mpi]), limit) for mpi in arguments.mpi]
         else:
             stages.append(Stage(suite, pytest(suite, python), limit))
     return stages
@@ -161,14 +169,10 @@ def run(stage: Stage, keep_python_path: bool) -> None:
 def end(child: subprocess.Popen[bytes]) -> int:
     """TERM, which `python -m hvdlite run` passes on to all ranks; KILL to what is left of the session."""
     child.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         child.wait(15)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     return child.wait()
 
 
@@ -193,7 +197,9 @@ def report(stages: list[Stage]) -> int:
     total: Counter[str] = Counter()
     for stage in stages:
         total += stage.counts
-        counts = ", ".join(f"{stage.counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if stage.counts[outcome])
+        counts = ", ".join(
+            f"{stage.counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if stage.counts[outcome]
+        )
         print(f"  {stage.title:<28} {counts or 'no tests':<40} {stage.elapsed_s:6.1f} s")
     for stage in stages:
         for reason, count in stage.skips.items():

@@ -5,7 +5,7 @@ Each step is skipped where it is done already, so calling again is quick, and af
 .venv         torch, hvdlite (built from this tree, not linked to it) and Open MPI
 .venv-mpich   MPICH alone; everything else it takes from .venv
 
-HVDLITE_TORCH: what to install as torch, in pip's words ("torch==2.9.0", "torch --index-url ..."), if it is not there yet.
+HVDLITE_TORCH: what to install as torch if it is not there yet, in pip's words: "torch==2.9.0", "torch --index-url ...".
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def make(extras: Sequence[str]) -> Path:
     Raises:
         SetupError: something is missing on this machine, or a step failed.
     """
+    _check_python()
     with _locked():
-        _check_python()
         _make_venv(VENV)
         _install_torch()
         _install_hvdlite(extras)
@@ -60,11 +60,17 @@ def make_mpich() -> Path:
     """
     with _locked():
         _make_venv(MPICH_VENV)
-        site, base = (_ask(_python(venv), "import sysconfig; print(sysconfig.get_path('purelib'))") for venv in (MPICH_VENV, VENV))
+        site, base = (
+            _ask(_python(venv), "import sysconfig; print(sysconfig.get_path('purelib'))") for venv in (MPICH_VENV, VENV)
+        )
         Path(site, "base.pth").write_text(base + "\n")
         if not (MPICH_VENV / "bin" / "mpirun").exists():
             listing = "from importlib.metadata import requires; print('\\n'.join(requires('hvdlite')))"
-            requirements = [line.split(";")[0].strip() for line in _ask(_python(VENV), listing).splitlines() if "'mpich'" in line.replace('"', "'")]
+            requirements = [
+                line.split(";")[0].strip()
+                for line in _ask(_python(VENV), listing).splitlines()
+                if "'mpich'" in line.replace('"', "'")
+            ]
             _pip(MPICH_VENV, "MPICH", *requirements)
     return _python(MPICH_VENV)
 
@@ -87,10 +93,11 @@ def _locked() -> Iterator[None]:
 
 
 def _check_python() -> None:
-    if sys.version_info < (3, 10):
+    version = sys.version_info[:2]
+    if version < (3, 10):
         raise SetupError(
-            f"hvdlite needs Python 3.10 or newer, and this is {sys.version.split()[0]} ({sys.executable}): run the same command "
-            "with a newer one, as in python3.12 " + shlex.join(sys.argv)
+            f"hvdlite needs Python 3.10 or newer, and this is {sys.version.split()[0]} ({sys.executable}): run the "
+            "same command with a newer one, as in python3.12 " + " ".join(sys.argv)
         )
 
 
@@ -103,7 +110,9 @@ def _make_venv(venv: Path) -> None:
             f"this Python ({sys.executable}) cannot make virtual environments: install python{version}-venv "
             f"(Debian, Ubuntu: apt install python{version}-venv)"
         )
-    _step(f"making {venv.name}", sys.executable, "-m", "venv", *(["--clear"] if _python(venv).exists() else []), str(venv))
+    _step(
+        f"making {venv.name}", sys.executable, "-m", "venv", *(["--clear"] if _python(venv).exists() else []), str(venv)
+    )
 
 
 def _works(venv: Path) -> bool:
@@ -137,8 +146,8 @@ def _install_hvdlite(extras: Sequence[str]) -> None:
     if done.get("sources") == everything and set(extras) <= set(done["extras"]):
         return
     _check_compiler()
-    # Built in a copy: a build leaves files behind, and would take up those that earlier builds left in the tree. The copy
-    # stays, so that the extension is compiled again only where its sources changed.
+    # Built in a copy: a build leaves files behind, and would take up those that earlier builds left in the tree. The
+    # copy stays, so that the extension is compiled again only where its sources changed.
     copy = VENV / "source"
     if done.get("native") != native:
         shutil.rmtree(copy, ignore_errors=True)
@@ -180,13 +189,15 @@ def _hash(names: Sequence[str]) -> str:
 def _check_compiler() -> None:
     compilers = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     if not any(shutil.which(shlex.split(compiler)[0]) for compiler in compilers if compiler):
-        raise SetupError("hvdlite has a C++ part, and there is no C++ compiler: apt install g++ (Fedora: dnf install gcc-c++)")
+        raise SetupError(
+            "hvdlite has a C++ part, and there is no C++ compiler: apt install g++ (Fedora: dnf install gcc-c++)"
+        )
     headers = _ask(_python(VENV), "import sysconfig; print(sysconfig.get_path('include'))")
     if not Path(headers, "Python.h").exists():
         version = sysconfig.get_python_version()
         raise SetupError(
-            f"hvdlite has a C++ part, and Python's headers are not there ({headers}/Python.h): install python{version}-dev "
-            f"(Debian, Ubuntu: apt install python{version}-dev; Fedora: dnf install python3-devel)"
+            f"hvdlite has a C++ part, and Python's headers are not there ({headers}/Python.h): install "
+            f"python{version}-dev (Debian, Ubuntu: apt install python{version}-dev; Fedora: dnf install python3-devel)"
         )
 
 
@@ -198,10 +209,14 @@ def _pip(venv: Path, what: str, *arguments: str) -> None:
 def _step(title: str, *command: str) -> None:
     _say(title)
     start = time.monotonic()
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "PIP_USER")}
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "PIP_USER")
+    }
     status = subprocess.run(command, cwd=ROOT, env=environ).returncode
     if status != 0:
-        raise SetupError(f"{title}: failed with exit status {status}; its output is above, the command was\n{shlex.join(command)}")
+        raise SetupError(
+            f"{title}: failed with exit status {status}; its output is above, the command was\n{shlex.join(command)}"
+        )
     _say(f"{title}: done in {time.monotonic() - start:.0f} s")
 
 

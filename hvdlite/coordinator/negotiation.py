@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
 
+_PATIENCE_S = 1.0  # after which a leader passes on what it has, complete or not
+_LOOK_S = 0.25
+
 
 @dataclass
 class _Gathering:
@@ -18,6 +21,7 @@ class _Gathering:
 
     since_s: float
     missing: int
+    in_parts: bool = False  # some claims have gone up already
     claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]] = field(default_factory=dict)
 
 
@@ -28,6 +32,7 @@ class Negotiation:
         self._ranks = tuple(ranks)
         self._gathering: dict[Key, _Gathering] = {}
         self._complete: list[tuple[Key, _Gathering]] = []
+        self._next_look_s = 0.0
 
     def add(self, claim: Claim, sender_ranks: tuple[int, ...], now_s: float) -> None:
         """Count a claim of a sender that speaks for ``sender_ranks``."""
@@ -42,14 +47,21 @@ class Negotiation:
             del self._gathering[key]
             self._complete.append((key, gathering))
 
-    def upward(self) -> list[Claim]:
-        """What has become complete, as claims to the parent."""
+    def upward(self, now_s: float = 0.0) -> list[Claim]:
+        """What has become complete, as claims to the parent; and what waits too long, as far as it has come.
+
+        Otherwise the root could not tell that a rank waits for others of its own node.
+        """
         claims = []
         for (_, sequence), gathering in self._take():
-            agreed = len(gathering.claims) == 1
-            for request, parts in gathering.claims.items():
-                ranks, sizes = _in_rank_order(parts)
-                claims.append(Claim(request, sequence, None if agreed and not sizes else ranks, sizes))
+            claims += _as_claims(gathering, sequence, len(gathering.claims) == 1 and not gathering.in_parts)
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            for (_, sequence), gathering in self._gathering.items():
+                if gathering.claims and now_s - gathering.since_s > _PATIENCE_S:
+                    claims += _as_claims(gathering, sequence, False)
+                    gathering.claims.clear()
+                    gathering.in_parts = True
         return claims
 
     def verdicts(self) -> list[Response | Fault]:
@@ -72,6 +84,14 @@ class Negotiation:
     def _take(self) -> list[tuple[Key, _Gathering]]:
         complete, self._complete = self._complete, []
         return complete
+
+
+def _as_claims(gathering: _Gathering, sequence: int, of_all: bool) -> list[Claim]:
+    claims = []
+    for request, parts in gathering.claims.items():
+        ranks, sizes = _in_rank_order(parts)
+        claims.append(Claim(request, sequence, None if of_all and not sizes else ranks, sizes))
+    return claims
 
 
 def _in_rank_order(

@@ -214,7 +214,7 @@ class Coordinator:
                 for message in self._links[node_index].feed(data):
                     self._hear(message, self._speaks_for[node_index], now_s)
         if self._tree.parent is not None:
-            for claim in self._negotiation.upward():
+            for claim in self._negotiation.upward(now_s):
                 self._claims.send(claim)
         else:
             self._judge(now_s)

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import torch
 
 from hvdlite.torch.allgather import allgather
@@ -95,8 +95,8 @@ def _check_same_groups(optimizer: torch.optim.Optimizer) -> None:
     for rank, others in enumerate(everywhere):
         if others != everywhere[0]:
             raise ValueError(
-                f"broadcast_optimizer_state: the parameter groups have {everywhere[0]} parameters on rank 0 but {others} "
-                f"on rank {rank}; build the same optimizer on every rank"
+                f"broadcast_optimizer_state: the parameter groups have {everywhere[0]} parameters on rank 0 but "
+                f"{others} on rank {rank}; build the same optimizer on every rank"
             )
 
 

@@ -24,8 +24,8 @@ from hvdlite.torch.compression import AnyCompressor
 from hvdlite.torch.tensor_view import dtype_of, view_of
 
 _SMALL_BYTES = 32 << 10
-"""Up to this size a gradient is copied into its slot at once and in a row with its neighbours: describing it to the
-coordinator takes longer than copying it. Measured: 0.6 us against 6 us plus 0.1 us per KiB for each tensor."""
+"""Up to this size a gradient is copied into its slot by whoever submits the bucket, and travels with its small neighbours
+as one tensor. To describe it to the coordinator takes longer than that: 7 us, against 1 us and 0.2 us per KiB."""
 
 
 class Slot:
@@ -77,8 +77,8 @@ class Slot:
             gradient = gradient.to_dense()
         if gradient.dtype is not self.dtype or gradient.numel() != self.numel:
             raise ValueError(
-                f"the gradient of '{self.name}' is {gradient.dtype} with {gradient.numel()} elements, but the parameter "
-                f"had {self.dtype} with {self.numel} elements in the first step; convert models before that"
+                f"the gradient of '{self.name}' is {gradient.dtype} with {gradient.numel()} elements, but the "
+                f"parameter had {self.dtype} with {self.numel} elements in the first step; convert models before that"
             )
         if gradient.stride() == self.strides or _same_layout(gradient, self.strides):
             return gradient

@@ -33,7 +33,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    After the first step ``p.grad`` is memory that later steps overwrite, after zero_grad() as well: clone what you keep.
+    From the first step on ``p.grad`` is memory that later steps overwrite, after zero_grad() as well: clone what you
+    want to keep.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
@@ -174,8 +175,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif self._hvd_should_synchronize:
             if self._hvd_synchronized and not reducer.has_pending:
                 warnings.warn(
-                    "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; call it inside "
-                    "`with optimizer.skip_synchronize():`",
+                    "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; call it "
+                    "inside `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -295,7 +296,7 @@ def _check_groups(
     taken: set[int] = set()
     positions = []
     for group in groups or ():
-        if isinstance(group, torch.Tensor) or not all(isinstance(member, torch.Tensor) for member in group):
+        if not (isinstance(group, list | tuple) and all(isinstance(member, torch.Tensor) for member in group)):
             raise ValueError("groups must be a number, or a list of lists of parameters")
         members = [position[id(member)] for member in group if id(member) in position]
         twice = [i for i, count in Counter(members).items() if count > 1 or i in taken]

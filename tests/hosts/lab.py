@@ -22,9 +22,8 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from launching import Result, launch
-
 from hvdlite.cli.launchers import Host
+from launching import Result, launch
 
 NETWORK = "10.77.0."
 DEAD_NETWORK = "10.78.0."
@@ -52,7 +51,9 @@ def refusal() -> str | None:
 def _call(*command: str, stdin: str = "") -> str:
     done = subprocess.run(command, input=stdin, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{shlex.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}\n{stdin}")
+        raise RuntimeError(
+            f"{shlex.join(command)} failed with exit status {done.returncode}: {done.stderr.strip()}\n{stdin}"
+        )
     return done.stdout
 
 
@@ -78,7 +79,11 @@ class _Holder:
         found = []
         for entry in os.listdir("/proc"):
             try:
-                if entry.isdigit() and int(entry) != self.pid and os.stat(f"/proc/{entry}/ns/net").st_ino == self._network:
+                if (
+                    entry.isdigit()
+                    and int(entry) != self.pid
+                    and os.stat(f"/proc/{entry}/ns/net").st_ino == self._network
+                ):
                     found.append(int(entry))
             except OSError:  # it ended meanwhile
                 continue
@@ -136,7 +141,9 @@ class Lab:
             for i, name in enumerate(self.names):
                 own = self.directory / f"hosts{i}"
                 # A host can always resolve its own hostname, to its own address.
-                own.write_text(hosts_file.read_text() + (f"{self.address(i)} {same_hostname}\n" if same_hostname else ""))
+                own.write_text(
+                    hosts_file.read_text() + (f"{self.address(i)} {same_hostname}\n" if same_hostname else "")
+                )
                 self._holders.append(_Holder(NAMESPACES, _host_script(own, same_hostname or name)))
                 self._connect(i, rate=rate, dead_interface=dead_interface, docker0=docker0)
             self.agent.write_text(self._agent_script())
@@ -148,7 +155,9 @@ class Lab:
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -232,7 +241,7 @@ class Lab:
         ]
         inside = [f"addr add {self.address(host)}/24 dev eth0", "link set eth0 up"]
         if dead_interface:
-            # Not joined to a bridge, so packets end here; peers' addresses are known, so connect() waits instead of failing.
+            # On no bridge, so packets end here; peers' addresses are known, so connect() waits instead of failing.
             outside += [f"link add dead{host} type veth peer name eth1 netns {pid}", f"link set dead{host} up"]
             inside += [f"addr add {DEAD_NETWORK}{host + 1}/24 dev eth1", "link set eth1 up"]
             inside += [

@@ -1,8 +1,8 @@
 """pytest under mpirun: every rank runs the same tests in the same order, and one rank's failure fails the test on all.
 
 After the parts of each test the ranks exchange how it went. Rank 0 reports; the others print failures only. A test that
-passes its time limit ends the run: every rank dumps the stacks of all its threads, from C, so that a thread that never lets go
-of the GIL does not prevent it; then SIGALRM, which needs no Python either, ends the rank, and mpirun the others.
+passes its time limit ends the run: every rank dumps the stacks of all its threads, from C, so that a thread that never
+lets go of the GIL does not prevent it; then SIGALRM, which needs no Python either, ends the rank, and mpirun the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import faulthandler
 import os
 import signal
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -52,8 +51,8 @@ class _Ranks:
 
     def __init__(self) -> None:
         self._comm = WORLD.Dup()
-        # What dumps stacks writes from C and knows of no rank, so a process of its own marks the lines; pytest's own frames,
-        # which come last, are left out. Capturing is suspended now: this is the real stderr.
+        # What dumps stacks writes from C and knows of no rank, so a process of its own marks the lines, and leaves out
+        # pytest's own frames, which come last. Capturing is suspended now: this is the real stderr.
         edit = ["-e", r'/^  File ".*\/\(_pytest\/\|pluggy\/\|bin\/pytest"\)/d', "-e", f"s/^/[rank {WORLD.rank}] /"]
         marker = subprocess.Popen(["sed", "-u", *edit], stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         assert marker.stdin is not None
@@ -75,7 +74,7 @@ class _Ranks:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def exchange(self, value: int, failed: bool = False) -> list[int]:
-        """Everybody's ``value``; a rank that has ``failed`` waits for the others for `GRACE_S` only, then ends the run."""
+        """Everybody's ``value``. A rank that has ``failed`` ends the run if the others do not come within `GRACE_S`."""
         mine, all_values = array.array("q", [value]), array.array("q", bytes(8 * self._comm.size))
         request = self._comm.Iallgather([mine, MPI.INT64_T], [all_values, MPI.INT64_T])
         deadline = time.monotonic() + GRACE_S
@@ -108,15 +107,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         pytest.exit("the ranks did not collect the same tests", returncode=3)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the fixtures; after pytest's own timer, of which there is one for both
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("time_limit")
+    item.config.stash[_RANKS].arm(marker.args[0] if marker else item.config.getoption("--time-limit"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
-    marker = item.get_closest_marker("time_limit")
-    ranks = item.config.stash[_RANKS]
-    ranks.arm(marker.args[0] if marker else item.config.getoption("--time-limit"))
     try:
         return (yield)
     finally:
-        ranks.disarm()
+        item.config.stash[_RANKS].disarm()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -174,6 +176,7 @@ def sub_comm() -> Iterator[Callable[[int], MPI.Intracomm | None]]:
         part = WORLD.Split(0 if WORLD.rank < n else MPI.UNDEFINED, WORLD.rank)
         if part == MPI.COMM_NULL:
             return None
+        assert isinstance(part, MPI.Intracomm)
         made.append(part)
         return part
 

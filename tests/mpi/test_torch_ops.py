@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -260,6 +261,13 @@ def needs_two() -> Iterator[None]:
     assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [hvd.size()] * 3
 
 
+COMPRESSIONS = [hvd.Compression.none, hvd.Compression.fp16]
+
+
+def reduce(tensor: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    return hvd.allreduce(tensor, name="m", **arguments)
+
+
 def last_rank() -> bool:
     return hvd.rank() == hvd.size() - 1
 
@@ -268,24 +276,19 @@ def last_rank() -> bool:
 @pytest.mark.parametrize(
     ("operation", "words"),
     [
-        (lambda odd: hvd.allreduce(torch.ones(2 if odd else 3), name="m"), ["shape", "(3,)", "(2,)"]),
-        (lambda odd: hvd.allreduce(torch.ones(3, dtype=torch.float64 if odd else None), name="m"), ["dtype", "float64"]),
-        (lambda odd: hvd.allreduce(torch.ones(3), op=hvd.Max if odd else hvd.Sum, name="m"), ["op", "Max", "Sum"]),
-        (lambda odd: hvd.allreduce(torch.ones(3), prescale_factor=2.0 if odd else 1.0, name="m"), ["scale", "2.0", "1.0"]),
-        (lambda odd: hvd.allreduce(torch.ones(3), postscale_factor=3.0 if odd else 1.0, name="m"), ["scale", "3.0"]),
-        (
-            lambda odd: hvd.allreduce(
-                torch.ones(3), compression=hvd.Compression.fp16 if odd else hvd.Compression.none, name="m"
-            ),
-            ["compression", "float16"],
-        ),
+        (lambda odd: reduce(torch.ones(2 if odd else 3)), ["shape", "(3,)", "(2,)"]),
+        (lambda odd: reduce(torch.ones(3, dtype=torch.float64 if odd else None)), ["dtype", "float64"]),
+        (lambda odd: reduce(torch.ones(3), op=hvd.Max if odd else hvd.Sum), ["op", "Max", "Sum"]),
+        (lambda odd: reduce(torch.ones(3), prescale_factor=2.0 if odd else 1.0), ["scale", "2.0", "1.0"]),
+        (lambda odd: reduce(torch.ones(3), postscale_factor=3.0 if odd else 1.0), ["scale", "3.0"]),
+        (lambda odd: reduce(torch.ones(3), compression=COMPRESSIONS[odd]), ["compression", "float16"]),
         (lambda odd: hvd.broadcast(torch.ones(3), 1 if odd else 0, name="m"), ["root"]),
         (lambda odd: hvd.allgather(torch.ones(3, 2 if odd else 4), name="m"), ["shape"]),
-        (lambda odd: hvd.allgather(torch.ones(3), name="m") if odd else hvd.allreduce(torch.ones(3), name="m"), ["operation"]),
+        (lambda odd: (hvd.allgather if odd else hvd.allreduce)(torch.ones(3), name="m"), ["operation"]),
         (lambda odd: hvd.grouped_allreduce([torch.ones(3)] * (1 if odd else 2), name="m"), ["number of tensors"]),
     ],
     ids=["shape", "dtype", "op", "prescale", "postscale", "compression", "root", "gather", "operation", "group"],
-)  # fmt: skip
+)
 def test_contradictions(operation: Callable[[bool], object], words: list[str]) -> None:
     with pytest.raises(MismatchError) as caught:
         operation(last_rank())

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import hvdlite
-
 from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.fusion_buffer import FusionBuffer, Home, slot_offsets
@@ -95,11 +94,18 @@ class FakeRuntime:
         at_place = self._check_home(outputs, home)
         self.calls.append(
             {
-                "kind": "allreduce", "name": name, "names": names, "op": op, "home": home is not None,
-                "shapes": [view.shape for view in inputs], "wire_dtype": wire_dtype, "prescale": prescale,
-                "postscale": postscale, "loose": sum(a.address != b.address for a, b in zip(inputs, outputs, strict=True)),
+                "kind": "allreduce",
+                "name": name,
+                "names": names,
+                "op": op,
+                "home": home is not None,
+                "shapes": [view.shape for view in inputs],
+                "wire_dtype": wire_dtype,
+                "prescale": prescale,
+                "postscale": postscale,
+                "loose": sum(a.address != b.address for a, b in zip(inputs, outputs, strict=True)),
             }
-        )  # fmt: skip
+        )
         assert at_place
 
         def work() -> None:
@@ -124,10 +130,17 @@ class FakeRuntime:
         ]
 
     def broadcast_async(
-        self, tensors: Sequence[TensorView], *, root_rank: int, name: str | None = None, names: Sequence[str] | None = None
+        self,
+        tensors: Sequence[TensorView],
+        *,
+        root_rank: int,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
     ) -> FakeHandle:
         assert root_rank == 0
-        self.calls.append({"kind": "broadcast", "name": name, "names": names, "shapes": [view.shape for view in tensors]})
+        self.calls.append(
+            {"kind": "broadcast", "name": name, "names": names, "shapes": [view.shape for view in tensors]}
+        )
         return self._handle(lambda: None)
 
     def allgather_async(

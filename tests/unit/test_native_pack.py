@@ -63,11 +63,12 @@ def test_casts_of_small_integers_are_exact(source: DType, to: DType) -> None:
 @pytest.mark.parametrize("to", [DType.FLOAT16, DType.BFLOAT16], ids=lambda dtype: dtype.label)
 def test_fp32_rounds_like_torch(to: DType) -> None:
     generator = np.random.default_rng(1)
-    bits = [generator.integers(0, 1 << 32, 1 << 18, dtype=np.uint32)]  # anything
-    bits.append((np.arange(0x3300, 0x4780, dtype=np.uint32) << 16) + 0x1000)  # where fp16 has numbers: ties, and beside
-    bits += [bits[1] - 1, bits[1] + 1, bits[1] + 0x7000, (np.arange(1 << 16, dtype=np.uint32) << 16) + 0x8000]
-    bits.append(np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F7FFFFF, 0x477FEFFF, 0x477FF000], np.uint32))
-    values = torch.from_numpy(np.concatenate(bits).view(np.float32))
+    anything = generator.integers(0, 1 << 32, 1 << 18, dtype=np.uint32)
+    ties = (np.arange(0x3300, 0x4780, dtype=np.uint32) << 16) + 0x1000  # in fp16, where it has numbers
+    bfloat_ties = (np.arange(1 << 16, dtype=np.uint32) << 16) + 0x8000
+    special = np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F7FFFFF, 0x477FEFFF, 0x477FF000], np.uint32)
+    bits = np.concatenate([anything, ties - 1, ties, ties + 1, ties + 0x7000, bfloat_ties, bfloat_ties + 1, special])
+    values = torch.from_numpy(bits.astype(np.uint32).view(np.float32))
     assert same_bits(cast(values, to), values.to(TORCH[to]))
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_runtime import FakeRuntime, install
 
 import hvdlite.torch as hvd
+from fake_runtime import FakeRuntime, install
 from hvdlite.errors import ShutDownError
 
 
@@ -27,7 +27,8 @@ def wrap(model: torch.nn.Module, **arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "named", [lambda m: list(m.parameters()), lambda m: [("weight",)], lambda m: [("weight", 1.0)], lambda m: m.state_dict()]
+    "named",
+    [lambda m: list(m.parameters()), lambda m: [("weight",)], lambda m: [("weight", 1.0)], lambda m: m.state_dict()],
 )
 def test_named_parameters_must_be_pairs(model: torch.nn.Module, named: Any) -> None:
     with pytest.raises(ValueError, match=r"model\.named_parameters\(\)"):

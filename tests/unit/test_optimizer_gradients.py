@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_runtime import FakeRuntime, install
 
 import hvdlite.torch as hvd
+from fake_runtime import FakeRuntime, install
 from hvdlite.dtypes import DType
 from hvdlite.errors import MismatchError, ShutDownError
 

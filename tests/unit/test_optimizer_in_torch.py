@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_runtime import FakeRuntime, install
 from torch.optim import lr_scheduler
 
 import hvdlite.torch as hvd
+from fake_runtime import FakeRuntime, install
 
 FACTOR = 2.0  # of the average of 3 ranks
 
@@ -110,7 +110,9 @@ def test_step_hooks_fire_once(runtime: FakeRuntime) -> None:
     model = model_of_ones()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     fired: list[Any] = []
-    optimizer.register_step_pre_hook(lambda o, *_: fired.append(("before", o, o.param_groups[0]["params"][0].grad.sum().item())))
+    optimizer.register_step_pre_hook(
+        lambda o, *_: fired.append(("before", o, o.param_groups[0]["params"][0].grad.sum().item()))
+    )
     wrapped = hvd.DistributedOptimizer(optimizer)
     wrapped.register_step_post_hook(lambda o, *_: fired.append(("after", o)))
     wrapped.load_state_dict(wrapped.state_dict())  # torch patches step() once more here

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from hvdlite.config import Config
-from hvdlite.coordinator.messages import NAMED, Key, Notice
+from hvdlite.coordinator.messages import NAMED, Claim, Fault, Key, Kind, Notice, Request, Response, TensorSpec
+from hvdlite.coordinator.negotiation import Negotiation
 from hvdlite.coordinator.stall import StallWatch, status_of
+from hvdlite.dtypes import DType
 from hvdlite.errors import StallError
 
 A: Key = ("a", NAMED)
@@ -148,3 +150,33 @@ def test_a_status_says_what_this_process_does() -> None:
     }  # fmt: skip
     assert "test_stall.py" in answer["where"]
     assert "in test_a_status_says_what_this_process_does" in answer["where"]
+
+
+def test_a_leader_passes_on_what_waits_too_long() -> None:
+    """So the root can tell that rank 2 waits for rank 3 of its own node; it judges once all the same, and as before."""
+    request = Request(Kind.ALLREDUCE, "a", (TensorSpec("a", DType.FLOAT32, (4,)),))
+    for contradiction in (False, True):
+        other = Request(Kind.ALLREDUCE, "a", (TensorSpec("a", DType.FLOAT32, (5 if contradiction else 4,)),))
+        root, leader = Negotiation(range(4)), Negotiation((2, 3))
+        leader.add(Claim(request, NAMED), (2,), 10.0)
+        assert leader.upward(10.5) == []
+        (early,) = leader.upward(11.5)
+        assert early == Claim(request, NAMED, (2,))
+        root.add(early, (2, 3), 11.5)
+        assert root.waiting() == [(A, "allreduce 'a'", 11.5)]
+        assert leader.upward(13.0) == []
+        leader.add(Claim(other, NAMED), (3,), 14.0)
+        (late,) = leader.upward(14.0)
+        root.add(late, (2, 3), 14.0)
+        for rank in (0, 1):
+            assert root.verdicts() == []
+            root.add(Claim(request, NAMED), (rank,), 15.0)
+        (verdict,) = root.verdicts()
+        if contradiction:
+            assert isinstance(verdict, Fault)
+            assert "(4,) on ranks 0, 1 and 2 but (5,) on rank 3" in verdict.text
+        else:
+            assert verdict == Response(request, NAMED)
+        for rank in (3, 2):
+            leader.add(Claim(request, NAMED), (rank,), 16.0)
+        assert leader.upward(16.0) == [Claim(request, NAMED)]

@@ -115,7 +115,7 @@ def test_a_rank_that_misses_steps_is_left_out_of_them(tmp_path: Path) -> None:
     step = [(Lane.OPTIMIZER, "step", 10.0 * i, 10.0 * i + 1, 0) for i in range(1, 6)]
     wait = [(Lane.WAIT, "wait", 10.0 * i + 3, 10.0 * i + 5, 0) for i in range(1, 5)]
     # Rank 1 recorded one step earlier, waited less, and was killed after step 3.
-    early = [(Lane.OPTIMIZER, "step", 10.0 * i, 10.0 * i + 1.25, 0) for i in range(0, 4)]
+    early = [(Lane.OPTIMIZER, "step", 10.0 * i, 10.0 * i + 1.25, 0) for i in range(4)]
     report = build_report(read_trace(write_trace(tmp_path / "trace.json", {0: step + wait, 1: early})))
     assert [step.exposed_ms for step in report.steps] == [1, 1, 2, 2]
     assert [step.slowest_rank for step in report.steps] == [1, 1, None, None]

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fake_runtime import FakeRuntime, install
 
 import hvdlite
 import hvdlite.torch as hvd
+from fake_runtime import FakeRuntime, install
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import MismatchError, ShutDownError
 from hvdlite.torch.tensor_view import check_tensor, dtype_of, view_of
@@ -159,7 +159,11 @@ def test_tensors_that_cannot_travel(runtime: FakeRuntime, tensor: torch.Tensor, 
 
 
 def test_process_set_must_be_one(runtime: FakeRuntime) -> None:
-    for operation in (hvd.allreduce, hvd.allgather, lambda t, process_set: hvd.broadcast(t, 0, process_set=process_set)):
+    for operation in (
+        hvd.allreduce,
+        hvd.allgather,
+        lambda t, process_set: hvd.broadcast(t, 0, process_set=process_set),
+    ):
         with pytest.raises(ValueError, match="global_process_set"):
             operation(torch.ones(1), process_set=0)  # type: ignore[operator]
     with pytest.raises(ValueError, match="global_process_set"):

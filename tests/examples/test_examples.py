@@ -1,0 +1,72 @@
+"""The examples run as they are, and do what they promise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hvdlite.timeline.report import build_report
+from hvdlite.timeline.trace_file import read_trace
+from launching import Result
+
+Launch = Callable[..., Result]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# A step takes milliseconds; with such a warm-up the learning rate does not depend on the number of steps.
+TINY_GPT = ("--batch-size=2", "--context=16", "--width=32", "--layers=1", "--heads=2", "--log-every=10")
+SMALL_GPT = (*TINY_GPT, "--warmup=1000")
+
+
+def final_loss(output: str) -> str:
+    found = re.search(r"validation loss ([\d.]+)", output)
+    assert found, output
+    return found[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_allreduce_prints_what_every_rank_has(launch: Launch, ranks: int) -> None:
+    result = launch(ranks, EXAMPLES / "01_allreduce.py").check()
+    total = ranks * (ranks + 1) / 2
+    for rank in range(ranks):
+        said = result.ranks[rank].stdout
+        assert f"rank {rank} of {ranks}: I have {[rank + 1.0, 10.0 * (rank + 1), 100.0 * (rank + 1)]}" in said
+        assert f"all have {[total, 10 * total, 100 * total]}" in said
+        assert "hello from rank 0" in said
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_digits_reaches_its_accuracy_with_any_number_of_ranks(launch: Launch, ranks: int) -> None:
+    pytest.importorskip("sklearn")
+    result = launch(ranks, EXAMPLES / "02_digits.py", timeout=240).check()
+    found = re.search(r"test accuracy (\S+)", result.ranks[0].stdout)
+    assert found, result
+    assert float(found[1]) > 0.97
+    assert not any(rank.stdout or "step/s" in rank.stderr for rank in result.ranks[1:])  # only rank 0 talks
+
+
+def test_gpt_learns(launch: Launch) -> None:
+    result = launch(2, EXAMPLES / "03_stdlib_gpt.py", "--steps=60", *TINY_GPT, "--warmup=10", timeout=120).check()
+    losses = [float(loss) for loss in re.findall(r"step .* loss (\S+)", result.ranks[0].stdout)]
+    assert losses[0] > 5  # ln(256) = 5.5 knows nothing
+    assert losses[-1] < 4
+
+
+def test_gpt_resumes_as_if_never_interrupted(launch: Launch, tmp_path: Path) -> None:
+    checkpoint = f"--checkpoint={tmp_path / 'gpt.pt'}"
+    script = EXAMPLES / "03_stdlib_gpt.py"
+    whole = launch(2, script, "--steps=20", *SMALL_GPT).check()
+    launch(2, script, "--steps=10", checkpoint, *SMALL_GPT).check()
+    resumed = launch(2, script, "--steps=20", checkpoint, *SMALL_GPT).check()
+    assert "resuming" in resumed.ranks[0].stdout and "at step 10" in resumed.ranks[0].stdout
+    assert final_loss(resumed.stdout) == final_loss(whole.stdout)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_gpt_writes_a_timeline_of_all_ranks(launch: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    launch(2, EXAMPLES / "03_stdlib_gpt.py", "--steps=6", f"--timeline={path}", *SMALL_GPT).check()
+    report = build_report(read_trace(str(path)))
+    assert (report.ranks, len(report.steps)) == (2, 5)

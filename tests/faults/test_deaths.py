@@ -1,0 +1,143 @@
+"""Ranks that raise, leave, are killed or stopped in the middle of an allreduce: the others end, and say who it was.
+
+Ranks 0 and 1 play one node, 2 and 3 another: 0 leads the job, 2 its node, 1 and 3 lead nothing.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fault_lab import check_end, run
+
+DEATHS = """
+kind, victim = sys.argv[1], int(sys.argv[2])
+hvdlite.init()
+step()
+if hvdlite.rank() == victim:
+    def die():
+        say("dying at", time.time())
+        if kind == "raise":
+            raise ValueError("the loss is not a number")
+        if kind == "exit":
+            sys.exit(0)
+        if kind == "_exit":
+            os._exit(0)
+        os.kill(os.getpid(), getattr(signal, kind))
+    time.sleep(0.2)  # the others are in an allreduce by now, for which this rank is missing
+    if kind == "SIGKILL":
+        threading.Timer(0.3, die).start()  # in the middle of one, at any point
+        while True:
+            step()
+    die()
+while True:
+    step()
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_a_killed_rank_is_named_by_the_others(victim: int) -> None:
+    result = run(DEATHS, "SIGKILL", str(victim), machines="0011", alone=True)
+    check_end(result, f"rank {victim} (pid", "died without a word")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_on_one_node_too(victim: int) -> None:
+    result = run(DEATHS, "SIGKILL", str(victim), n=3, alone=True)
+    check_end(result, f"rank {victim} (pid", "died without a word")
+
+
+@pytest.mark.parametrize(("victim", "machines"), [(3, "0011"), (0, "0011"), (1, "0000")])
+def test_an_exception_is_shown_by_the_others(victim: int, machines: str) -> None:
+    result = run(DEATHS, "raise", str(victim), machines=machines, alone=True)
+    check_end(result, f"rank {victim} raised ValueError: the loss is not a number", "script.py", "in die")
+    assert "ValueError: the loss is not a number" in result.ranks[victim].stderr
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_leaves_early_ends_the_job(victim: int) -> None:
+    result = run(DEATHS, "exit", str(victim), machines="0011")
+    check_end(result, "ShutDownError", f"rank {victim} has shut down hvdlite (its process ended)")
+
+
+@pytest.mark.parametrize(("victim", "kind"), [(2, "_exit"), (1, "SIGSEGV")])
+def test_a_process_that_ends_without_python(victim: int, kind: str) -> None:
+    result = run(DEATHS, kind, str(victim), machines="0011", alone=True)
+    check_end(result, f"rank {victim} (pid", "died without a word")
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_stopped_process_is_noticed_by_its_silence(victim: int) -> None:
+    impatient = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "1.5"}
+    result = run(DEATHS, "SIGSTOP", str(victim), machines="0011", env=impatient)
+    check_end(result, f"rank {victim} (pid", "has not answered for", "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS")
+
+
+BUSY = """
+where = sys.argv[1]
+hvdlite.init()
+step()
+if hvdlite.rank() == 1:
+    say("dying at", time.time())
+    hvdlite.runtime().fail("a fault of its own")  # it does not end, so the launcher ends nobody
+if where == "C":
+    time.sleep(60)
+else:
+    while True:
+        pass
+"""
+
+
+@pytest.mark.parametrize("where", ["C", "Python"])
+def test_who_is_busy_elsewhere_ends_after_the_grace(where: str) -> None:
+    result = run(BUSY, where, n=3, machines="001", env={"HVDLITE_FAILURE_GRACE_SECONDS": "1"})
+    check_end(result, "rank 1 raised a fault of its own", "ends, since it did not end by itself within 1 s")
+
+
+CAUGHT = """
+hvdlite.init()
+step()
+try:
+    if hvdlite.rank() == 1:
+        say("dying at", time.time())
+        raise ValueError("the loss is not a number")
+    while True:
+        step()
+except hvdlite.RankFailedError as error:
+    assert error.rank == 1, error.rank
+    for again in (lambda: reduce("another", tensor()), lambda: hvdlite.runtime().barrier_async(), lambda: hvdlite.runtime().allocate(8)):
+        try:
+            again()
+        except hvdlite.RankFailedError:
+            continue
+        say("went on")
+    print("saved my work", file=sys.stderr, flush=True)
+    hvdlite.shutdown()
+"""
+
+
+def test_a_program_may_save_its_work_after_a_failure_and_fails_all_the_same() -> None:
+    result = run(CAUGHT, n=3, machines="001")
+    check_end(result, "saved my work")
+
+
+STARTING = """
+victim = int(sys.argv[1])
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
+if rank == victim:
+    def fail(*args):
+        say("dying at", time.time())
+        raise ValueError("no room on this host")
+    sys.modules["hvdlite.runtime"].discover = fail
+hvdlite.init()
+say("went on")
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_an_error_during_the_start_ends_the_job(victim: int) -> None:
+    """The others are inside MPI, which only the launcher can end; it shows the error of that rank."""
+    result = run(STARTING, str(victim), n=3)
+    assert result.returncode != 0
+    assert not result.leftovers
+    assert "went on" not in result.stdout
+    assert "ValueError: no room on this host" in result.ranks[victim].stderr
+    assert result.elapsed_s < 20

@@ -1,0 +1,87 @@
+"""`python -m hvdlite run` with a real MPI: exit status, interruption, and what a killed rank leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from launching import processes_with, python_of
+
+START = """
+import os, pathlib, signal, sys, time
+from mpi4py import MPI
+if "ignore" in sys.argv:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+comm = MPI.COMM_WORLD
+comm.Barrier()
+pathlib.Path(sys.argv[1], str(comm.rank)).touch()
+"""
+
+
+class Job:
+    """A script under `python -m hvdlite run` with 2 ranks; ``mark`` finds its processes."""
+
+    def __init__(self, directory: Path, mpi: str, body: str, *args: str) -> None:
+        self.ranks = directory / "ranks"
+        self.ranks.mkdir()
+        script = directory / "script.py"
+        script.write_text(START + body)
+        self.mark = f"HVDLITE_TEST_JOB={directory}"
+        name, value = self.mark.split("=")
+        command = [python_of(mpi), "-m", "hvdlite", "run", "-np", "2", str(script), str(self.ranks), *args]
+        self.process = subprocess.Popen(command, env={**os.environ, name: value}, cwd="/", start_new_session=True)
+
+    def wait_until_started(self) -> None:
+        while len(list(self.ranks.iterdir())) < 2:
+            assert self.process.poll() is None
+            time.sleep(0.01)
+
+    def left(self) -> dict[int, str]:
+        return processes_with(self.mark)
+
+
+def test_success(tmp_path: Path, mpi: str) -> None:
+    assert Job(tmp_path, mpi, "").process.wait(60) == 0
+
+
+def test_exit_status(tmp_path: Path, mpi: str) -> None:
+    job = Job(tmp_path, mpi, "sys.exit(3)")
+    assert job.process.wait(60) == 3
+    assert job.left() == {}
+
+
+def test_a_killed_rank_leaves_nothing(tmp_path: Path, mpi: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    job = Job(tmp_path, mpi, "if comm.rank: os.kill(os.getpid(), 9)\ntime.sleep(60)")
+    assert job.process.wait(60) != 0
+    assert job.left() == {}
+    # MPICH's files; other jobs may come and go meanwhile, but not without the files being mapped by a process.
+    new = set(os.listdir("/dev/shm")) - before
+    mapped = (
+        "".join(maps.read_text() for maps in Path("/proc").glob("[0-9]*/maps") if os.access(maps, os.R_OK))
+        if new
+        else ""
+    )
+    assert [name for name in new if name.startswith("mpich_shm_") and name not in mapped] == []
+
+
+@pytest.mark.parametrize("stubborn", [False, True], ids=["", "ranks ignore signals"])
+@pytest.mark.parametrize("to_group", [False, True], ids=["kill -INT", "Ctrl-C"])
+def test_interruption_ends_everything(tmp_path: Path, mpi: str, stubborn: bool, to_group: bool) -> None:
+    job = Job(tmp_path, mpi, "time.sleep(60)", *["ignore"] * stubborn)
+    job.wait_until_started()
+    assert len(job.left()) >= 4
+    start = time.monotonic()
+    if to_group:  # as a terminal does: mpirun gets it as well
+        os.killpg(job.process.pid, signal.SIGINT)
+    else:
+        job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(30) == 130
+    assert time.monotonic() - start < 10
+    assert job.left() == {}

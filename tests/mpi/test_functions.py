@@ -1,0 +1,203 @@
+"""Parameters, optimizer state and objects between real ranks."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+from hvdlite.errors import MismatchError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _running() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def model_of(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+        torch.nn.BatchNorm2d(4),  # has an int64 scalar
+        torch.nn.Flatten(),
+        torch.nn.Linear(4, 2).double(),
+    )
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        lambda m: m.state_dict(),
+        lambda m: collections.OrderedDict(reversed(m.state_dict().items())) if hvd.rank() else m.state_dict(),
+        lambda m: list(m.state_dict().items()),
+        lambda m: (item for item in m.state_dict().items()),
+        lambda m: [*m.parameters(), *m.buffers()],
+        lambda m: {**m.state_dict(), "nothing": None},
+    ],
+    ids=["dict", "other order", "list of pairs", "generator", "tensors", "with None"],
+)
+def test_broadcast_parameters(entries: Callable[[torch.nn.Module], Any]) -> None:
+    for root in range(hvd.size()):
+        model = model_of(hvd.rank())
+        hvd.broadcast_parameters(entries(model), root)
+        assert same(model.state_dict(), model_of(root).state_dict())
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index, union-attr]
+
+
+def test_parameters_of_every_kind() -> None:
+    model = model_of(hvd.rank())
+    hvd.broadcast_parameters(model.named_parameters(), 0)
+    hvd.broadcast_parameters([], 0)
+    hvd.broadcast_parameters({}, 0)
+    with pytest.raises(ValueError, match="'a' is a float"):
+        hvd.broadcast_parameters({"a": 1.0}, 0)
+    with pytest.raises(ValueError, match="root_rank"):
+        hvd.broadcast_parameters(model.state_dict(), hvd.size())
+
+
+def test_parameters_that_differ() -> None:
+    if hvd.size() == 1:
+        pytest.skip("ranks cannot contradict one another where there is one")
+    with pytest.raises(MismatchError, match=r"'b': shape is \(1,\)"):
+        hvd.broadcast_parameters({"a": torch.ones(1), "b": torch.ones(1 + hvd.rank() % 2)}, 0)
+    with pytest.raises(MismatchError, match="number of tensors"):
+        hvd.broadcast_parameters({name: torch.ones(1) for name in "abcdef"[: 1 + hvd.rank() % 2]}, 0)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), amsgrad=True, foreach=False),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+def stepped(name: str, seed: int, steps: int, wrapped: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = model_of(seed)
+    optimizer = OPTIMIZERS[name]([{"params": model[0].parameters()}, {"params": model[3].parameters()}])  # type: ignore[index]
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(5, 3, 3, 3)
+        model[3](model[2](model[1](model[0](x))).double()).square().sum().backward()  # type: ignore[index, operator]
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("resumed_everywhere", [False, True])
+def test_broadcast_optimizer_state(name: str, resumed_everywhere: bool) -> None:
+    """Only the root has taken steps, or all have, but not the same ones."""
+    root = hvd.size() - 1
+    is_root = hvd.rank() == root
+    model, optimizer = stepped(name, hvd.rank(), 3 if is_root else int(resumed_everywhere))
+    if is_root:
+        optimizer.param_groups[1]["lr"] = 0.0123
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    hvd.broadcast_optimizer_state(optimizer, root)
+    states = hvd.allgather_object(optimizer.state_dict())
+    assert all(same(state, states[root]) for state in states)
+    assert same(states[root]["param_groups"][1]["lr"], 0.0123)
+    assert same(model.state_dict(), weights)
+    assert all(parameter.grad is None or is_root or resumed_everywhere for parameter in model.parameters())
+    # And it is a state that steps.
+    hvd.broadcast_parameters(model.state_dict(), root)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    after = hvd.allgather_object(model.state_dict())
+    assert all(same(state, after[0]) for state in after)
+
+
+def test_optimizer_state_of_a_wrapped_optimizer() -> None:
+    model, optimizer = stepped("Adam", hvd.rank(), 2, wrapped=True)
+    for group in optimizer.param_groups:
+        group["lr"] = float(hvd.rank() + 1)
+    hvd.broadcast_optimizer_state(optimizer, 0, model=model)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 1.0]
+    states = hvd.allgather_object(optimizer.state_dict())
+    assert all(same(state, states[0]) for state in states)
+
+
+def test_optimizer_state_beside_parameters() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    if hvd.rank() == 0:
+        optimizer.state["seen"] = {"steps": 7, "history": [torch.ones(3), (torch.arange(2),)]}  # type: ignore[index]
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    seen: Any = optimizer.state["seen"]  # type: ignore[index]
+    assert same(seen, {"steps": 7, "history": [torch.ones(3), (torch.arange(2),)]})
+
+
+def test_optimizer_state_that_cannot_be_broadcast() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    with pytest.raises(ValueError, match="LBFGS"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS(parameters), 0)
+    if hvd.size() > 1:
+        optimizer = torch.optim.SGD(parameters[: 2 + hvd.rank() % 2], lr=0.1)
+        with pytest.raises(ValueError, match=r"\[2\] parameters on rank 0 but \[3\] on rank 1"):
+            hvd.broadcast_optimizer_state(optimizer, 0)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("I stay here")
+
+
+@pytest.mark.parametrize("name", [None, "objects"])
+def test_objects(name: str | None) -> None:
+    local = 3
+    for root in range(hvd.size()):
+        sent = {"rank": hvd.rank(), "f": lambda x: x + local, "t": torch.arange(hvd.rank() + 1), "b": b"x" * 3_000_000}
+        received = hvd.broadcast_object(sent, root, name=name)
+        assert received["rank"] == root
+        assert received["f"](1) == 4
+        assert len(received["b"]) == 3_000_000
+        assert torch.equal(received["t"], torch.arange(root + 1))
+        if hvd.rank() == root:
+            assert received is sent
+    assert hvd.broadcast_object(None) is None
+    assert hvd.allgather_object(("r", hvd.rank()), name) == [("r", rank) for rank in range(hvd.size())]
+    assert hvd.allgather_object("x" * 100_000 * hvd.rank()) == ["x" * 100_000 * rank for rank in range(hvd.size())]
+
+
+def test_objects_of_another_type_on_every_rank() -> None:
+    """Names derived from the type would never match."""
+    mine = [1, "a", None, 2.0][hvd.rank() % 4]
+    assert hvd.broadcast_object(mine, 0) == 1
+    assert hvd.allgather_object(mine) == [[1, "a", None, 2.0][rank % 4] for rank in range(hvd.size())]
+
+
+def test_what_one_rank_cannot_pickle_raises_on_all() -> None:
+    last = hvd.size() - 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"rank {last} cannot pickle.*RuntimeError: I stay here"):
+            hvd.broadcast_object(Unpicklable(), last)
+        with pytest.raises(ValueError, match=f"rank {last} cannot pickle.*RuntimeError: I stay here"):
+            hvd.allgather_object(Unpicklable() if hvd.rank() == last else 1)

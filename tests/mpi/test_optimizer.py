@@ -1,0 +1,360 @@
+"""DistributedOptimizer between real ranks: what ends up in ``p.grad``, and that all ranks have the same."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from hvdlite.errors import MismatchError
+from hvdlite.timeline.recorder import Lane
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _running() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+SHAPES = [(3, 5), (5,), (400, 300), (7,), (), (0, 2), (33, 3), (1000, 1001), (2, 3, 4, 5)]
+
+
+class Scales(torch.nn.Module):
+    """The gradient of parameter i is ``i + 1`` times the factor of the loss, in every element."""
+
+    def __init__(self, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.p = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
+
+    def loss(self, factor: float, leave_out: tuple[int, ...] = ()) -> torch.Tensor:
+        terms = [(i + 1) * p.sum() for i, p in enumerate(self.p) if i not in leave_out]
+        return factor * torch.stack([term.double() for term in terms]).sum()
+
+
+def wrap(model: torch.nn.Module, **arguments: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **arguments)
+
+
+def check(model: Scales, factors: Callable[[int], float]) -> None:
+    """Every gradient is its parameter's number times ``factors(i)``, everywhere."""
+    for i, p in enumerate(model.p):
+        assert p.grad is not None
+        assert p.grad.shape == p.shape
+        assert torch.equal(p.grad, torch.full_like(p, (i + 1) * factors(i))), (i, p.grad, (i + 1) * factors(i))
+
+
+def same_everywhere(model: torch.nn.Module) -> bool:
+    return all(
+        torch.equal(gathered[0], other)
+        for p in model.parameters()
+        for gathered in [hvd.allgather(p.detach().unsqueeze(0))]
+        for other in gathered
+    )
+
+
+def total() -> float:
+    """Sum of rank + 1."""
+    return hvd.size() * (hvd.size() + 1) / 2
+
+
+def needs_two() -> None:
+    if hvd.size() == 1:
+        pytest.skip("alone a parameter without gradient keeps none")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_steps(dtype: torch.dtype, set_to_none: bool) -> None:
+    model = Scales(dtype=dtype)
+    optimizer = wrap(model, op=hvd.Sum)
+    for step in range(4):
+        model.loss((hvd.rank() + 1) * (step + 1)).backward()
+        optimizer.synchronize()
+        check(model, lambda _: total() * (step + 1))  # noqa: B023
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    assert model.p[0][0, 0].item() == -0.5 * total() * (1 + 2 + 3 + 4)
+    assert same_everywhere(model)
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"),
+    [
+        (hvd.Average, lambda n: (n + 1) / 2),
+        (hvd.Min, lambda n: 1.0),
+        (hvd.Max, lambda n: float(n)),
+    ],
+)
+def test_ops(op: int, factor: Callable[[int], float]) -> None:
+    model = Scales()
+    optimizer = wrap(model, op=op)
+    for _ in range(3):
+        model.loss(hvd.rank() + 1).backward()
+        optimizer.step()
+        check(model, lambda _: factor(hvd.size()))
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16", "custom"])
+def test_compression(compression: str) -> None:
+    class Halving(hvd.Compressor):
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return tensor.double() / 2, tensor.dtype
+
+        @staticmethod
+        def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+            return (tensor * 2).to(ctx)
+
+    needs_two()
+    model = Scales()
+    compressor = Halving if compression == "custom" else getattr(hvd.Compression, compression)
+    optimizer = wrap(model, op=hvd.Sum, compression=compressor)
+    for leave_out in [(), (0, 2, 7), ()]:
+        model.loss(hvd.rank() + 1, leave_out).backward()
+        optimizer.step()
+        check(model, lambda i: 0.0 if i in leave_out else total())  # noqa: B023
+        optimizer.zero_grad()
+
+
+def test_predivide() -> None:
+    model = Scales()
+    optimizer = wrap(model, gradient_predivide_factor=float(hvd.size()))
+    model.loss(hvd.rank() + 1).backward()
+    optimizer.step()
+    for i, p in enumerate(model.p):
+        assert p.grad is not None
+        assert torch.allclose(p.grad, torch.full_like(p, (i + 1) * total() / hvd.size()))
+
+
+def test_other_parameters_on_every_rank() -> None:
+    """Each rank leaves out parameters of its own; one is left out by all."""
+    needs_two()
+    model = Scales()
+    optimizer = wrap(model, op=hvd.Sum)
+    rng = random.Random(0)
+    for _ in range(6):
+        leave_out = [(*rng.sample(range(len(SHAPES) - 1), 3), 2) for _ in range(hvd.size())]
+        model.loss(hvd.rank() + 1, leave_out[hvd.rank()]).backward()
+        optimizer.synchronize()
+        check(model, lambda i: float(sum(rank + 1 for rank in range(hvd.size()) if i not in leave_out[rank])))  # noqa: B023
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+    assert same_everywhere(model)
+
+
+def test_a_rank_without_any_backward() -> None:
+    needs_two()
+    model = Scales()
+    optimizer = wrap(model, op=hvd.Sum)
+    for step in range(4):
+        silent = step % hvd.size()
+        if hvd.rank() != silent:
+            model.loss(1.0).backward()
+        optimizer.step()
+        check(model, lambda _: hvd.size() - 1.0)
+        optimizer.zero_grad()
+
+
+def test_another_order_on_every_rank() -> None:
+    """Rank 0's order is planned; the others' arrive otherwise and must still match."""
+    shapes = [(200, 200)] * 12
+    model = Scales(shapes)
+    optimizer = wrap(model, op=hvd.Sum)
+    order = list(range(len(shapes)))
+    random.Random(hvd.rank()).shuffle(order)
+    for _ in range(4):
+        # Gradients arrive in the reverse of the order in which parameters are used.
+        x = torch.ones(())
+        for i in order:
+            x = x + (i + 1) * (hvd.rank() + 1) * model.p[i].sum()
+        x.backward()
+        optimizer.step()
+        check(model, lambda _: total())
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["passes", "no_sync"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation(how: str, set_to_none: bool) -> None:
+    model = Scales()
+    optimizer = wrap(model, op=hvd.Sum, backward_passes_per_step=3 if how == "passes" else 1)
+    for _ in range(3):
+        for factor in (1, 10, 100):
+            loss = model.loss(factor * (hvd.rank() + 1))
+            if how == "no_sync" and factor < 100:
+                with optimizer.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        check(model, lambda _: 111 * total())
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def test_switched_off_and_on() -> None:
+    needs_two()
+    model = Scales()
+    model.p[3].requires_grad_(False)
+    optimizer = wrap(model, op=hvd.Sum)
+    frozen = {3}
+    for step in range(12):
+        if step == 3:
+            frozen = {0, 7}
+        if step == 6:
+            frozen = set(range(len(SHAPES))) - {1}
+        if step == 9:
+            frozen = set()
+        for i, p in enumerate(model.p):
+            p.requires_grad_(i not in frozen)
+        model.loss(hvd.rank() + 1).backward()
+        optimizer.step()
+        for i, p in enumerate(model.p):
+            if i in frozen:
+                assert p.grad is None
+            else:
+                assert p.grad is not None
+                assert torch.equal(p.grad, torch.full_like(p, (i + 1) * total()))
+        optimizer.zero_grad()
+    assert same_everywhere(model)
+
+
+def test_two_optimizers_in_turns() -> None:
+    models = [Scales([(50, 50), (3,)]), Scales([(20,), (60, 60)], torch.float64)]
+    optimizers = [wrap(model, op=hvd.Sum) for model in models]
+    for step in range(4):
+        for model in models if step % 2 else reversed(models):
+            model.loss(hvd.rank() + 1).backward()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            check(model, lambda _: total())
+            optimizer.zero_grad()
+
+
+def test_mixed_dtypes() -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64)
+    model = torch.nn.ModuleList([Scales([(30, 30), (5,)], dtype) for dtype in dtypes])
+    optimizer = wrap(model, op=hvd.Sum)
+    for _ in range(3):
+        torch.stack([part.loss(hvd.rank() + 1) for part in model]).sum().backward()  # type: ignore[operator, union-attr]
+        optimizer.step()
+        for part in model:
+            check(part, lambda _: total())  # type: ignore[arg-type]
+        optimizer.zero_grad()
+
+
+def test_channels_last() -> None:
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+    alone = copy.deepcopy(conv)
+    optimizer = wrap(conv, op=hvd.Sum)
+    x = torch.randn(2, 8, 6, 6)
+    for _ in range(3):
+        conv.zero_grad()
+        alone.zero_grad()
+        (conv(x).sum() * (hvd.rank() + 1)).backward()
+        (alone(x).sum() * total()).backward()
+        optimizer.synchronize()
+        for p, q in zip(conv.parameters(), alone.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            assert torch.allclose(p.grad, q.grad, rtol=1e-5)
+
+
+def test_ranks_with_weights_in_another_order_are_told() -> None:
+    needs_two()
+    conv = torch.nn.Conv2d(3, 4, 2)
+    if hvd.rank() == 1:
+        conv = conv.to(memory_format=torch.channels_last)
+    optimizer = wrap(conv)
+    conv(torch.ones(1, 3, 2, 2)).sum().backward()
+    with pytest.raises(MismatchError, match=r"'weight': shape is \(4, 3, 2, 2\).*\(4, 2, 2, 3\) on rank 1"):
+        optimizer.step()
+
+
+def test_ranks_with_other_models_are_told_and_can_go_on() -> None:
+    needs_two()
+    model = Scales([(3,), (5 + hvd.rank() % 2,)])
+    optimizer = wrap(model)
+    model.loss(1.0).backward()
+    with pytest.raises(MismatchError, match=r"'p\.1': shape is \(5,\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    healthy = Scales()
+    optimizer = wrap(healthy)
+    for _ in range(2):
+        healthy.loss(1.0).backward()
+        optimizer.step()
+        check(healthy, lambda _: 1.0)
+        optimizer.zero_grad()
+
+
+def test_an_unnamed_optimizer_made_by_one_rank_only() -> None:
+    """Names count optimizers that are used, so that a copy for a checkpoint does no harm."""
+    model = Scales()
+    optimizer = wrap(model, op=hvd.Sum)
+    if hvd.rank() == 0:
+        copy.deepcopy((model, optimizer))
+    other = Scales()
+    second = wrap(other, op=hvd.Sum)
+    for m, o in ((model, optimizer), (other, second)):
+        m.loss(hvd.rank() + 1).backward()
+        o.step()
+        check(m, lambda _: total())
+
+
+def test_after_shutdown_and_init() -> None:
+    model = Scales()
+    optimizer = wrap(model, op=hvd.Sum)
+    for _ in range(2):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model.loss(hvd.rank() + 1).backward()
+            optimizer.step()
+            check(model, lambda _: total())
+        hvd.shutdown()
+        hvd.init()
+    gradients = [p.grad for p in model.p]
+    assert all(gradient is not None and gradient.sum() >= 0 for gradient in gradients)  # memory outlives the runtime
+
+
+def test_gradients_of_users_in_the_fusion_buffer() -> None:
+    """An allreduce of ``p.grad`` itself, once it lives in its slot."""
+    model = Scales([(100, 100), (3,)])
+    optimizer = wrap(model, op=hvd.Sum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss(hvd.rank() + 1).backward()
+        optimizer.step()
+    for p in model.p:
+        assert p.grad is not None
+        hvd.allreduce_(p.grad, op=hvd.Average)
+    check(model, lambda _: total())
+
+
+def test_timeline_spans() -> None:
+    recorder = hvdlite.runtime().recorder
+    model = Scales()
+    optimizer = wrap(model)
+    recorder.start()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.loss(1.0).backward()
+        optimizer.step()
+    recorder.stop()
+    events, _ = recorder.drain()
+    assert sum(event[1] is Lane.OPTIMIZER and event[2] == "step" for event in events) == 3
+    if hvd.size() > 1:
+        backward = [event for event in events if event[1] is Lane.BACKWARD and event[2] == "backward"]
+        assert len(backward) == 3
+        assert all(0 < start < end for _, _, _, start, end, _, _ in backward)

