@@ -1,6 +1,7 @@
 #include "signal.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -115,6 +116,7 @@ WaitStatus Barrier::await_generation_after(std::uint32_t before, Clock::time_poi
       pause();
     }
     if (aborted()) return WaitStatus::kAborted;
+    sched_yield();  // the rank that is waited for may need this very core
   } while (Clock::now() < spin_until);
 
   shared_->sleepers.fetch_add(1, std::memory_order_seq_cst);
