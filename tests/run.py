@@ -57,6 +57,7 @@ def main() -> int:
     except environment.SetupError as error:
         print(f"\ntests: {error}", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the stage that runs is ended with this process
     stages = plan(arguments, for_pytest, pythons)
     status = 0
     done = []
@@ -161,9 +162,9 @@ def run(stage: Stage, keep_python_path: bool) -> None:
     if lint:
         stage.counts["failed" if status else "passed"] += 1
         stage.failures += [f"exit status {status}"] * bool(status)
-    elif status not in (0, 5) and not stage.failures:  # 5: no test was selected
-        stage.counts["failed"] += 1
-        stage.failures.append(f"ended with exit status {status}")
+    elif status not in (0, 5) and not stage.counts["failed"]:  # 5: no test was selected
+        stage.counts["failed"] = 1
+        stage.failures = stage.failures or [f"ended with exit status {status}"]
 
 
 def end(child: subprocess.Popen[bytes]) -> int:

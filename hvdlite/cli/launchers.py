@@ -192,12 +192,8 @@ def _mpich(launcher: Launcher, job: Job, environ: Mapping[str, str]) -> list[str
     arguments = ["-np", str(job.ranks)]
     if job.hosts:
         arguments += ["-hosts", _host_list(job.hosts)]
-    if (
-        job.hosts
-        and job.interfaces
-        and not _Given(job.options, environ).option("iface")
-        and "HYDRA_IFACE" not in environ
-    ):
+    chosen = _Given(job.options, environ).option("iface") or "HYDRA_IFACE" in environ
+    if job.host_count > 1 and job.interfaces and not chosen:
         arguments += ["-iface", select(job.interfaces)[0].name]
     return arguments
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 
@@ -108,6 +109,8 @@ class Executor:
         if request.op is not ReduceOp.AVERAGE:
             return request.op, request.prescale, request.postscale
         share = 1.0 / self._backend.size
+        if not wire.is_floating:
+            share = math.nextafter(share, 1.0)  # 49 * (1 / 49) is below 1, which truncates to 0
         if wire.is_half and self._nodes > 1:
             return ReduceOp.SUM, request.prescale * share, request.postscale
         return ReduceOp.SUM, request.prescale, request.postscale * share

@@ -229,11 +229,12 @@ class GradientReducer:
             try:
                 assert bucket.pending is not None
                 bucket.pending.wait()
-                bucket.deliver()
             except HorovodInternalError as error:  # raised only when nothing is in flight any more
                 failure = failure or error
         if failure is not None:
             raise failure
+        for bucket in buckets:
+            bucket.deliver()
 
     def _switch_off(self, slot: Slot) -> None:
         slot.active = False

@@ -29,7 +29,8 @@ def run(launch: Launch, ranks: int, script: str, path: Path, *options: str) -> d
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_allreduce(launch: Launch, tmp_path: Path, ranks: int) -> None:
-    report = run(launch, ranks, "allreduce.py", tmp_path / "a.json", "--rounds=1", "--max-bytes=1048576", "--factor=512")
+    sizes = ("--rounds=1", "--max-bytes=1048576", "--factor=512")
+    report = run(launch, ranks, "allreduce.py", tmp_path / "a.json", *sizes)
     found = {(row["way"], row["bytes"]) for row in report["rows"] if row["median_us"] > 0}
     ways = ("memcpy", "hvdlite backend", "hvd, in its slot", "hvd, elsewhere", "MPI", "Gloo")
     assert found >= {(way, nbytes) for way in ways for nbytes in (4, 2048, 1 << 20)}

@@ -62,7 +62,7 @@ def run(
     """
     added = {"MACHINES": machines} if machines else {}
     options = ["-disable-auto-cleanup"] if alone and launcher_of(sys.executable).mpi is Mpi.MPICH else []
-    return launch(n, PREAMBLE + script, *args, env={**added, **(env or {})}, options=options, timeout=45)
+    return launch(n, PREAMBLE + script, *args, env={**added, **(env or {})}, options=options, timeout=90)
 
 
 def check_end(result: Result, *words: str) -> None:

@@ -57,7 +57,7 @@ def test_broadcast_parameters(entries: Callable[[torch.nn.Module], Any]) -> None
         model = model_of(hvd.rank())
         hvd.broadcast_parameters(entries(model), root)
         assert same(model.state_dict(), model_of(root).state_dict())
-        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index, union-attr]
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_parameters_of_every_kind() -> None:
@@ -99,13 +99,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def stepped(name: str, seed: int, steps: int, wrapped: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = model_of(seed)
-    optimizer = OPTIMIZERS[name]([{"params": model[0].parameters()}, {"params": model[3].parameters()}])  # type: ignore[index]
+    optimizer = OPTIMIZERS[name]([{"params": model[0].parameters()}, {"params": model[3].parameters()}])
     if wrapped:
         optimizer = hvd.DistributedOptimizer(optimizer)
     for _ in range(steps):
         optimizer.zero_grad()
         x = torch.randn(5, 3, 3, 3)
-        model[3](model[2](model[1](model[0](x))).double()).square().sum().backward()  # type: ignore[index, operator]
+        model[3](model[2](model[1](model[0](x))).double()).square().sum().backward()
         optimizer.step()
     return model, optimizer
 
@@ -149,9 +149,9 @@ def test_optimizer_state_beside_parameters() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     if hvd.rank() == 0:
-        optimizer.state["seen"] = {"steps": 7, "history": [torch.ones(3), (torch.arange(2),)]}  # type: ignore[index]
+        optimizer.state["seen"] = {"steps": 7, "history": [torch.ones(3), (torch.arange(2),)]}
     hvd.broadcast_optimizer_state(optimizer, 0)
-    seen: Any = optimizer.state["seen"]  # type: ignore[index]
+    seen: Any = optimizer.state["seen"]
     assert same(seen, {"steps": 7, "history": [torch.ones(3), (torch.arange(2),)]})
 
 

@@ -246,10 +246,10 @@ def test_mixed_dtypes() -> None:
     model = torch.nn.ModuleList([Scales([(30, 30), (5,)], dtype) for dtype in dtypes])
     optimizer = wrap(model, op=hvd.Sum)
     for _ in range(3):
-        torch.stack([part.loss(hvd.rank() + 1) for part in model]).sum().backward()  # type: ignore[operator, union-attr]
+        torch.stack([part.loss(hvd.rank() + 1) for part in model]).sum().backward()
         optimizer.step()
         for part in model:
-            check(part, lambda _: total())  # type: ignore[arg-type]
+            check(part, lambda _: total())
         optimizer.zero_grad()
 
 

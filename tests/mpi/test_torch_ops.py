@@ -318,7 +318,7 @@ def test_a_name_in_flight() -> None:
 def test_invalid_root(root: int) -> None:
     for operation in (hvd.broadcast, hvd.broadcast_, hvd.broadcast_async, hvd.broadcast_async_):
         with pytest.raises(ValueError, match="root_rank"):
-            operation(torch.ones(1), root)  # type: ignore[operator]
+            operation(torch.ones(1), root)
 
 
 def test_what_does_not_reduce() -> None:

@@ -43,11 +43,11 @@ def test_duplicate_names_are_listed(model: torch.nn.Module) -> None:
 
 def test_a_parameter_without_name_is_described(model: torch.nn.Module) -> None:
     with pytest.raises(ValueError, match=r"parameter 2 of group 0, of shape \(1, 4\)"):
-        wrap(model, named_parameters=model[0].named_parameters())  # type: ignore[index]
+        wrap(model, named_parameters=model[0].named_parameters())
 
 
 def test_more_names_than_parameters_are_fine(model: torch.nn.Module) -> None:
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[index]
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
@@ -80,7 +80,7 @@ def test_arguments_that_make_no_sense(model: torch.nn.Module, arguments: dict[st
 
 
 def test_a_parameter_in_two_groups(model: torch.nn.Module) -> None:
-    weight = model[0].weight  # type: ignore[index]
+    weight = model[0].weight
     for groups in ([[weight], [weight]], [[weight, weight]]):
         with pytest.raises(ValueError, match=r"'0\.weight' several times"):
             wrap(model, named_parameters=model.named_parameters(), groups=groups)

@@ -35,6 +35,16 @@ class Scales(torch.nn.Module):
         return factor * torch.stack([term.double() for term in terms]).sum()
 
 
+class _Halves(hvd.Compressor):
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
+        return tensor.double() / 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
+        return (tensor * 2).to(ctx)
+
+
 SHAPES = ((3, 5), (5,), (40, 400), (7,), (), (0, 2), (33, 3))
 
 
@@ -224,6 +234,24 @@ def test_what_no_sync_left_can_be_dropped(runtime: FakeRuntime) -> None:
     assert reduced(model) == [None]
 
 
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16, _Halves])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_changes_of_gradients_on_their_way_are_noticed(
+    runtime: FakeRuntime, compression: type[hvd.Compressor], set_to_none: bool
+) -> None:
+    model = Scales((3,), (20000,))
+    optimizer = wrap(model, compression=compression)
+    for step in range(6):
+        model.loss().backward()
+        if step % 2:
+            torch.nn.utils.clip_grad_norm_([model.p[step % 4 // 2]], 0.1)
+            with pytest.warns(UserWarning, match=rf"'p\.{step % 4 // 2}' was changed.*skip_synchronize"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
 def test_zero_grad_between_backward_and_step(runtime: FakeRuntime) -> None:
     model = Scales((3,))
     optimizer = wrap(model)
@@ -295,16 +323,6 @@ def test_fp16_compression_is_the_runtimes(runtime: FakeRuntime) -> None:
         optimizer.zero_grad()
     assert all(call["wire_dtype"] is DType.FLOAT16 for call in runtime.calls if call["kind"] == "allreduce")
     assert not runtime.allocated
-
-
-class _Halves(hvd.Compressor):
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        return tensor.double() / 2, tensor.dtype
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
-        return (tensor * 2).to(ctx)
 
 
 def test_compression_of_users(runtime: FakeRuntime) -> None:

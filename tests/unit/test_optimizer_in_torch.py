@@ -32,7 +32,7 @@ class Odd(torch.optim.Optimizer):
         self.extra = extra
 
     @torch.no_grad()
-    def step(self) -> str:  # type: ignore[override]
+    def step(self) -> str:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -329,7 +329,7 @@ def test_patched_step_of_the_object_is_kept() -> None:
         seen.append(model.weight.grad.sum().item())
         return inner(*args, **kwargs)
 
-    optimizer.step = counting_step  # type: ignore[method-assign]
+    optimizer.step = counting_step
     wrapped = hvd.DistributedOptimizer(optimizer)
     backward(model)
     wrapped.step()

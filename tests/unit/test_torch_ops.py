@@ -105,9 +105,9 @@ def test_poll_and_synchronize(runtime: FakeRuntime) -> None:
 @pytest.mark.parametrize("bad", [0, None, "allreduce.noname.0", torch.ones(1)])
 def test_poll_and_synchronize_of_anything_else(bad: object) -> None:
     with pytest.raises(ValueError, match="handle"):
-        hvd.poll(bad)  # type: ignore[arg-type]
+        hvd.poll(bad)
     with pytest.raises(ValueError, match="handle"):
-        hvd.synchronize(bad)  # type: ignore[arg-type]
+        hvd.synchronize(bad)
 
 
 def test_a_handle_keeps_its_tensors(runtime: FakeRuntime) -> None:
@@ -155,7 +155,7 @@ def test_unknown_op(runtime: FakeRuntime, op: int) -> None:
 def test_tensors_that_cannot_travel(runtime: FakeRuntime, tensor: torch.Tensor, text: str) -> None:
     for operation in (hvd.allreduce_async, hvd.allgather_async, lambda t, name: hvd.broadcast_async(t, 0, name)):
         with pytest.raises(ValueError, match=f"'t'.*{text}"):
-            operation(tensor, name="t")  # type: ignore[operator]
+            operation(tensor, name="t")
 
 
 def test_process_set_must_be_one(runtime: FakeRuntime) -> None:
@@ -165,9 +165,9 @@ def test_process_set_must_be_one(runtime: FakeRuntime) -> None:
         lambda t, process_set: hvd.broadcast(t, 0, process_set=process_set),
     ):
         with pytest.raises(ValueError, match="global_process_set"):
-            operation(torch.ones(1), process_set=0)  # type: ignore[operator]
+            operation(torch.ones(1), process_set=0)
     with pytest.raises(ValueError, match="global_process_set"):
-        hvd.barrier(0)  # type: ignore[arg-type]
+        hvd.barrier(0)
     assert hvd.global_process_set.ranks == [0, 1, 2]
     assert hvd.global_process_set.included()
 

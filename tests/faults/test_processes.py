@@ -1,0 +1,82 @@
+"""Interrupts, children of a rank that dies, and what is left of a job that was killed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fault_lab import check_end, run
+
+INTERRUPTED = """
+def launcher():
+    pid = os.getppid()
+    while True:
+        stat = open(f"/proc/{pid}/stat").read()
+        name = stat[stat.index("(") + 1 : stat.rindex(")")]
+        if name in ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "orterun"):
+            return pid
+        pid = int(stat[stat.rindex(")") + 2 :].split()[1])
+
+hvdlite.init()
+step()
+if hvdlite.rank() == 1:
+    say("dying at", time.time())
+    os.kill(launcher() if sys.argv[1] == "mpirun" else os.getpid(), signal.SIGINT)
+while True:
+    step()
+"""
+
+
+def test_an_interrupted_mpirun_leaves_nothing() -> None:
+    """What Ctrl-C does where it reaches mpirun only."""
+    result = run(INTERRUPTED, "mpirun", machines="0011")
+    check_end(result)
+
+
+def test_an_interrupted_rank_ends_the_job() -> None:
+    result = run(INTERRUPTED, "rank", machines="0011", alone=True)
+    check_end(result, "rank 1 raised KeyboardInterrupt")
+
+
+CHILD = """
+hvdlite.init()
+step()
+if hvdlite.rank() == 1:
+    if os.fork() == 0:
+        time.sleep(5)
+        os._exit(0)
+    say("dying at", time.time())
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        step()
+except hvdlite.RankFailedError:
+    say("noticed at", time.time())
+"""
+
+
+def test_a_child_of_a_rank_that_dies_hides_nothing() -> None:
+    """It has the parent's sockets no more, so the others see them close."""
+    result = run(CHILD, n=3, machines="001", alone=True)
+    died, noticed = (re.search(rf"^{word} at ([\d.]+)$", result.stdout, re.MULTILINE) for word in ("dying", "noticed"))
+    assert died is not None, result
+    assert noticed is not None, result
+    assert float(noticed[1]) - float(died[1]) < 3, result
+
+
+KILLED = """
+hvdlite.init()
+step()
+buffer = hvdlite.runtime().allocate(1 << 20)
+if hvdlite.rank() == 1:
+    say("dying at", time.time())
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    step()
+"""
+
+
+def test_a_killed_job_leaves_no_files_of_ours(tmp_path: Path) -> None:
+    """In /dev/shm `run` looks itself; here the directory for temporary files."""
+    check_end(run(KILLED, machines="0011", env={"TMPDIR": str(tmp_path)}, alone=True), "rank 1 (pid")
+    assert not [path for path in tmp_path.rglob("*") if "hvdlite" in path.name.lower()]

@@ -1,0 +1,193 @@
+"""tools/environment.py and the counting in tests/run.py, without installing anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(path: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, for a small tree in ``tmp_path``, with pip and venv replaced by notes in ``steps``."""
+    module = load("tools/environment.py", "environment_under_test")
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
+    for name in ("csrc/a.cpp", "hvdlite/__init__.py", "hvdlite/sub/b.py", "setup.py", "pyproject.toml", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".venv").mkdir()
+    steps: list[str] = []
+    monkeypatch.setattr(module, "steps", steps, raising=False)
+    monkeypatch.setattr(module, "_step", lambda title, *command: steps.append(title))
+    monkeypatch.setattr(module, "_check_compiler", lambda: None)
+    return module
+
+
+def test_installs_once(environment: ModuleType) -> None:
+    environment._install_hvdlite(["openmpi"])
+    assert len(environment.steps) == 1
+    environment._install_hvdlite(["openmpi"])
+    assert len(environment.steps) == 1
+
+
+def test_installs_again_with_more_extras_and_keeps_the_others(environment: ModuleType) -> None:
+    environment._install_hvdlite(["openmpi"])
+    environment._install_hvdlite(["test"])
+    environment._install_hvdlite(["openmpi", "test"])
+    assert [step.split("with ")[1].split(" into")[0] for step in environment.steps] == ["openmpi", "openmpi, test"]
+
+
+@pytest.mark.parametrize("name", ["csrc/a.cpp", "hvdlite/sub/b.py", "pyproject.toml", "hvdlite/new.py"])
+def test_installs_again_when_sources_changed(environment: ModuleType, tmp_path: Path, name: str) -> None:
+    environment._install_hvdlite(["openmpi"])
+    (tmp_path / name).write_text("changed")
+    environment._install_hvdlite(["openmpi"])
+    assert len(environment.steps) == 2
+    assert (tmp_path / ".venv" / "source" / name).read_text() == "changed"
+
+
+def test_does_not_take_a_failure_for_success(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(title: str, *command: str) -> None:
+        raise environment.SetupError(title)
+
+    with monkeypatch.context() as context:
+        context.setattr(environment, "_step", fail)
+        with pytest.raises(environment.SetupError):
+            environment._install_hvdlite(["openmpi"])
+    environment._install_hvdlite(["openmpi"])
+    assert len(environment.steps) == 1
+
+
+def test_what_was_deleted_is_not_built_again(environment: ModuleType, tmp_path: Path) -> None:
+    environment._install_hvdlite(["openmpi"])
+    source = tmp_path / ".venv" / "source"
+    built = source / "build" / "lib.linux" / "hvdlite"
+    shutil.copytree(source / "hvdlite", built)
+    (built / "_native.so").touch()
+    (tmp_path / "hvdlite" / "sub" / "b.py").unlink()
+    environment._install_hvdlite(["openmpi"])
+    assert not list(source.rglob("b.py"))
+    assert (built / "_native.so").exists()  # compiled code is kept while csrc/ is as it was
+    (tmp_path / "csrc" / "a.cpp").write_text("changed")
+    environment._install_hvdlite(["openmpi"])
+    assert not (built / "_native.so").exists()
+
+
+def test_torch_of_ones_choice(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_ask", lambda python, program: "False")
+    monkeypatch.setenv("HVDLITE_TORCH", "torch==2.9.0 --no-deps")
+    environment._install_torch()
+    assert environment.steps == ["installing torch==2.9.0 --no-deps into .venv"]
+
+
+def test_any_torch_where_the_tested_one_is_not_to_be_had(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(title: str, *command: str) -> None:
+        environment.steps.append(command[-1])
+        if "==" in command[-1]:
+            raise environment.SetupError(title)
+
+    monkeypatch.delenv("HVDLITE_TORCH", raising=False)
+    monkeypatch.setattr(environment, "_ask", lambda python, program: "False")
+    monkeypatch.setattr(environment, "_step", step)
+    environment._install_torch()
+    assert environment.steps == ["torch==2.13.0", "torch"]
+
+
+def test_torch_that_is_there_stays(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_ask", lambda python, program: "True")
+    environment._install_torch()
+    assert environment.steps == []
+
+
+def test_says_what_is_missing(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(sys, "version_info", (3, 8, 18))
+        with pytest.raises(environment.SetupError, match="Python 3.10 or newer"):
+            environment._check_python()
+    with monkeypatch.context() as context:
+        context.setattr(importlib.util, "find_spec", lambda name: None if name == "ensurepip" else object())
+        with pytest.raises(environment.SetupError, match=r"apt install python3\.\d+-venv"):
+            environment._make_venv(tmp_path / ".venv")
+    real = load("tools/environment.py", "environment_of_this_machine")
+    with monkeypatch.context() as context:
+        context.delenv("CXX", raising=False)
+        context.setenv("PATH", str(tmp_path))
+        with pytest.raises(real.SetupError, match="no C[+][+] compiler: apt install g[+][+]"):
+            real._check_compiler()
+    with monkeypatch.context() as context:
+        context.setenv("CXX", sys.executable)
+        context.setattr(real, "_ask", lambda python, program: str(tmp_path))
+        with pytest.raises(real.SetupError, match=r"apt install python3\.\d+-dev"):
+            real._check_compiler()
+
+
+@pytest.mark.parametrize("script", ["examples/quickstart.py", "tests/run.py"])
+def test_a_failure_is_a_sentence_not_a_traceback(tmp_path: Path, script: str) -> None:
+    for name in (script, "tools/environment.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    cases = "*find_spec*) echo False;; *install*) echo no network >&2; exit 1;;"
+    python.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n')
+    python.chmod(0o755)
+    environ = {**os.environ, "HVDLITE_TORCH": "torch"}
+    command = [sys.executable, str(tmp_path / script)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no network" in done.stderr
+    assert "installing torch into .venv: failed with exit status 1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runner = load("tests/run.py", "runner_under_test")
+    outcomes = tmp_path / "outcomes"
+    entries = [("a", "started"), ("a", "passed"), ("b", "started"), ("b", "skipped"), ("c", "started"), ("d", "failed")]
+    lines = [json.dumps({"test": test, "outcome": outcome, "reason": "because"}) for test, outcome in entries]
+    outcomes.write_text("\n".join(lines) + "\n")
+    stage = runner.Stage("unit", [], 1)
+    runner.read(stage, outcomes)
+    assert runner.report([stage]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "1 passed, 2 failed, 1 skipped"
+    assert "FAILED in unit: c (did not end)" in lines
+    assert "skipped 1 in unit: because" in lines
+
+
+def test_a_stage_that_dies_without_a_word_is_a_failure() -> None:
+    runner = load("tests/run.py", "runner_under_test")
+    stage = runner.Stage("unit", [sys.executable, "-c", "import os; os._exit(9)"], 60)
+    runner.run(stage, keep_python_path=False)
+    assert stage.counts == {"failed": 1}
+    assert stage.failures == ["ended with exit status 9"]
+
+
+def test_a_stage_that_hangs_is_ended() -> None:
+    runner = load("tests/run.py", "runner_under_test")
+    stage = runner.Stage("unit", [sys.executable, "-c", "import time; time.sleep(100)"], 1)
+    runner.run(stage, keep_python_path=False)
+    assert stage.failures == ["not at its end after 1 s"]
+    assert stage.counts == {"failed": 1}
+    assert runner.report([stage]) == 1
