@@ -13,6 +13,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from hvdlite import _native
@@ -130,12 +131,14 @@ def discover(comm: MPI.Comm | None, timeout_s: float) -> tuple[tuple[tuple[int, 
     """
     if comm is None or comm.size == 1:
         return ((0,),), Node([0], 0, {}, {})
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as on_failure:
         name = f"\0hvdlite-{secrets.token_hex(16)}"
         listener.bind(name)
         listener.listen(4096)
         names: list[str] = comm.allgather(name)
         leader, links = _connect_to_leader(names, comm.rank)
+        for link in links:
+            on_failure.enter_context(link)
         leaders: list[int] = comm.allgather(leader)
         nodes = tuple(tuple(r for r in range(comm.size) if leaders[r] == lead) for lead in sorted(set(leaders)))
         if any(leaders[node[0]] != node[0] for node in nodes):
@@ -143,6 +146,7 @@ def discover(comm: MPI.Comm | None, timeout_s: float) -> tuple[tuple[tuple[int, 
         ranks = nodes[next(i for i, node in enumerate(nodes) if comm.rank in node)]
         if leader == comm.rank:
             return nodes, _accept(listener, ranks, timeout_s)
+        on_failure.pop_all()
     own, watch = links
     for link in links:
         link.sendall(_HELLO.pack(comm.rank))
@@ -170,18 +174,20 @@ def _accept(listener: socket.socket, ranks: tuple[int, ...], timeout_s: float) -
     """The leader's node: takes two connections from every other local rank, in whatever order they come."""
     found: dict[int, list[socket.socket]] = {rank: [] for rank in ranks[1:]}
     listener.settimeout(timeout_s)
-    while any(len(links) < 2 for links in found.values()):
-        try:
-            link, _ = listener.accept()
-            link.settimeout(timeout_s)
-            (rank,) = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
-        except (TimeoutError, struct.error) as error:
-            missing = [rank for rank, links in found.items() if len(links) < 2]
-            raise StartupError(
-                f"ranks {missing} did not connect to rank {ranks[0]} on their own machine within {timeout_s:.0f} s; "
-                "if the machine is overloaded, raise HVDLITE_START_TIMEOUT"
-            ) from error
-        found[rank].append(link)
+    with ExitStack() as on_failure:
+        while any(len(links) < 2 for links in found.values()):
+            try:
+                link = on_failure.enter_context(listener.accept()[0])
+                link.settimeout(timeout_s)
+                (rank,) = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
+            except (TimeoutError, struct.error) as error:
+                missing = [rank for rank, links in found.items() if len(links) < 2]
+                raise StartupError(
+                    f"ranks {missing} did not connect to rank {ranks[0]} on their own machine within {timeout_s:.0f} s; "
+                    "if the machine is overloaded, raise HVDLITE_START_TIMEOUT"
+                ) from error
+            found[rank].append(link)
+        on_failure.pop_all()
     # Both connections of a rank come in the order it made them, because it says hello in that order.
     by_local = {ranks.index(rank): pair for rank, pair in found.items()}
     links = {i: pair[0] for i, pair in by_local.items()}

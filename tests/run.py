@@ -34,7 +34,7 @@ import environment  # noqa: E402 (the line above makes it importable)
 
 SUITES = ("lint", "unit", "mpi", "faults", "hosts")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
-TIME_LIMIT_S = {"lint": 300, "unit": 300, "mpi": 420, "faults": 600, "hosts": 600}
+TIME_LIMIT_S = {"lint": 300, "unit": 600, "mpi": 900, "faults": 900, "hosts": 900}
 
 
 @dataclass

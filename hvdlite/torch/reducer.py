@@ -205,7 +205,7 @@ class GradientReducer:
         if late:
             buckets.append(self._late_bucket(late))
         start_ns, end_ns = self._backward_ns
-        if start_ns:
+        if start_ns < end_ns:
             self.recorder.add(Lane.BACKWARD, "backward", start_ns, end_ns)
         try:
             with self.recorder.span(Lane.WAIT, "synchronize"):
@@ -291,7 +291,7 @@ class GradientReducer:
         for slot in self._slots:
             slot.measure()
             slot.bucket = slot.view = None
-            slot.active = slot.param.requires_grad
+            slot.active = False
         config = self._runtime.config
         plan = plan_buckets(
             [slot.nbytes for slot in self._slots],
@@ -306,9 +306,10 @@ class GradientReducer:
         else:
             self._buckets = self._homes(parts)
         for bucket in self._buckets:
-            bucket.missing = sum(slot.active for slot in bucket.slots)
             for slot in bucket.slots:
                 slot.bucket = bucket
+                slot.active = slot.param.requires_grad
+            bucket.missing = sum(slot.active for slot in bucket.slots)
 
     def _bucket(self, name: str, slots: Sequence[Slot]) -> Bucket:
         compression = self.reduction.compression

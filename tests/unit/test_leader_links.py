@@ -110,7 +110,9 @@ def test_a_parent_that_starts_to_listen_late_is_waited_for() -> None:
     listener = Listener()
     threading.Timer(0.5, listener.accept_children, (TOKEN, 0, (1,), soon())).start()
     end = connect([(HERE, listener.port)], TOKEN, 1, 0, soon())
-    check_link(listener.links()[1], end)
+    link = listener.links()[1]
+    check_link(link, end)
+    link.close()
     end.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import socket
 import time
 from typing import Any
 
@@ -189,11 +190,13 @@ def test_a_leader_whose_rank_is_gone_says_so() -> None:
 
 def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = hvdlite.node._connect_to_leader
+    silent: list[socket.socket] = []
 
     def reach(names: list[str], rank: int) -> Any:
         leader, links = connect(names, rank)
         if rank == 1:
             links.pop().close()
+            silent.extend(links)
             raise InterruptedError("rank 1 stops here")
         return leader, links
 
@@ -209,10 +212,11 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
             comm.allgather(0)  # it was seen to reach rank 0
 
     on_ranks(2, work)
+    silent[0].close()
 
 
 def test_nothing_is_left_of_nodes_and_segments() -> None:
-    found(2)  # whatever Python opens once
+    close([node for _, node in found(2)])  # whatever Python opens once
     gc.collect()
     files, mappings = open_files(), mapped()
     for _ in range(10):

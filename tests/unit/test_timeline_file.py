@@ -148,7 +148,10 @@ def test_anyone_may_read_while_others_write(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     writers = start_writers(path, [1, 2], pause_s=0.05)
     try:
-        sizes = [len(names(path)) for _ in range(40)]
+        sizes = [len(names(path))]
+        deadline_s = time.monotonic() + 30
+        while len(sizes) < 40 or (sizes[-1] == sizes[0] and time.monotonic() < deadline_s):
+            sizes.append(len(names(path)))
         assert all(writer.poll() is None for writer in writers)
     finally:
         for writer in writers:
