@@ -74,9 +74,7 @@ def provenance(comm: MPI.Comm, nodes: int) -> dict[str, Any]:
         },
         "versions": versions,
         "settings": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_SETTINGS) and "/" not in value
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS) and "/" not in value
         },
     }
 

@@ -33,17 +33,13 @@ class TensorList:
     """
 
     def __init__(self, addresses: Sequence[int], numels: Sequence[int], offsets: Sequence[int]) -> None: ...
-    def pack(
-        self, destination: int, begin: int, end: int, from_dtype: int, to_dtype: int, scale: float = 1.0
-    ) -> None:
+    def pack(self, destination: int, begin: int, end: int, from_dtype: int, to_dtype: int, scale: float = 1.0) -> None:
         """Write elements [begin, end) of the fused layout to ``destination`` (the address of element ``begin``).
 
         Casts from the tensors' type to the buffer's, times ``scale``; gaps become 0. A tensor that already
         lives at its place (same address, same type, scale 1) is not touched.
         """
-    def unpack(
-        self, source: int, begin: int, end: int, from_dtype: int, to_dtype: int, scale: float = 1.0
-    ) -> None:
+    def unpack(self, source: int, begin: int, end: int, from_dtype: int, to_dtype: int, scale: float = 1.0) -> None:
         """Read elements [begin, end) of the fused layout back into the tensors; the mirror of pack.
 
         Tensors with address 0 are skipped, and so are those that live at their place.

@@ -183,8 +183,8 @@ def _accept(listener: socket.socket, ranks: tuple[int, ...], timeout_s: float) -
             except (TimeoutError, struct.error) as error:
                 missing = [rank for rank, links in found.items() if len(links) < 2]
                 raise StartupError(
-                    f"ranks {missing} did not connect to rank {ranks[0]} on their own machine within {timeout_s:.0f} s; "
-                    "if the machine is overloaded, raise HVDLITE_START_TIMEOUT"
+                    f"ranks {missing} did not connect to rank {ranks[0]} on their own machine within {timeout_s:.0f} "
+                    "s; if the machine is overloaded, raise HVDLITE_START_TIMEOUT"
                 ) from error
             found[rank].append(link)
         on_failure.pop_all()

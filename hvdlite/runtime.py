@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _STALL = -1  # what the sentinel calls the rank that failed where none did: the ranks wait for one another
+_LINKS_SHARE = 0.75  # of the time for the start: init() as a whole ends with less to say about the cause
 _REASON_S = 2.0  # how long a rank that finds its node aborted waits to hear why
 
 
@@ -79,7 +80,7 @@ class Runtime:
     """
 
     def __init__(self, comm: MPI.Comm | None, config: Config, *, versions: Mapping[str, str] | None = None) -> None:
-        deadline_s = time.monotonic() + config.start_timeout_s
+        links_deadline_s = time.monotonic() + _LINKS_SHARE * config.start_timeout_s
         self.recorder = Recorder(config.timeline_events)
         self._failure: HorovodInternalError | None = None
         self._failure_known = threading.Event()
@@ -99,7 +100,7 @@ class Runtime:
         self.topology = Topology(rank, nodes)
         self._node.check = self.check
         self._node.timeout_s = self.config.start_timeout_s
-        links = _leader_links(self.topology, self.config, cards, listener, deadline_s)
+        links = _leader_links(self.topology, self.config, cards, listener, links_deadline_s)
         links += [
             (self._node.ranks[local_rank], cards[self._node.ranks[local_rank]].where, link)
             for local_rank, link in self._node.watch_links.items()

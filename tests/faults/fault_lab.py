@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 
 import pytest
-from launching import Result, launch, launcher_of
 
 from hvdlite.cli.launchers import Mpi
+from launching import Result, launch, launcher_of
 
 END_S = 10.0  # every rank has ended by then
 

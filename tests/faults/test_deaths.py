@@ -6,6 +6,7 @@ Ranks 0 and 1 play one node, 2 and 3 another: 0 leads the job, 2 its node, 1 and
 from __future__ import annotations
 
 import pytest
+
 from fault_lab import check_end, run
 
 DEATHS = """
@@ -103,7 +104,8 @@ try:
         step()
 except hvdlite.RankFailedError as error:
     assert error.rank == 1, error.rank
-    for again in (lambda: reduce("another", tensor()), lambda: hvdlite.runtime().barrier_async(), lambda: hvdlite.runtime().allocate(8)):
+    runtime = hvdlite.runtime()
+    for again in (lambda: reduce("another", tensor()), runtime.barrier_async, lambda: runtime.allocate(8)):
         try:
             again()
         except hvdlite.RankFailedError:

@@ -1,8 +1,9 @@
-"""A rank that does not submit what others wait for: who, what, and where it stands; and the end, where that is wanted."""
+"""A rank that does not submit what others wait for: who, what, and where it stands; and the end, if it is wanted."""
 
 from __future__ import annotations
 
 import pytest
+
 from fault_lab import check_end, run
 
 # Rank 3 takes a branch in which it forgets layer3.bias for a while.
@@ -40,9 +41,15 @@ def test_a_warning_says_what_is_missing_where(machines: str) -> None:
 def test_the_job_ends_where_that_is_wanted() -> None:
     result = run(
         BRANCH, "60", "0011", machines="0011",
-        env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "1", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "2", "HVDLITE_FAILURE_GRACE_SECONDS": "1"},
+        env={
+            "HVDLITE_STALL_CHECK_TIME_SECONDS": "1",
+            "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "2",
+            "HVDLITE_FAILURE_GRACE_SECONDS": "1",
+        },
     )  # fmt: skip
-    check_end(result, "StallError", "allreduce 'layer3.bias'", "rank 3", "slow_branch", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS")
+    check_end(
+        result, "StallError", "allreduce 'layer3.bias'", "rank 3", "slow_branch", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS"
+    )
     assert "done" not in result.stdout
 
 

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_lab import PREAMBLE, run
-from launching import Result, launch, launcher_of, python_of
 
+from fault_lab import PREAMBLE, run
 from hvdlite.cli.launchers import Job, Mpi, build
+from launching import Result, launch, launcher_of, python_of
 
 INIT = """
 hvdlite.init()
@@ -41,7 +41,9 @@ MPI.Get_library_version()
 
 def test_an_mpi_without_threads_is_refused() -> None:
     result = run(LOW_LEVEL + INIT, n=2)
-    check_refused(result, "StartupError: MPI runs at MPI_THREAD_", "needs MPI_THREAD_MULTIPLE", "HVDLITE_MPI_THREADS_DISABLE")
+    check_refused(
+        result, "StartupError: MPI runs at MPI_THREAD_", "needs MPI_THREAD_MULTIPLE", "HVDLITE_MPI_THREADS_DISABLE"
+    )
 
 
 def test_an_mpi_without_threads_is_accepted_where_the_user_says_so() -> None:
@@ -58,7 +60,9 @@ say("went on")
 
 def test_mixed_versions_are_refused() -> None:
     result = run(VERSIONS, n=3)
-    text = check_refused(result, "StartupError: the ranks run different versions of torch: 2.12.1 on rank 0", "2.13.0 on rank 2")
+    text = check_refused(
+        result, "StartupError: the ranks run different versions of torch: 2.12.1 on rank 0", "2.13.0 on rank 2"
+    )
     assert "Install the same version on every host." in text
     assert not any(rank.stderr.strip() for rank in result.ranks[1:]), result  # once is enough
 
@@ -103,7 +107,12 @@ def test_a_rank_that_does_not_start_is_not_waited_for_for_ever() -> None:
     assert result.returncode != 0
     assert not result.leftovers
     assert result.elapsed_s < 15
-    for words in ["init() was not through after 3 s", "A rank did not start", "HVDLITE_NETWORK_INTERFACES", "HVDLITE_START_TIMEOUT"]:
+    for words in [
+        "init() was not through after 3 s",
+        "A rank did not start",
+        "HVDLITE_NETWORK_INTERFACES",
+        "HVDLITE_START_TIMEOUT",
+    ]:
         assert words in result.stderr, result
     assert "went on" not in result.stdout
 
@@ -131,7 +140,10 @@ def test_a_program_alone_needs_no_mpi(tmp_path: Path) -> None:
     """Not even importable: neither mpirun nor a library has to be there."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\nsys.modules['mpi4py'] = None\n" + PREAMBLE + INIT + "assert hvdlite.size() == 1\nsay(sorted(sys.modules))"
+        "import sys\nsys.modules['mpi4py'] = None\n"
+        + PREAMBLE
+        + INIT
+        + "assert hvdlite.size() == 1\nsay(sorted(sys.modules))"
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=40)
     assert done.returncode == 0, done.stderr

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_lab import RANK, SIZE, encode, values_of
 from mpi4py import MPI
 
 import hvdlite.node
+from backend_lab import RANK, SIZE, encode, values_of
 from hvdlite.config import Config
 from hvdlite.coordinator.handle import Handle
 from hvdlite.dtypes import DType
@@ -116,7 +116,8 @@ class Tensor:
         if len(self.memory) != len(wanted):
             return f"{what}: {len(self.memory)} bytes instead of {len(wanted)}"
         first = int(np.flatnonzero(self.memory != wanted)[0]) // self.view.dtype.itemsize
-        return f"{what} {self.view.dtype.label}{self.view.shape} differs from element {first} on, expected {expected[first]}"
+        tensor = f"{what} {self.view.dtype.label}{self.view.shape}"
+        return f"{tensor} differs from element {first} on, expected {expected[first]}"
 
 
 def allreduce(runtime: Runtime, *tensors: Tensor, **options: Any) -> Handle:

@@ -6,12 +6,12 @@ import resource
 import time
 
 import pytest
-from backend_lab import RANK, SIZE
 from mpi4py import MPI
-from runtime_lab import LAYOUTS, Machines, Tensor, agree, allreduce, running
 
+from backend_lab import RANK, SIZE
 from hvdlite.config import Config
 from hvdlite.dtypes import DType
+from runtime_lab import LAYOUTS, Machines, Tensor, agree, allreduce, running
 
 WINDOW_S = 1.5
 MOST_OF_A_CORE = 0.2  # coarse: what is measured is 0.1 % on one node, and 3 % for a leader of several

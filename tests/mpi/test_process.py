@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from backend_lab import RANK, SIZE
 from mpi4py import MPI
 
 import hvdlite
+from backend_lab import RANK, SIZE
 from hvdlite.errors import NotInitializedError, ShutDownError
 from hvdlite.memory import TensorView
 

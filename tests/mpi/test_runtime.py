@@ -13,15 +13,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from backend_lab import RANK, SIZE, reduced, values_of
 from mpi4py import MPI
-from runtime_lab import CHUNK, LAYOUTS, REDUCING, SIZES, STAGING, Gathered, Tensor, agree, allreduce, nodes_of, running
 
+from backend_lab import RANK, SIZE, reduced, values_of
 from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.fusion_buffer import Home, slot_offsets
 from hvdlite.memory import TensorView
 from hvdlite.runtime import Runtime
+from runtime_lab import CHUNK, LAYOUTS, REDUCING, SIZES, STAGING, Gathered, Tensor, agree, allreduce, nodes_of, running
 
 OPS = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 FLOATS = [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64]

@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend_lab import RANK, SIZE, reduced
 from mpi4py import MPI
-from runtime_lab import LAYOUTS, Gathered, Tensor, agree, allreduce, running
 
 import hvdlite
+from backend_lab import RANK, SIZE, reduced
 from hvdlite.config import Config
 from hvdlite.coordinator.handle import Handle
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import DuplicateNameError, MismatchError, ShutDownError, StartupError
 from hvdlite.memory import TensorView
 from hvdlite.runtime import Runtime
+from runtime_lab import LAYOUTS, Gathered, Tensor, agree, allreduce, running
 
 LAST = SIZE - 1
 several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot contradict itself")
@@ -86,7 +86,7 @@ CASES: dict[str, tuple[Case, list[str]]] = {
     ),
     "root": (lambda rt, odd: send(rt, ones(4), 1 if odd else 0), ["root rank", "is 0", "but 1"]),
     "broadcast shape": (lambda rt, odd: send(rt, ones(5 if odd else 4), 0), ["shape", "(4,)", "(5,)"]),
-    "gathered shape": (lambda rt, odd: gather(rt, ones(4, 3 if odd else 2)), ["shape", "first dimension", "(2,)", "(3,)"]),
+    "gathered shape": (lambda rt, odd: gather(rt, ones(4, 3 if odd else 2)), ["shape", "first dimension", "(2,)", "(3,)"]),  # noqa: E501
     "gathered dtype": (
         lambda rt, odd: gather(rt, ones(4, dtype=DType.BOOL if odd else DType.UINT8)),
         ["dtype", "uint8", "bool"],
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Case, list[str]]] = {
         ["operation", "allreduce", "broadcast"],
     ),
     "members": (
-        lambda rt, odd: rt.allreduce_async([ones(4)] * (3 if odd else 2), [ones(4)] * (3 if odd else 2), name="layer3.weight"),
+        lambda rt, odd: rt.allreduce_async([ones(4)] * (3 if odd else 2), [ones(4)] * (3 if odd else 2), name="layer3.weight"),  # noqa: E501
         ["number of tensors", "is 2", "but 3"],
     ),
     "member": (
@@ -141,7 +141,7 @@ def test_a_group_fails_as_a_whole(runtime: Runtime, world: MPI.Intracomm) -> Non
 def test_contradictions_in_a_crowd(runtime: Runtime, world: MPI.Intracomm) -> None:
     """Of 60 in flight, in different orders, every fifth contradicts; the others are complete."""
     generator = random.Random(RANK)
-    sizes = {i: 30 + (i % 5 == 0 and RANK == i % SIZE) for i in range(60)}
+    sizes = {i: 30 + (i % 5 == 0 and i % SIZE == RANK) for i in range(60)}
     tensors = {i: Tensor.input(size, DType.FLOAT32, i) for i, size in sizes.items()}
     order = list(tensors)
     generator.shuffle(order)
@@ -150,7 +150,9 @@ def test_contradictions_in_a_crowd(runtime: Runtime, world: MPI.Intracomm) -> No
     for i, handle in handles.items():
         try:
             handle.wait()
-            problems.append("no error" if i % 5 == 0 else tensors[i].problem(reduced(ReduceOp.SUM, 30, DType.FLOAT32, salt=i)))
+            problems.append(
+                "no error" if i % 5 == 0 else tensors[i].problem(reduced(ReduceOp.SUM, 30, DType.FLOAT32, salt=i))
+            )
         except MismatchError as error:
             problems.append(None if i % 5 == 0 and f"crowd.{i}'" in str(error) else f"{i}: {error}")
     agree(world, *problems)
@@ -187,7 +189,7 @@ def test_allocate_of_different_sizes(runtime: Runtime, world: MPI.Intracomm) -> 
 
 
 def test_a_name_in_flight_is_refused(runtime: Runtime, world: MPI.Intracomm) -> None:
-    """The first operation of that name is not disturbed. The last rank submits late, so that all others are in flight."""
+    """The first operation of that name is not disturbed. The last rank submits late: all others are in flight."""
     tensor = Tensor.input(9, DType.INT32)
     if RANK == LAST and SIZE > 1:
         world.Barrier()
@@ -262,7 +264,11 @@ def test_what_is_in_flight_at_the_end_fails_with_the_reason(world: MPI.Intracomm
             runtime.close()
             runtime.close()
             assert runtime.closed
-            for later in (runtime.barrier_async, lambda runtime=runtime: reduce(runtime, ones(3)), lambda runtime=runtime: runtime.allocate(8)):
+            for later in (
+                runtime.barrier_async,
+                lambda runtime=runtime: reduce(runtime, ones(3)),
+                lambda runtime=runtime: runtime.allocate(8),
+            ):
                 with pytest.raises(ShutDownError, match="shut down in this process"):
                     later()
 

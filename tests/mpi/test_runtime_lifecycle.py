@@ -1,4 +1,4 @@
-"""Starting and ending: any number of times, side by side, on some of the ranks, in the default runtime; nothing grows."""
+"""Starting and ending: many times, side by side, on some of the ranks, in the default runtime; nothing grows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from backend_lab import RANK, SIZE, reduced
 from mpi4py import MPI
-from runtime_lab import LAYOUTS, TINY, Tensor, agree, allreduce, machines, running
 
 import hvdlite
+from backend_lab import RANK, SIZE, reduced
 from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import ConfigError, NotInitializedError, ShutDownError
 from hvdlite.runtime import Runtime
+from runtime_lab import LAYOUTS, TINY, Tensor, agree, allreduce, machines, running
 
 SubComm = Callable[[int], MPI.Intracomm | None]
 several = pytest.mark.skipif(SIZE == 1, reason="needs ranks to leave out")
@@ -75,7 +75,9 @@ def test_disjoint_halves_work_at_the_same_time(world: MPI.Intracomm) -> None:
 
 
 def test_rank_0_decides_the_settings(world: MPI.Intracomm) -> None:
-    mine = Config(cache_capacity=3 + RANK, fusion_threshold_bytes=1000 * RANK, chunk_bytes=64 << RANK, tree_fanout=1 + RANK)
+    mine = Config(
+        cache_capacity=3 + RANK, fusion_threshold_bytes=1000 * RANK, chunk_bytes=64 << RANK, tree_fanout=1 + RANK
+    )
     with running(world, mine, LAYOUTS[-1]) as runtime:
         assert runtime.config.cache_capacity == 3
         assert runtime.config.fusion_threshold_bytes == 0

@@ -1,4 +1,4 @@
-"""Thousands of steps of many small random operations, in random order, with random delays: no hang, no wrong sum, no growth."""
+"""Thousands of steps of small random operations, in random order, with random delays: no hang, no growth, right sums."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from backend_lab import RANK, SIZE
 from mpi4py import MPI
-from runtime_lab import LAYOUTS, agree, running
 
+from backend_lab import RANK, SIZE
 from hvdlite.config import Config
 from hvdlite.coordinator.handle import Handle
-from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.dtypes import ReduceOp
 from hvdlite.memory import TensorView
 from hvdlite.runtime import Runtime
+from runtime_lab import LAYOUTS, agree, running
 
 STEPS = 10_000 if SIZE == 2 else 3_000  # elsewhere a shorter one: all counts of ranks together would take minutes
 WARM_UP = STEPS // 5

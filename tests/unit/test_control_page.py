@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from thread_comm import on_ranks
 
 from hvdlite.coordinator.control_page import ByteStream, ControlPage
 from hvdlite.node import Node, discover
+from thread_comm import on_ranks
 
 
 def stream(readers: int, capacity: int) -> ByteStream:

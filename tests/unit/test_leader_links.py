@@ -82,7 +82,12 @@ def test_addresses_that_lead_nowhere_are_passed_over() -> None:
 
 @pytest.mark.parametrize(
     "hello",
-    [HELLO.pack(b"x" * 16, 1, 0), HELLO.pack(TOKEN, 1, 7), HELLO.pack(TOKEN, 9, 0), b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"],
+    [
+        HELLO.pack(b"x" * 16, 1, 0),
+        HELLO.pack(TOKEN, 1, 7),
+        HELLO.pack(TOKEN, 9, 0),
+        b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    ],
     ids=["another job", "another parent", "not a child", "another protocol"],
 )
 def test_who_cannot_prove_itself_is_sent_away(hello: bytes) -> None:

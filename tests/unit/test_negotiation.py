@@ -55,7 +55,7 @@ def test_a_tree_and_a_flat_root_say_the_same(seed):
         said_tree += root.verdicts()
     assert len(said_tree) == len(names)
     assert sorted(map(repr, said_tree)) == sorted(map(repr, said_flat))
-    assert [v for v in said_tree if isinstance(v, Fault)][0].key == ("t3", NAMED)
+    assert next(v for v in said_tree if isinstance(v, Fault)).key == ("t3", NAMED)
 
 
 def test_sizes_come_back_in_rank_order():

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from thread_comm import on_ranks
 
 import hvdlite.node
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
 from hvdlite.fusion.segment import Segment, create_memory_file
 from hvdlite.node import Node, discover
+from thread_comm import on_ranks
 
 
 def found(size: int) -> list[tuple[tuple[tuple[int, ...], ...], Node]]:

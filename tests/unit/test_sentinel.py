@@ -154,7 +154,7 @@ def test_a_long_traceback_keeps_its_head_and_tail(letter: str) -> None:
 
 @pytest.mark.parametrize("letter", ["x", "🙂"])
 def test_a_neighbour_that_does_not_read_holds_nobody_up(letter: str) -> None:
-    """A stopped process reads nothing; its kernel's buffers are full. The others must hear of a failure all the same."""
+    """A stopped process reads nothing, and its kernel's buffers are full. The others must hear of a failure."""
     mine, full = socket.socketpair()
     a, b = socket.socketpair()
     mine.setblocking(False)

@@ -42,7 +42,9 @@ class Job:
 
     def _answer(self, query: Notice) -> None:
         for rank, status in self.answers.items():
-            assert self.watch.take_answer({**status, "kind": "status", "question": query.content["question"], "rank": rank})
+            assert self.watch.take_answer(
+                {**status, "kind": "status", "question": query.content["question"], "rank": rank}
+            )
 
 
 def status(last: str, *in_flight: Key, where: str = "train.py:12 in step: loss.backward()") -> dict[str, Any]:
@@ -64,7 +66,12 @@ def warnings() -> Iterator[list[str]]:
 def test_a_warning_names_tensor_ranks_and_place(warnings: list[str]) -> None:
     job = Job(4, stall_check_time_s=5.0)
     job.waiting = {A: 1.0}
-    job.answers = {0: status("a", A), 1: status("layer2.bias"), 2: status("a", A), 3: status("layer1.bias", where="x.py:3")}
+    job.answers = {
+        0: status("a", A),
+        1: status("layer2.bias"),
+        2: status("a", A),
+        3: status("layer1.bias", where="x.py:3"),
+    }
     job.run(1, 5.9)
     assert not job.asked
     job.run(5.9, 8)

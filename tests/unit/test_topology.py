@@ -1,5 +1,7 @@
 """Ranks, nodes and the tree of leaders as plain facts; shards of any size, beyond 2^31 too."""
 
+import itertools
+
 import pytest
 
 from hvdlite.memory import ALIGNMENT, shard_bounds
@@ -41,7 +43,7 @@ def test_shards_cover_everything_once_and_start_on_cache_lines(numel, parts, ite
     bounds = [shard_bounds(numel, parts, i, itemsize) for i in range(parts)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == numel
-    for (_, stop), (start, _) in zip(bounds, bounds[1:], strict=False):
+    for (_, stop), (start, _) in itertools.pairwise(bounds):
         assert stop == start
     assert all(start * itemsize % ALIGNMENT == 0 for start, stop in bounds if stop > start)
     assert max(stop - start for start, stop in bounds) * itemsize <= numel * itemsize // parts + 2 * ALIGNMENT

@@ -36,7 +36,7 @@ def on_ranks(size: int, work: Callable[[Any], T], timeout_s: float = 20.0) -> li
     def run(rank: int) -> None:
         try:
             results[rank] = work(ThreadComm(rank, size, board, barrier))
-        except Exception as error:  # noqa: BLE001 - it is raised where the rank was started
+        except Exception as error:
             errors.append(error)
             barrier.abort()
 
