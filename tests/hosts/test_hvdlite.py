@@ -150,7 +150,8 @@ def test_leaders_that_cannot_reach_one_another_are_explained(hosts: Hosts, mpi: 
     assert result.returncode != 0
     assert not result.leftovers, result
     assert re.search(
-        r"node 1 \(node1\) did not connect to node 0|node 1 cannot reach node 0 at any of its addresses \(10\.78\.0\.1:",
+        r"node 1 \(node1\) did not connect to node 0|"
+        r"node 1 cannot reach node 0 at any of its addresses \(10\.78\.0\.1:",
         result.stderr,
     ), result
     assert "HVDLITE_NETWORK_INTERFACES" in result.stderr

@@ -1,4 +1,4 @@
-"""Thousands of steps of small random operations, in random order, with random delays: no hang, no growth, right sums."""
+"""Thousands of steps of small random operations, in random order, with random delays: right sums, no hang or growth."""
 
 from __future__ import annotations
 
