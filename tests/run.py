@@ -6,6 +6,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   mpi      under mpirun with 1, 2, 3 and 4 ranks, on Open MPI and on MPICH
   faults   tests that start mpirun themselves and kill ranks, on both
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
+  examples the programs of examples/, and the benchmarks on little data
   lint     ruff and mypy; only if asked for by name
 
 The last line is "N passed, N failed, N skipped". Options that are not listed in --help go to pytest.
@@ -32,9 +33,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402 (the line above makes it importable)
 
-SUITES = ("lint", "unit", "mpi", "faults", "hosts")
+SUITES = ("lint", "unit", "mpi", "faults", "hosts", "examples")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
-TIME_LIMIT_S = {"lint": 300, "unit": 600, "mpi": 900, "faults": 900, "hosts": 900}
+TIME_LIMIT_S = {"lint": 300, "unit": 600, "mpi": 900, "faults": 900, "hosts": 900, "examples": 900}
 
 
 @dataclass
