@@ -109,8 +109,12 @@ def test_hosts_of_any_shape(
 
 def test_hosts_that_share_a_name_are_told_apart(hosts: Hosts, mpi: str) -> None:
     """As cloned containers do: nodes are found by trying."""
-    result = hosts(2, same_hostname="worker").launch(CHECKS, ranks_per_host=[2, 1], mpi=mpi).check()
-    assert identities(result) == [(0, 2, 0, 2, False), (1, 2, 0, 1, False), (0, 1, 1, 2, False)]
+    ranks_per_host = [2, 2] if mpi == "openmpi" else [2, 1]  # Open MPI 5 itself does not start on uneven ones
+    result = hosts(2, same_hostname="worker").launch(CHECKS, ranks_per_host=ranks_per_host, mpi=mpi).check()
+    if mpi == "openmpi":
+        assert identities(result) == [(0, 2, 0, 2, True), (1, 2, 0, 2, True), (0, 2, 1, 2, True), (1, 2, 1, 2, True)]
+    else:
+        assert identities(result) == [(0, 2, 0, 2, False), (1, 2, 0, 1, False), (0, 1, 1, 2, False)]
 
 
 @pytest.mark.parametrize("variable", ["HVDLITE_NETWORK_INTERFACES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
@@ -216,9 +220,9 @@ try:
         step()
 except hvdlite.RankFailedError as error:
     say("noticed at", time.time(), str(error).splitlines()[0])
+    time.sleep(2.5)  # for the other side to notice as well
     if hvdlite.rank() == 0:
-        time.sleep(2.5)  # for the other side to notice as well; no mpirun can, and it would wait for ever
-        os.kill(launcher(), signal.SIGKILL)
+        os.kill(launcher(), signal.SIGKILL)  # no mpirun notices; it would wait for its daemon there for ever
     raise
 """
 )
