@@ -125,7 +125,7 @@ def test_a_child_that_fails_harms_nobody(running: None) -> None:
         try:
             raise ValueError("of the child")
         except ValueError:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
         return "fine"
 
     assert Child(work).result() == "fine"
