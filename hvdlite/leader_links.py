@@ -48,11 +48,14 @@ class Listener:
         self._thread.start()
 
     def links(self) -> dict[int, socket.socket]:
-        """The connections by node index of the child, once all are there or the time is over; closes the listener."""
+        """The connections by node index of the child, once all are there or the time is over."""
         assert self._thread is not None
         self._thread.join()
-        self._socket.close()
         return self._links
+
+    def close(self) -> None:
+        """Stop listening; the connections stay."""
+        self._socket.close()
 
     def _accept(self, token: bytes, node_index: int, children: frozenset[int], deadline_s: float) -> None:
         """Hear all who connect side by side: one that says nothing holds nobody up.

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -92,15 +93,15 @@ class Runtime:
 
         own = None if comm is None or comm.size == 1 else mpi.private_communicator(comm, config)
         rank = 0 if own is None else own.rank
-        listener = Listener()
-        cards = _exchange_cards(own, config, versions or {}, listener)
-        self.config = cards[0].config
-        nodes, self._node = discover(own, config.start_timeout_s)
-        mpi.unlink_shared_files()  # every local rank has mapped them by now
-        self.topology = Topology(rank, nodes)
-        self._node.check = self.check
-        self._node.timeout_s = self.config.start_timeout_s
-        links = _leader_links(self.topology, self.config, cards, listener, links_deadline_s)
+        with closing(Listener()) as listener:
+            cards = _exchange_cards(own, config, versions or {}, listener)
+            self.config = cards[0].config
+            nodes, self._node = discover(own, config.start_timeout_s)
+            mpi.unlink_shared_files()  # every local rank has mapped them by now
+            self.topology = Topology(rank, nodes)
+            self._node.check = self.check
+            self._node.timeout_s = self.config.start_timeout_s
+            links = _leader_links(self.topology, self.config, cards, listener, links_deadline_s)
         links += [
             (self._node.ranks[local_rank], cards[self._node.ranks[local_rank]].where, link)
             for local_rank, link in self._node.watch_links.items()
@@ -451,7 +452,7 @@ def _exchange_cards(
 def _leader_links(
     topology: Topology, config: Config, cards: list[_Card], listener: Listener, deadline_s: float
 ) -> list[tuple[int, str, socket.socket]]:
-    """(rank, where, socket) of this leader's parent and children; nothing for other ranks. Closes the listener."""
+    """(rank, where, socket) of this leader's parent and children; nothing for other ranks."""
     children = topology.children(config.tree_fanout) if topology.is_leader else ()
     parent = topology.parent(config.tree_fanout) if topology.is_leader else None
     token = cards[0].token

@@ -90,21 +90,22 @@ class FusionBuffers:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._made = 0
-        self._known: dict[int, tuple[weakref.ref[np.ndarray], int, int]] = {}  # id: (segment, stride, nbytes)
+        # (id, segment, stride, nbytes). Replaced as a whole: user threads search it while the coordinator adds.
+        self._known: tuple[tuple[int, weakref.ref[np.ndarray], int, int], ...] = ()
 
     def make(self, nbytes: int) -> FusionBuffer:
         """A collective call of the coordinator threads, in the agreed order."""
         stride = max(_PAGE_BYTES, align_up(nbytes, _PAGE_BYTES))
         memory = self._node.share(self._node.local_size * stride).memory
-        buffer_id = self._made
+        buffer = FusionBuffer(self._made, memory, self._node.local_rank, stride, nbytes)
+        alive = [entry for entry in self._known if entry[1]() is not None]
+        self._known = (*alive, (self._made, weakref.ref(memory), stride, nbytes))
         self._made += 1
-        reference = weakref.ref(memory, lambda _: self._known.pop(buffer_id, None))
-        self._known[buffer_id] = (reference, stride, nbytes)
-        return FusionBuffer(buffer_id, memory, self._node.local_rank, stride, nbytes)
+        return buffer
 
     def find(self, address: int, nbytes: int) -> Home | None:
         """The home of a tensor by its address; None where it lives elsewhere."""
-        for buffer_id, (reference, stride, size) in tuple(self._known.items()):
+        for buffer_id, reference, stride, size in self._known:
             memory = reference()
             if memory is None:
                 continue
