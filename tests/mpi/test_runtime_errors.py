@@ -254,8 +254,9 @@ def test_what_is_in_flight_at_the_end_fails_with_the_reason(world: MPI.Intracomm
                 handle = runtime.allreduce_async([ones(3)], [ones(3)], name="of rank 0 only")
                 time.sleep(0.05)
                 runtime.close()
-                with pytest.raises(ShutDownError, match="shut down in this process"):
-                    handle.wait()
+                if SIZE > 1:
+                    with pytest.raises(ShutDownError, match="shut down in this process"):
+                        handle.wait()
             else:
                 with pytest.raises(ShutDownError, match="rank 0 has shut down hvdlite"):
                     runtime.allreduce_async([ones(3)], [ones(3)], name="of all but rank 0").wait()

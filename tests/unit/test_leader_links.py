@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -25,11 +25,11 @@ def soon(seconds: float = 10.0) -> float:
 
 @contextmanager
 def parent(children: tuple[int, ...] = (1,), deadline_s: float | None = None) -> Iterator[Listener]:
-    listener = Listener()
-    listener.accept_children(TOKEN, 0, children, deadline_s or soon())
-    yield listener
-    for link in listener.links().values():
-        link.close()
+    with closing(Listener()) as listener:
+        listener.accept_children(TOKEN, 0, children, deadline_s or soon())
+        yield listener
+        for link in listener.links().values():
+            link.close()
 
 
 def check_link(one: socket.socket, other: socket.socket) -> None:
@@ -112,13 +112,11 @@ def test_a_child_that_gave_up_waiting_gets_a_link_at_its_next_try() -> None:
 
 
 def test_a_parent_that_starts_to_listen_late_is_waited_for() -> None:
-    listener = Listener()
-    threading.Timer(0.5, listener.accept_children, (TOKEN, 0, (1,), soon())).start()
-    end = connect([(HERE, listener.port)], TOKEN, 1, 0, soon())
-    link = listener.links()[1]
-    check_link(link, end)
-    link.close()
-    end.close()
+    with closing(Listener()) as listener:
+        threading.Timer(0.5, listener.accept_children, (TOKEN, 0, (1,), soon())).start()
+        end = connect([(HERE, listener.port)], TOKEN, 1, 0, soon())
+        with end, listener.links()[1] as link:
+            check_link(link, end)
 
 
 def test_a_child_that_does_not_come_is_missing_in_time() -> None:
