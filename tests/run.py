@@ -49,6 +49,8 @@ class Stage:
     failures: list[str] = field(default_factory=list)
     skips: Counter[str] = field(default_factory=Counter)
     elapsed_s: float = 0.0
+    first_try: list[str] = field(default_factory=list)
+    """Failures that did not come again in a second try."""
 
 
 def main() -> int:
@@ -67,6 +69,10 @@ def main() -> int:
         done.append(stage)
         try:
             run(stage, arguments.this_python)
+            if stage.failures and arguments.second_try and not stage.title.startswith(("lint", "unit")):
+                print(f"\n==> [{number}/{len(stages)}] {stage.title}: a second try", flush=True)
+                done[-1] = Stage(stage.title, stage.command, stage.time_limit_s, first_try=stage.failures)
+                run(done[-1], arguments.this_python)
         except KeyboardInterrupt:
             stage.failures.append("interrupted")
             status = 130
@@ -82,6 +88,11 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help="only on this MPI; may be repeated")
     parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match")
+    parser.add_argument(
+        "--second-try",
+        action="store_true",
+        help="run a stage that starts processes once more if it fails, for busy machines; the summary tells",
+    )
     parser.add_argument(
         "--this-python",
         action="store_true",
@@ -206,6 +217,9 @@ def report(stages: list[Stage]) -> int:
     for stage in stages:
         for reason, count in stage.skips.items():
             print(f"skipped {count} in {stage.title}: {reason}")
+    for stage in stages:
+        for failure in stage.first_try:
+            print(f"failed in the first try of {stage.title}, not counted: {failure}")
     for stage in stages:
         for failure in stage.failures:
             print(f"FAILED in {stage.title}: {failure}")
