@@ -6,6 +6,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+try:
+    from hvdlite import _native  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "hvdlite's compiled extension is not here. In a checkout, Python finds the sources in the current directory "
+        "before the installed package: change to another directory, or use hvdliterun; or build the extension here "
+        "with: python setup.py build_ext --inplace"
+    ) from error
+
 from hvdlite import mpi
 from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp

@@ -218,13 +218,17 @@ def _files(directories: Sequence[str]) -> set[str]:
 
 def _new_files(directories: Sequence[str], before: set[str]) -> list[str]:
     """Files that appeared, but an MPI library's, and those that a living process has mapped: another job's."""
-    new = {path for path in _files(directories) - before if not Path(path).name.startswith(_MPI_FILES)}
-    if new:
-        mapped = set()
-        for entry in Path("/proc").glob("[0-9]*/maps"):
-            try:
-                mapped |= {path for path in new if Path(path).name in entry.read_text()}
-            except OSError:
-                continue
-        new -= mapped
-    return sorted(new)
+    new = _files(directories) - before
+    return unmapped([path for path in new if not Path(path).name.startswith(_MPI_FILES)])
+
+
+def unmapped(paths: Sequence[str]) -> list[str]:
+    """Those of ``paths`` that no living process has mapped."""
+    left = set(paths)
+    for entry in Path("/proc").glob("[0-9]*/maps") if left else []:
+        try:
+            maps = entry.read_text()
+        except OSError:  # it ended meanwhile, or is not ours
+            continue
+        left = {path for path in left if Path(path).name not in maps}
+    return sorted(left)
