@@ -13,7 +13,7 @@ from hvdlite.config import Config
 from hvdlite.dtypes import DType
 from runtime_lab import LAYOUTS, Machines, Tensor, agree, allreduce, running
 
-WINDOW_S = 1.0
+WINDOW_S = 1.5
 MOST_OF_A_CORE = 0.2  # coarse: what is measured is 0.1 % on one node, and 3 % for a leader of several
 
 
@@ -23,7 +23,7 @@ def used_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@pytest.mark.parametrize("machine_of", sorted({LAYOUTS[0], LAYOUTS[-1]}), ids=lambda machine_of: "".join(map(str, machine_of)))
+@pytest.mark.parametrize("machine_of", LAYOUTS, ids=lambda machine_of: "".join(map(str, machine_of)))
 def test_waiting_costs_next_to_nothing(comm: MPI.Intracomm, machine_of: Machines) -> None:
     with running(comm, Config(), machine_of) as runtime:
         tensor = Tensor.input(1000, DType.FLOAT32)
