@@ -67,7 +67,7 @@ def test_a_process_that_ends_without_python(victim: int, kind: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_stopped_process_is_noticed_by_its_silence(victim: int) -> None:
-    impatient = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "1.5"}
+    impatient = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "3"}
     result = run(DEATHS, "SIGSTOP", str(victim), machines="0011", env=impatient)
     check_end(result, f"rank {victim} (pid", "has not answered for", "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS")
 
