@@ -15,6 +15,7 @@
 #include "pack.h"
 #include "reduce.h"
 #include "signal.h"
+#include "staged_allreduce.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -110,6 +111,7 @@ void register_signal(py::module_& m) {
   py::class_<Barrier> barrier(m, "Barrier");
   barrier.attr("OK") = static_cast<int>(WaitStatus::kOk);
   barrier.attr("TIMEOUT") = static_cast<int>(WaitStatus::kTimeout);
+  barrier.attr("STAGING_WINDOWS") = kStagingWindows;
   barrier.attr("ABORTED") = static_cast<int>(WaitStatus::kAborted);
   barrier
       .def(py::init<std::uintptr_t, int, int, std::uintptr_t, int>(), "address"_a, "rank"_a, "size"_a,
@@ -126,7 +128,26 @@ void register_signal(py::module_& m) {
             return static_cast<int>(self.allreduce(copies, numel, static_cast<DType>(dtype), static_cast<Op>(op),
                                                    prescale, postscale, timeout_s));
           },
-          "copies"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "timeout_s"_a, WithoutGil());
+          "copies"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "timeout_s"_a, WithoutGil())
+      .def(
+          "staged_allreduce",
+          [](Barrier& self, const TensorList& inputs, const TensorList& outputs, const Addresses& staging,
+             std::uint64_t window_numel, std::uint64_t numel, int dtype, int wire_dtype, int op, double prescale,
+             double postscale, double timeout_s) {
+            const StagedAllreduce job{inputs,
+                                      outputs,
+                                      staging,
+                                      window_numel,
+                                      numel,
+                                      static_cast<DType>(dtype),
+                                      static_cast<DType>(wire_dtype),
+                                      static_cast<Op>(op),
+                                      prescale,
+                                      postscale};
+            return static_cast<int>(staged_allreduce(self, job, timeout_s));
+          },
+          "inputs"_a, "outputs"_a, "staging"_a, "window_numel"_a, "numel"_a, "dtype"_a, "wire_dtype"_a, "op"_a,
+          "prescale"_a, "postscale"_a, "timeout_s"_a, WithoutGil());
 }
 
 void register_deadline(py::module_& m) {

@@ -99,6 +99,12 @@ std::size_t TensorList::first_ending_after(std::uint64_t element) const {
   return static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), element) - ends_.begin());
 }
 
+std::uintptr_t TensorList::address_of(std::uint64_t begin, std::uint64_t end, std::size_t bytes) const {
+  const std::size_t i = first_ending_after(begin);
+  if (i == begins_.size() || addresses_[i] == 0 || begin < begins_[i] || end > ends_[i]) return 0;
+  return addresses_[i] + (begin - begins_[i]) * bytes;
+}
+
 void TensorList::pack(std::uintptr_t buffer, std::uint64_t begin, std::uint64_t end, DType from, DType to,
                       double scale) const {
   const Mover mover(from, to, scale);

@@ -20,6 +20,9 @@ class TensorList {
   void pack(std::uintptr_t buffer, std::uint64_t begin, std::uint64_t end, DType from, DType to, double scale) const;
   void unpack(std::uintptr_t buffer, std::uint64_t begin, std::uint64_t end, DType from, DType to, double scale) const;
 
+  // Where elements [begin, end) lie if one tensor, of elements of `bytes`, has them all; else 0.
+  std::uintptr_t address_of(std::uint64_t begin, std::uint64_t end, std::size_t bytes) const;
+
  private:
   std::size_t first_ending_after(std::uint64_t element) const;
 

@@ -46,6 +46,9 @@ class Barrier {
 
   static std::size_t bytes_needed(int size);
 
+  std::uint32_t rank() const { return rank_; }
+  std::uint32_t size() const { return size_; }
+
   WaitStatus wait(double timeout_s);
   std::vector<int> late() const;
   WaitStatus allreduce(const std::vector<std::uintptr_t>& copies, std::uint64_t numel, DType dtype, Op op,

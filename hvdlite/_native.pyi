@@ -72,6 +72,26 @@ class Barrier:
     ) -> int:
         """Allreduce in place over the copies of all ranks: barrier, my shard from all copies to all copies, barrier."""
 
+    STAGING_WINDOWS: ClassVar[int]
+    def staged_allreduce(
+        self,
+        inputs: TensorList,
+        outputs: TensorList,
+        staging: Sequence[int],
+        window_numel: int,
+        numel: int,
+        dtype: int,
+        wire_dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        timeout_s: float,
+    ) -> int:
+        """Allreduce private memory by way of `STAGING_WINDOWS` windows per rank, used for nothing else.
+
+        ``staging[r]`` is the address of rank r's windows. Source: csrc/staged_allreduce.cpp.
+        """
+
 def load64(address: int) -> int:
     """Atomic load with acquire order."""
 

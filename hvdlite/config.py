@@ -67,7 +67,7 @@ class Config:
     """Size of DistributedOptimizer's gradient buckets, never above ``fusion_threshold_bytes``."""
     staging_bytes: int = _setting(32 << 20, _positive(int), "STAGING_BYTES")
     """Size of each rank's copy of the fusion buffer for tensors from elsewhere; touched as it is used."""
-    chunk_bytes: int = _setting(1 << 20, _positive(int), "CHUNK_BYTES")
+    chunk_bytes: int = _setting(128 << 10, _positive(int), "CHUNK_BYTES")
     """On one node, tensors from elsewhere pass the fusion buffer in chunks of this size, which stay in cache."""
     segment_bytes: int = _setting(63 << 10, _positive(int), "SEGMENT_BYTES")
     """Unit of overlap in the ring across nodes: one segment travels while the one before it is added.

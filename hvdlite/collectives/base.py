@@ -16,9 +16,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import Buffer
+
+if TYPE_CHECKING:
+    from hvdlite._native import TensorList
 
 Range = tuple[int, int]
 """[start, stop) in elements of a buffer."""
@@ -41,6 +45,29 @@ class Backend(ABC):
         self, buf: Buffer, *, op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
         """``buf = postscale * op over ranks(prescale * buf)``, in place. ``op`` is never AVERAGE or ADASUM."""
+
+    def allreduce_tensors(
+        self,
+        inputs: TensorList,
+        outputs: TensorList,
+        numel: int,
+        dtype: DType,
+        wire_dtype: DType,
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> bool:
+        """Allreduce private memory, where the backend has a faster way than `allreduce` between pack and unpack.
+
+        Args:
+            inputs: of a fused layout of ``numel`` elements of ``dtype``, which travel as ``wire_dtype``.
+            outputs: of the same layout; may be the same memory.
+
+        Returns:
+            Whether it was done.
+        """
+        return False
 
     @abstractmethod
     def reduce_scatter(

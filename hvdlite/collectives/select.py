@@ -48,7 +48,14 @@ def build_backend(
     def shm() -> ShmBackend:
         # A rank that spins keeps the core from the rank it waits for, where they share one.
         spin_us = config.spin_us if node.local_size <= len(os.sched_getaffinity(0)) else 0
-        return ShmBackend(node, spin_us=spin_us, timeout_s=config.collective_timeout_s, check=check, recorder=recorder)
+        return ShmBackend(
+            node,
+            spin_us=spin_us,
+            window_bytes=config.chunk_bytes if len(nodes) == 1 else 0,
+            timeout_s=config.collective_timeout_s,
+            check=check,
+            recorder=recorder,
+        )
 
     if len(nodes) == 1:
         return shm()

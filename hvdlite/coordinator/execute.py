@@ -73,7 +73,9 @@ class Executor:
         for dtype, indices in _by_dtype(inputs):
             wire = request.wire_dtype if request.wire_dtype is not None and dtype.is_floating else dtype
             staging = self._staging.narrow(0, self._chunk_bytes).as_dtype(wire)
-            self._reduce_through(staging, [inputs[i] for i in indices], [outputs[i] for i in indices], request, label)
+            self._reduce_through(
+                staging, [inputs[i] for i in indices], [outputs[i] for i in indices], request, label, is_home=False
+            )
 
     def _reduce_through(
         self,
@@ -82,6 +84,7 @@ class Executor:
         outputs: Sequence[TensorView],
         request: Request,
         label: str,
+        is_home: bool = True,
     ) -> None:
         """Allreduce ``inputs`` into ``outputs`` by way of ``buffer``, as much at a time as it holds.
 
@@ -92,6 +95,10 @@ class Executor:
         sources = _native.TensorList([view.address for view in inputs], numels, offsets)
         targets = _native.TensorList([view.address for view in outputs], numels, offsets)
         op, prescale, postscale = self._scales(request, wire)
+        if not is_home and self._backend.allreduce_tensors(
+            sources, targets, total, dtype, wire, op=op, prescale=prescale, postscale=postscale
+        ):
+            return
         for begin, end in _windows(total, buffer.numel):
             part = buffer.narrow(0, end - begin)
             with self._recorder.span(Lane.PACK, label, part.nbytes, wire.label):
