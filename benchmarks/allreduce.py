@@ -29,6 +29,7 @@ from hvdlite.collectives.select import build_backend
 from hvdlite.dtypes import DType
 from hvdlite.node import discover
 from hvdlite.timeline.recorder import Recorder
+from hvdlite.topology import Topology
 from measure import add_json_option, describe, meet, provenance, slowest, summary, table, write_json
 from peers import allow_coll_sm, start_gloo, with_coll_sm
 
@@ -154,12 +155,12 @@ def ways(comm: MPI.Comm, numel: int) -> list[Way]:
     """All that this job can run; a collective call."""
     runtime = hvdlite.runtime()
     elsewhere = np.empty(numel, np.float32)
-    slot = runtime.allocate(4 * numel).memory.view(np.float32)
+    slot = runtime.group.allocate(4 * numel).memory.view(np.float32)
     found: list[Way] = [Memcpy(comm.rank, numel)]
     coll_sm = None
     if len(runtime.topology.nodes) == 1:
         nodes, node = discover(comm, runtime.config.start_timeout_s)
-        backend = build_backend(node, None, nodes, comm.rank, runtime.config, runtime.check, Recorder())
+        backend = build_backend(node, None, Topology(comm.rank, nodes), runtime.config, runtime.check, Recorder())
         found.append(NodeBackend(backend, numel))
         coll_sm = with_coll_sm(comm)
     found += [Hvdlite("hvd, in its slot", slot), Hvdlite("hvd, elsewhere", elsewhere)]

@@ -78,7 +78,6 @@ _hooks: ProcessHooks | None = None  # holds the default runtime; the only module
 
 def init(
     comm: MPI.Comm | Sequence[int] | None = None,
-    process_sets: object = None,
     *,
     versions: Mapping[str, str] | None = None,
 ) -> None:
@@ -87,7 +86,6 @@ def init(
     Args:
         comm: an mpi4py communicator (duplicated), a list of ranks of COMM_WORLD, or None for all ranks that the
             launcher started; without a launcher that is this process alone, and MPI is not touched.
-        process_sets: not supported yet; must be None.
         versions: of packages that must be the same on every rank.
 
     Raises:
@@ -96,8 +94,6 @@ def init(
     global _hooks
     if is_initialized():
         return
-    if process_sets is not None:
-        raise NotImplementedError("process sets other than the global one are not supported yet")
     if _hooks is None:
         _hooks = ProcessHooks()
     config = Config.from_env()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import numpy as np
@@ -39,6 +40,14 @@ class DType(IntEnum):
     def is_half(self) -> bool:
         """16-bit floats: summed in fp32, rounded once per reduction."""
         return self in (DType.FLOAT16, DType.BFLOAT16)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The lowest and the highest value; infinite for floats."""
+        if self.is_floating:
+            return -math.inf, math.inf
+        info = np.iinfo(self.label)
+        return int(info.min), int(info.max)
 
     @classmethod
     def of_numpy(cls, dtype: np.dtype) -> DType:

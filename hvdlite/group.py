@@ -1,19 +1,27 @@
-"""Everything that one process set owns: communicators, shared page, backend, fusion buffers, coordinator thread."""
+"""A process set at work: its communicators, memory and coordinator thread; what its ranks call becomes a submission."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvdlite.collectives.pairwise import PairwiseExchange
 from hvdlite.collectives.select import build_backend
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.execute import Executor
+from hvdlite.coordinator.handle import Handle
+from hvdlite.coordinator.messages import NAMED, Kind, Request, TensorSpec
+from hvdlite.coordinator.submission import Allocate, Submission
 from hvdlite.coordinator.thread import Coordinator
 from hvdlite.coordinator.tree import Tree
-from hvdlite.dtypes import DType
-from hvdlite.fusion.fusion_buffer import FusionBuffers
-from hvdlite.memory import align_up
+from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.errors import HorovodInternalError
+from hvdlite.fusion.fusion_buffer import FusionBuffer, FusionBuffers, Home
+from hvdlite.memory import ALIGNMENT, TensorView, align_up
 from hvdlite.node import Node
 from hvdlite.timeline.recorder import Recorder
 from hvdlite.topology import Topology
@@ -23,7 +31,20 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """The machinery of one process set. Collective to build, over ``comm``; None where it is this process alone."""
+    """The ranks of ``topology``, of which this process is one. Collective to build, over ``comm``.
+
+    Operations are asynchronous: `Handle.wait` ends in a result or in an error. They raise `HorovodInternalError` where
+    hvdlite was shut down or has failed, `DuplicateNameError` where their ``name`` is in flight, and ValueError on a
+    rank that has joined.
+
+    Args:
+        comm: the ranks of ``topology`` in ascending order; None where it is this process alone. Freed by `release`.
+        node: those of them on this machine.
+        check: raises once the job has failed.
+        on_fatal: called on the coordinator thread with the exception that ended it.
+        on_notice: called on the coordinator thread with what concerns the whole group.
+        administer: does what changes process sets, and returns what the user gets.
+    """
 
     def __init__(
         self,
@@ -36,28 +57,41 @@ class Group:
         check: Callable[[], None],
         on_fatal: Callable[[BaseException], None],
         on_notice: Callable[[dict[str, Any]], None],
+        administer: Callable[[Request], object],
     ) -> None:
         self.topology = topology
+        self.ranks = topology.ranks
         self.node = node
+        self.config = config
+        self.recorder = recorder
         self._comm = comm
         self._check = check
+        self._counters: Counter[Kind] = Counter()
+        self._counters_lock = threading.Lock()
+        self._numbers = itertools.count()
+        node.check = check
+        node.timeout_s = config.start_timeout_s
+
         self.leaders: MPI.Comm | None = None  # rank in it = node index; on leaders of several nodes
         self._rail: MPI.Comm | None = None
-        if comm is not None and len(topology.nodes) > 1:
+        several_nodes = len(topology.nodes) > 1
+        if comm is not None and several_nodes:
             self.leaders = _split(comm, topology.is_leader, 0, topology.node_index)
             self._rail = _split(comm, topology.local_rank < topology.rails, topology.local_rank, topology.node_index)
 
-        several_nodes = len(topology.nodes) > 1
-        self._backend = build_backend(node, self._rail, topology.nodes, topology.rank, config, check, recorder)
+        self._backend = build_backend(node, self._rail, topology, config, check, recorder)
         self.buffers = FusionBuffers(node)
+        staging_bytes = align_up(max(config.staging_bytes, topology.size * ALIGNMENT))
         executor = Executor(
             self._backend,
-            self._backend.allocate(align_up(config.staging_bytes), DType.UINT8),
+            PairwiseExchange(comm, self.ranks, timeout_s=config.collective_timeout_s, check=check, recorder=recorder),
+            self._backend.allocate(staging_bytes, DType.UINT8),
             # On one node a chunk stays in cache on its way; across nodes it should fill the wire.
             config.staging_bytes if several_nodes else config.chunk_bytes,
             self.buffers,
-            len(topology.nodes),
+            topology,
             recorder,
+            administer,
         )
         self._tree = Tree(
             None if self.leaders is None else self.leaders.Dup(),
@@ -76,6 +110,178 @@ class Group:
             on_notice=on_notice,
         )
 
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This process's place among `ranks`."""
+        return self.ranks.index(self.topology.rank)
+
+    def next_number(self) -> int:
+        """0, 1, 2, ...: for names of what every rank makes in the same order."""
+        return next(self._numbers)
+
+    # Operations.
+
+    def allreduce_async(
+        self,
+        inputs: Sequence[TensorView],
+        outputs: Sequence[TensorView],
+        *,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        wire_dtype: DType | None = None,
+        home: Home | None = None,
+    ) -> Handle:
+        """``outputs[i] = postscale * op over ranks(prescale * inputs[i])``, all together or none.
+
+        Args:
+            inputs: of one dtype where ``home`` is given; address 0 contributes zeros.
+            outputs: of the same shapes and dtypes as ``inputs``; may be the same memory.
+            name: of the operation, the same on every rank; None counts unnamed operations.
+            names: of the tensors, for messages.
+            wire_dtype: floats are cast to it on the way.
+            home: where the group lives; its tensors are not copied as far as they are at their places already.
+
+        Raises:
+            ValueError: an element type that does not reduce.
+        """
+        _check_reducible("allreduce", inputs, op)
+        if home is None and len(inputs) == 1 and wire_dtype is None and inputs[0].address == outputs[0].address:
+            home = self.buffers.find(inputs[0].address, inputs[0].nbytes)
+        name, sequence = self._identify(Kind.ALLREDUCE, name)
+        request = Request(
+            Kind.ALLREDUCE,
+            name,
+            _specs(name, names, inputs),
+            op,
+            float(prescale),
+            float(postscale),
+            wire_dtype=wire_dtype,
+            place=None if home is None else home.place,
+        )
+        return self._submit(Submission(request, sequence, inputs, outputs, home=home))
+
+    def reducescatter_async(
+        self,
+        inputs: Sequence[TensorView],
+        outputs: Sequence[TensorView],
+        *,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+        op: ReduceOp = ReduceOp.SUM,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        wire_dtype: DType | None = None,
+    ) -> Handle:
+        """`allreduce_async` of which each rank gets some rows: those between `execute.row_bounds` of dimension 0.
+
+        Args:
+            inputs: each of at least one dimension.
+            outputs: this rank's rows.
+
+        Raises:
+            ValueError: an element type that does not reduce.
+        """
+        _check_reducible("reducescatter", inputs, op)
+        name, sequence = self._identify(Kind.REDUCESCATTER, name)
+        request = Request(
+            Kind.REDUCESCATTER,
+            name,
+            _specs(name, names, inputs),
+            op,
+            float(prescale),
+            float(postscale),
+            wire_dtype=wire_dtype,
+        )
+        return self._submit(Submission(request, sequence, inputs, outputs))
+
+    def allgather_async(
+        self,
+        inputs: Sequence[TensorView],
+        allocate: Allocate,
+        *,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Handle:
+        """Concatenate along dimension 0, in the order of ranks; only that dimension may differ between ranks.
+
+        Args:
+            inputs: each of at least one dimension.
+            allocate: called on the coordinator thread with (index, shape of the result) for the memory to fill.
+        """
+        name, sequence = self._identify(Kind.ALLGATHER, name)
+        rows = tuple(view.shape[0] for view in inputs)
+        request = Request(Kind.ALLGATHER, name, _specs(name, names, inputs, skip_dims=1))
+        return self._submit(Submission(request, sequence, inputs, sizes=rows, allocate=allocate))
+
+    def alltoall_async(
+        self, tensor: TensorView, splits: Sequence[int], allocate: Allocate, *, name: str | None = None
+    ) -> Handle:
+        """Send ``splits[r]`` rows of ``tensor`` to each rank r, in the order of ranks, and receive likewise.
+
+        The result of the handle is the number of rows received from each rank.
+
+        Args:
+            tensor: of at least one dimension; the others are the same on every rank.
+            splits: one number per rank; together at most ``tensor.shape[0]``.
+            allocate: called on the coordinator thread with (0, shape of the result) for the memory to fill.
+        """
+        assert len(splits) == self.size and 0 <= sum(splits) <= tensor.shape[0], (splits, tensor.shape)
+        name, sequence = self._identify(Kind.ALLTOALL, name)
+        request = Request(Kind.ALLTOALL, name, _specs(name, None, [tensor], skip_dims=1))
+        return self._submit(Submission(request, sequence, [tensor], sizes=tuple(splits), allocate=allocate))
+
+    def broadcast_async(
+        self,
+        tensors: Sequence[TensorView],
+        *,
+        root_rank: int,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Handle:
+        """Overwrite ``tensors`` with those of rank ``root_rank`` of the job.
+
+        Raises:
+            ValueError: there is no such rank in the group.
+        """
+        if root_rank not in self.ranks:
+            raise ValueError(f"root_rank is {root_rank}, but the ranks of this process set are {list(self.ranks)}")
+        name, sequence = self._identify(Kind.BROADCAST, name)
+        request = Request(Kind.BROADCAST, name, _specs(name, names, tensors), root=int(root_rank))
+        return self._submit(Submission(request, sequence, tensors, tensors))
+
+    def barrier_async(self) -> Handle:
+        """Done once every rank has called it."""
+        return self._submit_bare(Kind.BARRIER)
+
+    def join_async(self) -> Handle:
+        """Take part in whatever the others do, with nothing, until all have joined; the result is the last who did."""
+        return self._submit_bare(Kind.JOIN)
+
+    def add_process_set_async(self, ranks: Sequence[int]) -> Handle:
+        """Of the whole job: a new group of ``ranks``; the result is its number and, on its members, the group."""
+        return self._submit_bare(Kind.ADD_PROCESS_SET, ranks=tuple(ranks))
+
+    def remove_process_set_async(self, number: int, ranks: Sequence[int]) -> Handle:
+        """Of the whole job: end a group."""
+        return self._submit_bare(Kind.REMOVE_PROCESS_SET, root=number, ranks=tuple(ranks))
+
+    def allocate(self, nbytes: int, name: str | None = None) -> FusionBuffer:
+        """A fusion buffer of ``nbytes`` per rank, zeroed; blocks until every rank asks for the same.
+
+        Tensors made from its `memory` are reduced where they are.
+        """
+        buffer: FusionBuffer = self._submit_bare(Kind.ALLOCATE, name, nbytes=int(nbytes)).wait()
+        return buffer
+
+    # The end. On the coordinator thread, but for `fail`.
+
     def barrier(self) -> None:
         """Of the coordinator threads; called on them only."""
         self._backend.barrier()
@@ -87,6 +293,49 @@ class Group:
         for comm in (self._rail, self.leaders, self._comm):
             if comm is not None:
                 comm.Free()
+
+    def fail(self, reason: HorovodInternalError) -> None:
+        """End every wait, and every operation now and later with ``reason``; called on any thread."""
+        self.node.abort()
+        self.coordinator.close(reason)
+        self.coordinator.wake()
+
+    def _identify(self, kind: Kind, name: str | None) -> tuple[str, int]:
+        """Names of unnamed operations count per operation, so that ranks that ran others meanwhile still agree."""
+        if name is not None:
+            return name, NAMED
+        with self._counters_lock:
+            sequence = self._counters[kind]
+            self._counters[kind] += 1
+        return f"{kind.label}.noname", sequence
+
+    def _submit_bare(self, kind: Kind, name: str | None = None, **options: Any) -> Handle:
+        name, sequence = self._identify(kind, name)
+        return self._submit(Submission(Request(kind, name, **options), sequence))
+
+    def _submit(self, submission: Submission) -> Handle:
+        self._check()
+        self.coordinator.submit(submission)
+        return submission.handle
+
+
+def _check_reducible(operation: str, views: Sequence[TensorView], op: ReduceOp) -> None:
+    for view in views:
+        if view.dtype is DType.BOOL:
+            raise ValueError(f"{operation} of bool is not defined; convert to uint8, and use Max for or, Min for and")
+    if op is ReduceOp.ADASUM:
+        raise NotImplementedError("Adasum is not one reduction; use hvdlite.torch.allreduce(op=Adasum)")
+
+
+def _specs(
+    name: str, names: Sequence[str] | None, views: Sequence[TensorView], skip_dims: int = 0
+) -> tuple[TensorSpec, ...]:
+    if names is None:
+        names = [name] if len(views) == 1 else [f"{name}.{i}" for i in range(len(views))]
+    return tuple(
+        TensorSpec(tensor_name, view.dtype, tuple(view.shape[skip_dims:]))
+        for tensor_name, view in zip(names, views, strict=True)
+    )
 
 
 def _split(comm: MPI.Comm, included: bool, color: int, key: int) -> MPI.Comm | None:

@@ -47,6 +47,15 @@ class TensorView:
         return cls(array.ctypes.data, array.shape, DType.of_numpy(array.dtype), array)
 
 
+def filled(shape: tuple[int, ...], dtype: DType, value: float) -> TensorView:
+    """A new tensor with ``value`` in every element, of a type that holds it exactly or rounds it."""
+    if dtype is DType.BFLOAT16:  # the upper half of a float32
+        array = np.full(shape, np.array([value], np.float32).view(np.uint32)[0] >> 16, np.uint16)
+    else:
+        array = np.full(shape, value, dtype.label)
+    return TensorView(array.ctypes.data, shape, dtype, array)
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """``numel`` elements of which every rank of a backend owns one copy; the copies this process can reach.

@@ -12,7 +12,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -121,41 +121,46 @@ class Node:
             link.close()
 
 
-def discover(comm: MPI.Comm | None, timeout_s: float) -> tuple[tuple[tuple[int, ...], ...], Node]:
+def discover(
+    comm: MPI.Comm | None, timeout_s: float, ranks: Sequence[int] | None = None
+) -> tuple[tuple[tuple[int, ...], ...], Node]:
     """The nodes of ``comm`` (ranks of each in ascending order, nodes by their lowest rank), and this rank's own.
 
-    Collective. ``comm`` None stands for this process alone.
+    Collective. ``comm`` None stands for this process alone; ``ranks`` are what its ranks are called, ascending.
 
     Raises:
         StartupError: the ranks of a machine contradict one another, or one did not connect in time.
     """
     if comm is None or comm.size == 1:
-        return ((0,),), Node([0], 0, {}, {})
+        alone = (0,) if ranks is None else tuple(ranks)
+        return (alone,), Node(alone, 0, {}, {})
+    known = tuple(range(comm.size)) if ranks is None else tuple(ranks)
+    own_rank = known[comm.rank]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as on_failure:
         name = f"\0hvdlite-{secrets.token_hex(16)}"
         listener.bind(name)
         listener.listen(4096)
-        names: list[str] = comm.allgather(name)
-        leader, links = _connect_to_leader(names, comm.rank)
+        names: dict[int, str] = dict(zip(known, comm.allgather(name), strict=True))
+        leader, links = _connect_to_leader(names, own_rank)
         for link in links:
             on_failure.enter_context(link)
-        leaders: list[int] = comm.allgather(leader)
-        nodes = tuple(tuple(r for r in range(comm.size) if leaders[r] == lead) for lead in sorted(set(leaders)))
+        leaders: dict[int, int] = dict(zip(known, comm.allgather(leader), strict=True))
+        nodes = tuple(tuple(rank for rank in known if leaders[rank] == lead) for lead in sorted(set(leaders.values())))
         if any(leaders[node[0]] != node[0] for node in nodes):
             raise StartupError(f"ranks disagree about who shares a machine: the leaders seen are {leaders}")
-        ranks = nodes[next(i for i, node in enumerate(nodes) if comm.rank in node)]
-        if leader == comm.rank:
-            return nodes, _accept(listener, ranks, timeout_s)
+        local = next(node for node in nodes if own_rank in node)
+        if leader == own_rank:
+            return nodes, _accept(listener, local, timeout_s)
         on_failure.pop_all()
     own, watch = links
     for link in links:
-        link.sendall(_HELLO.pack(comm.rank))
-    return nodes, Node(ranks, ranks.index(comm.rank), {0: own}, {0: watch})
+        link.sendall(_HELLO.pack(own_rank))
+    return nodes, Node(local, local.index(own_rank), {0: own}, {0: watch})
 
 
-def _connect_to_leader(names: list[str], rank: int) -> tuple[int, list[socket.socket]]:
+def _connect_to_leader(names: Mapping[int, str], rank: int) -> tuple[int, list[socket.socket]]:
     """The lowest rank that can be reached, and two connections to it; this rank, and none, if it is the lowest."""
-    for other in range(rank):
+    for other in (known for known in names if known < rank):
         links: list[socket.socket] = []
         try:
             for _ in range(2):

@@ -1,7 +1,8 @@
-"""Runtime: builds and owns everything; what users call becomes a submission to a coordinator here."""
+"""Runtime: builds and owns everything: the group of all ranks, those of process sets, and what watches over them."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import platform
@@ -9,7 +10,6 @@ import socket
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,10 +19,7 @@ from typing import TYPE_CHECKING, Any
 from hvdlite import _native, mpi
 from hvdlite.clock_sync import measure_offset
 from hvdlite.config import Config
-from hvdlite.coordinator.handle import Handle
-from hvdlite.coordinator.messages import NAMED, Kind, Request, TensorSpec
-from hvdlite.coordinator.submission import Allocate, Submission
-from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.coordinator.messages import Kind, Request
 from hvdlite.errors import (
     CollectiveError,
     HorovodInternalError,
@@ -31,11 +28,9 @@ from hvdlite.errors import (
     StallError,
     StartupError,
 )
-from hvdlite.fusion.fusion_buffer import FusionBuffer, Home
 from hvdlite.group import Group
 from hvdlite.interfaces import select
 from hvdlite.leader_links import Listener, connect, new_token
-from hvdlite.memory import TensorView
 from hvdlite.node import discover
 from hvdlite.sentinel import Sentinel
 from hvdlite.timeline.recorder import Recorder
@@ -49,6 +44,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("hvdlite")
 _STALL = -1  # what the sentinel calls the rank that failed where none did: the ranks wait for one another
 _LINKS_SHARE = 0.75  # of the time for the start: init() as a whole ends with less to say about the cause
+_LOOK_S = 0.2
 _REASON_S = 2.0  # how long a rank that finds its node aborted waits to hear why
 
 
@@ -87,11 +83,13 @@ class Runtime:
         self._failure_known = threading.Event()
         self._last_words: _native.Deadline | None = None
         self._closed = False
-        self._counters: Counter[Kind] = Counter()
-        self._counters_lock = threading.Lock()
+        self._groups: dict[int, Group] = {}
+        self._group_numbers = itertools.count(1)
+        self._members: dict[int, tuple[int, ...]] = {}  # of every process set, by number
         self._timeline_switched = threading.Event()
 
         own = None if comm is None or comm.size == 1 else mpi.private_communicator(comm, config)
+        self._comm: Any = own
         rank = 0 if own is None else own.rank
         with closing(Listener()) as listener:
             cards = _exchange_cards(own, config, versions or {}, listener)
@@ -99,15 +97,13 @@ class Runtime:
             nodes, self._node = discover(own, config.start_timeout_s)
             mpi.unlink_shared_files()  # every local rank has mapped them by now
             self.topology = Topology(rank, nodes)
-            self._node.check = self.check
-            self._node.timeout_s = self.config.start_timeout_s
             links = _leader_links(self.topology, self.config, cards, listener, links_deadline_s)
         links += [
             (self._node.ranks[local_rank], cards[self._node.ranks[local_rank]].where, link)
             for local_rank, link in self._node.watch_links.items()
         ]
         self._sentinel = Sentinel(rank, links, self._learn_of_failure, self.config.heartbeat_timeout_s)
-        self._group = Group(
+        self.group = self._groups[0] = Group(
             own,
             self.topology,
             self._node,
@@ -116,8 +112,9 @@ class Runtime:
             check=self.check,
             on_fatal=self._coordinator_died,
             on_notice=self._take_notice,
+            administer=self._administer,
         )
-        offset_ns = measure_offset(self._group.leaders, self.topology, self.config.tree_fanout)
+        offset_ns = measure_offset(self.group.leaders, self.topology, self.config.tree_fanout)
         clocks = [(offset_ns, time.monotonic_ns())]
         if own is not None:
             clocks = own.allgather(clocks[0])
@@ -127,7 +124,7 @@ class Runtime:
         )
         if self.config.timeline:
             self._timeline.start(self.config.timeline, self.config.timeline_mark_cycles, clocks[0][1])
-        self._group.coordinator.start()
+        self.group.coordinator.start()
 
     # Who we are.
 
@@ -159,107 +156,43 @@ class Runtime:
     def is_homogeneous(self) -> bool:
         return self.topology.is_homogeneous
 
-    # Operations. All are asynchronous; `Handle.wait` ends in a result or in an error.
+    # Process sets. All ranks of the job call these in the same order with the same arguments.
 
-    def allreduce_async(
-        self,
-        inputs: Sequence[TensorView],
-        outputs: Sequence[TensorView],
-        *,
-        name: str | None = None,
-        names: Sequence[str] | None = None,
-        op: ReduceOp = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        wire_dtype: DType | None = None,
-        home: Home | None = None,
-    ) -> Handle:
-        """``outputs[i] = postscale * op over ranks(prescale * inputs[i])``, all together or none.
-
-        Args:
-            inputs: of one dtype where ``home`` is given; address 0 contributes zeros.
-            outputs: of the same shapes and dtypes as ``inputs``; may be the same memory.
-            name: of the operation, the same on every rank; None counts unnamed operations.
-            names: of the tensors, for messages.
-            wire_dtype: floats are cast to it on the way.
-            home: where the group lives; its tensors are not copied as far as they are at their places already.
+    def add_group(self, ranks: Sequence[int]) -> tuple[int, Group | None]:
+        """A new group of ``ranks``: its number, and the group itself on its members.
 
         Raises:
-            DuplicateNameError: ``name`` is in flight.
-            ValueError: an element type that does not reduce.
+            ValueError: ``ranks`` are no ranks of this job.
+            MismatchError: other ranks named others.
         """
-        for view in inputs:
-            if view.dtype is DType.BOOL:
-                raise ValueError("allreduce of bool is not defined; convert to uint8, and use Max for or, Min for and")
-        if op is ReduceOp.ADASUM:
-            raise NotImplementedError("Adasum is not supported; use Average or Sum")
-        if home is None and len(inputs) == 1 and wire_dtype is None and inputs[0].address == outputs[0].address:
-            home = self._group.buffers.find(inputs[0].address, inputs[0].nbytes)
-        name, sequence = self._identify(Kind.ALLREDUCE, name)
-        request = Request(
-            Kind.ALLREDUCE,
-            name,
-            _specs(name, names, inputs),
-            op,
-            float(prescale),
-            float(postscale),
-            wire_dtype=wire_dtype,
-            place=None if home is None else home.place,
-        )
-        return self._submit(Submission(request, sequence, inputs, outputs, home=home))
+        members = tuple(sorted(ranks))
+        if not members or len(set(members)) != len(members) or not all(0 <= rank < self.size for rank in members):
+            raise ValueError(f"a process set of ranks {list(ranks)}: name each once, out of 0 to {self.size - 1}")
+        for number, others in {0: self.topology.ranks, **self._members}.items():
+            if others == members:
+                raise ValueError(f"ranks {list(members)} are process set {number} already")
+        number, group = self.group.add_process_set_async(members).wait()
+        self._members[number] = members
+        return number, group
 
-    def allgather_async(
-        self,
-        inputs: Sequence[TensorView],
-        allocate: Allocate,
-        *,
-        name: str | None = None,
-        names: Sequence[str] | None = None,
-    ) -> Handle:
-        """Concatenate along dimension 0, in the order of ranks; only that dimension may differ between ranks.
+    def remove_group(self, number: int) -> None:
+        """End group ``number``; what is in flight there fails with `ShutDownError`."""
+        self.group.remove_process_set_async(number, self._members.pop(number)).wait()
 
-        Args:
-            inputs: each of at least one dimension.
-            allocate: called on the coordinator thread with (index, shape of the result) for the memory to fill.
-        """
-        name, sequence = self._identify(Kind.ALLGATHER, name)
-        rows = tuple(view.shape[0] for view in inputs)
-        request = Request(Kind.ALLGATHER, name, _specs(name, names, inputs, skip_dims=1))
-        return self._submit(Submission(request, sequence, inputs, sizes=rows, allocate=allocate))
-
-    def broadcast_async(
-        self,
-        tensors: Sequence[TensorView],
-        *,
-        root_rank: int,
-        name: str | None = None,
-        names: Sequence[str] | None = None,
-    ) -> Handle:
-        """Overwrite ``tensors`` with those of rank ``root_rank``.
+    def ranks_of(self, comm: MPI.Comm) -> tuple[int, ...]:
+        """What this job calls the ranks of ``comm``.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: it has processes that are not of this job.
         """
-        if not 0 <= root_rank < self.size:
-            raise ValueError(f"root_rank is {root_rank}, but ranks go from 0 to {self.size - 1}")
-        name, sequence = self._identify(Kind.BROADCAST, name)
-        request = Request(Kind.BROADCAST, name, _specs(name, names, tensors), root=int(root_rank))
-        return self._submit(Submission(request, sequence, tensors, tensors))
+        if self._comm is None:
+            return (0,)
+        from mpi4py import MPI
 
-    def barrier_async(self) -> Handle:
-        """Done once every rank has called it."""
-        name, sequence = self._identify(Kind.BARRIER, None)
-        return self._submit(Submission(Request(Kind.BARRIER, name), sequence))
-
-    def allocate(self, nbytes: int, name: str | None = None) -> FusionBuffer:
-        """A fusion buffer of ``nbytes`` per rank, zeroed; blocks until every rank asks for the same.
-
-        Tensors made from its `memory` are reduced where they are.
-        """
-        name, sequence = self._identify(Kind.ALLOCATE, name)
-        handle = self._submit(Submission(Request(Kind.ALLOCATE, name, nbytes=int(nbytes)), sequence))
-        buffer: FusionBuffer = handle.wait()
-        return buffer
+        ranks = MPI.Group.Translate_ranks(comm.Get_group(), None, self._comm.Get_group())
+        if MPI.UNDEFINED in ranks:
+            raise ValueError("the communicator has processes that did not call hvd.init()")
+        return tuple(ranks)
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
         """Record a timeline of all ranks into ``path`` on rank 0's machine. One rank's call starts it on all."""
@@ -289,10 +222,10 @@ class Runtime:
         if self._closed:
             return
         self._closed = True
-        coordinator = self._group.coordinator
+        coordinator = self.group.coordinator
         if self._failure is None:
             coordinator.announce({"kind": "shutdown", "rank": self.rank, "why": why})
-        while not coordinator.join(timeout_s=0.2):
+        while not coordinator.join(_LOOK_S):
             if self._failure is not None and coordinator.join(timeout_s=self.config.failure_grace_s):
                 break
             if self._failure is not None:
@@ -302,7 +235,7 @@ class Runtime:
             self._last_words.cancel()
         self._timeline.close()
         self._sentinel.close()
-        self._node.close()
+        self._close_nodes()
 
     @property
     def closed(self) -> bool:
@@ -330,7 +263,11 @@ class Runtime:
         """Called in a forked child: let go of what only the parent may use."""
         self._closed = True
         self._sentinel.release()
-        self._node.close()
+        self._close_nodes()
+
+    def _close_nodes(self) -> None:
+        for group in [*self._groups.values()]:
+            group.node.close()
 
     def _learn_of_failure(self, rank: int, text: str) -> None:
         """On the sentinel's thread, or that of whoever failed: end every wait with the reason."""
@@ -340,10 +277,8 @@ class Runtime:
         self._failure_known.set()
         self._node.abort()
         self._timeline_switched.set()
-        group = getattr(self, "_group", None)  # not there yet when a rank dies during the start
-        if group is not None:
-            group.coordinator.close(self._failure)
-            group.coordinator.wake()
+        for group in [*self._groups.values()]:  # none yet when a rank dies during the start
+            group.fail(self._failure)
         if self._closed:
             return
         self._last_words = _native.Deadline(
@@ -372,37 +307,63 @@ class Runtime:
             self._finish_timeline()
         elif kind == "shutdown":
             self._finish_timeline()
-            self._group.release()
+            for number in list(self._groups):
+                if number:
+                    self._end_group(number)
+            self.group.release()
         self._timeline_switched.set()
+
+    def _administer(self, request: Request) -> tuple[int, Group | None] | None:
+        """Add or remove a group, in the order that all ranks agreed on."""
+        if request.kind is Kind.REMOVE_PROCESS_SET:
+            if request.root in self._groups:
+                self._end_group(request.root)
+            return None
+        number = next(self._group_numbers)
+        if self.rank not in request.ranks:
+            return number, None
+        comm = None if len(request.ranks) == 1 else mpi.subset(self._comm, request.ranks)
+        nodes, node = discover(comm, self.config.start_timeout_s, request.ranks)
+        group = Group(
+            comm,
+            Topology(self.rank, nodes),
+            node,
+            self.config,
+            self.recorder,
+            check=self.check,
+            on_fatal=self._coordinator_died,
+            on_notice=lambda content: group.release() if content["kind"] == "shutdown" else None,
+            administer=_only_by_all,
+        )
+        self._groups[number] = group
+        if self._failure is not None:
+            group.fail(self._failure)
+        group.coordinator.start()
+        return number, group
+
+    def _end_group(self, number: int) -> None:
+        """Every member does; its coordinator stops once it has read in its log that one of them has said so."""
+        group = self._groups[number]
+        group.coordinator.announce({"kind": "shutdown", "rank": self.rank, "why": "its process set was removed"})
+        while not group.coordinator.join(timeout_s=_LOOK_S):
+            self.check()
+        del self._groups[number]
+        group.node.close()
 
     def _finish_timeline(self) -> None:
         if not self._timeline.is_recording:
             return
         self._timeline.flush_and_close()
-        self._group.barrier()  # every rank of a node has written before its leader reads
-        leaders = self._group.leaders
+        self.group.barrier()  # every rank of a node has written before its leader reads
+        leaders = self.group.leaders
         self._timeline.merge(None if leaders is None else leaders.gather)
 
     def _switch_timeline(self, content: dict[str, Any]) -> None:
         self._raise_if_closed()
         self._timeline_switched.clear()
-        self._group.coordinator.announce(content)
+        self.group.coordinator.announce(content)
         self._timeline_switched.wait()
         self.check()
-
-    def _identify(self, kind: Kind, name: str | None) -> tuple[str, int]:
-        """Names of unnamed operations count per operation, so that ranks that ran others meanwhile still agree."""
-        if name is not None:
-            return name, NAMED
-        with self._counters_lock:
-            sequence = self._counters[kind]
-            self._counters[kind] += 1
-        return f"{kind.label}.noname", sequence
-
-    def _submit(self, submission: Submission) -> Handle:
-        self._raise_if_closed()
-        self._group.coordinator.submit(submission)
-        return submission.handle
 
     def _raise_if_closed(self) -> None:
         if self._closed and self._failure is None:
@@ -410,21 +371,14 @@ class Runtime:
         self.check()
 
 
+def _only_by_all(request: Request) -> None:
+    raise AssertionError(f"{request.kind.label} goes through the group of all ranks")
+
+
 def describe_exception(error: BaseException) -> str:
     """Type and message on the first line, then the traceback."""
     summary = "".join(traceback.format_exception_only(error)).strip()
     return "\n".join([summary, "".join(traceback.format_exception(error)).rstrip()])
-
-
-def _specs(
-    name: str, names: Sequence[str] | None, views: Sequence[TensorView], skip_dims: int = 0
-) -> tuple[TensorSpec, ...]:
-    if names is None:
-        names = [name] if len(views) == 1 else [f"{name}.{i}" for i in range(len(views))]
-    return tuple(
-        TensorSpec(tensor_name, view.dtype, tuple(view.shape[skip_dims:]))
-        for tensor_name, view in zip(names, views, strict=True)
-    )
 
 
 def _exchange_cards(

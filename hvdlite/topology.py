@@ -8,7 +8,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of ``rank`` among ``nodes``, each a tuple of ranks in the order of local ranks."""
+    """The place of ``rank`` among ``nodes``, each a tuple of ranks in the order of local ranks.
+
+    Ranks are those of the job, of which ``nodes`` may hold some only: the members of a process set.
+    """
 
     rank: int
     nodes: tuple[tuple[int, ...], ...]
@@ -16,6 +19,11 @@ class Topology:
     @cached_property
     def size(self) -> int:
         return sum(len(node) for node in self.nodes)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All of them, ascending."""
+        return tuple(sorted(rank for node in self.nodes for rank in node))
 
     @cached_property
     def node_index(self) -> int:

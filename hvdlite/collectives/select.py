@@ -20,6 +20,7 @@ from hvdlite.collectives.shm import ShmBackend
 from hvdlite.config import Config
 from hvdlite.node import Node
 from hvdlite.timeline.recorder import Recorder
+from hvdlite.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,22 +29,20 @@ if TYPE_CHECKING:
 def build_backend(
     node: Node,
     comm_rail: MPI.Comm | None,
-    nodes: tuple[tuple[int, ...], ...],
-    rank: int,
+    topology: Topology,
     config: Config,
     check: Callable[[], None],
     recorder: Recorder,
 ) -> Backend:
-    """The backend for all ranks of ``nodes``; a collective call.
+    """The backend for all ranks of ``topology``; a collective call.
 
     Args:
         node: the ranks on this machine.
-        comm_rail: private communicator of the ranks with this local rank on every node, in the order of ``nodes``;
-            None where a node has no such rank, or where there is one node only.
-        nodes: ranks of each node, in the order of local ranks.
-        rank: this one, in ``nodes``.
+        comm_rail: private communicator of the ranks with this local rank on every node, in the order of nodes; None
+            where a node has no such rank, or where there is one node only.
         check: raises once the job has failed.
     """
+    nodes = topology.nodes
 
     def shm() -> ShmBackend:
         # A rank that spins keeps the core from the rank it waits for, where they share one.
@@ -76,4 +75,6 @@ def build_backend(
         )
     if ring is not None and all(len(ranks) == 1 for ranks in nodes):
         return ring
-    return HierarchicalBackend(shm(), ring, nodes, rank, one_rail_bytes=config.small_bytes)
+    place = topology.ranks.index  # backends count their ranks from 0
+    places = tuple(tuple(place(rank) for rank in ranks) for ranks in nodes)
+    return HierarchicalBackend(shm(), ring, places, place(topology.rank), one_rail_bytes=config.small_bytes)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
 
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
+from hvdlite.collectives.pairwise import PairwiseExchange
 from hvdlite.coordinator.messages import Kind, Request, Response
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.fusion_buffer import FusionBuffers, slot_offsets
-from hvdlite.memory import ALIGNMENT, Buffer, TensorView
+from hvdlite.memory import ALIGNMENT, Buffer, TensorView, align_up
 from hvdlite.timeline.recorder import Lane, Recorder
+from hvdlite.topology import Topology
 
 Work = Sequence[tuple[Response, Submission]]
 
@@ -24,24 +26,30 @@ class Executor:
     Args:
         staging: a multiple of `ALIGNMENT` bytes where tensors from elsewhere pass through, ``chunk_bytes`` at a time.
             On one node a chunk should fit the cache; across nodes it should be large enough to fill the wire.
-        nodes: number of nodes between which the backend works.
+        topology: of the ranks between which the backend works.
+        administer: does what changes process sets, and returns what the user gets.
     """
 
     def __init__(
         self,
         backend: Backend,
+        pairwise_exchange: PairwiseExchange,
         staging: Buffer,
         chunk_bytes: int,
         buffers: FusionBuffers,
-        nodes: int,
+        topology: Topology,
         recorder: Recorder,
+        administer: Callable[[Request], object],
     ) -> None:
         self._backend = backend
+        self._pairwise_exchange = pairwise_exchange
+        self._ranks = topology.ranks
+        self._nodes = len(topology.nodes)
+        self._administer = administer
         self._staging = staging
         # A whole number of elements of every type, whatever the setting says.
         self._chunk_bytes = max(ALIGNMENT, min(chunk_bytes, staging.nbytes) // ALIGNMENT * ALIGNMENT)
         self._buffers = buffers
-        self._nodes = nodes
         self._recorder = recorder
 
     def execute(self, work: Work) -> object:
@@ -57,6 +65,14 @@ class Executor:
             self._broadcast(request, work[0][1], label)
         elif request.kind is Kind.ALLOCATE:
             return self._buffers.make(request.nbytes)
+        elif request.kind is Kind.ALLTOALL:
+            return self._alltoall(work[0][0], work[0][1], label)
+        elif request.kind is Kind.REDUCESCATTER:
+            self._reducescatter(request, work[0][1], label)
+        elif request.kind is Kind.JOIN:
+            return work[0][0].sizes[0][0]
+        elif request.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET):
+            return self._administer(request)
         # A barrier is done once it is agreed on.
         return None
 
@@ -128,14 +144,15 @@ class Executor:
         numels = [view.nbytes for view in views]
         offsets, total = slot_offsets(numels, 1)
         tensors = _native.TensorList([view.address for view in views], numels, offsets)
-        is_root = self._backend.rank == request.root
+        root = self._ranks.index(request.root)
+        is_root = self._backend.rank == root
         staging = self._staging.as_dtype(DType.UINT8)
         for begin, end in _windows(total, staging.numel):
             part = staging.narrow(0, end - begin)
             if is_root:
                 with self._recorder.span(Lane.PACK, label, part.nbytes):
                     tensors.pack(part.address, begin, end, DType.UINT8, DType.UINT8)
-            self._backend.broadcast(part, request.root)
+            self._backend.broadcast(part, root)
             if not is_root:
                 with self._recorder.span(Lane.UNPACK, label, part.nbytes):
                     tensors.unpack(part.address, begin, end, DType.UINT8, DType.UINT8)
@@ -148,6 +165,48 @@ class Executor:
             row_bytes = result.nbytes // sum(rows) if sum(rows) else 0
             ends = [row_bytes * count for count in accumulate(rows)]
             self._allgather_bytes(view.address, result.address, [0, *ends], label)
+
+    def _alltoall(self, response: Response, submission: Submission, label: str) -> tuple[int, ...]:
+        """Every rank's rows to every rank; returns how many came from each."""
+        assert submission.allocate is not None
+        (spec,) = response.request.tensors
+        received = tuple(rows[self._backend.rank] for rows in response.sizes)
+        result = submission.allocate(0, (sum(received), *spec.shape))
+        row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+        sends = [rows * row_bytes for rows in response.sizes[self._backend.rank]]
+        receives = [rows * row_bytes for rows in received]
+        view = submission.inputs[0]
+        self._pairwise_exchange.exchange(view.address, sends, result.address, receives, label, (view, result))
+        return received
+
+    def _reducescatter(self, request: Request, submission: Submission, label: str) -> None:
+        for view, output in zip(submission.inputs, submission.outputs, strict=True):
+            wire = request.wire_dtype if request.wire_dtype is not None and view.dtype.is_floating else view.dtype
+            self._reducescatter_tensor(request, view, output.address, wire, label)
+
+    def _reducescatter_tensor(self, request: Request, view: TensorView, target: int, wire: DType, label: str) -> None:
+        """By way of the staging buffer, in which shard r is the next part of what rank r shall have."""
+        size, rank = self._backend.size, self._backend.rank
+        row_numel = math.prod(view.shape[1:])
+        bounds = [start * row_numel for start in row_bounds(view.shape[0], size)]
+        op, prescale, postscale = self._scales(request, wire)
+        staging = self._staging.as_dtype(wire)
+        per_line = ALIGNMENT // wire.itemsize
+        width = staging.numel // size // per_line * per_line
+        most = max(stop - start for start, stop in pairwise(bounds))
+        for begin in range(0, most, width):
+            step = align_up(min(width, most - begin), per_line)
+            part = staging.narrow(0, size * step)
+            numels = [max(0, min(step, stop - start - begin)) for start, stop in pairwise(bounds)]
+            itemsize = view.dtype.itemsize
+            addresses = [view.address and view.address + (start + begin) * itemsize for start in bounds[:-1]]
+            with self._recorder.span(Lane.PACK, label, part.nbytes, wire.label):
+                sources = _native.TensorList(addresses, numels, [step * i for i in range(size)])
+                sources.pack(part.address, 0, part.numel, view.dtype, wire)
+            self._backend.reduce_scatter(part, parts=size, op=op, prescale=prescale, postscale=postscale)
+            with self._recorder.span(Lane.UNPACK, label, numels[rank] * wire.itemsize, wire.label):
+                own = _native.TensorList([target and target + begin * itemsize], [numels[rank]], [step * rank])
+                own.unpack(part.address + step * rank * wire.itemsize, step * rank, step * (rank + 1), wire, view.dtype)
 
     def _allgather_bytes(self, source: int, target: int, bounds: list[int], label: str) -> None:
         """Concatenate: rank r gives bytes [bounds[r], bounds[r + 1]) of the result, which it has at ``source``."""
@@ -163,6 +222,12 @@ class Executor:
             self._backend.allgather(part, blocks)
             with self._recorder.span(Lane.UNPACK, label, part.nbytes):
                 _native.copy(target + begin, part.address, end - begin)
+
+
+def row_bounds(rows: int, size: int) -> list[int]:
+    """Where each rank's rows start, and where all end; the first ``rows % size`` ranks have one row more."""
+    share, more = divmod(rows, size)
+    return [rank * share + min(rank, more) for rank in range(size + 1)]
 
 
 def _layout(views: Sequence[TensorView], itemsize: int) -> tuple[list[int], list[int], int]:

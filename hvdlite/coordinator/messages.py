@@ -32,6 +32,11 @@ class Kind(IntEnum):
     BROADCAST = 2
     BARRIER = 3
     ALLOCATE = 4
+    ALLTOALL = 5
+    REDUCESCATTER = 6
+    JOIN = 7
+    ADD_PROCESS_SET = 8
+    REMOVE_PROCESS_SET = 9
 
     @property
     def label(self) -> str:
@@ -40,7 +45,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as it must be on every rank; ``shape`` leaves out dimension 0 of an allgather, which may differ."""
+    """A tensor as it must be on every rank; ``shape`` leaves out dimension 0 where that may differ between ranks."""
 
     name: str
     dtype: DType
@@ -62,12 +67,15 @@ class Request:
     nbytes: int = 0  # of an ALLOCATE
     device: str = "cpu"
     place: tuple[int, int] | None = None
+    ranks: tuple[int, ...] = ()  # of a process set
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
         # Looked up at every submission: hash the nested tuples once.
         object.__setattr__(
-            self, "_hash", hash((self.kind, self.name, self.tensors, self.op, self.root, self.nbytes, self.place))
+            self,
+            "_hash",
+            hash((self.kind, self.name, self.tensors, self.op, self.root, self.nbytes, self.place, self.ranks)),
         )
 
     def __hash__(self) -> int:
@@ -81,16 +89,17 @@ class Request:
             [
                 self.kind, self.name, [[t.name, t.dtype, t.shape] for t in self.tensors], self.op,
                 self.prescale, self.postscale, self.root, self.wire_dtype, self.nbytes, self.device, self.place,
+                self.ranks,
             ]
         ).encode()  # fmt: skip
 
     @classmethod
     def from_json(cls, data: bytes) -> Request:
-        kind, name, tensors, op, prescale, postscale, root, wire_dtype, nbytes, device, place = json.loads(data)
+        kind, name, tensors, op, prescale, postscale, root, wire_dtype, nbytes, device, place, ranks = json.loads(data)
         return cls(
             Kind(kind), name, tuple(TensorSpec(n, DType(d), tuple(s)) for n, d, s in tensors), ReduceOp(op),
             prescale, postscale, root, None if wire_dtype is None else DType(wire_dtype), nbytes, device,
-            None if place is None else (place[0], place[1]),
+            None if place is None else (place[0], place[1]), tuple(ranks),
         )  # fmt: skip
 
 
@@ -98,7 +107,7 @@ Key = tuple[str, int]
 """(name, sequence): what ranks must agree on to mean the same operation."""
 
 Sizes = tuple[int, ...]
-"""What may differ per rank: dimension 0 of every tensor of an allgather."""
+"""What may differ per rank: dimension 0 of every tensor of an allgather, rows for every rank of an alltoall."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,19 @@
 
 Pure: no MPI, no clock of its own, no shared memory. Every node leader has one `Negotiation` for the ranks of its
 subtree; what is complete there goes up as few claims as tell the truth, and the root's turns into responses.
+
+A rank that has joined is ready for everything and contributes nothing. Only the root knows all who have, so a
+leader with one below it passes on every claim as it comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
 
+_NEEDS_ALL = (Kind.ALLTOALL, Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET)
 _PATIENCE_S = 1.0  # after which a leader passes on what it has, complete or not
 _LOOK_S = 0.25
 
@@ -24,6 +28,10 @@ class _Gathering:
     in_parts: bool = False  # some claims have gone up already
     claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]] = field(default_factory=dict)
 
+    def ranks(self) -> set[int]:
+        """Who has claimed it, of those that have not gone up."""
+        return {rank for parts in self.claims.values() for ranks, _ in parts for rank in ranks}
+
 
 class Negotiation:
     """Collects claims until all of ``ranks`` have claimed a key."""
@@ -33,10 +41,16 @@ class Negotiation:
         self._gathering: dict[Key, _Gathering] = {}
         self._complete: list[tuple[Key, _Gathering]] = []
         self._next_look_s = 0.0
+        self._joined: dict[int, Claim] = {}  # in the order in which they came
+        self._new_joins: list[Claim] = []
 
     def add(self, claim: Claim, sender_ranks: tuple[int, ...], now_s: float) -> None:
         """Count a claim of a sender that speaks for ``sender_ranks``."""
         ranks = claim.ranks if claim.ranks is not None else sender_ranks
+        if claim.request.kind is Kind.JOIN:
+            self._joined.update((rank, claim) for rank in ranks)
+            self._new_joins.append(Claim(claim.request, claim.sequence, ranks))
+            return
         key = claim.key
         gathering = self._gathering.get(key)
         if gathering is None:
@@ -55,18 +69,38 @@ class Negotiation:
         claims = []
         for (_, sequence), gathering in self._take():
             claims += _as_claims(gathering, sequence, len(gathering.claims) == 1 and not gathering.in_parts)
-        if now_s >= self._next_look_s:
+        if self._joined:
+            for (_, sequence), gathering in self._gathering.items():
+                claims += _as_claims(gathering, sequence, False)
+            self._gathering.clear()
+        elif now_s >= self._next_look_s:
             self._next_look_s = now_s + _LOOK_S
             for (_, sequence), gathering in self._gathering.items():
                 if gathering.claims and now_s - gathering.since_s > _PATIENCE_S:
                     claims += _as_claims(gathering, sequence, False)
                     gathering.claims.clear()
                     gathering.in_parts = True
-        return claims
+        joins, self._new_joins = self._new_joins, []
+        return claims + joins  # what a rank claimed before it joined stays before
 
     def verdicts(self) -> list[Response | Fault]:
         """What has become complete, judged, in the order in which every rank shall do it."""
-        return [_judge(key, gathering.claims) for key, gathering in self._take()]
+        if not self._joined:
+            return [_judge(key, gathering.claims) for key, gathering in self._take()]
+        for key, gathering in list(self._gathering.items()):
+            if len(self._joined.keys() | gathering.ranks()) == len(self._ranks):
+                self._complete.append((key, self._gathering.pop(key)))
+        verdicts = [_judge(key, gathering.claims, self._joined.keys()) for key, gathering in self._take()]
+        if len(self._joined) == len(self._ranks):
+            last, claim = list(self._joined.items())[-1]
+            verdicts.append(Response(claim.request, claim.sequence, ((last,),)))
+            self.end_join()
+        return verdicts
+
+    def end_join(self) -> None:
+        """All ranks had joined, and go on."""
+        self._joined.clear()
+        self._new_joins.clear()
 
     def waiting(self) -> list[tuple[Key, str, float]]:
         """(key, what it is for people, since when) of everything incomplete, the oldest first."""
@@ -105,7 +139,11 @@ def _in_rank_order(
     return tuple(ranks[i] for i in order), tuple(sizes[i] for i in order)
 
 
-def _judge(key: Key, claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]]) -> Response | Fault:
+def _judge(
+    key: Key,
+    claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]],
+    joined: Collection[int] = (),
+) -> Response | Fault:
     by_ranks = [(request, _in_rank_order(parts)) for request, parts in claims.items()]
     by_ranks.sort(key=lambda item: item[1][0])  # the group of the lowest rank first: its text is the reference
     request = by_ranks[0][0]
@@ -113,9 +151,20 @@ def _judge(key: Key, claims: dict[Request, list[tuple[tuple[int, ...], tuple[Siz
         text = _difference(request, other, by_ranks[0][1][0], ranks)
         if text is not None:
             return Fault(key, text)
-    if len(by_ranks) > 1:  # they differ in place only
+    if len(by_ranks) > 1 or joined:  # they differ in place only; who has joined has no place
         request = request.at(None)
     all_parts = [part for parts in claims.values() for part in parts]
+    absent = tuple(sorted(set(joined).difference(*(ranks for _, (ranks, _) in by_ranks))))
+    if absent:
+        if request.kind in _NEEDS_ALL or (request.kind is Kind.BROADCAST and request.root in absent):
+            return Fault(
+                key,
+                f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join() and cannot take part. "
+                "Call it before join(), or after join() has returned on every rank.",
+            )
+        if all_parts[0][1]:
+            nothing = (0,) * len(request.tensors)
+            all_parts.append((absent, (nothing,) * len(absent)))
     return Response(request, key[1], _in_rank_order(all_parts)[1])
 
 
@@ -142,9 +191,9 @@ def _operation_rows(a: Request, b: Request) -> list[_Difference]:
 
 
 def _tensor_rows(a: Request, b: Request) -> list[_Difference]:
-    gathers = a.kind is Kind.ALLGATHER
-    where = "shape after the first dimension" if gathers else "shape"
-    ragged = "in all dimensions but the first" if gathers else "or use allgather for ragged tensors"
+    is_ragged = a.kind in (Kind.ALLGATHER, Kind.ALLTOALL)
+    where = "shape after the first dimension" if is_ragged else "shape"
+    ragged = "in all dimensions but the first" if is_ragged else "or use allgather for ragged tensors"
     rows: list[_Difference] = []
     for i, (s, t) in enumerate(zip(a.tensors, b.tensors, strict=False)):
         if s != t:
@@ -166,6 +215,7 @@ def _option_rows(a: Request, b: Request) -> list[_Difference]:
         ("", "postscale factor", a.postscale, b.postscale, f"Pass the same postscale_factor {same}"),
         ("", "root rank", a.root, b.root, f"Pass the same root_rank {same}"),
         ("", "compression", wire(a), wire(b), f"Pass the same compression {same}"),
+        ("", "ranks of the process set", a.ranks, b.ranks, f"Name the same ranks {same}"),
         ("", "size in bytes", a.nbytes, b.nbytes, f"Ask for the same size {same}"),
         ("", "device", a.device, b.device, f"Keep the tensor on the same kind of device {same}"),
     ]

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.config import Config
@@ -28,10 +28,10 @@ Waiting = Callable[[], list[tuple[Key, str, float]]]
 class StallWatch:
     """The root's watch. When a tensor waits too long it asks every rank where it stands, and reports the answers."""
 
-    def __init__(self, config: Config, size: int) -> None:
+    def __init__(self, config: Config, ranks: Sequence[int]) -> None:
         self._check_s = 0.0 if config.stall_check_disable else config.stall_check_time_s
         self._shutdown_s = 0.0 if config.stall_check_disable else config.stall_shutdown_time_s
-        self._size = size
+        self._ranks = ranks
         self._reported: set[Key] = set()
         self._next_look_s = 0.0 if self._check_s or self._shutdown_s else math.inf
         self._asked_s: float | None = None
@@ -48,7 +48,7 @@ class StallWatch:
             return None
         self._next_look_s = now_s + _LOOK_S
         if self._asked_s is not None:
-            if len(self._answers) == self._size or now_s - self._asked_s > _ANSWER_S:
+            if len(self._answers) == len(self._ranks) or now_s - self._asked_s > _ANSWER_S:
                 self._report(waiting(), now_s)
             return None
         items = waiting()
@@ -91,9 +91,11 @@ class StallWatch:
 
     def _describe(self, key: Key, label: str, waited_s: float) -> str:
         ready = [rank for rank, answer in self._answers.items() if list(key) in answer["in_flight"]]
-        missing = [rank for rank in range(self._size) if rank not in ready]
+        joined = [rank for rank, answer in self._answers.items() if answer["joined"]]
+        missing = [rank for rank in self._ranks if rank not in ready and rank not in joined]
+        count = f"{len(ready)} of {len(self._ranks)}"
         lines = [
-            f"{label} has waited {waited_s:.0f} s for {rank_list(missing)} ({len(ready)} of {self._size} are ready)."
+            f"{label} has waited {waited_s:.0f} s for {rank_list(missing)} ({count} are ready)."
             if missing
             else f"{label} has waited {waited_s:.0f} s; every rank is ready by now."
         ]
@@ -107,7 +109,9 @@ class StallWatch:
         return " ".join(lines)
 
 
-def status_of(question: dict[str, Any], rank: int, last_submitted: str, in_flight: list[Key]) -> dict[str, Any]:
+def status_of(
+    question: dict[str, Any], rank: int, last_submitted: str, in_flight: list[Key], has_joined: bool = False
+) -> dict[str, Any]:
     """This rank's answer: what it has submitted and where its main thread is."""
     return {
         "kind": "status",
@@ -115,6 +119,7 @@ def status_of(question: dict[str, Any], rank: int, last_submitted: str, in_fligh
         "rank": rank,
         "last": last_submitted,
         "in_flight": [list(key) for key in in_flight],
+        "joined": has_joined,
         "where": _where_main_thread_is(),
     }
 

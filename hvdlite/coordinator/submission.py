@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.handle import Handle
-from hvdlite.coordinator.messages import Claim, Key, Request, Sizes
+from hvdlite.coordinator.messages import Claim, Key, Kind, Request, Response, Sizes, TensorSpec
+from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.fusion_buffer import Home
-from hvdlite.memory import TensorView
+from hvdlite.memory import TensorView, filled
 
 Allocate = Callable[[int, tuple[int, ...]], TensorView]
 """(index of the tensor, shape of its result) -> where the result shall go; called on the coordinator thread."""
@@ -42,3 +43,33 @@ class Submission:
         if self.sizes is None:
             return Claim(self.request, self.sequence)
         return Claim(self.request, self.sequence, (rank,), (self.sizes,))
+
+
+def absent(response: Response) -> Submission:
+    """What a rank that has joined takes part with: nothing, so that the others' result is that of their tensors."""
+    request = response.request
+    if request.kind is Kind.ALLGATHER:
+        inputs = [_nothing(TensorSpec(spec.name, spec.dtype, (0, *spec.shape))) for spec in request.tensors]
+    elif request.op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        inputs = [_nothing(spec) for spec in request.tensors]
+    else:
+        inputs = [filled(spec.shape, spec.dtype, _identity(request, spec.dtype)) for spec in request.tensors]
+    outputs = [_nothing(spec) for spec in request.tensors]
+
+    def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
+        return filled(shape, request.tensors[index].dtype, 0)
+
+    return Submission(request, response.sequence, inputs, outputs, allocate=allocate)
+
+
+def _identity(request: Request, dtype: DType) -> float:
+    """What, once it is prescaled, changes no minimum, maximum or product."""
+    if request.op is ReduceOp.PRODUCT:
+        return 1.0 / request.prescale if dtype.is_floating and request.prescale else 1.0
+    lowest, highest = dtype.limits
+    return highest if (request.op is ReduceOp.MIN) == (request.prescale >= 0) else lowest
+
+
+def _nothing(spec: TensorSpec) -> TensorView:
+    """Zeros that nobody stored, and a result that nobody wants."""
+    return TensorView(0, spec.shape, spec.dtype, None)

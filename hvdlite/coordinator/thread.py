@@ -28,6 +28,7 @@ from hvdlite.coordinator.messages import (
     EndOfBatch,
     Fault,
     Key,
+    Kind,
     Message,
     Notice,
     Response,
@@ -35,7 +36,7 @@ from hvdlite.coordinator.messages import (
 from hvdlite.coordinator.negotiation import Negotiation
 from hvdlite.coordinator.plan import plan_buckets
 from hvdlite.coordinator.stall import StallWatch, status_of
-from hvdlite.coordinator.submission import Submission
+from hvdlite.coordinator.submission import Submission, absent
 from hvdlite.coordinator.tree import Tree
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError, ShutDownError
 from hvdlite.timeline.recorder import Lane, Recorder
@@ -83,6 +84,7 @@ class Coordinator:
         self._in_flight: dict[Key, Submission] = {}
         self._closed: HorovodInternalError | None = None
         self._last_submitted = "nothing"
+        self._has_joined = False
         self._stopped = False
 
         self._claims = Encoder(config.cache_capacity)  # to the leader, or of a leader to its parent
@@ -102,7 +104,7 @@ class Coordinator:
         self._speaks_for = {child: topology.subtree_ranks(child, config.tree_fanout) for child in self._tree.children}
         self._log_outbox = bytearray()
         self._verdicts = Encoder(config.cache_capacity)  # the root's pen for the log
-        self._stall = StallWatch(config, topology.size) if topology.rank == 0 else None
+        self._stall = StallWatch(config, topology.ranks) if self._tree.parent is None else None
         self._busy_until_s = time.monotonic()
 
     # From user threads.
@@ -116,10 +118,17 @@ class Coordinator:
         Raises:
             DuplicateNameError: an operation of this name is in flight.
             HorovodInternalError: hvdlite was shut down, or failed.
+            ValueError: this rank has joined.
         """
         with self._lock:
             if self._closed is not None:
                 raise self._closed.with_traceback(None)  # several threads may raise it
+            if self._has_joined:
+                raise ValueError(
+                    f"{submission.request.kind.label} '{submission.label}': this rank has called join(), which has not "
+                    "returned yet"
+                )
+            self._has_joined = submission.request.kind is Kind.JOIN
             if submission.key in self._in_flight:
                 raise DuplicateNameError(
                     f"{submission.request.kind.label} '{submission.label}' was submitted while an operation of that "
@@ -297,16 +306,26 @@ class Coordinator:
         now_ns = time.monotonic_ns()
         with self._lock:
             work = [(response, self._in_flight[response.key]) for response in bucket if response.key in self._in_flight]
+            if self._has_joined:  # the others go on without this rank
+                work = [(response, self._in_flight.get(response.key) or absent(response)) for response in bucket]
         if len(work) != len(bucket):  # closed meanwhile; the reason is on its way to every rank
             self._check()
             return
         for _, submission in work:
             self._recorder.add(Lane.NEGOTIATION, submission.label, submission.submitted_ns, now_ns)
+        if bucket[0].request.kind is Kind.JOIN:
+            self._end_join()
         result = self._executor.execute(work)
         for _, submission in work:
             taken = self._take(submission.key)
             if taken is not None:
                 taken.handle.succeed(result)
+
+    def _end_join(self) -> None:
+        """Every rank has joined, and every rank goes on."""
+        self._has_joined = False
+        if self._topology.is_leader:
+            self._negotiation.end_join()
 
     def _take(self, key: Key) -> Submission | None:
         """A submission, for the one who completes it."""
@@ -318,7 +337,7 @@ class Coordinator:
         if kind == "stall_query":
             with self._lock:
                 in_flight = list(self._in_flight)
-            self.announce(status_of(content, self._topology.rank, self._last_submitted, in_flight))
+            self.announce(status_of(content, self._topology.rank, self._last_submitted, in_flight, self._has_joined))
         elif kind == "shutdown":
             rank = content["rank"]
             mine = rank == self._topology.rank

@@ -29,6 +29,7 @@ class Lane(Enum):
     UNPACK = "unpack"
     BROADCAST = "broadcast"
     ALLGATHER = "allgather"
+    ALLTOALL = "alltoall"
     CYCLE = "cycle"
 
 
@@ -42,6 +43,7 @@ COMMUNICATION_LANES = frozenset(
         Lane.UNPACK,
         Lane.BROADCAST,
         Lane.ALLGATHER,
+        Lane.ALLTOALL,
     }
 )
 """Where a coordinator thread is busy; negotiation is waiting for other ranks, not work."""

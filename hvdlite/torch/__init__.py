@@ -27,7 +27,7 @@ from hvdlite import (
     shutdown,
     size,
 )
-from hvdlite.torch.allgather import allgather, allgather_async
+from hvdlite.torch.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdlite.torch.allreduce import (
     Average,
     Max,
@@ -43,6 +43,7 @@ from hvdlite.torch.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
+from hvdlite.torch.alltoall import alltoall, alltoall_async
 from hvdlite.torch.barrier import barrier
 from hvdlite.torch.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from hvdlite.torch.compression import Compression, Compressor
@@ -53,13 +54,31 @@ from hvdlite.torch.functions import (
     broadcast_parameters,
 )
 from hvdlite.torch.handle import Handle, poll, synchronize
+from hvdlite.torch.join import join
 from hvdlite.torch.optimizer import DistributedOptimizer
-from hvdlite.torch.process_set import global_process_set
+from hvdlite.torch.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdlite.torch.reducescatter import (
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "alltoall",
+    "alltoall_async",
+    "join",
+    "reducescatter",
+    "reducescatter_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "add_process_set",
+    "remove_process_set",
     "Average",
     "Compression",
     "Compressor",
@@ -69,6 +88,7 @@ __all__ = [
     "Max",
     "Min",
     "Product",
+    "ProcessSet",
     "Sum",
     "allgather",
     "allgather_async",
@@ -107,9 +127,30 @@ __all__ = [
 ]
 
 
-def init(comm: MPI.Comm | Sequence[int] | None = None, process_sets: object = None) -> None:
-    """`hvdlite.init`, which also sees to it that every rank runs the same version of torch."""
-    hvdlite.init(comm, process_sets, versions={"torch": torch.__version__})
+def init(comm: MPI.Comm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """`hvdlite.init`, which also sees to it that every rank runs the same version of torch, and registers process sets.
+
+    Args:
+        comm: who takes part; see `hvdlite.init`.
+        process_sets: registered in this order, the same on every rank. "dynamic", which Horovod needs for sets that are
+            added later, is accepted; they always can be.
+
+    Raises:
+        ValueError: two sets have the same ranks; those that are not duplicates stay registered.
+    """
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise ValueError(f"process_sets is {process_sets!r}; pass a list of hvd.ProcessSet, or 'dynamic'")
+    if is_initialized():
+        return
+    hvdlite.init(comm, versions={"torch": torch.__version__})
+    duplicates = []
+    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+        try:
+            add_process_set(process_set)
+        except ValueError as error:
+            duplicates.append(error)
+    if duplicates:
+        raise duplicates[0]
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -1,14 +1,15 @@
-"""hvd.allgather and its asynchronous form."""
+"""hvd.allgather, its asynchronous and its grouped form."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from hvdlite.memory import TensorView
-from hvdlite.torch.allreduce import Average, allreduce
-from hvdlite.torch.handle import Handle
+from hvdlite.torch.allreduce import Average, grouped_allreduce
+from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.tensor_view import contiguous_block, view_of
 
@@ -17,16 +18,23 @@ class _Allgather(torch.autograd.Function):
     """The gradient of an allgather is this rank's rows of the average of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-        ctx.shape, ctx.process_set = tensor.shape, process_set
-        return allgather_async(tensor, name, process_set).synchronize()
+    def forward(
+        ctx: Any, name: str | None, grouped: bool, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.shapes, ctx.process_set = [tensor.shape for tensor in tensors], process_set
+        return tuple(_start_allgather(tensors, name, process_set, grouped=grouped).synchronize())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        reduced = allreduce(gradient, op=Average, process_set=ctx.process_set)
-        rows = ctx.shape[0] if ctx.shape else 1
-        rows_before = allgather(torch.tensor([rows]), process_set=ctx.process_set)[: ctx.process_set.rank()].sum()
-        return reduced.narrow(0, int(rows_before), rows).reshape(ctx.shape), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        averages = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
+        rows = [shape[0] if shape else 1 for shape in ctx.shapes]
+        everywhere = allgather(torch.tensor([rows]), process_set=ctx.process_set)
+        before = everywhere[: ctx.process_set.rank()].sum(0).tolist()
+        own = [
+            average.narrow(0, start, count).reshape(shape)
+            for average, start, count, shape in zip(averages, before, rows, ctx.shapes, strict=True)
+        ]
+        return None, None, None, *own
 
 
 def allgather(
@@ -40,7 +48,7 @@ def allgather(
     Returns:
         (rows of all ranks, ...), new.
     """
-    gathered: torch.Tensor = _Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = _Allgather.apply(name, False, process_set, tensor)[0]  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -48,16 +56,37 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """`allgather` as a handle. ``tensor`` must not change before it is complete."""
+    return only(_start_allgather([tensor], name, process_set, grouped=False))
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """`allgather` of several tensors, which are gathered together or not at all."""
+    return list(_Allgather.apply(name, True, process_set, *tensors))  # type: ignore[no-untyped-call]
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[list[torch.Tensor]]:
+    """`grouped_allgather` as one handle."""
+    return _start_allgather(tensors, name, process_set, grouped=True)
+
+
+def _start_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, *, grouped: bool
+) -> Handle[list[torch.Tensor]]:
+    """The one implementation of all allgathers."""
+    names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
     label = "allgather" if name is None else f"allgather '{name}'"
-    source = contiguous_block(tensor, label)
-    if source.dim() == 0:
-        source = source.reshape(1)
-    results: list[torch.Tensor] = []
+    blocks = [contiguous_block(tensor, label) for tensor in tensors]
+    sources = [block if block.dim() else block.reshape(1) for block in blocks]
+    results: dict[int, torch.Tensor] = {}
 
-    def allocate(_: int, shape: tuple[int, ...]) -> TensorView:
-        results.append(torch.empty(shape, dtype=source.dtype))
-        return view_of(results[0])
+    def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
+        results[index] = torch.empty(shape, dtype=sources[index].dtype)
+        return view_of(results[index])
 
-    runtime = check_process_set(process_set).runtime()
-    pending = runtime.allgather_async([view_of(source)], allocate, name=name)
-    return Handle(pending, runtime.recorder, label, lambda: results[0])
+    group = check_process_set(process_set).group()
+    pending = group.allgather_async([view_of(source) for source in sources], allocate, name=name, names=names)
+    return Handle(pending, group.recorder, label, lambda: [results[i] for i in range(len(sources))])

@@ -28,8 +28,8 @@ Product = ReduceOp.PRODUCT
 
 
 @dataclass(frozen=True)
-class _Reduction:
-    """How tensors are combined; everything about an allreduce but the tensors and the name."""
+class Reduction:
+    """How tensors are combined: everything about an operation that reduces but the tensors and the name."""
 
     op: ReduceOp
     prescale: float
@@ -38,21 +38,26 @@ class _Reduction:
     process_set: ProcessSet
 
 
-def _reduction(
+def reduction_of(
     average: bool | None,
     op: int | None,
     prescale: float,
     postscale: float,
     process_set: ProcessSet,
     compression: AnyCompressor = Compression.none,
-) -> _Reduction:
+) -> Reduction:
+    """The arguments of an operation, checked.
+
+    Raises:
+        ValueError: names the argument and the way out.
+    """
     if average is not None:
         if op is not None:
             raise ValueError("op supersedes average; pass op=hvd.Average or op=hvd.Sum, and no average")
         warnings.warn("average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
         op = Average if average else Sum
     wire = wire_dtype(compression)
-    return _Reduction(
+    return Reduction(
         check_op(Average if op is None else op),
         float(prescale),
         float(postscale),
@@ -73,7 +78,7 @@ def check_op(op: int) -> ReduceOp:
 
 
 def _start_allreduce(
-    tensors: Sequence[torch.Tensor], name: str | None, reduction: _Reduction, *, in_place: bool, grouped: bool
+    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, *, in_place: bool, grouped: bool
 ) -> Handle[list[torch.Tensor]]:
     """The one implementation of all allreduces."""
     names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
@@ -81,8 +86,8 @@ def _start_allreduce(
     sources = [contiguous_block(tensor, label) for tensor in tensors]
     results = sources if in_place else [torch.empty_like(source) for source in sources]
     inputs = [view_of(source) for source in sources]
-    runtime = reduction.process_set.runtime()
-    pending = runtime.allreduce_async(
+    group = reduction.process_set.group()
+    pending = group.allreduce_async(
         inputs,
         inputs if in_place else [view_of(result) for result in results],
         name=name,
@@ -93,7 +98,7 @@ def _start_allreduce(
         wire_dtype=reduction.wire,
     )
     kept = list(tensors)
-    return Handle(pending, runtime.recorder, label, lambda: copied_back(kept, results) if in_place else results)
+    return Handle(pending, group.recorder, label, lambda: copied_back(kept, results) if in_place else results)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -101,7 +106,7 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, reduction: _Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
+        ctx: Any, reduction: Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.reduction, ctx.grouped = reduction, grouped
         return tuple(_start_allreduce(tensors, name, reduction, in_place=False, grouped=grouped).synchronize())
@@ -114,7 +119,7 @@ class _Allreduce(torch.autograd.Function):
 def _allreduce(
     tensors: Sequence[torch.Tensor],
     name: str | None,
-    reduction: _Reduction,
+    reduction: Reduction,
     compression: AnyCompressor,
     *,
     grouped: bool,
@@ -156,7 +161,7 @@ def allreduce(
         DuplicateNameError, ValueError: ``name`` is in flight; hvdlite cannot reduce this tensor.
         HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
-    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set, compression)
+    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set, compression)
     return _allreduce([tensor], name, reduction, compression, grouped=False)[0]
 
 
@@ -170,7 +175,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """`allreduce` as a handle. ``tensor`` must not change before it is complete."""
-    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
     return only(_start_allreduce([tensor], name, reduction, in_place=False, grouped=False))
 
 
@@ -184,7 +189,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """`allreduce` in place; returns ``tensor``."""
-    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
     return _start_allreduce([tensor], name, reduction, in_place=True, grouped=False).synchronize()[0]
 
 
@@ -198,7 +203,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """`allreduce` in place, as a handle. ``tensor`` is undefined before it is complete."""
-    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
     return only(_start_allreduce([tensor], name, reduction, in_place=True, grouped=False))
 
 
@@ -213,7 +218,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors, which are reduced together or not at all; their dtypes may differ."""
-    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set, compression)
+    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set, compression)
     return _allreduce(tensors, name, reduction, compression, grouped=True)
 
 
@@ -227,7 +232,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """`grouped_allreduce` as one handle."""
-    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
     return _start_allreduce(tensors, name, reduction, in_place=False, grouped=True)
 
 
@@ -241,7 +246,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`grouped_allreduce` in place; returns ``tensors``."""
-    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
     return _start_allreduce(tensors, name, reduction, in_place=True, grouped=True).synchronize()
 
 
@@ -255,5 +260,5 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """`grouped_allreduce` in place, as one handle."""
-    reduction = _reduction(average, op, prescale_factor, postscale_factor, process_set)
+    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
     return _start_allreduce(tensors, name, reduction, in_place=True, grouped=True)

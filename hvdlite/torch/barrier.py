@@ -8,6 +8,6 @@ from hvdlite.torch.process_set import ProcessSet, check_process_set, global_proc
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank has called it."""
-    runtime = check_process_set(process_set).runtime()
-    with runtime.recorder.span(Lane.WAIT, "barrier"):
-        runtime.barrier_async().wait()
+    group = check_process_set(process_set).group()
+    with group.recorder.span(Lane.WAIT, "barrier"):
+        group.barrier_async().wait()

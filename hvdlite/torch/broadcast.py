@@ -94,9 +94,9 @@ def start_broadcast(
     """Broadcast tensors in place, in one operation; the one implementation of all broadcasts."""
     label = "broadcast" if name is None else f"broadcast '{name}'"
     results = [contiguous_block(tensor, label) for tensor in tensors]
-    runtime = check_process_set(process_set).runtime()
-    pending = runtime.broadcast_async(
+    group = check_process_set(process_set).group()
+    pending = group.broadcast_async(
         [view_of(result) for result in results], root_rank=root_rank, name=name, names=names
     )
     kept = list(tensors)
-    return Handle(pending, runtime.recorder, label, lambda: copied_back(kept, results))
+    return Handle(pending, group.recorder, label, lambda: copied_back(kept, results))

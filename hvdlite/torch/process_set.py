@@ -1,58 +1,153 @@
-"""The ranks that take part in an operation."""
+"""Process sets: the ranks that take part in an operation."""
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import hvdlite
+from hvdlite.group import Group
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from hvdlite.runtime import Runtime
 
 
-_numbers: weakref.WeakKeyDictionary[Runtime, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
 class ProcessSet:
-    """A set of ranks; every operation takes one. `global_process_set` is all of them."""
+    """A set of ranks. Register it with `add_process_set`, or by init(process_sets=...), on all ranks of the job.
 
-    process_set_id: int
+    Sets may overlap; each negotiates and communicates for itself, so operations of several sets run at the same time,
+    and a slow set holds up no other. Each costs a member a thread that sleeps, and HVDLITE_STAGING_BYTES of memory as
+    far as it is used.
 
-    def runtime(self) -> Runtime:
-        """The runtime that carries its operations.
+    Args:
+        ranks_or_comm: ranks of the job, or an mpi4py communicator of some of its processes.
 
-        Raises:
-            ShutDownError: hvdlite is not running in this process.
-        """
-        return hvdlite.runtime()
+    Attributes:
+        process_set_id: 1, 2, 3, ... in the order of registration; None while it is not registered.
+        mpi_comm: the communicator that was given; None where ranks were.
+    """
 
-    def next_number(self) -> int:
-        """0, 1, 2, ... on one runtime: for names of what every rank makes in the same order."""
-        return next(_numbers.setdefault(self.runtime(), itertools.count()))
+    def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
+        self.process_set_id: int | None = None
+        self.mpi_comm: MPI.Comm | None = None
+        self._group: Group | None = None
+        self._runtime: weakref.ref[Runtime] | None = None
+        self._ranks: list[int] | None = None
+        if isinstance(ranks_or_comm, Iterable):
+            self._ranks = sorted(int(rank) for rank in ranks_or_comm)
+        else:
+            self.mpi_comm = ranks_or_comm
 
     @property
     def ranks(self) -> list[int]:
-        """Global ranks of the members."""
-        return list(range(self.size()))
+        """Global ranks of the members, ascending."""
+        if self._ranks is None:
+            assert self.mpi_comm is not None
+            self._ranks = sorted(hvdlite.runtime().ranks_of(self.mpi_comm))
+        return self._ranks
+
+    def group(self) -> Group:
+        """What carries its operations.
+
+        Raises:
+            ShutDownError: hvdlite is not running in this process.
+            ValueError: it is not registered, or this rank is not a member.
+        """
+        runtime = hvdlite.runtime()
+        if self.process_set_id is None or self._runtime is None or self._runtime() is not runtime:
+            raise ValueError(
+                f"{self} is not registered; pass it to hvd.add_process_set, or to hvd.init(process_sets=[...])"
+            )
+        if self._group is None:
+            raise ValueError(f"rank {runtime.rank} is not a member of {self}; only members may call its operations")
+        return self._group
+
+    def next_number(self) -> int:
+        """0, 1, 2, ...: for names of what every member makes in the same order."""
+        return self.group().next_number()
 
     def size(self) -> int:
-        return hvdlite.size()
+        return len(self.ranks)
 
     def rank(self) -> int:
-        """This process's rank among the members."""
-        return hvdlite.rank()
+        """This process's rank among the members.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if not self.included():
+            raise ValueError(f"rank {hvdlite.rank()} is not a member of {self}")
+        return self.ranks.index(hvdlite.rank())
 
     def included(self) -> bool:
         """Whether this process is a member."""
-        return self.rank() in self.ranks
+        return hvdlite.rank() in self.ranks
+
+    def register(self, runtime: Runtime, number: int, group: Group | None) -> None:
+        """It is set ``number`` of ``runtime``, and ``group`` there on its members."""
+        self.process_set_id, self._group, self._runtime = number, group, weakref.ref(runtime)
+
+    def remove(self, runtime: Runtime) -> bool:
+        """Undo `register`; whether it was registered with ``runtime``."""
+        if not self.process_set_id or self._runtime is None or self._runtime() is not runtime:
+            return False
+        runtime.remove_group(self.process_set_id)
+        self.process_set_id = self._group = self._runtime = None
+        return True
+
+    def __repr__(self) -> str:
+        members = self._ranks if self._ranks is not None else "a communicator"
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={members})"
 
 
-global_process_set = ProcessSet(0)
+class _GlobalProcessSet(ProcessSet):
+    """All ranks; always registered."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(hvdlite.size()))
+
+    def group(self) -> Group:
+        return hvdlite.runtime().group
+
+    def __repr__(self) -> str:
+        return "hvd.global_process_set"
+
+
+global_process_set = _GlobalProcessSet()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a set of ranks; all ranks of the job call it, in the same order, members or not.
+
+    Args:
+        process_set: or its ranks.
+
+    Raises:
+        ValueError: there is a set of these ranks already; they are no ranks of this job.
+        MismatchError: other ranks named other ranks.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    runtime = hvdlite.runtime()
+    number, group = runtime.add_group(added.ranks)
+    added.register(runtime, number, group)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take back `add_process_set`; all ranks of the job call it. Its operations in flight fail.
+
+    Returns:
+        Whether it was registered; `global_process_set` stays.
+    """
+    return process_set.remove(hvdlite.runtime())
 
 
 def check_process_set(process_set: ProcessSet) -> ProcessSet:
@@ -62,5 +157,5 @@ def check_process_set(process_set: ProcessSet) -> ProcessSet:
         ValueError: it is none.
     """
     if not isinstance(process_set, ProcessSet):
-        raise ValueError(f"process_set is {process_set!r}; pass hvd.global_process_set")
+        raise ValueError(f"process_set is {process_set!r}; pass hvd.global_process_set or an hvd.ProcessSet")
     return process_set

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
-from hvdlite.runtime import Runtime
+from hvdlite.group import Group
 from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.torch.broadcast import broadcast_
 from hvdlite.torch.buckets import plan_buckets, split_evenly
@@ -71,7 +71,7 @@ class GradientReducer:
         self._backward_ns = (0, 0)
         wire = wire_dtype(reduction.compression)
         self._wire_dtype = None if wire is None else dtype_of(wire)
-        self._attach(reduction.process_set.runtime())
+        self._attach(reduction.process_set.group())
         self.add(parameters)
 
     @property
@@ -149,7 +149,7 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """The first gradient of a step."""
-        runtime = self.reduction.process_set.runtime()
+        runtime = self.reduction.process_set.group()
         if runtime is not self._runtime:  # hvdlite was shut down and started again
             self._attach(runtime)
         if self._plans == 0 and self._is_distributed:
@@ -263,7 +263,7 @@ class GradientReducer:
         """Of the names of operations; unlike that of any other optimizer or plan."""
         return f"optimizer{self._number}.plan{self._plans}"
 
-    def _attach(self, runtime: Runtime) -> None:
+    def _attach(self, runtime: Group) -> None:
         self._runtime = runtime
         self._buckets = []
         self._plans = 0

@@ -26,7 +26,7 @@ machines = os.environ.get("MACHINES", "0" * 64)
 connect = hvdlite.node._connect_to_leader
 
 def reach(names, rank):
-    return connect([n if machines[r] == machines[rank] else "\\0none" for r, n in enumerate(names)], rank)
+    return connect({r: n if machines[r] == machines[rank] else "\\0none" for r, n in names.items()}, rank)
 
 hvdlite.node._connect_to_leader = reach
 
@@ -34,7 +34,7 @@ def tensor(numel=1000, value=1.0):
     return TensorView.of_numpy(np.full(numel, value, np.float32))
 
 def reduce(name, view):
-    return hvdlite.runtime().allreduce_async([view], [view], name=name)
+    return hvdlite.runtime().group.allreduce_async([view], [view], name=name)
 
 def step():
     reduce("gradient", large).wait()

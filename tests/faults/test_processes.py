@@ -67,7 +67,7 @@ def test_a_child_of_a_rank_that_dies_hides_nothing() -> None:
 KILLED = """
 hvdlite.init()
 step()
-buffer = hvdlite.runtime().allocate(1 << 20)
+buffer = hvdlite.runtime().group.allocate(1 << 20)
 if hvdlite.rank() == 1:
     say("dying at", time.time())
     os.kill(os.getpid(), signal.SIGKILL)

@@ -155,7 +155,8 @@ def test_a_program_alone_needs_no_mpi(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting another /dev/shm needs root")
 def test_a_small_dev_shm_is_enough() -> None:
     """64 MB is what a container gets by default; what hvdlite shares is not there, however large."""
-    script = INIT.replace("step()", "buffer = hvdlite.runtime().allocate(200 << 20); buffer.memory[:] = 1; step()")
+    fill = "buffer = hvdlite.runtime().group.allocate(200 << 20); buffer.memory[:] = 1; step()"
+    script = INIT.replace("step()", fill)
     enter = ("unshare", "--mount", "sh", "-ec", 'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$@"', "sh")
     result = launch(3, PREAMBLE + script, enter=enter, timeout=45).check()
     assert result.stdout.count("went on") == 3

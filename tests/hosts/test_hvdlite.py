@@ -27,7 +27,7 @@ def say(*words):
 
 def reduce(array, name=None, **options):
     view = TensorView.of_numpy(array)
-    return hvdlite.runtime().allreduce_async([view], [view], name=name, **options)
+    return hvdlite.runtime().group.allreduce_async([view], [view], name=name, **options)
 
 def check_sums():
     runtime = hvdlite.runtime()
@@ -40,27 +40,27 @@ def check_sums():
         for handle, array in work:
             handle.wait()
             assert np.array_equal(array, (np.arange(numel) % 7 * size + size * (size + 1) // 2).astype(array.dtype))
-    slot = runtime.allocate(1 << 20).memory.view(np.float32)
+    slot = runtime.group.allocate(1 << 20).memory.view(np.float32)
     slot[:] = rank + 1
     reduce(slot, "slot", op=ReduceOp.AVERAGE).wait()
     assert (slot == (size + 1) / 2).all()
     for root in range(size):
         array = np.full(100_000, rank, np.int32)
-        runtime.broadcast_async([TensorView.of_numpy(array)], root_rank=root).wait()
+        runtime.group.broadcast_async([TensorView.of_numpy(array)], root_rank=root).wait()
         assert (array == root).all()
     results = []
     def allocate(index, shape):
         results.append(np.zeros(shape, np.int16))
         return TensorView.of_numpy(results[-1])
     rows = np.full((1000 * rank + 1, 3), rank, np.int16)
-    runtime.allgather_async([TensorView.of_numpy(rows)], allocate).wait()
+    runtime.group.allgather_async([TensorView.of_numpy(rows)], allocate).wait()
     assert np.array_equal(results[0], np.concatenate([np.full((1000 * r + 1, 3), r) for r in range(size)]))
     try:
         reduce(np.zeros(2 + (rank == size - 1), np.float32), "contradiction").wait()
         raise AssertionError("no error")
     except hvdlite.MismatchError as error:
         assert f"(3,) on rank {size - 1}" in str(error)
-    runtime.barrier_async().wait()
+    runtime.group.barrier_async().wait()
 
 def step():
     reduce(large, "gradient").wait()

@@ -61,8 +61,8 @@ def machines(machine_of: Machines) -> Iterator[None]:
     """Runtimes that start in this block find only the ranks of their own machine of ``machine_of``."""
     connect = hvdlite.node._connect_to_leader
 
-    def reach(names: list[str], rank: int) -> Any:
-        return connect([n if machine_of[r] == machine_of[rank] else "\0none" for r, n in enumerate(names)], rank)
+    def reach(names: dict[int, str], rank: int) -> Any:
+        return connect({r: n if machine_of[r] == machine_of[rank] else "\0none" for r, n in names.items()}, rank)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hvdlite.node, "_connect_to_leader", reach)
@@ -123,7 +123,7 @@ class Tensor:
 def allreduce(runtime: Runtime, *tensors: Tensor, **options: Any) -> Handle:
     """In place."""
     views = [tensor.view for tensor in tensors]
-    return runtime.allreduce_async(views, views, **options)
+    return runtime.group.allreduce_async(views, views, **options)
 
 
 class Gathered:

@@ -39,6 +39,7 @@ from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import Buffer, shard_bounds
 from hvdlite.timeline.recorder import Lane, Recorder
+from hvdlite.topology import Topology
 
 REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]
 OPS = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
@@ -358,7 +359,7 @@ def test_the_table_of_backends(nodes: Layout) -> None:
     lab = Lab()
     node = lab.node(nodes)
     rail = lab.rail(nodes) if len(nodes) > 1 else None
-    backend = build_backend(node, rail, nodes, RANK, Config(), nothing_failed, lab.recorder)
+    backend = build_backend(node, rail, Topology(RANK, nodes), Config(), nothing_failed, lab.recorder)
     buf = backend.allocate(3, DType.FLOAT64)
     fill(buf, values_of(RANK, 3))
     backend.allreduce(buf)

@@ -32,7 +32,7 @@ def running() -> Iterator[None]:
 def total(name: str | None = None) -> float:
     array = np.full(1000, RANK + 1.0, np.float32)
     view = TensorView.of_numpy(array)
-    hvdlite.runtime().allreduce_async([view], [view], name=name).wait()
+    hvdlite.runtime().group.allreduce_async([view], [view], name=name).wait()
     return float(array[0])
 
 
@@ -85,9 +85,9 @@ def test_a_child_does_not_touch_what_it_inherited(running: None) -> None:
 
     def work() -> str:
         with pytest.raises(ShutDownError):
-            runtime.barrier_async()
+            runtime.group.barrier_async()
         with pytest.raises(ShutDownError):
-            runtime.allocate(8)
+            runtime.group.allocate(8)
         runtime.close()
         hvdlite.shutdown()
         return "fine"
@@ -151,7 +151,7 @@ def test_forks_while_operations_are_in_flight(running: None) -> None:
     for step in range(20):
         array = np.full(50_000, RANK + 1.0, np.float32)
         view = TensorView.of_numpy(array)
-        handle = hvdlite.runtime().allreduce_async([view], [view], name=f"step {step}")
+        handle = hvdlite.runtime().group.allreduce_async([view], [view], name=f"step {step}")
         if step % SIZE == RANK:
             children.append(Child(lambda: "fine"))
         handle.wait()

@@ -54,15 +54,15 @@ def ones(*shape: int, dtype: DType = DType.FLOAT32) -> TensorView:
 
 
 def reduce(runtime: Runtime, view: TensorView, **options: Any) -> Handle:
-    return runtime.allreduce_async([view], [view], name="layer3.weight", **options)
+    return runtime.group.allreduce_async([view], [view], name="layer3.weight", **options)
 
 
 def gather(runtime: Runtime, view: TensorView) -> Handle:
-    return runtime.allgather_async([view], Gathered([view.dtype]).allocate, name="layer3.weight")
+    return runtime.group.allgather_async([view], Gathered([view.dtype]).allocate, name="layer3.weight")
 
 
 def send(runtime: Runtime, view: TensorView, root: int) -> Handle:
-    return runtime.broadcast_async([view], root_rank=root, name="layer3.weight")
+    return runtime.group.broadcast_async([view], root_rank=root, name="layer3.weight")
 
 
 Case = Callable[[Runtime, bool], Handle]
@@ -183,8 +183,8 @@ def test_an_error_may_be_waited_for_again_and_by_many(runtime: Runtime) -> None:
 @several
 def test_allocate_of_different_sizes(runtime: Runtime, world: MPI.Intracomm) -> None:
     with pytest.raises(MismatchError, match="size in bytes is 4096 on rank"):
-        runtime.allocate(4096 if RANK == 0 else 8192, name="buffer")
-    assert runtime.allocate(64, name="buffer").memory.shape == (64,)
+        runtime.group.allocate(4096 if RANK == 0 else 8192, name="buffer")
+    assert runtime.group.allocate(64, name="buffer").memory.shape == (64,)
     goes_on(runtime, world)
 
 
@@ -197,8 +197,10 @@ def test_a_name_in_flight_is_refused(runtime: Runtime, world: MPI.Intracomm) -> 
     else:
         handle = allreduce(runtime, tensor, name="layer1.bias")
         if SIZE > 1:
-            for again in (lambda: allreduce(runtime, tensor, name="layer1.bias"),
-                          lambda: runtime.broadcast_async([tensor.view], root_rank=0, name="layer1.bias")):  # fmt: skip
+            for again in (
+                lambda: allreduce(runtime, tensor, name="layer1.bias"),
+                lambda: runtime.group.broadcast_async([tensor.view], root_rank=0, name="layer1.bias"),
+            ):
                 with pytest.raises(DuplicateNameError, match="'layer1.bias' was submitted while"):
                     again()
             world.Barrier()
@@ -210,12 +212,12 @@ def test_a_name_in_flight_is_refused(runtime: Runtime, world: MPI.Intracomm) -> 
 def test_what_is_refused_at_once(runtime: Runtime, world: MPI.Intracomm) -> None:
     flag = ones(4, dtype=DType.BOOL)
     with pytest.raises(ValueError, match="bool"):
-        runtime.allreduce_async([flag], [flag])
+        runtime.group.allreduce_async([flag], [flag])
     with pytest.raises(NotImplementedError, match="Adasum"):
-        runtime.allreduce_async([ones(4)], [ones(4)], op=ReduceOp.ADASUM)
+        runtime.group.allreduce_async([ones(4)], [ones(4)], op=ReduceOp.ADASUM)
     for root in (-1, SIZE):
         with pytest.raises(ValueError, match=f"root_rank is {root}, but ranks go from 0 to {LAST}"):
-            runtime.broadcast_async([ones(4)], root_rank=root)
+            runtime.group.broadcast_async([ones(4)], root_rank=root)
     with pytest.raises(ValueError, match="C-contiguous"):
         TensorView.of_numpy(np.zeros((4, 4))[:, ::2])
     with pytest.raises(TypeError, match="complex128"):
@@ -229,8 +231,8 @@ def test_numbers_of_numpy_are_numbers(runtime: Runtime, world: MPI.Intracomm) ->
     allreduce(runtime, tensor, prescale=np.float32(0.5), postscale=np.int64(4)).wait()
     problems = [tensor.problem(reduced(ReduceOp.SUM, 5, DType.FLOAT32, 0.5, 4.0))]
     sent = Tensor.input(5, DType.INT64)
-    runtime.broadcast_async([sent.view], root_rank=np.int64(LAST)).wait()
-    assert runtime.allocate(np.int64(256)).memory.shape == (256,)
+    runtime.group.broadcast_async([sent.view], root_rank=np.int64(LAST)).wait()
+    assert runtime.group.allocate(np.int64(256)).memory.shape == (256,)
     agree(world, *problems)
 
 
@@ -251,7 +253,7 @@ def test_what_is_in_flight_at_the_end_fails_with_the_reason(world: MPI.Intracomm
         with running(world, machine_of=machine_of) as runtime:
             world.Barrier()
             if RANK == 0:
-                handle = runtime.allreduce_async([ones(3)], [ones(3)], name="of rank 0 only")
+                handle = runtime.group.allreduce_async([ones(3)], [ones(3)], name="of rank 0 only")
                 time.sleep(0.05)
                 runtime.close()
                 if SIZE > 1:
@@ -259,16 +261,16 @@ def test_what_is_in_flight_at_the_end_fails_with_the_reason(world: MPI.Intracomm
                         handle.wait()
             else:
                 with pytest.raises(ShutDownError, match="rank 0 has shut down hvdlite"):
-                    runtime.allreduce_async([ones(3)], [ones(3)], name="of all but rank 0").wait()
+                    runtime.group.allreduce_async([ones(3)], [ones(3)], name="of all but rank 0").wait()
                 with pytest.raises(ShutDownError, match="rank 0 has shut down"):
-                    runtime.barrier_async()
+                    runtime.group.barrier_async()
             runtime.close()
             runtime.close()
             assert runtime.closed
             for later in (
-                runtime.barrier_async,
+                runtime.group.barrier_async,
                 lambda runtime=runtime: reduce(runtime, ones(3)),
-                lambda runtime=runtime: runtime.allocate(8),
+                lambda runtime=runtime: runtime.group.allocate(8),
             ):
                 with pytest.raises(ShutDownError, match="shut down in this process"):
                     later()

@@ -113,7 +113,7 @@ def test_the_default_runtime_starts_and_ends_many_times(world: MPI.Intracomm) ->
         with pytest.raises(ShutDownError):
             hvdlite.runtime()
         with pytest.raises(ShutDownError):
-            runtime.barrier_async()
+            runtime.group.barrier_async()
 
 
 @several
@@ -197,7 +197,8 @@ def test_nothing_grows_with_the_number_of_runtimes(world: MPI.Intracomm) -> None
     def turn(count: int) -> None:
         for i in range(count):
             with running(world, TINY if i % 3 else Config(), LAYOUTS[i % len(LAYOUTS)]) as runtime:
-                tensor = Tensor.at(runtime.allocate(1 << 16).memory, Tensor.input(900, DType.INT8).memory, DType.INT8)
+                memory = runtime.group.allocate(1 << 16).memory
+                tensor = Tensor.at(memory, Tensor.input(900, DType.INT8).memory, DType.INT8)
                 allreduce(runtime, tensor).wait()
 
     turn(20)  # whatever Python, MPI and the allocator keep

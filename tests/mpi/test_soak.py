@@ -54,7 +54,7 @@ class Worker:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._slots = runtime.allocate(IN_FLIGHT * NAMES * SLOT_BYTES).memory
+        self._slots = runtime.group.allocate(IN_FLIGHT * NAMES * SLOT_BYTES).memory
 
     def submit(self, step: int, name: int, common: random.Random) -> Callable[[], Pending]:
         """Decides with the others what ``name`` is in this step; returns what starts it."""

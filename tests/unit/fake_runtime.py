@@ -59,6 +59,8 @@ class FakeRuntime:
     def __init__(self, size: int = 2, **config: Any) -> None:
         self.size = size
         self.rank = 0
+        self.group = self
+        self.ranks = range(size)
         self.config = Config(**config)
         self.recorder = Recorder()
         self.calls: list[dict[str, Any]] = []

@@ -36,9 +36,9 @@ def on_machines(monkeypatch: pytest.MonkeyPatch, machine_of: list[int]) -> None:
     """Make ranks reach only those that ``machine_of`` puts on their own machine."""
     connect = hvdlite.node._connect_to_leader
 
-    def reach(names: list[str], rank: int) -> Any:
+    def reach(names: dict[int, str], rank: int) -> Any:
         own = machine_of[rank]
-        return connect([n if machine_of[r] == own else "\0elsewhere" for r, n in enumerate(names)], rank)
+        return connect({r: n if machine_of[r] == own else "\0elsewhere" for r, n in names.items()}, rank)
 
     monkeypatch.setattr(hvdlite.node, "_connect_to_leader", reach)
 
@@ -92,8 +92,8 @@ def test_ranks_that_contradict_one_another_are_refused(monkeypatch: pytest.Monke
     """Rank 2 sees rank 1, which sees rank 0, which rank 2 does not see."""
     connect = hvdlite.node._connect_to_leader
 
-    def reach(names: list[str], rank: int) -> Any:
-        return connect(["\0elsewhere", *names[1:]] if rank == 2 else names, rank)
+    def reach(names: dict[int, str], rank: int) -> Any:
+        return connect(names | {0: "\0elsewhere"} if rank == 2 else names, rank)
 
     monkeypatch.setattr(hvdlite.node, "_connect_to_leader", reach)
     with pytest.raises(StartupError, match="disagree about who shares a machine"):
@@ -192,7 +192,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
     connect = hvdlite.node._connect_to_leader
     silent: list[socket.socket] = []
 
-    def reach(names: list[str], rank: int) -> Any:
+    def reach(names: dict[int, str], rank: int) -> Any:
         leader, links = connect(names, rank)
         if rank == 1:
             links.pop().close()

@@ -96,7 +96,7 @@ def test_the_first_step_plans_and_later_ones_live_in_the_buffer(runtime: FakeRun
     assert second[-1]["home"]
     assert homes[0] == homes[1] == homes[2]
     assert len(set(homes[0])) == len(homes[0])
-    assert len(runtime.allocated) == 1
+    assert len(runtime.group.allocated) == 1
     assert all(pointer % 64 == 0 for pointer in homes[0])
     assert [call["name"] for call in runtime.calls if call["kind"] == "broadcast"] == ["optimizer0.plan1.order"]
 
@@ -322,7 +322,7 @@ def test_fp16_compression_is_the_runtimes(runtime: FakeRuntime) -> None:
         assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
     assert all(call["wire_dtype"] is DType.FLOAT16 for call in runtime.calls if call["kind"] == "allreduce")
-    assert not runtime.allocated
+    assert not runtime.group.allocated
 
 
 def test_compression_of_users(runtime: FakeRuntime) -> None:
@@ -431,7 +431,7 @@ def test_switched_off(runtime: FakeRuntime, set_to_none: bool) -> None:
         optimizer.step()
         assert reduced(model)[:2] == [FACTOR, 2 * FACTOR]
         optimizer.zero_grad(set_to_none=set_to_none)
-    assert len(runtime.allocated) == 1
+    assert len(runtime.group.allocated) == 1
 
 
 def test_a_stale_gradient_of_a_frozen_parameter_stays(runtime: FakeRuntime) -> None:

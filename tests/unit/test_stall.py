@@ -23,7 +23,7 @@ class Job:
     """A root with a clock: what waits since when, and what ranks answer."""
 
     def __init__(self, size: int = 3, **settings: Any) -> None:
-        self.watch = StallWatch(Config(**settings), size)
+        self.watch = StallWatch(Config(**settings), range(size))
         self.size = size
         self.waiting: dict[Key, float] = {}
         self.asked: list[float] = []
@@ -48,7 +48,7 @@ class Job:
 
 
 def status(last: str, *in_flight: Key, where: str = "train.py:12 in step: loss.backward()") -> dict[str, Any]:
-    return {"last": last, "in_flight": [list(key) for key in in_flight], "where": where}
+    return {"last": last, "in_flight": [list(key) for key in in_flight], "joined": False, "where": where}
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_tensor_that_came_meanwhile_is_no_reason_to_warn(warnings: list[str]) 
 
 
 def test_late_answers_to_an_older_question_do_not_count() -> None:
-    watch = StallWatch(Config(), 2)
+    watch = StallWatch(Config(), range(2))
     assert watch.take_answer({"kind": "status", "question": 0, "rank": 1, **status("a")})
     assert not watch.take_answer({"kind": "shutdown", "rank": 1})
 
@@ -153,7 +153,8 @@ def test_after_the_shutdown_time_the_job_ends(check_s: float, warnings: list[str
 def test_a_status_says_what_this_process_does() -> None:
     answer = status_of({"kind": "stall_query", "question": 3}, 5, "layer2.bias", [A])
     assert {**answer, "where": ""} == {
-        "kind": "status", "question": 3, "rank": 5, "last": "layer2.bias", "in_flight": [["a", NAMED]], "where": "",
+        "kind": "status", "question": 3, "rank": 5, "last": "layer2.bias", "in_flight": [["a", NAMED]],
+        "joined": False, "where": "",
     }  # fmt: skip
     assert "test_stall.py" in answer["where"]
     assert "in test_a_status_says_what_this_process_does" in answer["where"]

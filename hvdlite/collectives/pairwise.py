@@ -1,0 +1,86 @@
+"""Alltoall over MPI point-to-point; inside a node MPI copies through its own shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from hvdlite import _native
+from hvdlite.timeline.recorder import Lane, Recorder
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hvdlite.collectives.requests import Endpoint
+
+_LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
+
+
+class PairwiseExchange:
+    """Between the ranks of ``comm``; None stands for this process alone.
+
+    Args:
+        comm: private to the thread that calls.
+        ranks: what errors call the ranks of ``comm``.
+        timeout_s: the longest wait for one message.
+        check: raises once the job has failed.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm | None,
+        ranks: Sequence[int],
+        *,
+        timeout_s: float,
+        check: Callable[[], None],
+        recorder: Recorder,
+    ) -> None:
+        self._endpoint: Endpoint | None = None
+        self._recorder = recorder
+        if comm is not None:
+            from hvdlite.collectives.requests import Endpoint  # importing mpi4py starts MPI
+
+            self._endpoint = Endpoint(comm, ranks=ranks, timeout_s=timeout_s, check=check)
+
+    def exchange(
+        self, source: int, sends: Sequence[int], target: int, receives: Sequence[int], label: str, owner: object
+    ) -> None:
+        """Send ``sends[r]`` bytes to each rank r, from ``source`` on in the order of ranks, and receive likewise.
+
+        n - 1 steps; in step i to the rank i ahead, from the rank i behind, so every rank is in one pair of messages at
+        a time (Thakur, Rabenseifner & Gropp 2005, doi:10.1177/1094342005051521).
+
+        Args:
+            target: where the received bytes go, in the order of ranks; does not overlap ``source``.
+            owner: kept alive with the memory if the exchange fails.
+        """
+        departures = [source + start for start in accumulate(sends, initial=0)]
+        arrivals = [target + start for start in accumulate(receives, initial=0)]
+        with self._recorder.span(Lane.ALLTOALL, label, sum(sends)):
+            if self._endpoint is None:
+                _native.copy(target, source, sends[0])
+                return
+            rank, size = self._endpoint.rank, self._endpoint.size
+            _native.copy(arrivals[rank], departures[rank], sends[rank])
+            with self._endpoint.operation(f"alltoall '{label}'", owner):
+                for distance in range(1, size):
+                    ahead, behind = (rank + distance) % size, (rank - distance) % size
+                    incoming = [
+                        self._endpoint.receive(address, nbytes, behind)
+                        for address, nbytes in _messages(arrivals[behind], receives[behind])
+                    ]
+                    outgoing = [
+                        self._endpoint.send(address, nbytes, ahead)
+                        for address, nbytes in _messages(departures[ahead], sends[ahead])
+                    ]
+                    self._endpoint.wait(behind, *incoming)
+                    self._endpoint.wait(ahead, *outgoing)
+
+
+def _messages(address: int, nbytes: int) -> list[tuple[int, int]]:
+    """(address, bytes) of each message that ``nbytes`` take."""
+    return [
+        (address + start, min(_LARGEST_MESSAGE_BYTES, nbytes - start))
+        for start in range(0, nbytes, _LARGEST_MESSAGE_BYTES)
+    ]

@@ -1,0 +1,24 @@
+"""hvd.join."""
+
+from __future__ import annotations
+
+from hvdlite.timeline.recorder import Lane
+from hvdlite.torch.process_set import global_process_set
+
+
+def join(device: int = -1) -> int:
+    """Wait until every rank has called it, and take part meanwhile in what the others reduce, gather and broadcast.
+
+    For ranks that run out of data before others. A rank that has joined contributes nothing: zeros to Sum and Average
+    (which still divides by size()), what changes nothing to Min, Max and Product, no rows to allgather.
+
+    Args:
+        device: not needed; Horovod has this argument.
+
+    Returns:
+        The last rank that joined, the same on every rank.
+    """
+    group = global_process_set.group()
+    with group.recorder.span(Lane.WAIT, "join"):
+        last: int = group.join_async().wait()
+    return last

@@ -1,0 +1,91 @@
+"""hvd.alltoall: row r of rank s to rank r, with splits of every kind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+from hvdlite.errors import MismatchError
+from torch_lab import REDUCING, running
+
+__all__ = ["running"]
+
+
+def splits_of(sender: int, size: int) -> list[int]:
+    """Different for every pair, some of them zero."""
+    return [(sender + 2 * receiver) % 3 for receiver in range(size)]
+
+
+def rows_of(sender: int, receiver: int, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((count, *shape), 10 * (sender % 4) + receiver % 4 + 1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*REDUCING, torch.bool], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 5)])
+def test_splits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    size, me = hvd.size(), hvd.rank()
+    splits = splits_of(me, size)
+    tensor = torch.cat([rows_of(me, r, count, shape, dtype) for r, count in enumerate(splits)])
+    output, received = hvd.alltoall(tensor, torch.tensor(splits, dtype=torch.int32), name=f"a{shape}{dtype}")
+    assert received.tolist() == [splits_of(sender, size)[me] for sender in range(size)]
+    assert received.dtype == torch.int32
+    expected = [rows_of(sender, me, splits_of(sender, size)[me], shape, dtype) for sender in range(size)]
+    assert torch.equal(output, torch.cat(expected))
+
+
+def test_equal_parts_by_default() -> None:
+    size, me = hvd.size(), hvd.rank()
+    output = hvd.alltoall(torch.arange(2 * size) + 100 * me)
+    assert output.tolist() == [100 * sender + 2 * me + i for sender in range(size) for i in range(2)]
+    assert hvd.synchronize(hvd.alltoall_async(torch.arange(size) + 100 * me)).tolist() == [
+        100 * sender + me for sender in range(size)
+    ]
+    pair = hvd.synchronize(hvd.alltoall_async(torch.ones(size), torch.ones(size, dtype=torch.int32)))
+    assert pair[1].tolist() == [1] * size
+
+
+@pytest.mark.parametrize("numel", [1, 511, 300_001])
+def test_many_elements(numel: int) -> None:
+    size, me = hvd.size(), hvd.rank()
+    output = hvd.alltoall((torch.arange(size * numel) % 251 + me).reshape(size, numel))
+    for sender in range(size):
+        assert torch.equal(output[sender], torch.arange(me * numel, (me + 1) * numel) % 251 + sender)
+
+
+def test_gradient_goes_back_the_way_it_came() -> None:
+    size, me = hvd.size(), hvd.rank()
+    splits = splits_of(me, size)
+    tensor = torch.zeros(sum(splits) + 2, 3, dtype=torch.float64, requires_grad=True)  # two rows that go nowhere
+    output, received = hvd.alltoall(tensor, torch.tensor(splits))
+    weights = torch.cat([torch.full((n, 3), 1.0 + 10 * me + s).double() for s, n in enumerate(received.tolist())])
+    (output * weights).sum().backward()
+    expected = [torch.full((n, 3), 1.0 + 10 * receiver + me).double() for receiver, n in enumerate(splits)]
+    assert torch.equal(tensor.grad, torch.cat([*expected, torch.zeros(2, 3).double()]))
+
+
+def test_bad_splits() -> None:
+    size = hvd.size()
+    for splits, text in [
+        (torch.ones(size + 1, dtype=torch.int32), f"has {size + 1} numbers for {size} ranks"),
+        (torch.full((size,), 2), "has 1 rows|rows"),
+        (torch.tensor([-1] + [0] * (size - 1)), "splits are"),
+        (torch.ones(size), "integers"),
+        (torch.ones(size, 1, dtype=torch.int32), "one dimension"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            hvd.alltoall(torch.zeros(1, 2), splits)
+    with pytest.raises(ValueError, match="scalar"):
+        hvd.alltoall(torch.tensor(1.0))
+    if size > 1:
+        with pytest.raises(ValueError, match="do not divide"):
+            hvd.alltoall(torch.zeros(size + 1))
+
+
+def test_ranks_that_contradict_one_another() -> None:
+    if hvd.size() == 1:
+        pytest.skip("one rank contradicts nobody")
+    width = 3 if hvd.rank() == 0 else 4
+    with pytest.raises(MismatchError, match=r"alltoall 'wide': shape after the first dimension is \(3,\) on rank 0"):
+        hvd.alltoall(torch.zeros(hvd.size(), width), name="wide")
+    assert hvd.alltoall(torch.ones(hvd.size()), name="wide").tolist() == [1.0] * hvd.size()

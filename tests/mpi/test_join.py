@@ -1,0 +1,119 @@
+"""hvd.join: ranks that run out of data take part with nothing until all have."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+from hvdlite.errors import MismatchError
+from torch_lab import REDUCING, running
+
+__all__ = ["running"]
+
+
+def test_everybody_at_once() -> None:
+    for _ in range(5):
+        last = hvd.join()
+        assert 0 <= last < hvd.size()
+        assert hvd.broadcast_object(last, 0) == last
+
+
+@pytest.mark.parametrize("dtype", REDUCING, ids=str)
+def test_what_joined_ranks_contribute(dtype: torch.dtype) -> None:
+    """Rank r does r rounds; in round k the ranks above k are there."""
+    size, me = hvd.size(), hvd.rank()
+    identities = {hvd.Sum: sum, hvd.Min: min, hvd.Max: max}
+    for k in range(me):
+        there = [1 + rank for rank in range(k + 1, size)]
+        mine = torch.full((70,), 1 + me).to(dtype)
+        for op, combine in identities.items():
+            assert hvd.allreduce(mine, op=op, name=f"{op}").tolist() == [float(combine(there))] * 70
+        product = torch.tensor(there).prod()
+        assert hvd.allreduce(mine, op=hvd.Product).tolist() == [float(product)] * 70
+        rows = hvd.allgather(torch.full((me % 2 + 1, 2), me).to(dtype))
+        assert rows[:, 0].tolist() == [float(rank) for rank in range(k + 1, size) for _ in range(rank % 2 + 1)]
+        part = hvd.reducescatter(torch.full((size,), 1 + me).to(dtype), op=hvd.Sum)
+        assert part.tolist() == [float(sum(there))]
+    assert hvd.join() == size - 1
+
+
+def test_average_divides_by_all() -> None:
+    size, me = hvd.size(), hvd.rank()
+    if me:
+        result = hvd.allreduce(torch.ones(3, dtype=torch.float64))
+        assert torch.allclose(result, torch.full((3,), (size - 1) / size).double())
+    hvd.join()
+
+
+def test_gradients_in_their_slots() -> None:
+    """A DistributedOptimizer goes on where others have none left, with zeros in their place."""
+    size, me = hvd.size(), hvd.rank()
+    parameter = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=hvd.Sum)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (parameter * (1 + me)).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    everybody = 3 * sum(range(1, size + 1))
+    for k in range(me):
+        step()
+        there = sum(1 + rank for rank in range(k + 1, size))
+        everybody += there
+        assert parameter[0].item() == -everybody
+    hvd.join()
+    hvd.broadcast_parameters([("p", parameter)], root_rank=size - 1)
+    assert parameter.tolist() == [-3 * sum(range(1, size + 1)) - sum(r * (1 + r) for r in range(size))] * 50
+
+
+def test_broadcast_and_what_needs_all() -> None:
+    size, me = hvd.size(), hvd.rank()
+    if size == 1:
+        pytest.skip("nobody is left when one of one has joined")
+    if me:
+        assert hvd.broadcast(torch.full((5,), me), root_rank=size - 1).tolist() == [size - 1] * 5
+        with pytest.raises(MismatchError, match=r"broadcast 'lost': rank 0 called join\(\)"):
+            hvd.broadcast(torch.zeros(1), root_rank=0, name="lost")
+        with pytest.raises(MismatchError, match=r"alltoall 'all': rank 0 called join\(\)"):
+            hvd.alltoall(torch.zeros(size), name="all")
+        hvd.barrier()
+    hvd.join()
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+
+
+def test_operations_in_flight_when_a_rank_joins() -> None:
+    size, me = hvd.size(), hvd.rank()
+    handles = [hvd.allreduce_async(torch.full((3,), 1 + me), name=f"early{i}", op=hvd.Sum) for i in range(20)]
+    hvd.join()
+    assert all(hvd.synchronize(handle).tolist() == [size * (size + 1) // 2] * 3 for handle in handles)
+
+
+def test_a_rank_that_has_joined_submits_nothing() -> None:
+    if hvd.size() == 1:
+        pytest.skip("join returns at once")
+    errors: list[str] = []
+
+    def submit() -> None:
+        time.sleep(0.2)
+        try:
+            hvd.allreduce(torch.ones(1), name="late")
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=submit) if hvd.rank() == 0 else None
+    if thread is not None:
+        thread.start()
+    else:
+        time.sleep(0.5)
+    hvd.join()
+    if thread is not None:
+        thread.join()
+        assert len(errors) == 1
+        assert "'late': this rank has called join()" in errors[0]
