@@ -108,6 +108,7 @@ class Group:
             check=check,
             on_fatal=on_fatal,
             on_notice=on_notice,
+            on_joined=self._counters.clear,  # ranks that went on alone have counted more
         )
 
     @property

@@ -224,7 +224,9 @@ class Runtime:
         self._closed = True
         coordinator = self.group.coordinator
         if self._failure is None:
-            coordinator.announce({"kind": "shutdown", "rank": self.rank, "why": why})
+            text = f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete"
+            own_text = "hvdlite has been shut down in this process; call hvd.init() again before other operations"
+            coordinator.announce({"kind": "shutdown", "rank": self.rank, "text": text, "own_text": own_text})
         while not coordinator.join(_LOOK_S):
             if self._failure is not None and coordinator.join(timeout_s=self.config.failure_grace_s):
                 break
@@ -344,7 +346,8 @@ class Runtime:
     def _end_group(self, number: int) -> None:
         """Every member does; its coordinator stops once it has read in its log that one of them has said so."""
         group = self._groups[number]
-        group.coordinator.announce({"kind": "shutdown", "rank": self.rank, "why": "its process set was removed"})
+        text = f"the process set of ranks {list(group.ranks)} was removed, so this operation cannot complete"
+        group.coordinator.announce({"kind": "shutdown", "rank": self.rank, "text": text, "own_text": text})
         while not group.coordinator.join(timeout_s=_LOOK_S):
             self.check()
         del self._groups[number]

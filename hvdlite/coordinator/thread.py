@@ -54,6 +54,7 @@ class Coordinator:
         check: raises the reason once the job has failed.
         on_fatal: called on this thread with the exception that ended it.
         on_notice: called on this thread, in the order of the log, with what is not the coordinator's own business.
+        on_joined: called on this thread when all ranks have joined, before any goes on.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Coordinator:
         check: Callable[[], None],
         on_fatal: Callable[[BaseException], None],
         on_notice: Callable[[dict[str, Any]], None],
+        on_joined: Callable[[], None],
     ) -> None:
         self._topology = topology
         self._page = page
@@ -78,6 +80,7 @@ class Coordinator:
         self._check = check
         self._on_fatal = on_fatal
         self._on_notice = on_notice
+        self._on_joined = on_joined
 
         self._lock = threading.Lock()  # guards _in_flight and _closed
         self._queue: deque[Submission | Notice] = deque()
@@ -324,6 +327,7 @@ class Coordinator:
     def _end_join(self) -> None:
         """Every rank has joined, and every rank goes on."""
         self._has_joined = False
+        self._on_joined()
         if self._topology.is_leader:
             self._negotiation.end_join()
 
@@ -339,15 +343,8 @@ class Coordinator:
                 in_flight = list(self._in_flight)
             self.announce(status_of(content, self._topology.rank, self._last_submitted, in_flight, self._has_joined))
         elif kind == "shutdown":
-            rank = content["rank"]
-            mine = rank == self._topology.rank
-            self.close(
-                ShutDownError(
-                    "hvdlite has been shut down in this process; call hvd.init() again before other operations"
-                    if mine
-                    else f"rank {rank} has shut down hvdlite ({content['why']}), so this operation cannot complete"
-                )
-            )
+            mine = content["rank"] == self._topology.rank
+            self.close(ShutDownError(content["own_text" if mine else "text"]))
             self._on_notice(content)
             self._stopped = True
         else:

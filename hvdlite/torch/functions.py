@@ -113,7 +113,7 @@ def broadcast_object(
     Raises:
         ValueError: on every rank, if the root cannot pickle ``obj``.
     """
-    payload, failure = _pickled(obj) if process_set.rank() == root_rank else (None, None)
+    payload, failure = _pickled(obj) if global_process_set.rank() == root_rank else (None, None)
     received = _broadcast_bytes(payload, failure, root_rank, name, process_set)
     return obj if payload is not None else pickle.loads(received.numpy().data)
 
@@ -128,7 +128,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     headers = allgather(_header(payload, failure).unsqueeze(0), _derived(name, "size"), process_set)
     pieces = torch.split(allgather(payload, _derived(name, "data"), process_set), headers[:, 0].tolist())
     for rank, piece in enumerate(pieces):
-        _check_pickled(headers[rank], piece, rank)
+        _check_pickled(headers[rank], piece, process_set.ranks[rank])
     return [pickle.loads(piece.numpy().data) for piece in pieces]
 
 

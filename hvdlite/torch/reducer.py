@@ -340,14 +340,15 @@ class GradientReducer:
         return buckets
 
     def _replan(self) -> None:
-        """Plan by the order in which rank 0's gradients arrived; those that did not come last. Collective."""
+        """Plan by the order in which the first rank's gradients arrived; those that did not come last. Collective."""
         # The last hook of each, where there were several passes.
         arrived = list(dict.fromkeys(slot.index for slot in reversed(self._arrived)))[::-1]
         seen = set(arrived)
         order = arrived + [index for index in self._registration_order() if index not in seen]
         sent = torch.full((len(self._slots),), -1)
         sent[: len(order)] = torch.tensor(order)
-        broadcast_(sent, 0, f"{self._prefix}.order", self.reduction.process_set)
+        process_set = self.reduction.process_set
+        broadcast_(sent, process_set.ranks[0], f"{self._prefix}.order", process_set)
         gradients = [slot.param.grad for slot in self._slots]
         self._plan([index for index in sent.tolist() if index >= 0])
         for slot, gradient in zip(self._slots, gradients, strict=True):

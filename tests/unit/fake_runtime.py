@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,12 +62,16 @@ class FakeRuntime:
         self.rank = 0
         self.group = self
         self.ranks = range(size)
+        self._numbers = itertools.count()
         self.config = Config(**config)
         self.recorder = Recorder()
         self.calls: list[dict[str, Any]] = []
         self.handles: list[FakeHandle] = []
         self.error: Exception | None = None  # what the next operation ends in
         self.allocated: list[int] = []
+
+    def next_number(self) -> int:
+        return next(self._numbers)
 
     def names(self) -> list[str]:
         return [call["name"] for call in self.calls]
