@@ -41,6 +41,7 @@ class Group:
         comm: the ranks of ``topology`` in ascending order; None where it is this process alone. Freed by `release`.
         node: those of them on this machine.
         check: raises once the job has failed.
+        check_open: raises where this process may not submit: after the end, in a forked child.
         on_fatal: called on the coordinator thread with the exception that ended it.
         on_notice: called on the coordinator thread with what concerns the whole group.
         administer: does what changes process sets, and returns what the user gets.
@@ -55,6 +56,7 @@ class Group:
         recorder: Recorder,
         *,
         check: Callable[[], None],
+        check_open: Callable[[], None],
         on_fatal: Callable[[BaseException], None],
         on_notice: Callable[[dict[str, Any]], None],
         administer: Callable[[Request], object],
@@ -66,6 +68,7 @@ class Group:
         self.recorder = recorder
         self._comm = comm
         self._check = check
+        self._check_open = check_open
         self._counters: Counter[Kind] = Counter()
         self._counters_lock = threading.Lock()
         self._numbers = itertools.count()
@@ -315,7 +318,7 @@ class Group:
         return self._submit(Submission(Request(kind, name, **options), sequence))
 
     def _submit(self, submission: Submission) -> Handle:
-        self._check()
+        self._check_open()
         self.coordinator.submit(submission)
         return submission.handle
 
