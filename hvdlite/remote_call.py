@@ -45,9 +45,12 @@ class Outcome:
         return pickle.loads(self.pickled)
 
     def failure(self) -> tuple[Exception | None, str]:
-        """What the function raised, None if that does not pickle or is no Exception, and its traceback."""
+        """What the function raised, None if that cannot be sent or is no Exception, and its traceback."""
         pickled, text = pickle.loads(self.pickled)
-        return None if pickled is None else pickle.loads(pickled), text
+        error = None
+        with contextlib.suppress(Exception):  # many exceptions pickle, but not back
+            error = pickle.loads(pickled)
+        return error, text
 
 
 class CallServer:
@@ -157,11 +160,10 @@ def _pack_failure(error: BaseException) -> bytes:
 
     trace = error.__traceback__.tb_next if error.__traceback__ else None  # without main()
     text = "".join(traceback.format_exception(type(error), error, trace))
-    pickled = None
+    pickled = b""
     if isinstance(error, Exception):  # KeyboardInterrupt and SystemExit must not end the caller
-        with contextlib.suppress(Exception):  # many exceptions do not pickle, or not back
+        with contextlib.suppress(Exception):
             pickled = cloudpickle.dumps(error)
-            pickle.loads(pickled)
     return pickle.dumps((pickled, text))
 
 
