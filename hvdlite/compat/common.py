@@ -1,4 +1,4 @@
-"""`horovod.common.util` and `horovod.common.exceptions`, as far as programs and tests use them."""
+"""`horovod.common.util`, as far as programs and tests use them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from typing import TypeVar
 from hvdlite import builds
 
 T = TypeVar("T")
-
-
-class HorovodVersionMismatchError(ImportError):
-    """Horovod raises it where it was built for another version of a framework; hvdlite is built for none, and never."""
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

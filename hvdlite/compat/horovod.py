@@ -22,7 +22,7 @@ INTERFACE = "0.28.1"  # the Horovod whose interface this is; programs compare it
 MODULES: dict[str, tuple[str, ...]] = {
     "horovod": ("hvdlite",),
     "horovod.common": ("hvdlite",),
-    "horovod.common.exceptions": ("hvdlite.errors", "hvdlite.compat.common"),
+    "horovod.common.exceptions": ("hvdlite.errors",),
     "horovod.common.process_sets": ("hvdlite.torch", "hvdlite.torch.process_set"),
     "horovod.common.util": ("hvdlite.compat.common",),
     "horovod.run": ("hvdlite.compat.runner",),
@@ -65,6 +65,11 @@ class _Mirror(ModuleType):
     def __dir__(self) -> list[str]:
         names = {name for source in self._sources() for name in getattr(source, "__all__", dir(source))}
         return sorted(names | set(super().__dir__()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (
+            self.__name__,
+        )  # cloudpickle, which sends functions with their `hvd`, knows plain modules
 
     def _sources(self) -> list[ModuleType]:
         return [import_module(source) for source in MODULES[self.__name__]]

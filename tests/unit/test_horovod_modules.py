@@ -34,7 +34,7 @@ import importlib, importlib.util, sys
 import horovod
 import horovod.torch as hvd
 import hvdlite, hvdlite.torch
-from horovod.common.exceptions import HorovodInternalError, HorovodVersionMismatchError
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.util import ccl_built, env, gloo_built, gpu_available, mpi_built, nccl_built, split_list
 from horovod.runner.util.threads import in_thread
@@ -76,6 +76,8 @@ except AttributeError as error:
     assert "horovod.torch.no_such_name: hvdlite, which stands in" in str(error)
 else:
     raise AssertionError
+import cloudpickle, copy
+assert cloudpickle.loads(cloudpickle.dumps(lambda: hvd))() is hvd is copy.deepcopy(hvd)
 missing = [name for name in MODULES if "elastic" not in name and importlib.import_module(name).__name__ != name]
 assert not missing, missing
 
