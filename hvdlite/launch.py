@@ -112,8 +112,10 @@ def _run(command: Sequence[str], environ: Mapping[str, str], server: CallServer,
         threading.Thread(target=_pump, args=streams, daemon=True)
         for streams in ((job.stdout, sys.stdout), (job.stderr, sys.stderr))
     ]
-    for pump in pumps:
-        pump.start()
+    over = threading.Event()
+    watch = threading.Thread(target=_end_after_failure, args=(job, server, over, config.failure_grace_s), daemon=True)
+    for thread in (*pumps, watch):
+        thread.start()
     try:
         try:
             return job.wait(config.start_timeout_s)
@@ -129,8 +131,16 @@ def _run(command: Sequence[str], environ: Mapping[str, str], server: CallServer,
         if job.returncode is None:
             job.terminate()
             job.wait()
+        over.set()
         for pump in pumps:
             pump.join(_DRAIN_S)
+
+
+def _end_after_failure(job: subprocess.Popen[bytes], server: CallServer, over: threading.Event, grace_s: float) -> None:
+    """Launchers end the other ranks, but MPICH's only those of a rank that had started MPI."""
+    server.failed.wait()
+    if not over.wait(grace_s):
+        job.terminate()
 
 
 def _pump(source: IO[bytes], sink: IO[str]) -> None:

@@ -77,6 +77,8 @@ class CallServer:
             self._listener.listen(1024)
         self.environment = {KEY: self._key.hex(), ADDRESS: where}
         """Variables by which the ranks find this server."""
+        self.failed = threading.Event()
+        """Set once a rank has come for the call and did not bring a result; and by close()."""
         self._conversations: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._accept, name="hvdlite-run", daemon=True)
         self._thread.start()
@@ -88,6 +90,7 @@ class CallServer:
 
     def close(self) -> list[Outcome]:
         """To be called once the job has ended: the outcomes."""
+        self.failed.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() would not
         self._thread.join()
         self._listener.close()
@@ -108,15 +111,22 @@ class CallServer:
             self._conversations.append(conversation)
 
     def _converse(self, link: socket.socket) -> None:
-        with link, contextlib.suppress(OSError):  # a rank that dies leaves no outcome, and the launcher says the rest
-            (rank,) = _RANK.unpack(_receive(link, self._key, limit=_RANK.size))
+        with link:
+            try:
+                (rank,) = _RANK.unpack(_receive(link, self._key, limit=_RANK.size))
+            except OSError:  # a stranger
+                return
             with self._lock:
                 self._seen.add(rank)
-            _send(link, self._key, self._call)
-            body = _receive(link, self._key)
-            rank, returned = _OUTCOME.unpack_from(body)
-            with self._lock:
-                self._outcomes.append(Outcome(rank, returned, body[_OUTCOME.size :]))
+            returned = False
+            with contextlib.suppress(OSError):  # a rank that dies leaves no outcome
+                _send(link, self._key, self._call)
+                body = _receive(link, self._key)
+                _, returned = _OUTCOME.unpack_from(body)
+                with self._lock:
+                    self._outcomes.append(Outcome(rank, returned, body[_OUTCOME.size :]))
+            if not returned:
+                self.failed.set()
 
 
 def pack(

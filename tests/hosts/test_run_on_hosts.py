@@ -48,5 +48,5 @@ def test_results_and_exceptions_cross_hosts(hosts: Callable[..., Lab], tmp_path:
     done = lab.run(0, "env", *words, sys.executable, str(script), word, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == said, done.stdout + done.stderr
-    assert {"rank 0 speaks", "rank 1 speaks"} <= set(done.stdout.splitlines()) or word == "fail"
+    assert done.stdout.count("speaks") == 2 or word == "fail"
     assert lab.pids(0) == [] and lab.pids(1) == []
