@@ -31,6 +31,7 @@ from hvdlite.errors import (
     StallWarning,
     StartupError,
 )
+from hvdlite.launch import run
 from hvdlite.logs import configure_logging
 from hvdlite.memory import TensorView
 from hvdlite.process import ProcessHooks
@@ -66,6 +67,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "run",
     "runtime",
     "shutdown",
     "size",

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 TOOLS = {
+    "horovod": "run a program written for Horovod, unedited: horovod train.py",
     "run": "start a script with several ranks: run -np 4 train.py",
     "timeline": "read a timeline: timeline report trace.json",
 }

@@ -52,6 +52,11 @@ def _log_level(text: str) -> str:
     return level
 
 
+def _timeline(text: str) -> str:
+    # Horovod's word for: no file now, start_timeline() may come.
+    return "" if text == "DYNAMIC" else text
+
+
 def _setting(default: T, parse: Callable[[str], T], *names: str) -> T:
     """A field read from HVDLITE_<name> or HOROVOD_<name>, by the first name that is set; ``$`` marks a full name."""
     return field(default=default, metadata={"parse": parse, "names": names})
@@ -98,7 +103,7 @@ class Config:
     mpi_threads_disable: bool = _setting(False, _boolean, "MPI_THREADS_DISABLE")
     """Accept an MPI without MPI_THREAD_MULTIPLE; then no other thread may call MPI."""
 
-    timeline: str = _setting("", str, "TIMELINE")
+    timeline: str = _setting("", _timeline, "TIMELINE")
     """Path of the Chrome trace to write; empty means none."""
     timeline_mark_cycles: bool = _setting(False, _boolean, "TIMELINE_MARK_CYCLES")
     """Mark each cycle of the coordinator thread in the timeline."""

@@ -32,7 +32,7 @@ def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Intrac
         StartupError: no MPI library, or the launcher belongs to another one.
     """
     started = sys.modules.get("mpi4py.MPI")
-    if started is None and not any(name in environ for name in _LAUNCHER_VARIABLES):
+    if started is None and not launched(environ):
         return None
     mpi = _import_mpi(config)
     expected = max(_numbers(environ, _SIZE_VARIABLES), default=1)
@@ -137,6 +137,11 @@ def unlink_shared_files() -> None:
                 os.unlink(path)
 
 
+def launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an MPI launcher started this process."""
+    return any(name in environ for name in _LAUNCHER_VARIABLES)
+
+
 def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
     """The number that the launcher gave this process, whether or not MPI runs by now; 0 without a launcher."""
     return next(_numbers(environ, _RANK_VARIABLES), 0)
@@ -150,6 +155,12 @@ def is_running() -> bool:
     """Whether MPI was started in this process, by whomever, and not ended."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized()) and not mpi.Is_finalized()
+
+
+def allows_threads() -> bool:
+    """Whether MPI, which runs, lets several threads call it at once."""
+    mpi = sys.modules["mpi4py.MPI"]
+    return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
 def finalize() -> None:

@@ -7,27 +7,34 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdlite.cli import check_build, horovodrun
 from hvdlite.cli.launchers import Host, Job, Launcher, Mpi, build, find_launcher, identify, parse_hosts, read_hostfile
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError, StartupError
+from hvdlite.remote_call import KEY
+from hvdlite.version import __version__
 
 USAGE = """\
 usage: python -m hvdlite run -np N [options] [any option of mpirun] program [arguments]
 
-  -np N, -n N                 number of ranks; by default all slots of the hosts
+  -np N, -n N, --num-proc N   number of ranks; by default all slots of the hosts
   -H, --host a:2,b:2          hosts and their slots; by default this machine
   --hostfile FILE             the same, a host a line: "a slots=2" or "a:2"
   --network-interfaces SPEC   interfaces to use, as NCCL_SOCKET_IFNAME: eth0,eth1 or ^docker or =eth0
                               (default: HVDLITE_NETWORK_INTERFACES, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)
+  --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
-  --dry-run                   print the command and stop
+  --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
+  --check-build               print what this hvdlite has and stop; --version its version
   --                          what follows is the program
 
+horovodrun's options (--fusion-threshold-mb --timeline-filename --no-stall-check --config-file ...) make hvdlite's
+settings; what hvdlite does not have gets a sentence.
 A program that ends in .py is run by this Python. Everything else goes to mpirun as it is; the exit status is mpirun's.
 """
 
@@ -53,38 +60,74 @@ _LOST_HOST = (
 )
 
 
+_QUESTIONS = frozenset({"check-build", "cb", "version"})
+_SWITCHES = frozenset({"dry-run", "verbose"}) | _QUESTIONS
+_WITH_ARGUMENT = frozenset(
+    """
+    np n num-proc H host hosts hostfile machinefile f network-interfaces network-interface mpirun output-filename
+    config-file
+    """.split()
+)
+
+# Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
+_INTO_FILES = """\
+d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}") && mkdir -p "$d" && shift 2 && \
+exec "$@" >"$d/stdout" 2>"$d/stderr"\
+"""
+
+
 @dataclass
-class _Arguments:
+class Arguments:
+    """What `parse` has understood."""
+
     ranks: int | None = None
     hosts: tuple[Host, ...] = ()
     interfaces: str = ""
     mpirun: str = ""
-    dry_run: bool = False
+    output: str = ""
+    switches: set[str] = field(default_factory=set)  # those given of _SWITCHES
     options: list[str] = field(default_factory=list)
     program: list[str] = field(default_factory=list)
+    effects: horovodrun.Effects = field(default_factory=horovodrun.Effects)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``argv``, the words after ``python -m hvdlite run``, by default this process's; returns the exit status."""
+def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
+    """Run ``argv``, the words after ``python -m hvdlite run``, by default this process's; returns the exit status.
+
+    Args:
+        announce: whether to print the command.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2
     try:
         arguments = parse(argv)
+        if arguments.switches & _QUESTIONS:
+            print(f"hvdlite {__version__}" if "version" in arguments.switches else check_build.report())
+            return 0
+        settings = arguments.effects.settings
         launcher = identify(arguments.mpirun) if arguments.mpirun else find_launcher()
-        job = _job(arguments)
-        command = build(launcher, job, os.environ)
+        job = job_of(arguments, os.environ)
+        command = build(launcher, job, {**os.environ, **settings})
     except StartupError as error:
         print(f"hvdlite run: {error}", file=sys.stderr)
         return 2
-    print(_description(launcher, job, command.notes), file=sys.stderr)
-    print(_shell_line(command.environment, command.argv), file=sys.stderr, flush=True)
-    if arguments.dry_run:
+    for note in arguments.effects.notes:
+        print(f"hvdlite run: {note}", file=sys.stderr)
+    environment = {**settings, **command.environment}
+    if announce:
+        print(_description(launcher, job, command.notes), file=sys.stderr)
+        print(_shell_line(environment, command.argv), file=sys.stderr, flush=True)
+    environ = {**os.environ, **environment}
+    if "verbose" in arguments.switches:
+        shown = [name for name in sorted(environ) if name.startswith(("HVDLITE_", "HOROVOD_")) and name != KEY]
+        print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
+    if "dry-run" in arguments.switches:
         return 0
     started = time.time()
     many = launcher.mpi is Mpi.OPEN_MPI and job.host_count > 1
-    outcome = supervise(command.argv, {**os.environ, **command.environment}, _LOST_HOST if many else ())
+    outcome = supervise(command.argv, environ, _LOST_HOST if many else ())
     if outcome.status != 0:
         _remove_shared_memory(started)
     if outcome.found and outcome.status == 0:
@@ -115,13 +158,14 @@ def _maps(pid: str) -> str:
         return ""
 
 
-def parse(argv: Sequence[str]) -> _Arguments:
-    """Tell our options, mpirun's options and the program apart.
+def parse(argv: Sequence[str]) -> Arguments:
+    """Tell our options, horovodrun's, mpirun's and the program apart.
 
     Raises:
         ConfigError: an option lacks its argument or makes no sense; there is no program.
     """
-    arguments = _Arguments()
+    arguments = Arguments()
+    given = horovodrun.Effects()
     words = list(argv)
     while words and words[0].startswith("-"):
         word = words.pop(0)
@@ -129,26 +173,34 @@ def parse(argv: Sequence[str]) -> _Arguments:
             break
         option, joined, value = word.partition("=")
         name = option.lstrip("-")
-        if name == "dry-run":
-            arguments.dry_run = True
-        elif name in ("np", "n", "H", "host", "hosts", "hostfile", "machinefile", "f", "network-interfaces", "mpirun"):
-            if not joined:
-                if not words:
-                    raise ConfigError(f"{word} needs an argument")
-                value = words.pop(0)
+        of_horovodrun = horovodrun.BY_NAME.get(name)
+        arity = of_horovodrun.arity if of_horovodrun is not None else 1 if name in _WITH_ARGUMENT else 0
+        if not joined and arity > 0:
+            if len(words) < arity:
+                raise ConfigError(f"{word} needs {'an argument' if arity == 1 else f'{arity} arguments'}")
+            value, words = " ".join(words[:arity]), words[arity:]
+        if name in _SWITCHES:
+            arguments.switches.add(name)
+        elif name in _WITH_ARGUMENT:
             _take(arguments, name, option, value)
+        elif of_horovodrun is not None:
+            given.add(of_horovodrun, value)
         else:
             arguments.options.append(word)
             for _ in range(0 if joined else _arity(name, words)):
                 arguments.options.append(words.pop(0))
     arguments.program = words
-    if not words:
+    if not words and not arguments.switches & _QUESTIONS:
         raise ConfigError("no program to run; see python -m hvdlite run --help")
+    arguments.options += given.mpirun
+    # What is given here wins over what stands in a --config-file.
+    arguments.effects.settings.update(given.settings)
+    arguments.effects.notes += given.notes
     return arguments
 
 
-def _take(arguments: _Arguments, name: str, option: str, value: str) -> None:
-    if name in ("np", "n"):
+def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
+    if name in ("np", "n", "num-proc"):
         if not value.isdigit() or int(value) == 0:
             raise ConfigError(f"{option} {value}: must be a number of ranks above 0")
         arguments.ranks = int(value)
@@ -158,6 +210,12 @@ def _take(arguments: _Arguments, name: str, option: str, value: str) -> None:
         arguments.hosts = read_hostfile(value)
     elif name == "network-interfaces":
         arguments.interfaces = value
+    elif name == "network-interface":  # may be repeated
+        arguments.interfaces = ",".join(filter(None, [arguments.interfaces, value]))
+    elif name == "output-filename":
+        arguments.output = os.path.abspath(value)
+    elif name == "config-file":
+        arguments.effects = horovodrun.read_config_file(value)
     else:
         arguments.mpirun = value
 
@@ -172,7 +230,12 @@ def _arity(name: str, words: Sequence[str]) -> int:
     return 0 if not words or words[0].startswith("-") or words[0].endswith(".py") else 1
 
 
-def _job(arguments: _Arguments) -> Job:
+def job_of(arguments: Arguments, environ: Mapping[str, str]) -> Job:
+    """The job that ``arguments`` ask for.
+
+    Raises:
+        ConfigError: it has no ranks, or no program that is here.
+    """
     ranks = arguments.ranks or sum(host.slots for host in arguments.hosts)
     if not ranks:
         raise ConfigError("how many ranks? Say -np N, or give hosts with their slots: -H a:2,b:2")
@@ -184,8 +247,10 @@ def _job(arguments: _Arguments) -> Job:
             f"{program[0]!r} is neither a .py file nor a program in PATH (an option of mpirun that takes one? "
             "Write it as --option=value, and -- before the program)"
         )
-    interfaces = arguments.interfaces or Config.from_env(os.environ).network_interfaces
-    scheduled = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    if arguments.output:
+        program = ["sh", "-c", _INTO_FILES, "sh", arguments.output, str(len(str(ranks - 1))), *program]
+    interfaces = arguments.interfaces or Config.from_env(environ).network_interfaces
+    scheduled = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
     return Job(tuple(program), ranks, arguments.hosts, interfaces, tuple(arguments.options), scheduled)
 
 

@@ -55,7 +55,7 @@ def supervise(argv: Sequence[str], environ: Mapping[str, str], watch_for: Sequen
     previous_wakeup = signal.set_wakeup_fd(wake_write)
     try:
         child = subprocess.Popen(
-            argv, env=dict(environ), stderr=subprocess.PIPE if watch_for else None, preexec_fn=_end_with_parent
+            argv, env=dict(environ), stderr=subprocess.PIPE if watch_for else None, preexec_fn=end_with_parent
         )
         search = _Search(watch_for)
         status = _wait(child, stops, wake_read, search)
@@ -172,7 +172,8 @@ def _descendants() -> list[int]:
     return found
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Let this process get TERM when the thread that started it ends."""
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 

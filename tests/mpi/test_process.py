@@ -189,7 +189,7 @@ def test_a_child_can_start_a_runtime_of_its_own(running: None) -> None:
         with Runtime(None, Config()) as alone:
             array = np.ones(10, np.float32)
             view = TensorView.of_numpy(array)
-            alone.allreduce_async([view], [view]).wait()
+            alone.group.allreduce_async([view], [view]).wait()
             return f"{alone.size} {array.sum()}"
 
     assert Child(work).result() == "1 10.0"

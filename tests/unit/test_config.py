@@ -39,3 +39,8 @@ def test_interfaces_fall_back_to_those_of_nccl_and_gloo():
     assert Config.from_env({"GLOO_SOCKET_IFNAME": "eth1"}).network_interfaces == "eth1"
     assert Config.from_env({"GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b"}).network_interfaces == "b"
     assert Config.from_env({"NCCL_SOCKET_IFNAME": "b", "HOROVOD_NETWORK_INTERFACES": "c"}).network_interfaces == "c"
+
+
+def test_horovods_word_for_a_timeline_that_starts_later():
+    assert Config.from_env({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
+    assert Config.from_env({"HOROVOD_TIMELINE": "dynamic.json"}).timeline == "dynamic.json"

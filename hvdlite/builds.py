@@ -1,0 +1,63 @@
+"""What this hvdlite is made of and runs on, under the names by which Horovod's users ask."""
+
+from __future__ import annotations
+
+import hvdlite
+from hvdlite import mpi
+from hvdlite.errors import NotInitializedError
+
+
+def mpi_threads_supported() -> bool:
+    """Whether several threads may call MPI at once, so that a program may use mpi4py beside hvdlite.
+
+    Raises:
+        NotInitializedError: before init().
+    """
+    if not hvdlite.is_initialized():
+        raise NotInitializedError
+    return not mpi.is_running() or mpi.allows_threads()
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI runs in this process; not where it was started alone, without a launcher."""
+    return mpi.is_running()
+
+
+def mpi_built() -> bool:
+    """Always: between nodes hvdlite communicates by MPI."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Never."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Never."""
+    return False
+
+
+def nccl_built() -> int:
+    """The version of NCCL, as 21805 for 2.18.5; 0 without it, as now."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Never."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Never."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Not yet."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Never."""
+    return False

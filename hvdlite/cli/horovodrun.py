@@ -1,0 +1,201 @@
+"""horovodrun's options, for `python -m hvdlite run`: which setting each makes, or what is said where there is none."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdlite.config import Config
+from hvdlite.errors import ConfigError
+
+
+def _megabytes(text: str) -> str:
+    return str(int(float(text) * (1 << 20)))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of horovodrun.
+
+    Attributes:
+        names: without dashes, separated by blanks; the first is horovodrun's long one.
+        setting: what it sets: HVDLITE_<setting> for the ranks.
+        key: its place in the file of --config-file. A switch stands there as true, or, if ``key`` begins with "not ",
+            as false.
+        arity: how many arguments it takes.
+        value: what a switch sets.
+        convert: from what the user writes to what `hvdlite.config` reads.
+        note: said on stderr when it is given.
+        refused: the job does not start, for the reason in ``note``.
+        to_mpirun: its argument is words for mpirun.
+    """
+
+    names: str
+    setting: str = ""
+    key: str = ""
+    arity: int = 1
+    value: str = ""
+    convert: Callable[[str], str] = str
+    note: str = ""
+    refused: bool = False
+    to_mpirun: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"--{self.names.split()[0]}"
+
+
+def _switch(names: str, setting: str = "", value: str = "", key: str = "", note: str = "") -> Option:
+    return Option(names, setting, key, arity=0, value=value, note=note)
+
+
+_NO_AUTOTUNE = "hvdlite does not tune itself yet; nothing is tuned"
+_NO_GLOO = "hvdlite communicates by shared memory and MPI, without Gloo; the job runs under mpirun"
+_NO_ELASTIC = "the number of ranks cannot change while a job runs; it runs with the ranks of -np"
+_NO_SSH = "mpirun's ssh reads ~/.ssh/config; put it there"
+_NO_CHOICE = "hvdlite chooses by the number of nodes and bytes; ignored"
+_NO_SETTING = "hvdlite has no such setting; ignored"
+
+OPTIONS = (
+    Option("fusion-threshold-mb", "FUSION_THRESHOLD", "params.fusion_threshold_mb", convert=_megabytes),
+    Option("cycle-time-ms", "CYCLE_TIME", "params.cycle_time_ms"),
+    Option("cache-capacity", "CACHE_CAPACITY", "params.cache_capacity"),
+    Option("timeline-filename", "TIMELINE", "timeline.filename"),
+    _switch("timeline-mark-cycles", "TIMELINE_MARK_CYCLES", "1", "timeline.mark_cycles"),
+    _switch("no-timeline-mark-cycles", "TIMELINE_MARK_CYCLES", "0", "not timeline.mark_cycles"),
+    _switch("no-stall-check", "STALL_CHECK_DISABLE", "1", "not stall_check.enabled"),
+    _switch("stall-check", "STALL_CHECK_DISABLE", "0", "stall_check.enabled"),
+    Option("stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", "stall_check.warning_time_seconds"),
+    Option("stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", "stall_check.shutdown_time_seconds"),
+    Option("start-timeout", "START_TIMEOUT"),
+    _switch("mpi-threads-disable", "MPI_THREADS_DISABLE", "1", "library_options.mpi_threads_disable"),
+    _switch("no-mpi-threads-disable", "MPI_THREADS_DISABLE", "0", "not library_options.mpi_threads_disable"),
+    Option("log-level", "LOG_LEVEL", "logging.level"),
+    _switch("log-without-timestamp log-hide-timestamp", "LOG_HIDE_TIME", "1", "not logging.with_timestamp"),
+    _switch("log-with-timestamp no-log-hide-timestamp", "LOG_HIDE_TIME", "0", "logging.with_timestamp"),
+    Option("mpi-args", to_mpirun=True),
+    Option("binding-args", to_mpirun=True),
+    # What follows is not here.
+    _switch("mpi"),  # nothing else is
+    _switch("gloo", note=_NO_GLOO),
+    _switch("jsrun", note="hvdlite starts its ranks by mpirun, not by jsrun"),
+    _switch("tcp", note="ignored; mpirun chooses: with Open MPI give --mca btl self,sm,tcp"),
+    Option("gloo-timeout-seconds", key="library_options.gloo_timeout_seconds", note=_NO_GLOO),
+    _switch("autotune", key="autotune.enabled", note=_NO_AUTOTUNE),
+    _switch("no-autotune", key="not autotune.enabled"),  # as it is
+    Option("autotune-log-file", key="autotune.log_file", note=_NO_AUTOTUNE),
+    Option("autotune-warmup-samples", key="autotune.warmup_samples", note=_NO_AUTOTUNE),
+    Option("autotune-steps-per-sample", key="autotune.steps_per_sample", note=_NO_AUTOTUNE),
+    Option("autotune-bayes-opt-max-samples", key="autotune.bayes_opt_max_samples", note=_NO_AUTOTUNE),
+    Option("autotune-gaussian-process-noise", key="autotune.gaussian_process_noise", note=_NO_AUTOTUNE),
+    _switch("hierarchical-allreduce", key="params.hierarchical_allreduce", note=_NO_CHOICE),
+    _switch("no-hierarchical-allreduce", key="not params.hierarchical_allreduce", note=_NO_CHOICE),
+    _switch("hierarchical-allgather", key="params.hierarchical_allgather", note=_NO_CHOICE),
+    _switch("no-hierarchical-allgather", key="not params.hierarchical_allgather", note=_NO_CHOICE),
+    Option("min-np min-num-proc", note=_NO_ELASTIC),
+    Option("max-np max-num-proc", note=_NO_ELASTIC),
+    Option("slots-per-host", note=_NO_ELASTIC),
+    Option("elastic-timeout", note=_NO_ELASTIC),
+    Option("reset-limit", note=_NO_ELASTIC),
+    Option("blacklist-cooldown-range", arity=2, note=_NO_ELASTIC),
+    Option("host-discovery-script", refused=True, note="hosts are not discovered; give them with -H or -hostfile"),
+    Option("num-nccl-streams", key="library_options.num_nccl_streams", note=_NO_SETTING),
+    Option("thread-affinity", key="library_options.thread_affinity", note=_NO_SETTING),
+    Option("ccl-bgt-affinity", key="library_options.ccl_bgt_affinity", note=_NO_SETTING),
+    Option("ssh-port p", note=_NO_SSH),
+    Option("ssh-identity-file i", note=_NO_SSH),
+    _switch("disable-cache", note="nothing is kept from one start to the next anyway"),
+    _switch(
+        "prefix-output-with-timestamp prefix-timestamp",
+        note="ignored; mpirun may do it: --timestamp-output with Open MPI",
+    ),
+)
+BY_NAME = {name: option for option in OPTIONS for name in option.names.split()}
+
+
+@dataclass
+class Effects:
+    """What the options come to: variables for the ranks, words for mpirun, sentences for the user."""
+
+    settings: dict[str, str] = field(default_factory=dict)
+    mpirun: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, option: Option, text: str = "", where: str = "") -> None:
+        """Add those of ``option`` with its argument ``text``, given as ``where``, by default by its name.
+
+        Raises:
+            ConfigError: the argument makes no sense; hvdlite cannot do without what the option asks for.
+        """
+        where = where or option.name
+        if option.refused:
+            raise ConfigError(f"{where}: {option.note}")
+        if option.note:
+            self.notes.append(f"{where}: {option.note}")
+        if option.setting:
+            variable = f"HVDLITE_{option.setting}"
+            self.settings[variable] = _checked(option, variable, text, where)
+        if option.to_mpirun:
+            self.mpirun += shlex.split(text)
+
+
+def _checked(option: Option, variable: str, text: str, where: str) -> str:
+    if option.arity == 0:
+        return option.value
+    try:
+        value = option.convert(text)
+        Config.from_env({variable: value})
+    except ConfigError as error:
+        raise ConfigError(f"{where} {text}: {str(error).partition(': ')[2]}") from error
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{where} {text}: must be a number") from error
+    return value
+
+
+def read_config_file(path: str) -> Effects:
+    """The effects of horovodrun's --config-file: YAML, sections of options.
+
+    Raises:
+        ConfigError: the file cannot be read, or says what makes no sense; PyYAML is not installed.
+    """
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError as error:
+        raise ConfigError(
+            "--config-file needs PyYAML, which is not installed: pip install pyyaml, or give the options themselves"
+        ) from error
+    try:
+        with open(path) as file:
+            sections = yaml.safe_load(file) or {}
+    except OSError as error:
+        raise ConfigError(f"--config-file {path}: {error.strerror}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config-file {path}: {error}") from error
+    if not isinstance(sections, Mapping):
+        raise ConfigError(f"--config-file {path}: must hold sections, as params: and timeline:")
+    effects = Effects()
+    for section, entries in sections.items():
+        if isinstance(entries, Mapping):
+            for name, value in entries.items():
+                _add_entry(effects, path, f"{section}.{name}", value)
+        else:
+            _add_entry(effects, path, str(section), entries)
+    return effects
+
+
+def _add_entry(effects: Effects, path: str, key: str, value: object) -> None:
+    if value is None:
+        return
+    if key == "controller":
+        option = BY_NAME.get(str(value).lower())
+    else:
+        wanted = f"not {key}" if value is False else key
+        found = [option for option in OPTIONS if option.key == wanted]
+        option = next((option for option in found if (option.arity == 0) is isinstance(value, bool)), None)
+    if option is None:
+        effects.notes.append(f"{path}: {key}: {value}: hvdlite has no such setting; ignored")
+    else:
+        effects.add(option, str(value), where=f"{path}: {key}")

@@ -1,0 +1,234 @@
+"""`horovod` that is hvdlite: its modules and names, how it is asked for, and that it comes only when asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hvdlite
+
+START = [sys.executable, "-m", "hvdlite", "horovod"]
+
+
+def run(*command: str, cwd: Path | str = "/", path: Path | str = "") -> str:
+    """What ``command`` prints; ``path`` goes before all else that Python searches."""
+    search = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH", "")]))
+    environ = {**os.environ, "PYTHONPATH": search}
+    done = subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def script(directory: Path, text: str) -> str:
+    path = directory / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+NAMES = """
+import importlib, importlib.util, sys
+import horovod
+import horovod.torch as hvd
+import hvdlite, hvdlite.torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.util import ccl_built, env, gloo_built, gpu_available, mpi_built, nccl_built, split_list
+from horovod.runner.util.threads import in_thread
+from horovod.torch.compression import Compression, NoneCompressor
+from horovod.torch.functions import broadcast_object, broadcast_parameters
+from horovod.torch.mpi_ops import Average, allreduce_async_, poll, rank, synchronize
+from horovod.torch.optimizer import DistributedOptimizer
+from hvdlite.compat.horovod import MODULES
+
+assert HorovodInternalError is hvd.HorovodInternalError is hvdlite.HorovodInternalError
+assert synchronize is hvdlite.torch.synchronize is hvd.mpi_ops.synchronize
+assert Compression is hvd.Compression and DistributedOptimizer is hvd.DistributedOptimizer
+assert isinstance(hvd.global_process_set, ProcessSet) and global_process_set is hvd.global_process_set
+assert mpi_built(verbose=True) is True and gloo_built() is False and nccl_built() == 0
+
+# All names of the page; those that hvdlite.torch has not yet come by themselves.
+assert set(hvdlite.torch.__all__) <= set(dir(hvd))
+everything = {}
+exec("from horovod.torch import *", everything)
+assert set(hvdlite.torch.__all__) <= everything.keys()
+assert not hasattr(hvd, "added_later")
+hvdlite.torch.added_later = 7
+assert hvd.added_later == 7
+from horovod.torch.mpi_ops import added_later
+
+# Packages can be asked for what they have without being imported, and others are not there.
+assert importlib.util.find_spec("horovod").name == "horovod"
+assert importlib.util.find_spec("horovod.torch.mpi_ops") is not None
+assert importlib.util.find_spec("horovod.tensorflow") is None
+try:
+    import horovod.tensorflow
+except ModuleNotFoundError as error:
+    assert error.name == "horovod.tensorflow"
+else:
+    raise AssertionError
+try:
+    hvd.no_such_name
+except AttributeError as error:
+    assert "horovod.torch.no_such_name: hvdlite, which stands in" in str(error)
+else:
+    raise AssertionError
+import cloudpickle, copy
+assert cloudpickle.loads(cloudpickle.dumps(lambda: hvd))() is hvd is copy.deepcopy(hvd)
+missing = [name for name in MODULES if "elastic" not in name and importlib.import_module(name).__name__ != name]
+assert not missing, missing
+
+# horovod.run is a function, and a module with that function.
+from horovod.run import run as first
+from horovod.runner import run as second
+assert first is second is horovod.run.run and callable(horovod.run)
+assert tuple(map(int, horovod.__version__.split("+")[0].split("."))) >= (0, 28)
+
+hvd.init()
+assert (hvd.rank(), rank(), horovod.rank(), hvd.size()) == (0, 0, 0, 1)
+print("ok")
+"""
+
+
+def test_modules_and_names(tmp_path: Path) -> None:
+    assert run(*START, script(tmp_path, NAMES)) == "ok\n"
+
+
+def test_by_an_import(tmp_path: Path) -> None:
+    assert run(sys.executable, script(tmp_path, "import hvdlite.compat.horovod\n" + NAMES)) == "ok\n"
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Path:
+    """A directory with a package that plays the real Horovod."""
+    package = tmp_path / "installed" / "horovod"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("__version__ = 'real'\n")
+    (package / "tensorflow.py").write_text("")
+    return package.parent
+
+
+def test_ours_wins_where_horovod_is_installed(tmp_path: Path, real: Path) -> None:
+    text = "import horovod\nassert 'hvdlite' in horovod.__version__\nimport horovod.torch\nprint(horovod.torch.size)"
+    assert "hvdlite" not in run(sys.executable, "-c", "import horovod; print(horovod.__version__)", path=real)
+    assert "function size" in run(*START, script(tmp_path, text), path=real)
+
+
+def test_hvdlite_alone_leaves_horovod_as_it_is(real: Path) -> None:
+    text = "import hvdlite, horovod; print(horovod.__version__)"
+    assert run(sys.executable, "-c", text, path=real) == "real\n"
+
+
+def test_too_late(real: Path) -> None:
+    text = "import horovod\ntry: import hvdlite.compat.horovod\nexcept ImportError as error: print(error)"
+    said = run(sys.executable, "-c", text, path=real)
+    assert "horovod has been imported already, from" in said and "python -m hvdlite horovod" in said
+
+
+AS_PYTHON_DOES = """
+from __future__ import annotations
+import atexit, pickle, sys, __main__
+import neighbour
+
+class Config:
+    value: no_such_name = 3
+
+assert __name__ == "__main__" and __main__.Config is Config and __file__ == sys.argv[0]
+assert type(pickle.loads(pickle.dumps(Config()))) is Config
+atexit.register(lambda: print("at the end", __main__.Config.value))
+print(sys.argv[1:], neighbour.WHERE)
+sys.exit(0)
+"""
+
+
+def test_a_script_runs_as_under_python(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("WHERE = 'beside the script'\n")
+    path = script(tmp_path, AS_PYTHON_DOES)
+    expected = "['-m', 'x'] beside the script\nat the end 3\n"
+    assert run(sys.executable, path, "-m", "x") == expected
+    assert run(*START, path, "-m", "x") == expected
+
+
+def test_futures_of_ours_are_not_the_scripts(tmp_path: Path) -> None:
+    """compile() passes on the __future__ statements of the module that calls it."""
+    text = "def f(x: int): pass\nprint(f.__annotations__['x'] is int)"
+    assert run(*START, script(tmp_path, text)) == "True\n"
+
+
+def test_a_module(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import sys, horovod.torch\nprint(__name__, sys.argv[1:], horovod.torch.Sum)\n")
+    assert run(*START, "-m", "job", "--lr", "1", cwd=tmp_path).startswith("__main__ ['--lr', '1'] ")
+
+
+def test_pytest_files(tmp_path: Path) -> None:
+    text = "import horovod.torch as hvd\ndef test_it():\n    hvd.init()\n    assert hvd.size() == 1\n"
+    (tmp_path / "test_it.py").write_text(text)
+    said = run(*START, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py", cwd=tmp_path)
+    assert "1 passed" in said
+
+
+SPAWNS = """
+import torch
+import horovod.torch as hvd
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        import horovod
+        assert "hvdlite" in horovod.__version__
+        return index + hvd.Sum.value
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(Rows(), num_workers=1, multiprocessing_context="spawn")
+    print(sum(int(row) for row in loader) == sum(index + hvd.Sum.value for index in range(4)))
+"""
+
+
+def test_spawned_workers_have_it_too(tmp_path: Path, real: Path) -> None:
+    assert run(*START, script(tmp_path, SPAWNS), path=real) == "True\n"
+
+
+@pytest.mark.parametrize(("words", "status"), [([], 2), (["-m"], 2), (["--help"], 0)])
+def test_usage(words: list[str], status: int) -> None:
+    done = subprocess.run([*START, *words], capture_output=True, text=True, timeout=60, cwd="/")
+    assert done.returncode == status
+    assert done.stdout.startswith("usage: python -m hvdlite horovod")
+
+
+def test_no_such_script() -> None:
+    for words, text in [(["none.py"], "cannot read none.py: No such file"), (["none"], "neither a script nor -m")]:
+        done = subprocess.run([*START, *words], capture_output=True, text=True, timeout=60, cwd="/")
+        assert done.returncode != 0
+        assert text in done.stderr and "Traceback" not in done.stderr
+
+
+def test_builds_before_init() -> None:
+    import hvdlite.torch as hvd
+
+    assert hvd.mpi_built() is True
+    assert (hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()) == (False,) * 4
+    assert (hvd.cuda_built(), hvd.rocm_built(), hvd.nccl_built()) == (False, False, 0)
+    if not hvdlite.is_initialized():
+        with pytest.raises(hvdlite.NotInitializedError, match="call hvd.init"):
+            hvd.mpi_threads_supported()
+
+
+def test_small_functions() -> None:
+    from hvdlite.compat.common import env, is_iterable, num_rank_is_power_2, split_list
+
+    assert split_list([1, 2, 3, 4, 5], 3) == [[1, 2], [3, 4], [5]]
+    assert split_list([], 2) == [[], []]
+    assert [n for n in range(10) if num_rank_is_power_2(n)] == [1, 2, 4, 8]
+    assert is_iterable("") and not is_iterable(1)
+    os.environ["HVDLITE_TEST_SET"] = "before"
+    try:
+        with env(HVDLITE_TEST_SET="1", HVDLITE_TEST_NEW="2", HVDLITE_TEST_NONE=None):
+            assert (os.environ["HVDLITE_TEST_SET"], os.environ["HVDLITE_TEST_NEW"]) == ("1", "2")
+            assert "HVDLITE_TEST_NONE" not in os.environ
+        assert os.environ["HVDLITE_TEST_SET"] == "before" and "HVDLITE_TEST_NEW" not in os.environ
+    finally:
+        del os.environ["HVDLITE_TEST_SET"]

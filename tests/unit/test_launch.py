@@ -1,0 +1,220 @@
+"""`hvdlite.run` with a shell script in mpirun's place: results, failures, and the messages between caller and ranks."""
+
+from __future__ import annotations
+
+import hmac
+import io
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hvdlite
+from hvdlite import remote_call
+from hvdlite.errors import RankFailedError, StartupError
+from hvdlite.remote_call import CallServer, pack
+from launching import MARK, processes_with
+
+# In the script that plays mpirun: its options end where the ranks' Python stands.
+PROGRAM = f'while [ "$1" != {shlex.quote(sys.executable)} ]; do shift; done'
+
+
+class TestRun:
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> list[str]:
+        """An mpirun that starts two ranks, ends with the status of the last, and ends all at TERM."""
+        start = 'for r in 0 1; do OMPI_COMM_WORLD_RANK=$r "$@" & p="$p $!"; done'
+        wait = "trap 'kill $p' TERM; for i in $p; do wait $i || s=$?; done; exit $s"
+        return self.mpirun(tmp_path, f"{PROGRAM}\n{start}\n{wait}")
+
+    def mpirun(self, tmp_path: Path, script: str) -> list[str]:
+        path = tmp_path / "mpirun"
+        version = '[ "$1" = --version ] && echo "mpirun (Open MPI) 5.0.11" && exit'
+        path.write_text(f"#!/bin/sh\n{version}\n{script}\n")
+        path.chmod(0o755)
+        return ["--mpirun", str(path)]
+
+    def test_results_in_order_of_rank(self, options: list[str]) -> None:
+        def function(start: int, *, step: int) -> tuple[int, str]:
+            rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+            time.sleep(0.2 * (1 - rank))
+            return start + step * rank, os.environ["HVDLITE_TEST"]
+
+        env = {"HVDLITE_TEST": "seen"}
+        results = hvdlite.run(function, (10,), {"step": 5}, num_proc=2, env=env, options=options)
+        assert results == [(10, "seen"), (15, "seen")]
+
+    def test_output_is_this_process_s(self, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        hvdlite.run(lambda: (print("a line ü"), print("a complaint", file=sys.stderr)), num_proc=2, options=options)
+        # Unbuffered ranks may write into one another's lines.
+        assert sorted(out.getvalue()) == sorted("a line ü\n" * 2)
+        assert sorted(err.getvalue()) == sorted("a complaint\n" * 2)  # and not a word of ours
+
+    def test_verbose_prints_the_command(self, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        hvdlite.run(int, num_proc=2, options=[*options, "--autotune"], verbose=True)
+        errors = capsys.readouterr().err
+        assert f"{options[1]} " in errors and "remote_call.main()" in errors
+        assert "--autotune: hvdlite does not tune" in errors
+
+    def test_an_exception_with_its_rank_and_traceback(self, options: list[str]) -> None:
+        def loses() -> None:
+            if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
+                raise LookupError("no more data")
+
+        with pytest.raises(LookupError, match="no more data") as caught:
+            hvdlite.run(loses, num_proc=2, options=options)
+        cause = caught.value.__cause__
+        assert isinstance(cause, RankFailedError)
+        assert cause.rank == 1
+        assert "rank 1 raised:\nTraceback" in str(cause) and "in loses" in str(cause) and "in main" not in str(cause)
+
+    def test_the_cause_goes_before_its_consequences(self, options: list[str]) -> None:
+        def fails() -> None:
+            if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
+                time.sleep(0.5)
+                raise ValueError("the loss is not a number")
+            raise hvdlite.RankFailedError(1, "rank 1 raised")
+
+        with pytest.raises(ValueError, match="the loss"):
+            hvdlite.run(fails, num_proc=2, options=options)
+
+    def test_what_must_not_end_the_caller(self, options: list[str]) -> None:
+        def leaves() -> None:
+            sys.exit(3)
+
+        with pytest.raises(RankFailedError, match="SystemExit: 3"):
+            hvdlite.run(leaves, num_proc=2, options=options)
+
+    def test_an_exception_that_cannot_be_sent(self, options: list[str]) -> None:
+        class Locked(Exception):
+            def __init__(self, code: int, text: str) -> None:
+                super().__init__(text)
+
+        def fails() -> None:
+            raise Locked(1, "locked")
+
+        with pytest.raises(RankFailedError, match="Locked: locked"):
+            hvdlite.run(fails, num_proc=2, options=options)
+
+    def test_a_result_that_cannot_be_sent(self, options: list[str]) -> None:
+        with pytest.raises(TypeError, match="the result, a generator, cannot be pickled"):
+            hvdlite.run(lambda: (x for x in ()), num_proc=2, options=options)
+
+    def test_a_function_that_cannot_be_sent(self, options: list[str]) -> None:
+        generator = (x for x in ())
+        with pytest.raises(TypeError, match="generator"):
+            hvdlite.run(lambda: generator, num_proc=2, options=options)
+
+    def test_a_rank_that_dies(self, options: list[str]) -> None:
+        def dies() -> None:
+            if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
+                os.kill(os.getpid(), 9)
+
+        with pytest.raises(RankFailedError, match=r"rank 1 ended without a result: .* exit status is 137") as caught:
+            hvdlite.run(dies, num_proc=2, options=options)
+        assert caught.value.rank == 1
+
+    def test_no_rank_starts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = self.mpirun(tmp_path, "echo no slots >&2; exit 4")
+        with pytest.raises(StartupError, match="no rank started; mpirun ended with exit status 4"):
+            hvdlite.run(int, num_proc=2, options=options)
+        assert capsys.readouterr().err == "no slots\n"
+
+    def test_ranks_that_never_start(self, tmp_path: Path) -> None:
+        options = [*self.mpirun(tmp_path, "sleep 60"), "--start-timeout", "1"]
+        mark = f"{MARK}={tmp_path}"
+        env = dict([mark.split("=")])
+        with pytest.raises(StartupError, match="ranks 0, 1 did not start within 1 s; .* HVDLITE_START_TIMEOUT"):
+            hvdlite.run(int, num_proc=2, options=options, env=env)
+        assert processes_with(mark) == {}
+
+    def test_a_bad_end_after_all_results(self, tmp_path: Path) -> None:
+        options = self.mpirun(tmp_path, f'{PROGRAM}\nOMPI_COMM_WORLD_RANK=0 "$@"; exit 9')
+        with pytest.warns(RuntimeWarning, match="all ranks returned, but mpirun ended with exit status 9"):
+            assert hvdlite.run(int, num_proc=1, options=options) == [0]
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"),
+        [
+            ({}, "how many ranks"),
+            ({"num_proc": 0}, "above 0"),
+            ({"num_proc": 2, "hosts": "a b"}, "write host:slots"),
+            ({"num_proc": 2, "options": ["--cycle-time-ms", "-1"]}, "--cycle-time-ms -1: must not be negative"),
+            ({"num_proc": 2, "env": {"HVDLITE_CYCLE_TIME": "-1"}}, "HVDLITE_CYCLE_TIME='-1'"),
+        ],
+    )
+    def test_mistakes_are_exceptions(self, arguments: dict[str, object], text: str) -> None:
+        with pytest.raises(StartupError, match=text):
+            hvdlite.run(int, **arguments)  # type: ignore[arg-type]
+
+    def test_not_inside_a_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+        with pytest.raises(StartupError, match="this process is one already, started by mpirun"):
+            hvdlite.run(int, num_proc=2)
+
+
+@pytest.mark.parametrize("addresses", [[], ["127.0.0.1"], ["192.0.2.1", "127.0.0.1"]], ids=["unix", "tcp", "second"])
+class TestServer:
+    """Without processes: the ranks' side is played here."""
+
+    @pytest.fixture
+    def server(self, addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> CallServer:
+        monkeypatch.setattr(remote_call, "_CONNECT_S", 0.2)  # 192.0.2.0/24 is nobody's (RFC 5737)
+        return CallServer(pack(divmod, (7, 2), {}, {}), addresses)
+
+    def test_hands_out_the_call_and_keeps_what_comes_of_it(
+        self, server: CallServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        for rank in (2, 0):
+            for name, value in {**server.environment, "OMPI_COMM_WORLD_RANK": str(rank)}.items():
+                monkeypatch.setenv(name, value)
+            remote_call.main()
+            assert remote_call.KEY not in os.environ
+        outcomes = server.close()
+        assert server.seen() == {0, 2}
+        assert sorted((o.rank, o.returned, o.result()) for o in outcomes) == [(0, True, (3, 1)), (2, True, (3, 1))]
+
+    def test_strangers_get_nothing_and_hold_nobody_up(self, server: CallServer) -> None:
+        where = server.environment[remote_call.ADDRESS]
+        hello = remote_call._RANK.pack(0)
+        header = remote_call._HEADER
+        silent = remote_call._connect(where)
+        for message in (
+            header.pack(4, hmac.digest(b"another key", hello, "sha256")) + hello,
+            header.pack(1 << 60, b"\0" * 32),
+            b"GET / HTTP/1.0\r\n\r\n" + b" " * 100,
+        ):
+            with remote_call._connect(where) as link:
+                link.sendall(message)
+                assert self.rest(link) == b""
+        assert server.seen() == set()
+        silent.close()
+        assert server.close() == []
+
+    def rest(self, link: socket.socket) -> bytes:
+        link.settimeout(10)
+        try:
+            return link.recv(100)
+        except ConnectionResetError:  # it was closed with unread bytes
+            return b""
+
+
+def test_a_caller_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_call, "_CONNECT_S", 0.2)
+    with pytest.raises(StartupError, match="cannot be reached from .* at 192.0.2.1, port 9; HVDLITE_NETWORK"):
+        remote_call._connect("9,192.0.2.1")
+
+
+def test_importing_hvdlite_stays_light() -> None:
+    heavy = ("torch", "cupy", "cloudpickle", "mpi4py.MPI", "hvdlite.cli.run")
+    text = f"import sys, hvdlite; print([name for name in {heavy!r} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout == "[]\n"
