@@ -27,6 +27,7 @@ from hvdlite import (
     shutdown,
     size,
 )
+from hvdlite.torch.adasum import Adasum
 from hvdlite.torch.allgather import allgather, allgather_async
 from hvdlite.torch.allreduce import (
     Average,
@@ -55,11 +56,13 @@ from hvdlite.torch.functions import (
 from hvdlite.torch.handle import Handle, poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import global_process_set
+from hvdlite.torch.sparse import sparse_allreduce_async
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "Compressor",
@@ -101,6 +104,7 @@ __all__ = [
     "rank",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

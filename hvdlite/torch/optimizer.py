@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvdlite.timeline.recorder import Lane
+from hvdlite.torch.adasum import Adasum, check_adasum
 from hvdlite.torch.allreduce import Average, allreduce, check_op
 from hvdlite.torch.compression import AnyCompressor, Compression
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
@@ -29,9 +30,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Clip gradients, or unscale them with `torch.amp.GradScaler`, between `synchronize` and step()::
 
         optimizer.synchronize()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with optimizer.skip_synchronize():
-            optimizer.step()
+            scaler.step(optimizer)
+
+    Without clipping ``scaler.step(optimizer)`` alone is enough. Either way all ranks skip a step in which one of them
+    had an overflow.
 
     From the first step on ``p.grad`` is memory that later steps overwrite, after zero_grad() as well: clone what you
     want to keep.
@@ -41,16 +46,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: ``model.named_parameters()``, for messages; may name more parameters than ``optimizer`` has.
         compression: of gradients on their way: a member of `Compression`, or a `Compressor` of your own.
         backward_passes_per_step: passes whose gradients are added up on their own rank before they are reduced.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product`.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product` of the gradients; or `Adasum` of what the step of each rank does
+            to the parameters, see `hvdlite.torch.adasum_optimizer`.
         gradient_predivide_factor: gradients are divided by it before they are added, and by size() / it afterwards.
         num_groups: deprecated, use ``groups``.
         groups: reduce gradients in this many groups, or in these groups of parameters, and not by size.
-        sparse_as_dense: make sparse gradients dense; without it they are an error.
+        sparse_as_dense: make sparse gradients dense. Without it those of embeddings stay sparse with `Average` and
+            `Sum`: rows are gathered, see `sparse_allreduce_async`; a `Compressor` of your own does not see them.
         process_set: who takes part.
 
     Raises:
         ValueError: an argument makes no sense; names it and the way out.
         NotInitializedError, ShutDownError: hvdlite does not run; call hvd.init() first.
+        NotImplementedError: `Adasum` with a number of ranks that is no power of two, or not on the global process set.
     """
 
     _hvd_arguments: dict[str, Any]
@@ -58,6 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _hvd_reducer: GradientReducer
     _hvd_should_synchronize: bool
     _hvd_synchronized: bool
+    _hvd_synchronized_by_scaler: bool
     _opt_called: bool
 
     def __new__(
@@ -79,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=2)
             groups = num_groups if groups is None else groups
         named = None if named_parameters is None else _check_named_parameters(named_parameters)
-        parameters = _parameters(optimizer.param_groups, named)
+        parameters = parameters_of(optimizer.param_groups, named)
         reduction = Reduction(
             check_op(op),
             _check_predivide_factor(gradient_predivide_factor, op),
@@ -88,7 +97,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_process_set(process_set),
         )
         passes = _check_passes(backward_passes_per_step)
-        reducer = GradientReducer(parameters, reduction, _check_groups(groups, parameters), passes)
+        positions = _check_groups(groups, parameters)
+        if op == Adasum:
+            from hvdlite.torch.adasum_optimizer import AdasumOptimizer  # a subclass of this one
+
+            check_adasum(process_set)
+            cls, parameters, positions = AdasumOptimizer, [], []
+        reducer = GradientReducer(parameters, reduction, positions, passes)
         # Hooks belong to parameters, which may live longer, and be given to another optimizer.
         weakref.finalize(optimizer, reducer.close).atexit = False
 
@@ -104,6 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hvd_reducer = reducer
         self._hvd_should_synchronize = True
         self._hvd_synchronized = False
+        self._hvd_synchronized_by_scaler = False
         self._hvd_arguments = {
             "named_parameters": named,
             "compression": compression,
@@ -172,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if reducer.has_pending:
                 self.synchronize()
             kwargs["closure"] = self._synchronizing(closure)
-        elif self._hvd_should_synchronize:
+        elif self._hvd_should_synchronize and (reducer.has_pending or not self._hvd_synchronized_by_scaler):
             if self._hvd_synchronized and not reducer.has_pending:
                 warnings.warn(
                     "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; call it "
@@ -180,16 +196,49 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     stacklevel=2,
                 )
             self.synchronize()
-        self._hvd_synchronized = False
-        self._opt_called = True
-        inner = self._hvd_inner_step or super().step
-        with reducer.recorder.span(Lane.OPTIMIZER, "step"):
-            return inner(**kwargs)
+        return self._hvd_step_inside(kwargs)
 
     # Read by torch. The inner step() has the hooks of torch.optim, which would run twice around both. And learning rate
     # schedulers need not wrap step() to learn that it was called: it tells them, by _opt_called.
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _hvd_step_inside(self, kwargs: dict[str, Any]) -> Any:
+        """The step of the wrapped optimizer."""
+        self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
+        self._opt_called = True
+        inner = self._hvd_inner_step or super().step
+        with self._hvd_reducer.recorder.span(Lane.OPTIMIZER, "step"):
+            return inner(**kwargs)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Of the wrapped optimizer.
+
+        `torch.amp.GradScaler.step` reads it, as the one thing that it does before it looks for overflows in gradients.
+        These must be the reduced ones by then, or else ranks would not agree on whether to step.
+        """
+        synchronized = self._hvd_synchronized or self._hvd_synchronized_by_scaler
+        if self._hvd_should_synchronize and (self._hvd_reducer.has_pending or not synchronized):
+            self._hvd_synchronize_for_scaler()
+        return self._hvd_scales_inside
+
+    @property
+    def _hvd_scales_inside(self) -> bool:
+        """Whether the wrapped optimizer unscales gradients itself (fused ones do)."""
+        inherited = getattr(super(), "_step_supports_amp_scaling", False)
+        return bool(vars(self).get("_step_supports_amp_scaling", inherited))
+
+    def _hvd_synchronize_for_scaler(self) -> None:
+        if self._hvd_reducer.was_changed():
+            raise RuntimeError(
+                "gradients were changed between loss.backward() and scaler.step(optimizer), on their way to other "
+                "ranks, so that ranks may disagree on whether there was an overflow. Call optimizer.synchronize() "
+                "before scaler.unscale_(optimizer), and scaler.step(optimizer) inside `with "
+                "optimizer.skip_synchronize():`."
+            )
+        self._hvd_reducer.synchronize()
+        self._hvd_synchronized_by_scaler = True
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         reduction = self._hvd_reducer.reduction
@@ -215,13 +264,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() was called between loss.backward() and optimizer.step(), when gradients are on "
                 "their way to other ranks. Call optimizer.synchronize() first, on every rank."
             )
+        self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """`torch.optim.Optimizer.add_param_group`; the new gradients are reduced as well."""
         super().add_param_group(param_group)
         first = len(self.param_groups) - 1
-        self._hvd_reducer.add(_parameters(self.param_groups[first:], self._hvd_arguments["named_parameters"], first))
+        self._hvd_reducer.add(parameters_of(self.param_groups[first:], self._hvd_arguments["named_parameters"], first))
 
 
 def _restore(base: type[torch.optim.Optimizer], state: dict[str, Any], arguments: dict[str, Any]) -> Any:
@@ -247,7 +297,7 @@ def _check_named_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]
     return named
 
 
-def _parameters(
+def parameters_of(
     groups: Sequence[Mapping[str, Any]], named: list[tuple[str, torch.Tensor]] | None, first_group: int = 0
 ) -> list[tuple[str, torch.Tensor]]:
     """The parameters of ``groups`` that can have gradients, each with its name.
