@@ -52,6 +52,8 @@ class AdasumOptimizer(DistributedOptimizer):
         prefix = self._hvd_prefix()
         if self._hvd_overflowed(prefix):
             return None
+        if not self._hvd_scales_inside:
+            self._hvd_unscale()
         if process_set.size() == 1:
             return self._hvd_step_inside(kwargs)
         named = parameters_of(self.param_groups, self._hvd_arguments["named_parameters"])
@@ -82,20 +84,24 @@ class AdasumOptimizer(DistributedOptimizer):
         return f"optimizer{self._hvd_numbered[1]}"
 
     def _hvd_overflowed(self, prefix: str) -> bool:
-        """Whether a rank had an overflow; where none had, gradients are unscaled now. Collective under a GradScaler."""
-        found = getattr(self, "found_inf", None)  # set by the scaler, and so is grad_scale
+        """Whether a rank had an overflow. Collective under a GradScaler."""
+        found = getattr(self, "found_inf", None)  # set by the scaler for the time of step(), like grad_scale
         if found is None:
             return False
         process_set = self._hvd_arguments["process_set"]
-        if allreduce(found, name=f"{prefix}.overflow", op=Max, process_set=process_set).item():
-            return True
+        return bool(allreduce(found, name=f"{prefix}.overflow", op=Max, process_set=process_set).item())
+
+    def _hvd_unscale(self) -> None:
+        """What the scaler leaves to those who say that they support it."""
         scale = getattr(self, "grad_scale", None)
-        if scale is not None and not self._hvd_scales_inside:
+        if scale is not None:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(1.0 / scale.item())
-        return False
+        # Optimizers that do not look at these do not want to see them either; the scaler deletes them afterwards.
+        if hasattr(self, "found_inf"):
+            self.grad_scale = self.found_inf = None
 
     def _hvd_combine(
         self, named: Sequence[tuple[str, torch.Tensor]], starts: Sequence[torch.Tensor], prefix: str
