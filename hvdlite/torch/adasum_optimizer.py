@@ -52,8 +52,6 @@ class AdasumOptimizer(DistributedOptimizer):
         prefix = self._hvd_prefix()
         if self._hvd_overflowed(prefix):
             return None
-        if not self._hvd_scales_inside:
-            self._hvd_unscale()
         if process_set.size() == 1:
             return self._hvd_step_inside(kwargs)
         named = parameters_of(self.param_groups, self._hvd_arguments["named_parameters"])
@@ -72,7 +70,7 @@ class AdasumOptimizer(DistributedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True, so that `torch.amp.GradScaler` calls step() also on ranks that had an overflow, and all can agree."""
+        """True, so that `torch.amp.GradScaler` calls step() also on a rank that had an overflow, and all can agree."""
         return True
 
     def _hvd_prefix(self) -> str:
@@ -84,24 +82,13 @@ class AdasumOptimizer(DistributedOptimizer):
         return f"optimizer{self._hvd_numbered[1]}"
 
     def _hvd_overflowed(self, prefix: str) -> bool:
-        """Whether a rank had an overflow. Collective under a GradScaler."""
-        found = getattr(self, "found_inf", None)  # set by the scaler for the time of step(), like grad_scale
+        """Whether the scaler of any rank found an overflow; otherwise unscales gradients. Collective under a scaler."""
+        found = getattr(self, "found_inf", None)
         if found is None:
             return False
         process_set = self._hvd_arguments["process_set"]
-        return bool(allreduce(found, name=f"{prefix}.overflow", op=Max, process_set=process_set).item())
-
-    def _hvd_unscale(self) -> None:
-        """What the scaler leaves to those who say that they support it."""
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(1.0 / scale.item())
-        # Optimizers that do not look at these do not want to see them either; the scaler deletes them afterwards.
-        if hasattr(self, "found_inf"):
-            self.grad_scale = self.found_inf = None
+        anywhere = allreduce(found, name=f"{prefix}.overflow", op=Max, process_set=process_set)
+        return bool(anywhere.item()) or self._hvd_unscale()
 
     def _hvd_combine(
         self, named: Sequence[tuple[str, torch.Tensor]], starts: Sequence[torch.Tensor], prefix: str

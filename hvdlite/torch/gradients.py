@@ -164,13 +164,6 @@ class Bucket(ABC):
     def deliver(self) -> None:
         """Make every ``p.grad`` the reduced gradient, once it is there."""
 
-    def was_changed(self) -> bool:
-        """Whether a gradient was changed since it was submitted."""
-        return self.pending is not None and any(
-            slot.active and slot.param.grad is not None and slot.param.grad._version != slot.version
-            for slot in self.slots
-        )
-
 
 class SparseBucket(Bucket):
     """One gradient whose rows are gathered from all ranks.

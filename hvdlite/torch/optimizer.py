@@ -35,8 +35,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with optimizer.skip_synchronize():
             scaler.step(optimizer)
 
-    Without clipping ``scaler.step(optimizer)`` alone is enough. Either way all ranks skip a step in which one of them
-    had an overflow.
+    Where nothing is clipped, ``scaler.step(optimizer)`` is enough. Either way all ranks skip a step in which one of
+    them had an overflow.
 
     From the first step on ``p.grad`` is memory that later steps overwrite, after zero_grad() as well: clone what you
     want to keep.
@@ -67,6 +67,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _hvd_should_synchronize: bool
     _hvd_synchronized: bool
     _hvd_synchronized_by_scaler: bool
+    found_inf: torch.Tensor | None
+    grad_scale: torch.Tensor | None
     _opt_called: bool
 
     def __new__(
@@ -196,6 +198,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     stacklevel=2,
                 )
             self.synchronize()
+        elif self._hvd_should_synchronize and self._hvd_must_skip():
+            self._hvd_synchronized_by_scaler = False
+            return None
         return self._hvd_step_inside(kwargs)
 
     # Read by torch. The inner step() has the hooks of torch.optim, which would run twice around both. And learning rate
@@ -211,34 +216,58 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._hvd_reducer.recorder.span(Lane.OPTIMIZER, "step"):
             return inner(**kwargs)
 
+    # `torch.amp.GradScaler.step` reads _step_supports_amp_scaling before it looks at gradients. If that is false, it
+    # unscales them and calls step() where it finds no overflow; if it is true, it calls step() in any case, and leaves
+    # found_inf and grad_scale in attributes for that time.
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Of the wrapped optimizer.
+        """Whether step() unscales gradients, and does nothing after an overflow.
 
-        `torch.amp.GradScaler.step` reads it, as the one thing that it does before it looks for overflows in gradients.
-        These must be the reduced ones by then, or else ranks would not agree on whether to step.
+        Reading it reduces gradients, unless `synchronize` did: what the scaler finds in them decides about the step
+        and about its next scale, and must be the same on every rank.
         """
         synchronized = self._hvd_synchronized or self._hvd_synchronized_by_scaler
-        if self._hvd_should_synchronize and (self._hvd_reducer.has_pending or not synchronized):
-            self._hvd_synchronize_for_scaler()
-        return self._hvd_scales_inside
+        if not self._hvd_should_synchronize or (synchronized and not self._hvd_reducer.has_pending):
+            return self._hvd_unscales_inside
+        self._hvd_reducer.synchronize()
+        self._hvd_synchronized_by_scaler = True
+        return True
 
     @property
-    def _hvd_scales_inside(self) -> bool:
-        """Whether the wrapped optimizer unscales gradients itself (fused ones do)."""
+    def _hvd_unscales_inside(self) -> bool:
+        """`_step_supports_amp_scaling` of the wrapped optimizer; fused ones do."""
         inherited = getattr(super(), "_step_supports_amp_scaling", False)
         return bool(vars(self).get("_step_supports_amp_scaling", inherited))
 
-    def _hvd_synchronize_for_scaler(self) -> None:
-        if self._hvd_reducer.was_changed():
+    def _hvd_must_skip(self) -> bool:
+        """Whether the scaler that called step() found an overflow; otherwise unscales gradients.
+
+        Raises:
+            RuntimeError: they were unscaled while they were on their way to other ranks.
+        """
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        if self.grad_scale is None:
+            del self.grad_scale, self.found_inf  # as the scaler would do after step()
             raise RuntimeError(
-                "gradients were changed between loss.backward() and scaler.step(optimizer), on their way to other "
-                "ranks, so that ranks may disagree on whether there was an overflow. Call optimizer.synchronize() "
-                "before scaler.unscale_(optimizer), and scaler.step(optimizer) inside `with "
+                "scaler.unscale_(optimizer) was called while gradients were on their way to other ranks. Call "
+                "optimizer.synchronize() before it, and scaler.step(optimizer) inside `with "
                 "optimizer.skip_synchronize():`."
             )
-        self._hvd_reducer.synchronize()
-        self._hvd_synchronized_by_scaler = True
+        return bool(found.item()) or self._hvd_unscale()
+
+    def _hvd_unscale(self) -> bool:
+        """Multiply gradients by 1 / grad_scale, unless the wrapped optimizer does; False."""
+        if not self._hvd_unscales_inside:
+            if self.grad_scale is not None:
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(1.0 / self.grad_scale.item())
+            self.grad_scale = self.found_inf = None  # optimizers that ignore these refuse to see them
+        return False
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         reduction = self._hvd_reducer.reduction

@@ -236,10 +236,6 @@ class GradientReducer:
                     self._switch_off(slot)
             self._reset()
 
-    def was_changed(self) -> bool:
-        """Whether somebody changed gradients that are on their way."""
-        return any(bucket.was_changed() for bucket in self._buckets)
-
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             if bucket.pending is None:  # some of its parameters took no part in backward on this rank
