@@ -96,6 +96,19 @@ def test_what_two_have_in_common_counts_once() -> None:
 
 
 @defined
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_parallel_tensors_are_averaged_at_any_scale(dtype: torch.dtype) -> None:
+    """Also where one is much smaller than another, or so small that its own dtype has no number for its square."""
+    direction = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    info = torch.finfo(dtype)
+    for scales in ([info.tiny, 2 * info.tiny], [info.tiny if dtype is torch.float16 else 1e-30, 1.0], [0.0, 1.0]):
+        of_rank = [direction * scales[rank % 2] for rank in range(SIZE)]
+        mean = torch.stack(of_rank).mean(0) if 0.0 not in scales else formula([x.numpy() for x in of_rank])
+        result = hvd.allreduce(of_rank[hvd.rank()].to(dtype), op=hvd.Adasum)
+        assert torch.allclose(result.double(), torch.as_tensor(mean), rtol=2 * info.eps, atol=0.0)
+
+
+@defined
 def test_dot_products_are_in_fp64() -> None:
     """In fp32 neither would the small element count nor would the squares be finite."""
     tensor = torch.tensor([1e30, 1.0 + hvd.rank()])
