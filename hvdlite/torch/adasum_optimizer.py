@@ -87,8 +87,10 @@ class AdasumOptimizer(DistributedOptimizer):
         if found is None:
             return False
         process_set = self._hvd_arguments["process_set"]
-        anywhere = allreduce(found, name=f"{prefix}.overflow", op=Max, process_set=process_set)
-        return bool(anywhere.item()) or self._hvd_unscale()
+        if allreduce(found, name=f"{prefix}.overflow", op=Max, process_set=process_set).item():
+            return True
+        self._hvd_unscale()
+        return False
 
     def _hvd_combine(
         self, named: Sequence[tuple[str, torch.Tensor]], starts: Sequence[torch.Tensor], prefix: str

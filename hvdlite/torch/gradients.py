@@ -1,5 +1,7 @@
 """Where gradients are while they are reduced: in homes in the fusion buffer, or in memory of their own.
 
+Of a sparse gradient the rows that a rank has travel; the rest of this is about dense ones.
+
 A gradient that autograd accumulates into a view of its slot is reduced where it is. After ``zero_grad()``, whose
 default drops the views, autograd hands over a fresh tensor instead, which is copied into the slot once, and
 `Bucket.deliver` makes ``p.grad`` the view again. Dropping is the cheaper of the two: keeping means to write zeros, and

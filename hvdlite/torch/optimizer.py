@@ -228,7 +228,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         and about its next scale, and must be the same on every rank.
         """
         synchronized = self._hvd_synchronized or self._hvd_synchronized_by_scaler
-        if not self._hvd_should_synchronize or (synchronized and not self._hvd_reducer.has_pending):
+        is_alone = self._hvd_arguments["process_set"].size() == 1
+        if is_alone or not self._hvd_should_synchronize or (synchronized and not self._hvd_reducer.has_pending):
             return self._hvd_unscales_inside
         self._hvd_reducer.synchronize()
         self._hvd_synchronized_by_scaler = True
@@ -256,18 +257,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.synchronize() before it, and scaler.step(optimizer) inside `with "
                 "optimizer.skip_synchronize():`."
             )
-        return bool(found.item()) or self._hvd_unscale()
-
-    def _hvd_unscale(self) -> bool:
-        """Multiply gradients by 1 / grad_scale, unless the wrapped optimizer does; False."""
-        if not self._hvd_unscales_inside:
-            if self.grad_scale is not None:
-                for group in self.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(1.0 / self.grad_scale.item())
-            self.grad_scale = self.found_inf = None  # optimizers that ignore these refuse to see them
+        if found.item():
+            return True
+        self._hvd_unscale()
         return False
+
+    def _hvd_unscale(self) -> None:
+        """Multiply gradients by 1 / grad_scale, unless the wrapped optimizer does."""
+        if self._hvd_unscales_inside:
+            return
+        if self.grad_scale is not None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(1.0 / self.grad_scale.item())
+        self.grad_scale = self.found_inf = None  # optimizers that cannot use these refuse to see them
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         reduction = self._hvd_reducer.reduction

@@ -4,7 +4,8 @@ A gradient's way: `_on_gradient` counts it; the last one of its bucket calls `_s
 coordinator thread; `synchronize`, from ``optimizer.step()``, waits and makes ``p.grad`` the reduced gradient.
 
 The first step guesses that gradients arrive in the reverse of the order of the parameters. At its end the order in
-which they did arrive on rank 0 is made everybody's plan, and homes for the gradients are allocated.
+which they did arrive on rank 0 is made everybody's plan, and homes for the gradients are allocated. By then the ranks
+have also agreed on which gradients are sparse; buckets with one that may be wait for that.
 """
 
 from __future__ import annotations
