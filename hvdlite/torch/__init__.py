@@ -39,6 +39,7 @@ from hvdlite.builds import (
     nccl_built,
     rocm_built,
 )
+from hvdlite.torch.adasum import Adasum
 from hvdlite.torch.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdlite.torch.allreduce import (
     Average,
@@ -75,6 +76,7 @@ from hvdlite.torch.reducescatter import (
     reducescatter,
     reducescatter_async,
 )
+from hvdlite.torch.sparse import sparse_allreduce_async
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -91,6 +93,7 @@ __all__ = [
     "grouped_reducescatter_async",
     "add_process_set",
     "remove_process_set",
+    "Adasum",
     "Average",
     "Compression",
     "Compressor",
@@ -143,6 +146,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

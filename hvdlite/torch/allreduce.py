@@ -70,10 +70,10 @@ def check_op(op: int) -> ReduceOp:
     """``op`` as a ReduceOp.
 
     Raises:
-        ValueError: it is none of Average, Sum, Min, Max, Product.
+        ValueError: it is none of Average, Sum, Adasum, Min, Max, Product.
     """
-    if op not in (Average, Sum, Min, Max, Product):
-        raise ValueError(f"op is {op!r}; pass hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product")
+    if op not in tuple(ReduceOp):
+        raise ValueError(f"op is {op!r}; pass hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product")
     return ReduceOp(op)
 
 
@@ -83,6 +83,19 @@ def _start_allreduce(
     """The one implementation of all allreduces."""
     names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
     label = "allreduce" if name is None else f"allreduce '{name}'"
+    if reduction.op is ReduceOp.ADASUM:
+        from hvdlite.torch.adasum import adasum_async  # built upon allgather, which is built upon this file
+
+        return adasum_async(
+            tensors,
+            names or [name] * len(tensors),
+            label,
+            reduction.process_set,
+            prescale=reduction.prescale,
+            postscale=reduction.postscale,
+            wire_dtype=None if reduction.wire is None else getattr(torch, reduction.wire.label),
+            in_place=in_place,
+        )
     sources = [contiguous_block(tensor, label) for tensor in tensors]
     results = sources if in_place else [torch.empty_like(source) for source in sources]
     inputs = [view_of(source) for source in sources]
@@ -148,8 +161,8 @@ def allreduce(
         average: deprecated, use ``op``.
         name: the same on every rank; unnamed operations are counted, and must come in the same order on every rank.
         compression: of what travels.
-        op: `Average` (the default), `Sum`, `Min`, `Max` or `Product`. Integers are scaled in fp64 and truncated,
-            16-bit floats are added in fp32.
+        op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`. Integers are scaled in fp64 and
+            truncated, 16-bit floats are added in fp32.
         prescale_factor: multiplies before.
         postscale_factor: multiplies after.
         process_set: who takes part.

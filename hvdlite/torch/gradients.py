@@ -1,5 +1,7 @@
 """Where gradients are while they are reduced: in homes in the fusion buffer, or in memory of their own.
 
+Of a sparse gradient the rows that a rank has travel; the rest of this is about dense ones.
+
 A gradient that autograd accumulates into a view of its slot is reduced where it is. After ``zero_grad()``, whose
 default drops the views, autograd hands over a fresh tensor instead, which is copied into the slot once, and
 `Bucket.deliver` makes ``p.grad`` the view again. Dropping is the cheaper of the two: keeping means to write zeros, and
@@ -12,16 +14,16 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from hvdlite import _native
-from hvdlite.coordinator.handle import Handle
 from hvdlite.fusion.fusion_buffer import FusionBuffer, Home, slot_offsets
 from hvdlite.memory import TensorView
 from hvdlite.torch.compression import AnyCompressor
+from hvdlite.torch.sparse import SparseReduction, no_entries
 from hvdlite.torch.tensor_view import dtype_of, view_of
 
 _SMALL_BYTES = 32 << 10
@@ -37,7 +39,7 @@ class Slot:
     """
 
     __slots__ = (
-        "active", "bucket", "dtype", "index", "name", "nbytes", "numel", "param", "passes_left", "shape",
+        "active", "bucket", "dtype", "index", "is_sparse", "name", "nbytes", "numel", "param", "passes_left", "shape",
         "sparse_as_dense", "strides", "version", "view",
     )  # fmt: skip
 
@@ -47,6 +49,7 @@ class Slot:
         self.param = param
         self.sparse_as_dense = sparse_as_dense
         self.active = False  # whether its bucket counts on it
+        self.is_sparse = False  # whether all ranks reduce its gradient as a sparse one
         self.passes_left = 0
         self.version = 0  # of p.grad when its bucket was loaded; torch counts changes in place
         self.bucket: Bucket | None = None
@@ -65,26 +68,47 @@ class Slot:
             by_stride = sorted(range(self.param.dim()), key=lambda dim: -self.strides[dim])
             self.shape = tuple(self.shape[dim] for dim in by_stride)
 
+    @property
+    def could_be_sparse(self) -> bool:
+        """Whether its gradient on this rank is one to be reduced as a sparse one: of rows, as embeddings have them."""
+        gradient = self.param.grad
+        return (
+            gradient is not None
+            and gradient.layout is torch.sparse_coo
+            and gradient.sparse_dim() == 1
+            and not self.sparse_as_dense
+        )
+
     def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient`` as a gapless block in the parameter's layout: itself in almost all cases, else a copy.
 
         Raises:
-            ValueError: the gradient is sparse, or the parameter was converted after the first step.
+            ValueError: the parameter was converted after the first step.
         """
         if gradient.layout is not torch.strided:
             if not self.sparse_as_dense:
-                raise ValueError(
-                    f"the gradient of '{self.name}' is sparse; pass sparse_as_dense=True to hvd.DistributedOptimizer"
+                warnings.warn(
+                    f"the gradient of '{self.name}' is sparse, but the ranks reduce it as a dense one: in the first "
+                    "step it was dense on some rank, or missing on all, or it has several sparse dimensions. From now "
+                    "on it is made dense, as with sparse_as_dense=True.",
+                    stacklevel=2,
                 )
+                self.sparse_as_dense = True
             gradient = gradient.to_dense()
+        self.check(gradient)
+        if gradient.stride() == self.strides or _same_layout(gradient, self.strides):
+            return gradient
+        return torch.empty_strided(gradient.shape, self.strides, dtype=self.dtype).copy_(gradient)
+
+    def check(self, gradient: torch.Tensor) -> None:
+        """Raises:
+        ValueError: the parameter was converted after the first step.
+        """
         if gradient.dtype is not self.dtype or gradient.numel() != self.numel:
             raise ValueError(
                 f"the gradient of '{self.name}' is {gradient.dtype} with {gradient.numel()} elements, but the "
                 f"parameter had {self.dtype} with {self.numel} elements in the first step; convert models before that"
             )
-        if gradient.stride() == self.strides or _same_layout(gradient, self.strides):
-            return gradient
-        return torch.empty_strided(gradient.shape, self.strides, dtype=self.dtype).copy_(gradient)
 
     def dense_gradient(self) -> torch.Tensor:
         """``p.grad`` in the parameter's layout; zeros where this rank has none. Becomes ``p.grad`` itself."""
@@ -114,28 +138,87 @@ def _same_layout(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> object: ...
+
+
 class Bucket(ABC):
     """Gradients that are reduced together, once all of them are there."""
-
-    home: Home | None = None
 
     def __init__(self, name: str, slots: Sequence[Slot]) -> None:
         self.name = name
         self.slots = slots
         self.names = [slot.name for slot in slots]
         self.missing = 0  # active slots whose gradients are not complete yet
-        self.pending: Handle | None = None  # from submission to synchronize()
+        self.pending: Pending | None = None  # from submission to synchronize()
 
     @abstractmethod
-    def load(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
-        """(inputs, outputs) of the allreduce; a parameter without gradient contributes zeros."""
+    def submit(self, allreduce: Callable[..., Pending]) -> None:
+        """Set `pending`; a parameter without gradient contributes zeros.
+
+        Args:
+            allreduce: `Runtime.allreduce_async` with the options that all buckets share.
+        """
 
     @abstractmethod
     def deliver(self) -> None:
-        """Make every ``p.grad`` the reduced gradient, once the allreduce is complete."""
+        """Make every ``p.grad`` the reduced gradient, once it is there."""
 
 
-class LooseBucket(Bucket):
+class SparseBucket(Bucket):
+    """One gradient whose rows are gathered from all ranks.
+
+    Args:
+        reduction: starts it, of a sparse tensor and a name.
+    """
+
+    def __init__(self, name: str, slot: Slot, reduction: Callable[[torch.Tensor, str], SparseReduction]) -> None:
+        super().__init__(name, [slot])
+        self._reduction = reduction
+        self._reduced: SparseReduction | None = None
+
+    def submit(self, allreduce: Callable[..., Pending]) -> None:
+        slot = self.slots[0]
+        gradient = slot.param.grad if slot.active else None
+        if gradient is None:
+            gradient = no_entries(slot.param)
+        else:
+            slot.check(gradient)
+            slot.version = gradient._version
+            if not slot.could_be_sparse:  # a dense one, after another way through the model
+                gradient = gradient.to_dense().to_sparse(1)
+        self.pending = self._reduced = self._reduction(gradient, self.name)
+
+    def deliver(self) -> None:
+        slot = self.slots[0]
+        if slot.active and self._reduced is not None:
+            slot.warn_if_changed(slot.param.grad)
+            slot.param.grad = self._reduced.synchronize()
+        self._reduced = None
+
+
+class DenseBucket(Bucket):
+    """Gradients that travel in one allreduce."""
+
+    home: Home | None = None
+
+    def submit(self, allreduce: Callable[..., Pending]) -> None:
+        inputs, outputs = self.load()
+        self.pending = allreduce(inputs, outputs, name=self.name, names=self.names, home=self.home)
+
+    def leave_out(self, slot: Slot) -> None:
+        """Go without ``slot``; before submission, and not where slots have homes."""
+        self.slots = [other for other in self.slots if other is not slot]
+        self.names = [other.name for other in self.slots]
+
+    @abstractmethod
+    def load(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
+        """(inputs, outputs) of the allreduce."""
+
+
+class LooseBucket(DenseBucket):
     """Gradients in memory of their own, which come and go through the runtime's staging buffer."""
 
     def load(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
@@ -148,7 +231,7 @@ class LooseBucket(Bucket):
                 slot.warn_if_changed(slot.param.grad)
 
 
-class CompressedBucket(Bucket):
+class CompressedBucket(DenseBucket):
     """Gradients that a user's Compressor turns into something else."""
 
     def __init__(self, name: str, slots: Sequence[Slot], compression: AnyCompressor) -> None:
@@ -173,7 +256,7 @@ class CompressedBucket(Bucket):
         self._compressed = []
 
 
-class HomeBucket(Bucket):
+class HomeBucket(DenseBucket):
     """Gradients that live in the fusion buffer: first the large ones, each a tensor to the runtime, then the small
     ones, which are one tensor to it."""
 

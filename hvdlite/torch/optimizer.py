@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvdlite.timeline.recorder import Lane
+from hvdlite.torch.adasum import Adasum, check_adasum
 from hvdlite.torch.allreduce import Average, allreduce, check_op
 from hvdlite.torch.compression import AnyCompressor, Compression
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
@@ -29,9 +30,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Clip gradients, or unscale them with `torch.amp.GradScaler`, between `synchronize` and step()::
 
         optimizer.synchronize()
+        scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with optimizer.skip_synchronize():
-            optimizer.step()
+            scaler.step(optimizer)
+
+    Where nothing is clipped, ``scaler.step(optimizer)`` is enough. Either way all ranks skip a step in which one of
+    them had an overflow.
 
     From the first step on ``p.grad`` is memory that later steps overwrite, after zero_grad() as well: clone what you
     want to keep.
@@ -41,16 +46,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: ``model.named_parameters()``, for messages; may name more parameters than ``optimizer`` has.
         compression: of gradients on their way: a member of `Compression`, or a `Compressor` of your own.
         backward_passes_per_step: passes whose gradients are added up on their own rank before they are reduced.
-        op: `Average`, `Sum`, `Min`, `Max` or `Product`.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product` of the gradients; or `Adasum` of what the step of each rank does
+            to the parameters, see `hvdlite.torch.adasum_optimizer`.
         gradient_predivide_factor: gradients are divided by it before they are added, and by size() / it afterwards.
         num_groups: deprecated, use ``groups``.
         groups: reduce gradients in this many groups, or in these groups of parameters, and not by size.
-        sparse_as_dense: make sparse gradients dense; without it they are an error.
+        sparse_as_dense: make sparse gradients dense. Without it those of embeddings stay sparse with `Average` and
+            `Sum`: rows are gathered, see `sparse_allreduce_async`; a `Compressor` of your own does not see them.
         process_set: who takes part.
 
     Raises:
         ValueError: an argument makes no sense; names it and the way out.
         NotInitializedError, ShutDownError: hvdlite does not run; call hvd.init() first.
+        NotImplementedError: `Adasum` with a number of ranks that is no power of two, or not on the global process set.
     """
 
     _hvd_arguments: dict[str, Any]
@@ -58,6 +66,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _hvd_reducer: GradientReducer
     _hvd_should_synchronize: bool
     _hvd_synchronized: bool
+    _hvd_synchronized_by_scaler: bool
+    found_inf: torch.Tensor | None
+    grad_scale: torch.Tensor | None
     _opt_called: bool
 
     def __new__(
@@ -79,7 +90,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=2)
             groups = num_groups if groups is None else groups
         named = None if named_parameters is None else _check_named_parameters(named_parameters)
-        parameters = _parameters(optimizer.param_groups, named)
+        parameters = parameters_of(optimizer.param_groups, named)
         reduction = Reduction(
             check_op(op),
             _check_predivide_factor(gradient_predivide_factor, op),
@@ -88,7 +99,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_process_set(process_set),
         )
         passes = _check_passes(backward_passes_per_step)
-        reducer = GradientReducer(parameters, reduction, _check_groups(groups, parameters), passes)
+        positions = _check_groups(groups, parameters)
+        if op == Adasum:
+            from hvdlite.torch.adasum_optimizer import AdasumOptimizer  # a subclass of this one
+
+            check_adasum(process_set)
+            cls, parameters, positions = AdasumOptimizer, [], []
+        reducer = GradientReducer(parameters, reduction, positions, passes)
         # Hooks belong to parameters, which may live longer, and be given to another optimizer.
         weakref.finalize(optimizer, reducer.close).atexit = False
 
@@ -104,6 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hvd_reducer = reducer
         self._hvd_should_synchronize = True
         self._hvd_synchronized = False
+        self._hvd_synchronized_by_scaler = False
         self._hvd_arguments = {
             "named_parameters": named,
             "compression": compression,
@@ -172,7 +190,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if reducer.has_pending:
                 self.synchronize()
             kwargs["closure"] = self._synchronizing(closure)
-        elif self._hvd_should_synchronize:
+        elif self._hvd_should_synchronize and (reducer.has_pending or not self._hvd_synchronized_by_scaler):
             if self._hvd_synchronized and not reducer.has_pending:
                 warnings.warn(
                     "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; call it "
@@ -180,16 +198,80 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     stacklevel=2,
                 )
             self.synchronize()
-        self._hvd_synchronized = False
-        self._opt_called = True
-        inner = self._hvd_inner_step or super().step
-        with reducer.recorder.span(Lane.OPTIMIZER, "step"):
-            return inner(**kwargs)
+        elif self._hvd_should_synchronize and self._hvd_must_skip():
+            self._hvd_synchronized_by_scaler = False
+            return None
+        return self._hvd_step_inside(kwargs)
 
     # Read by torch. The inner step() has the hooks of torch.optim, which would run twice around both. And learning rate
     # schedulers need not wrap step() to learn that it was called: it tells them, by _opt_called.
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _hvd_step_inside(self, kwargs: dict[str, Any]) -> Any:
+        """The step of the wrapped optimizer."""
+        self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
+        self._opt_called = True
+        inner = self._hvd_inner_step or super().step
+        with self._hvd_reducer.recorder.span(Lane.OPTIMIZER, "step"):
+            return inner(**kwargs)
+
+    # `torch.amp.GradScaler.step` reads _step_supports_amp_scaling before it looks at gradients. If that is false, it
+    # unscales them and calls step() where it finds no overflow; if it is true, it calls step() in any case, and leaves
+    # found_inf and grad_scale in attributes for that time.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether step() unscales gradients, and does nothing after an overflow.
+
+        Reading it reduces gradients, unless `synchronize` did: what the scaler finds in them decides about the step
+        and about its next scale, and must be the same on every rank.
+        """
+        synchronized = self._hvd_synchronized or self._hvd_synchronized_by_scaler
+        is_alone = self._hvd_arguments["process_set"].size() == 1
+        if is_alone or not self._hvd_should_synchronize or (synchronized and not self._hvd_reducer.has_pending):
+            return self._hvd_unscales_inside
+        self._hvd_reducer.synchronize()
+        self._hvd_synchronized_by_scaler = True
+        return True
+
+    @property
+    def _hvd_unscales_inside(self) -> bool:
+        """`_step_supports_amp_scaling` of the wrapped optimizer; fused ones do."""
+        inherited = getattr(super(), "_step_supports_amp_scaling", False)
+        return bool(vars(self).get("_step_supports_amp_scaling", inherited))
+
+    def _hvd_must_skip(self) -> bool:
+        """Whether the scaler that called step() found an overflow; otherwise unscales gradients.
+
+        Raises:
+            RuntimeError: they were unscaled while they were on their way to other ranks.
+        """
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        if self.grad_scale is None:
+            del self.grad_scale, self.found_inf  # as the scaler would do after step()
+            raise RuntimeError(
+                "scaler.unscale_(optimizer) was called while gradients were on their way to other ranks. Call "
+                "optimizer.synchronize() before it, and scaler.step(optimizer) inside `with "
+                "optimizer.skip_synchronize():`."
+            )
+        if found.item():
+            return True
+        self._hvd_unscale()
+        return False
+
+    def _hvd_unscale(self) -> None:
+        """Multiply gradients by 1 / grad_scale, unless the wrapped optimizer does."""
+        if self._hvd_unscales_inside:
+            return
+        if self.grad_scale is not None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(1.0 / self.grad_scale.item())
+        self.grad_scale = self.found_inf = None  # optimizers that cannot use these refuse to see them
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         reduction = self._hvd_reducer.reduction
@@ -215,13 +297,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() was called between loss.backward() and optimizer.step(), when gradients are on "
                 "their way to other ranks. Call optimizer.synchronize() first, on every rank."
             )
+        self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """`torch.optim.Optimizer.add_param_group`; the new gradients are reduced as well."""
         super().add_param_group(param_group)
         first = len(self.param_groups) - 1
-        self._hvd_reducer.add(_parameters(self.param_groups[first:], self._hvd_arguments["named_parameters"], first))
+        self._hvd_reducer.add(parameters_of(self.param_groups[first:], self._hvd_arguments["named_parameters"], first))
 
 
 def _restore(base: type[torch.optim.Optimizer], state: dict[str, Any], arguments: dict[str, Any]) -> Any:
@@ -247,7 +330,7 @@ def _check_named_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]
     return named
 
 
-def _parameters(
+def parameters_of(
     groups: Sequence[Mapping[str, Any]], named: list[tuple[str, torch.Tensor]] | None, first_group: int = 0
 ) -> list[tuple[str, torch.Tensor]]:
     """The parameters of ``groups`` that can have gradients, each with its name.

@@ -4,7 +4,8 @@ A gradient's way: `_on_gradient` counts it; the last one of its bucket calls `_s
 coordinator thread; `synchronize`, from ``optimizer.step()``, waits and makes ``p.grad`` the reduced gradient.
 
 The first step guesses that gradients arrive in the reverse of the order of the parameters. At its end the order in
-which they did arrive on rank 0 is made everybody's plan, and homes for the gradients are allocated.
+which they did arrive on rank 0 is made everybody's plan, and homes for the gradients are allocated. By then the ranks
+have also agreed on which gradients are sparse; buckets with one that may be wait for that.
 """
 
 from __future__ import annotations
@@ -22,11 +23,22 @@ from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.timeline.recorder import Lane, Recorder
+from hvdlite.torch.allreduce import Average, Max, Sum, allreduce_
 from hvdlite.torch.broadcast import broadcast_
 from hvdlite.torch.buckets import plan_buckets, split_evenly
 from hvdlite.torch.compression import AnyCompressor, is_custom, wire_dtype
-from hvdlite.torch.gradients import Bucket, CompressedBucket, HomeBucket, LooseBucket, Slot, home_bytes
+from hvdlite.torch.gradients import (
+    Bucket,
+    CompressedBucket,
+    DenseBucket,
+    HomeBucket,
+    LooseBucket,
+    Slot,
+    SparseBucket,
+    home_bytes,
+)
 from hvdlite.torch.process_set import ProcessSet
+from hvdlite.torch.sparse import SparseReduction
 from hvdlite.torch.tensor_view import dtype_of
 
 
@@ -39,6 +51,11 @@ class Reduction:
     compression: AnyCompressor
     sparse_as_dense: bool
     process_set: ProcessSet
+
+    @property
+    def keeps_sparse(self) -> bool:
+        """Whether a sparse gradient is reduced as one; only in sums does it not matter that a rank lacks entries."""
+        return not self.sparse_as_dense and self.op in (Average, Sum)
 
 
 class GradientReducer:
@@ -97,7 +114,7 @@ class GradientReducer:
     def add(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Reduce these as well."""
         for name, parameter in parameters:
-            slot = Slot(len(self._slots), name, parameter, self.reduction.sparse_as_dense)
+            slot = Slot(len(self._slots), name, parameter, not self.reduction.keeps_sparse)
             slot.passes_left = self._passes
             self._slots.append(slot)
             if self._is_distributed:
@@ -141,6 +158,8 @@ class GradientReducer:
                 f"optimizer.step(), but backward_passes_per_step is {self._passes}. Pass a larger one to "
                 "hvd.DistributedOptimizer, or do the other passes inside optimizer.no_sync()."
             )
+        if self._plans == 1 and not slot.is_sparse and slot.could_be_sparse:
+            return  # its bucket waits until the ranks have agreed, in synchronize(), on what is sparse
         bucket = slot.bucket
         assert bucket is not None
         bucket.missing -= 1
@@ -162,19 +181,15 @@ class GradientReducer:
     def _submit(self, bucket: Bucket) -> None:
         """Hand ``bucket`` to the coordinator thread."""
         factor = self.reduction.predivide_factor
-        inputs, outputs = bucket.load()
+        allreduce = partial(
+            self._runtime.allreduce_async,
+            op=self.reduction.op,
+            prescale=1.0 / factor,
+            postscale=factor,
+            wire_dtype=self._wire_dtype,
+        )
         try:
-            bucket.pending = self._runtime.allreduce_async(
-                inputs,
-                outputs,
-                name=bucket.name,
-                names=bucket.names,
-                op=self.reduction.op,
-                prescale=1.0 / factor,
-                postscale=factor,
-                wire_dtype=self._wire_dtype,
-                home=bucket.home,
-            )
+            bucket.submit(allreduce)
         except HorovodInternalError:
             self._reset()
             raise
@@ -201,16 +216,18 @@ class GradientReducer:
             elif slot.passes_left == self._passes:  # switched off before backward, not after it
                 self._switch_off(slot)
         late = list(self._late)
+        replans = self._plans == 1 or any(slot.bucket is None for slot in late)
+        if replans and self.reduction.keeps_sparse:
+            self._agree_on_sparse()
         buckets = [bucket for bucket in self._buckets if any(slot.active for slot in bucket.slots)]
-        if late:
-            buckets.append(self._late_bucket(late))
+        buckets += self._late_buckets(late)
         start_ns, end_ns = self._backward_ns
         if start_ns < end_ns:
             self.recorder.add(Lane.BACKWARD, "backward", start_ns, end_ns)
         try:
             with self.recorder.span(Lane.WAIT, "synchronize"):
                 self._finish(buckets)
-            if self._plans == 1 or any(slot.bucket is None for slot in late):
+            if replans:
                 self._replan()
         finally:
             for slot in {*switched, *late}:
@@ -270,6 +287,7 @@ class GradientReducer:
         self.close()
         for slot in self._slots:
             slot.bucket = slot.view = None
+            slot.is_sparse = False
             if self._is_distributed:
                 self._hook(slot)
 
@@ -286,8 +304,10 @@ class GradientReducer:
         return [slot.index for slot in reversed(self._slots) if slot.param.requires_grad]
 
     def _plan(self, order: Sequence[int]) -> None:
-        """Put the slots of ``order`` into new buckets."""
+        """Put the slots of ``order`` into new buckets, each that is sparse into one of its own."""
         self._plans += 1
+        sparse = [self._slots[index] for index in order if self._slots[index].is_sparse]
+        order = [index for index in order if not self._slots[index].is_sparse]
         for slot in self._slots:
             slot.measure()
             slot.bucket = slot.view = None
@@ -305,22 +325,64 @@ class GradientReducer:
             self._buckets = [self._bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
         else:
             self._buckets = self._homes(parts)
+        self._buckets += [self._sparse_bucket(slot) for slot in sparse]
         for bucket in self._buckets:
             for slot in bucket.slots:
                 slot.bucket = bucket
                 slot.active = slot.param.requires_grad
             bucket.missing = sum(slot.active for slot in bucket.slots)
 
-    def _bucket(self, name: str, slots: Sequence[Slot]) -> Bucket:
+    def _bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
         compression = self.reduction.compression
         return CompressedBucket(name, slots, compression) if is_custom(compression) else LooseBucket(name, slots)
 
-    def _late_bucket(self, slots: Sequence[Slot]) -> Bucket:
+    def _sparse_bucket(self, slot: Slot) -> Bucket:
+        factor = self.reduction.predivide_factor
+        reduction = partial(
+            SparseReduction,
+            op=self.reduction.op,
+            process_set=self.reduction.process_set,
+            prescale=1.0 / factor,
+            postscale=factor,
+            wire_dtype=wire_dtype(self.reduction.compression),
+        )
+        return SparseBucket(f"{self._prefix}.sparse{slot.index}", slot, reduction)
+
+    def _late_buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
         """For parameters that were switched on since the last step, and on which no bucket counts yet."""
         copies = [Slot(slot.index, slot.name, slot.param, slot.sparse_as_dense) for slot in slots]
-        for slot in copies:
-            slot.active = True
-        return self._bucket(f"{self._prefix}.late", copies)
+        for copy, slot in zip(copies, slots, strict=True):
+            copy.active = True
+            copy.is_sparse = slot.is_sparse
+        dense = [slot for slot in copies if not slot.is_sparse]
+        buckets: list[Bucket] = [self._bucket(f"{self._prefix}.late", dense)] if dense else []
+        return buckets + [self._sparse_bucket(slot) for slot in copies if slot.is_sparse]
+
+    def _agree_on_sparse(self) -> None:
+        """Take gradients that are sparse on some ranks, and dense on none, out of their buckets. Collective.
+
+        Nothing but a gradient tells that it is sparse, and a rank that has none in this step has to know as well.
+        """
+        has_dense, has_sparse = flags = torch.zeros(2, len(self._slots), dtype=torch.int64)
+        for slot in self._slots:
+            in_a_plan_that_stays = slot.bucket is not None and self._plans > 1
+            frozen = slot.bucket is not None and not slot.active
+            if slot.is_sparse or in_a_plan_that_stays or frozen or slot.param.grad is None:
+                continue
+            # A bucket that some rank has submitted already has no sparse gradients there, so all of it counts as dense.
+            (has_sparse if slot.could_be_sparse else has_dense)[slot.index] = 1
+        allreduce_(flags, name=f"{self._prefix}.sparse", op=Max, process_set=self.reduction.process_set)
+        for slot in self._slots:
+            if has_dense[slot.index] or not has_sparse[slot.index]:
+                continue
+            slot.is_sparse = True
+            if slot.bucket is not None:
+                assert isinstance(slot.bucket, DenseBucket)
+                slot.bucket.leave_out(slot)
+                if not slot.bucket.slots:
+                    self._buckets.remove(slot.bucket)
+                slot.bucket = self._sparse_bucket(slot)
+                self._buckets.append(slot.bucket)
 
     def _homes(self, parts: Sequence[Sequence[Slot]]) -> list[Bucket]:
         """Buckets with homes, in one fusion buffer per dtype."""

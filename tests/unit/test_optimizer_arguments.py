@@ -10,6 +10,7 @@ import torch
 import hvdlite.torch as hvd
 from fake_runtime import FakeRuntime, install
 from hvdlite.errors import ShutDownError
+from hvdlite.torch.process_set import ProcessSet
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,8 @@ def test_backward_passes(model: torch.nn.Module, passes: int) -> None:
     [
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor"),
         ({"gradient_predivide_factor": 0.0}, "above 0"),
-        ({"op": 2}, "hvd.Average"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Adasum}, "gradient_predivide_factor"),
+        ({"op": 6}, "hvd.Average"),
         ({"groups": -1}, "groups is -1"),
         ({"groups": [[1.0]]}, "lists of parameters"),
         ({"groups": [torch.ones(1)]}, "lists of parameters"),
@@ -91,7 +93,19 @@ def test_num_groups_is_deprecated(model: torch.nn.Module, runtime: FakeRuntime) 
         optimizer = wrap(model, num_groups=3)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    assert len([call for call in runtime.calls if call["kind"] == "allreduce"]) == 3
+    assert sum(".bucket" in name for name in runtime.names()) == 3
+
+
+@pytest.mark.parametrize(
+    ("size", "set_id", "text"), [(3, 0, "power of two.*there are 3"), (2, 1, "global process set")]
+)
+def test_adasum_where_it_is_not_defined(
+    monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, size: int, set_id: int, text: str
+) -> None:
+    install(monkeypatch, FakeRuntime(size))
+    process_set = hvd.global_process_set if set_id == 0 else ProcessSet(set_id)
+    with pytest.raises(NotImplementedError, match=text):
+        wrap(model, op=hvd.Adasum, process_set=process_set)
 
 
 def test_wrapping_twice(model: torch.nn.Module) -> None:

@@ -96,7 +96,7 @@ def test_the_first_step_plans_and_later_ones_live_in_the_buffer(runtime: FakeRun
     assert second[-1]["home"]
     assert homes[0] == homes[1] == homes[2]
     assert len(set(homes[0])) == len(homes[0])
-    assert len(runtime.group.allocated) == 1
+    assert len(runtime.allocated) == 1
     assert all(pointer % 64 == 0 for pointer in homes[0])
     assert [call["name"] for call in runtime.calls if call["kind"] == "broadcast"] == ["optimizer0.plan1.order"]
 
@@ -321,8 +321,8 @@ def test_fp16_compression_is_the_runtimes(runtime: FakeRuntime) -> None:
         optimizer.step()
         assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
-    assert all(call["wire_dtype"] is DType.FLOAT16 for call in runtime.calls if call["kind"] == "allreduce")
-    assert not runtime.group.allocated
+    assert all(call["wire_dtype"] is DType.FLOAT16 for call in runtime.calls if ".bucket" in call["name"])
+    assert not runtime.allocated
 
 
 def test_compression_of_users(runtime: FakeRuntime) -> None:
@@ -365,21 +365,6 @@ def test_gradients_in_an_odd_layout(runtime: FakeRuntime) -> None:
         optimizer.synchronize()
         assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
-
-
-def test_sparse_gradients(runtime: FakeRuntime) -> None:
-    embedding = torch.nn.Embedding(10, 3, sparse=True)
-    optimizer = wrap(embedding)
-    with pytest.raises(ValueError, match="'weight' is sparse.*sparse_as_dense"):
-        embedding(torch.tensor([1, 1, 2])).sum().backward()
-    del optimizer
-    optimizer = wrap(embedding, sparse_as_dense=True)
-    for _ in range(2):
-        optimizer.zero_grad()
-        embedding(torch.tensor([1, 1, 2])).sum().backward()
-        optimizer.step()
-        assert embedding.weight.grad is not None
-        assert embedding.weight.grad[:4, 0].tolist() == [0.0, 2 * FACTOR, FACTOR, 0.0]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
@@ -431,7 +416,7 @@ def test_switched_off(runtime: FakeRuntime, set_to_none: bool) -> None:
         optimizer.step()
         assert reduced(model)[:2] == [FACTOR, 2 * FACTOR]
         optimizer.zero_grad(set_to_none=set_to_none)
-    assert len(runtime.group.allocated) == 1
+    assert len(runtime.allocated) == 1
 
 
 def test_a_stale_gradient_of_a_frozen_parameter_stays(runtime: FakeRuntime) -> None:
@@ -561,7 +546,7 @@ def test_after_a_restart(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]
             optimizer.step()
             assert reduced(model) == expected(model, (size + 1) / 2)
             optimizer.zero_grad()
-        assert not size > 1 or runtime.names()[0] == "optimizer0.plan1.bucket0"
+        assert not size > 1 or "optimizer0.plan1.bucket0" in runtime.names()
 
 
 def test_after_shutdown(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:

@@ -318,6 +318,50 @@ def test_grad_scaler_in_the_documented_order(fused: bool) -> None:
     assert scaler.get_scale() == 512.0
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_sees_reduced_gradients(fused: bool, runtime: FakeRuntime) -> None:
+    """Only the sum over ranks overflows, here: a rank that looked at its own gradient would step."""
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25, fused=fused), op=hvd.Sum)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for overflow in (False, True, False):
+        wrapped.zero_grad()
+        runtime.calls.clear()
+        scaler.scale((1e35 if overflow else 1.0) * model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(wrapped)
+        assert sum(".bucket" in name for name in runtime.names()) == 1  # reduced once
+        scaler.update()
+    assert model.weight.tolist() == [[1 - 2 * 0.25 * 6.0] * 2]
+    assert scaler.get_scale() == 512.0
+
+
+def test_unscaling_gradients_on_their_way() -> None:
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.unscale_(wrapped)
+    with pytest.raises(RuntimeError, match=r"unscale_\(optimizer\) was called while.*synchronize\(\) before it"):
+        scaler.step(wrapped)
+    assert not hasattr(wrapped, "found_inf")
+
+
+def test_a_scaler_that_skipped_does_not_spare_the_next_reduction(runtime: FakeRuntime) -> None:
+    model = model_of_ones()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(float("inf") * model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(wrapped)
+    scaler.update()
+    for _ in range(2):  # without zero_grad() of the optimizer, which would forget as well
+        model.zero_grad()
+        backward(model)
+        wrapped.step()
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[FACTOR, FACTOR]]
+
+
 def test_patched_step_of_the_object_is_kept() -> None:
     model = model_of_ones()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

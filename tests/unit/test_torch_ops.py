@@ -136,7 +136,7 @@ def test_average_is_deprecated(runtime: FakeRuntime) -> None:
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
 
 
-@pytest.mark.parametrize("op", [2, 6, -1, "Sum"])
+@pytest.mark.parametrize("op", [6, -1, "Sum"])
 def test_unknown_op(runtime: FakeRuntime, op: int) -> None:
     with pytest.raises(ValueError, match=r"hvd\.Average"):
         hvd.allreduce(torch.ones(1), op=op)

@@ -1,0 +1,162 @@
+"""hvd.sparse_allreduce_async: a sparse tensor is reduced by gathering the rows that each rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from hvdlite.coordinator.negotiation import rank_list
+from hvdlite.dtypes import ReduceOp
+from hvdlite.errors import MismatchError
+from hvdlite.torch.allgather import allgather_async
+from hvdlite.torch.allreduce import Average, Sum
+from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
+from hvdlite.torch.tensor_view import check_tensor
+
+_HEADER = 4  # integers before the shape: nnz, op, sparse_dim, number of dimensions
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Start to combine a sparse ``tensor`` with those of the other ranks.
+
+    Every rank receives the entries of all ranks, so the cost grows with their number: it is below that of a dense
+    allreduce as long as the entries of all ranks together are fewer than twice the elements of the dense tensor.
+
+    Args:
+        tensor: COO, of the same shape, sparse_dim and dtype on every rank; with any number of entries, also none.
+        name: the same on every rank; None counts unnamed operations.
+        op: `Average` or `Sum`; 16-bit floats are added in fp32.
+        process_set: who takes part.
+
+    Returns:
+        A function that sleeps until the operation is complete and returns a new coalesced tensor, the same one every
+        time; it raises HorovodInternalError, on every rank, where ranks contradict one another.
+
+    Raises:
+        DuplicateNameError, ValueError: ``name`` is in flight; hvdlite cannot reduce this tensor like that.
+    """
+    return SparseReduction(tensor, name, op, process_set).synchronize
+
+
+class SparseReduction:
+    """A sparse allreduce under way; see `sparse_allreduce_async`.
+
+    Args:
+        prescale: multiplies entries before they travel.
+        postscale: multiplies the result.
+        wire_dtype: entries are cast to it on the way.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        *,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._label = "sparse allreduce" if name is None else f"sparse allreduce '{name}'"
+        self._check(tensor, op)
+        self._divisor = check_process_set(process_set).size() if op == Average else 1
+        self._postscale = postscale
+        self._dtype = tensor.dtype
+        own = tensor.detach().coalesce()
+        self._shape = tuple(own.shape)
+        self._sparse_dim = own.sparse_dim()
+        values = own.values()
+        if prescale != 1.0:
+            values = values * prescale
+        if wire_dtype is not None:
+            values = values.to(wire_dtype)
+        check_tensor(values, self._label)
+        # One row of integers per rank says all, so that nobody has to know how many entries the others have.
+        facts = [values.shape[0], int(op), self._sparse_dim, len(self._shape), *self._shape]
+        row = torch.cat([torch.tensor(facts), own.indices().t().flatten()])
+        self._row = allgather_async(row, None if name is None else f"{name}.indices", process_set)
+        self._values = allgather_async(values, None if name is None else f"{name}.values", process_set)
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Sleep until the operation is complete; raises what it ended in, when nothing of it is in flight any more."""
+        if self._result is None:
+            try:
+                rows = self._row.synchronize()
+            finally:
+                values = self._values.synchronize()
+            self._result = self._combined(self._indices(rows), values)
+
+    def synchronize(self) -> torch.Tensor:
+        """`wait`, and the result."""
+        self.wait()
+        assert self._result is not None
+        return self._result
+
+    def _check(self, tensor: torch.Tensor, op: int) -> None:
+        if op not in (Average, Sum):
+            raise ValueError(
+                f"{self._label}: op is {op!r}; pass hvd.Average or hvd.Sum, or tensor.to_dense() to allreduce"
+            )
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{self._label}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.sparse_coo:
+            raise ValueError(f"{self._label}: the layout is {tensor.layout}; pass tensor.to_sparse()")
+        if tensor.dtype is torch.bool:
+            raise ValueError(f"{self._label}: bool does not reduce; convert the tensor to uint8")
+
+    def _indices(self, rows: torch.Tensor) -> torch.Tensor:
+        """(sparse_dim, entries of all ranks) from the rows of all ranks.
+
+        Raises:
+            MismatchError: op or shape differ.
+        """
+        parts, said = [], []
+        while rows.numel():
+            nnz, op, sparse_dim, dims = rows[:_HEADER].tolist()
+            start = _HEADER + dims
+            end = start + nnz * sparse_dim
+            said.append((ReduceOp(op).label, tuple(rows[_HEADER:start].tolist())))
+            parts.append(rows[start:end])
+            rows = rows[end:]
+        for what, values in zip(("op", "shape"), zip(*said, strict=True), strict=True):
+            others = [rank for rank, value in enumerate(values) if value != values[0]]
+            if others:
+                other = values[others[0]]
+                raise MismatchError(
+                    f"{self._label}: {what} is {values[0]} on {_ranks(values, values[0])} but {other} on "
+                    f"{_ranks(values, other)}. Pass the same {what} on every rank."
+                )
+        return torch.cat(parts).view(-1, self._sparse_dim).t()
+
+    def _combined(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        wide = torch.float32 if self._dtype.itemsize == 2 and self._dtype.is_floating_point else self._dtype
+        total = _coo(indices, values.to(wide), self._shape).coalesce()
+        entries = total.values()
+        if self._divisor > 1:
+            entries = entries.div(self._divisor, rounding_mode=None if wide.is_floating_point else "trunc")
+        if self._postscale != 1.0:
+            entries = entries * self._postscale
+        return _coo(total.indices(), entries.to(self._dtype), self._shape, is_coalesced=True)
+
+
+def no_entries(like: torch.Tensor) -> torch.Tensor:
+    """Sparse zeros of the shape and dtype of ``like``, with one sparse dimension."""
+    return _coo(
+        torch.empty(1, 0, dtype=torch.int64), like.new_empty(0, *like.shape[1:]), tuple(like.shape), is_coalesced=True
+    )
+
+
+def _coo(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool | None = None
+) -> torch.Tensor:
+    # Indices come from tensors, so they are valid; torch warns where nobody says whether it shall check them.
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+
+
+def _ranks(values: tuple[object, ...], wanted: object) -> str:
+    return rank_list([rank for rank, value in enumerate(values) if value == wanted])
