@@ -55,6 +55,7 @@ from hvdlite.torch.functions import (
 from hvdlite.torch.handle import Handle, poll, synchronize
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import global_process_set
+from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -70,6 +71,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -85,6 +87,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
     "global_process_set",
