@@ -27,6 +27,8 @@ from hvdlite import (
     shutdown,
     size,
 )
+from hvdlite.errors import HorovodVersionMismatchError, HostsUpdatedInterrupt
+from hvdlite.torch import elastic
 from hvdlite.torch.allgather import allgather, allgather_async
 from hvdlite.torch.allreduce import (
     Average,
@@ -67,6 +69,8 @@ __all__ = [
     "DistributedOptimizer",
     "Handle",
     "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "Product",
@@ -90,6 +94,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
+    "elastic",
     "global_process_set",
     "grouped_allreduce",
     "grouped_allreduce_",
