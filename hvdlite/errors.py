@@ -7,9 +7,11 @@ HorovodInternalError(RuntimeError)       a collective did not happen; elastic co
     ├── RankFailedError                  a rank died, raised, or stopped answering; names it
     └── StallError                       a rank never submitted what the others wait for
 StartupError(RuntimeError)               init() cannot succeed: network, versions, MPI thread level, memory
-└── ConfigError(StartupError, ValueError)  a setting does not make sense
+├── ConfigError(StartupError, ValueError)  a setting does not make sense
+└── HorovodVersionMismatchError(StartupError, ImportError)  ranks run different versions of a package
 NotInitializedError(ValueError)          rank(), size(), ... before init()
 DuplicateNameError(ValueError)           a name that is already in flight
+HostsUpdatedInterrupt(RuntimeError)      no failure: elastic code starts over since the hosts of the job have changed
 """
 
 from __future__ import annotations
@@ -58,6 +60,10 @@ class ConfigError(StartupError, ValueError):
     """A setting does not make sense."""
 
 
+class HorovodVersionMismatchError(StartupError, ImportError):
+    """Ranks run different versions of a package. Horovod's name."""
+
+
 class NotInitializedError(ValueError):
     """rank(), size() and their like before init()."""
 
@@ -67,3 +73,18 @@ class NotInitializedError(ValueError):
 
 class DuplicateNameError(ValueError):
     """A tensor name was submitted while an operation of that name was still in flight."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Hosts were added to the job or removed; `hvd.elastic.run` catches it. Horovod's name.
+
+    Args:
+        skip_sync: whether every rank that goes on has the state already, since hosts were only removed.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of this job have changed")
+        self.skip_sync = skip_sync
+
+    def __reduce__(self) -> tuple[type, tuple[bool]]:
+        return type(self), (self.skip_sync,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import time
@@ -29,11 +30,18 @@ def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Intrac
     """COMM_WORLD, with MPI initialized; None where this process was started alone, without a launcher.
 
     Raises:
-        StartupError: no MPI library, or the launcher belongs to another one.
+        StartupError: no MPI library, or the launcher belongs to another one, or has started not this process but its
+            parent.
     """
     started = sys.modules.get("mpi4py.MPI")
     if started is None and not launched(environ):
         return None
+    if _is_worker():  # MPI would wait without end for what the parent has got already
+        raise StartupError(
+            f"hvd.init() was called in a child process of rank {launched_rank(environ)} (a DataLoader worker, for "
+            "example), which is not a rank. Workers that are spawned begin by importing your script: call hvd.init() "
+            'below `if __name__ == "__main__":`.'
+        )
     mpi = _import_mpi(config)
     expected = max(_numbers(environ, _SIZE_VARIABLES), default=1)
     library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
@@ -48,6 +56,12 @@ def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Intrac
         )
     comm: MPI.Intracomm = mpi.COMM_WORLD
     return comm
+
+
+def _is_worker() -> bool:
+    """Whether multiprocessing has started this process, which may still be at importing the script of its parent."""
+    imports_main = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return imports_main or multiprocessing.parent_process() is not None
 
 
 def _import_mpi(config: Config) -> Any:

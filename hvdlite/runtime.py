@@ -23,6 +23,7 @@ from hvdlite.coordinator.messages import Kind, Request
 from hvdlite.errors import (
     CollectiveError,
     HorovodInternalError,
+    HorovodVersionMismatchError,
     RankFailedError,
     ShutDownError,
     StallError,
@@ -83,7 +84,7 @@ class Runtime:
         self._failure_known = threading.Event()
         self._last_words: _native.Deadline | None = None
         self._closed = False
-        self._groups: dict[int, Group] = {}
+        self.groups: dict[int, Group] = {}  # of which this process is a member, by number; 0: of all ranks
         self._group_numbers = itertools.count(1)
         self._members: dict[int, tuple[int, ...]] = {}  # of every process set, by number
         self._timeline_switched = threading.Event()
@@ -103,7 +104,7 @@ class Runtime:
             for local_rank, link in self._node.watch_links.items()
         ]
         self._sentinel = Sentinel(rank, links, self._learn_of_failure, self.config.heartbeat_timeout_s)
-        self.group = self._groups[0] = Group(
+        self.group = self.groups[0] = Group(
             own,
             self.topology,
             self._node,
@@ -169,12 +170,17 @@ class Runtime:
         members = tuple(sorted(ranks))
         if not members or len(set(members)) != len(members) or not all(0 <= rank < self.size for rank in members):
             raise ValueError(f"a process set of ranks {list(ranks)}: name each once, out of 0 to {self.size - 1}")
-        for number, others in {0: self.topology.ranks, **self._members}.items():
-            if others == members:
-                raise ValueError(f"ranks {list(members)} are process set {number} already")
+        known = self.group_number(members)
+        if known is not None:
+            raise ValueError(f"ranks {list(members)} are process set {known} already")
         number, group = self.group.add_process_set_async(members).wait()
         self._members[number] = members
         return number, group
+
+    def group_number(self, ranks: Sequence[int]) -> int | None:
+        """Of the group of ``ranks``; None where there is none."""
+        members = {0: self.topology.ranks, **self._members}
+        return next((number for number, others in members.items() if others == tuple(ranks)), None)
 
     def remove_group(self, number: int) -> None:
         """End group ``number``; what is in flight there fails with `ShutDownError`."""
@@ -269,7 +275,7 @@ class Runtime:
         self._close_nodes()
 
     def _close_nodes(self) -> None:
-        for group in [*self._groups.values()]:
+        for group in [*self.groups.values()]:
             group.node.close()
 
     def _learn_of_failure(self, rank: int, text: str) -> None:
@@ -280,7 +286,7 @@ class Runtime:
         self._failure_known.set()
         self._node.abort()
         self._timeline_switched.set()
-        for group in [*self._groups.values()]:  # none yet when a rank dies during the start
+        for group in [*self.groups.values()]:  # none yet when a rank dies during the start
             group.fail(self._failure)
         if self._closed:
             return
@@ -310,7 +316,7 @@ class Runtime:
             self._finish_timeline()
         elif kind == "shutdown":
             self._finish_timeline()
-            for number in list(self._groups):
+            for number in list(self.groups):
                 if number:
                     self._end_group(number)
             self.group.release()
@@ -319,7 +325,7 @@ class Runtime:
     def _administer(self, request: Request) -> tuple[int, Group | None] | None:
         """Add or remove a group, in the order that all ranks agreed on."""
         if request.kind is Kind.REMOVE_PROCESS_SET:
-            if request.root in self._groups:
+            if request.root in self.groups:
                 self._end_group(request.root)
             return None
         number = next(self._group_numbers)
@@ -339,7 +345,7 @@ class Runtime:
             on_notice=lambda content: group.release() if content["kind"] == "shutdown" else None,
             administer=_only_by_all,
         )
-        self._groups[number] = group
+        self.groups[number] = group
         if self._failure is not None:
             group.fail(self._failure)
         group.coordinator.start()
@@ -347,12 +353,12 @@ class Runtime:
 
     def _end_group(self, number: int) -> None:
         """Every member does; its coordinator stops once it has read in its log that one of them has said so."""
-        group = self._groups[number]
+        group = self.groups[number]
         text = f"the process set of ranks {list(group.ranks)} was removed, so this operation cannot complete"
         group.coordinator.announce({"kind": "shutdown", "rank": self.rank, "text": text, "own_text": text})
         while not group.coordinator.join(timeout_s=_LOOK_S):
             self.check()
-        del self._groups[number]
+        del self.groups[number]
         group.node.close()
 
     def _finish_timeline(self) -> None:
@@ -402,7 +408,7 @@ def _exchange_cards(
             found.setdefault(other.versions.get(package, "not loaded"), []).append(rank)
         if len(found) > 1:
             where = ", ".join(f"{version} on rank {r[0]} ({cards[r[0]].hostname})" for version, r in found.items())
-            raise StartupError(
+            raise HorovodVersionMismatchError(
                 f"the ranks run different versions of {package}: {where}. Install the same version on every host."
             )
     return cards

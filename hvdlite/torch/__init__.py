@@ -39,6 +39,8 @@ from hvdlite.builds import (
     nccl_built,
     rocm_built,
 )
+from hvdlite.errors import HorovodVersionMismatchError, HostsUpdatedInterrupt
+from hvdlite.torch import elastic
 from hvdlite.torch.adasum import Adasum
 from hvdlite.torch.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdlite.torch.allreduce import (
@@ -77,22 +79,12 @@ from hvdlite.torch.reducescatter import (
     reducescatter_async,
 )
 from hvdlite.torch.sparse import sparse_allreduce_async
+from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "alltoall",
-    "alltoall_async",
-    "join",
-    "reducescatter",
-    "reducescatter_async",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "add_process_set",
-    "remove_process_set",
     "Adasum",
     "Average",
     "Compression",
@@ -100,11 +92,15 @@ __all__ = [
     "DistributedOptimizer",
     "Handle",
     "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
-    "Product",
     "ProcessSet",
+    "Product",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -112,6 +108,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -121,20 +119,27 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "convert_sync_batchnorm",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -143,6 +148,9 @@ __all__ = [
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

@@ -86,7 +86,7 @@ def adasum_async(
             tensor.detach().copy_(result)
         return kept
 
-    return Handle(_Gathers(gathers), process_set.runtime().recorder, label, finish)
+    return Handle(_Gathers(gathers), process_set.group().recorder, label, finish)
 
 
 def _combined(tensors: torch.Tensor) -> torch.Tensor:

@@ -76,9 +76,9 @@ class AdasumOptimizer(DistributedOptimizer):
     def _hvd_prefix(self) -> str:
         """Of the names of operations; unlike that of any other optimizer."""
         process_set = self._hvd_arguments["process_set"]
-        runtime = process_set.runtime()
-        if getattr(self, "_hvd_numbered", (None, 0))[0] is not runtime:  # or hvdlite was shut down and started again
-            self._hvd_numbered = runtime, process_set.next_number()
+        group = process_set.group()
+        if getattr(self, "_hvd_numbered", (None, 0))[0] is not group:  # or hvdlite was shut down and started again
+            self._hvd_numbered = group, process_set.next_number()
         return f"optimizer{self._hvd_numbered[1]}"
 
     def _hvd_overflowed(self, prefix: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import hvdlite
 from hvdlite.torch.allreduce import Average, allreduce
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
@@ -26,7 +27,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         reduced = allreduce(gradient, op=Average, process_set=ctx.process_set)
-        is_root = ctx.process_set.rank() == ctx.root_rank
+        is_root = hvdlite.rank() == ctx.root_rank
         return reduced if is_root else torch.zeros_like(reduced), None, None, None
 
 

@@ -16,7 +16,9 @@ from hvdlite.torch.process_set import ProcessSet, global_process_set
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor], root_rank: int
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite ``params`` with those of rank ``root_rank``, all in one broadcast.
 
@@ -24,6 +26,7 @@ def broadcast_parameters(
         params: ``model.state_dict()``, ``model.named_parameters()``, ``model.parameters()`` or the like; the same
             names, shapes and dtypes on every rank. Entries that are None are left out.
         root_rank: the global rank.
+        process_set: who takes part.
 
     Raises:
         ValueError: something in ``params`` is no tensor; there is no such rank.
@@ -42,11 +45,14 @@ def broadcast_parameters(
     if present:
         names = [name for name, _ in present]
         tensors = [tensor for _, tensor in present]
-        start_broadcast(tensors, root_rank, "broadcast_parameters", names, global_process_set).synchronize()
+        start_broadcast(tensors, root_rank, "broadcast_parameters", names, process_set).synchronize()
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give ``optimizer`` the state and the options (lr, ...) of rank ``root_rank``'s.
 
@@ -56,6 +62,7 @@ def broadcast_optimizer_state(
         optimizer: wrapped or not; with the same parameter groups on every rank.
         root_rank: the global rank.
         model: not needed; Horovod has this argument.
+        process_set: who takes part.
 
     Raises:
         ValueError: ``optimizer`` is LBFGS, whose state cannot be split by parameter; the parameter groups differ.
@@ -63,7 +70,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state cannot handle LBFGS; send its state_dict with hvd.broadcast_object")
     groups = optimizer.param_groups
-    _check_same_groups(optimizer)
+    _check_same_groups(optimizer, process_set)
     parameters = [parameter for group in groups for parameter in group["params"]]
     is_root = global_process_set.rank() == root_rank
 
@@ -76,12 +83,12 @@ def broadcast_optimizer_state(
         state = [(id(key) in number, number.get(id(key), key), value) for key, value in optimizer.state.items()]
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         payload, failure = _pickled((state, options), tensors)
-    received = _broadcast_bytes(payload, failure, root_rank, "broadcast_optimizer_state", global_process_set)
+    received = _broadcast_bytes(payload, failure, root_rank, "broadcast_optimizer_state", process_set)
     if not is_root:
         state, options = _Unpickler(io.BytesIO(received.numpy().data), tensors).load()
     if tensors:
         names = [str(i) for i in range(len(tensors))]
-        start_broadcast(tensors, root_rank, "broadcast_optimizer_state", names, global_process_set).synchronize()
+        start_broadcast(tensors, root_rank, "broadcast_optimizer_state", names, process_set).synchronize()
     if not is_root:
         optimizer.state.clear()
         optimizer.state.update((parameters[key] if is_number else key, value) for is_number, key, value in state)
@@ -89,14 +96,15 @@ def broadcast_optimizer_state(
             group.update(values)
 
 
-def _check_same_groups(optimizer: torch.optim.Optimizer) -> None:
+def _check_same_groups(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    everywhere = allgather_object(sizes)
-    for rank, others in enumerate(everywhere):
+    everywhere = allgather_object(sizes, process_set=process_set)
+    ranks = process_set.ranks
+    for rank, others in zip(ranks, everywhere, strict=True):
         if others != everywhere[0]:
             raise ValueError(
-                f"broadcast_optimizer_state: the parameter groups have {everywhere[0]} parameters on rank 0 but "
-                f"{others} on rank {rank}; build the same optimizer on every rank"
+                f"broadcast_optimizer_state: the parameter groups have {everywhere[0]} parameters on rank {ranks[0]} "
+                f"but {others} on rank {rank}; build the same optimizer on every rank"
             )
 
 
@@ -109,28 +117,33 @@ def broadcast_object(
         obj: on other ranks than the root it is ignored.
         root_rank: the global rank.
         name: the same on every rank; unnamed calls are counted.
+        process_set: who takes part.
 
     Raises:
-        ValueError: on every rank, if the root cannot pickle ``obj``.
+        ValueError: on every rank, if the root cannot pickle ``obj``; on a rank that cannot unpickle it.
     """
     payload, failure = _pickled(obj) if global_process_set.rank() == root_rank else (None, None)
     received = _broadcast_bytes(payload, failure, root_rank, name, process_set)
-    return obj if payload is not None else pickle.loads(received.numpy().data)
+    return obj if payload is not None else _unpickled(received, root_rank)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """The ``obj`` of every rank, in the order of ranks: whatever cloudpickle can pickle, of any size.
 
     Raises:
-        ValueError: on every rank, if one of them cannot pickle its ``obj``.
+        ValueError: on every rank, if one of them cannot pickle its ``obj``; on a rank that cannot unpickle one.
     """
     payload, failure = _pickled(obj)
     headers = allgather(_header(payload, failure).unsqueeze(0), _derived(name, "size"), process_set)
-    pieces = torch.split(allgather(payload, _derived(name, "data"), process_set), headers[:, 0].tolist())
-    for rank, piece in enumerate(pieces):
-        _check_pickled(headers[rank], piece, process_set.ranks[rank])
-    return [pickle.loads(piece.numpy().data) for piece in pieces]
+    pieces = _allgather_bytes(payload, headers[:, 0].tolist(), name, process_set)
+    arrived = list(zip(process_set.ranks, headers, pieces, strict=True))
+    for rank, header, piece in arrived:
+        _check_pickled(header, piece, rank)
+    return [_unpickled(piece, rank) for rank, _, piece in arrived]
 
+
+# Per operation, of all ranks together: below the 2 GiB where 32-bit counts of bytes end.
+_CHUNK_BYTES = 1 << 30
 
 # A tensor of bytes travels behind a header of (number of bytes, 1 if they are not a pickle but the reason why not),
 # so that an object that one rank cannot pickle raises on every rank, instead of leaving the others waiting.
@@ -141,10 +154,10 @@ def _pickled(obj: Any, tensors: list[torch.Tensor] | None = None) -> tuple[torch
     buffer = io.BytesIO()
     failure = None
     try:
-        (cloudpickle.Pickler(buffer) if tensors is None else _Pickler(buffer, tensors)).dump(obj)
+        (_ObjectPickler(buffer) if tensors is None else _Pickler(buffer, tensors)).dump(obj)
     except Exception as error:  # whatever __reduce__ of a user's class raises
         failure = error
-        buffer = io.BytesIO(f"{type(error).__name__}: {error}".encode())
+        buffer = io.BytesIO(f"{type(error).__name__}: {error}".encode(errors="replace"))
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), failure
 
 
@@ -155,6 +168,16 @@ def _header(payload: torch.Tensor, failure: Exception | None) -> torch.Tensor:
 def _check_pickled(header: torch.Tensor, piece: torch.Tensor, rank: int) -> None:
     if header[1]:
         raise ValueError(f"rank {rank} cannot pickle its object: {piece.numpy().tobytes().decode()}")
+
+
+def _unpickled(piece: torch.Tensor, rank: int) -> Any:
+    try:
+        return pickle.loads(piece.numpy().data)
+    except Exception as error:  # whatever a user's class raises, or an import that fails
+        raise ValueError(
+            f"rank {global_process_set.rank()} cannot unpickle the object of rank {rank}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _broadcast_bytes(
@@ -168,13 +191,45 @@ def _broadcast_bytes(
     header = torch.zeros(2, dtype=torch.int64) if payload is None else _header(payload, failure)
     broadcast_(header, root_rank, _derived(name, "size"), process_set)
     received = torch.empty(int(header[0]), dtype=torch.uint8) if payload is None else payload
-    broadcast_(received, root_rank, _derived(name, "data"), process_set)
+    for chunk in torch.split(received, _CHUNK_BYTES):
+        broadcast_(chunk, root_rank, _derived(name, "data"), process_set)
     _check_pickled(header, received, root_rank)
     return received
 
 
+def _allgather_bytes(
+    payload: torch.Tensor, sizes: list[int], name: str | None, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    """The ``payload`` of every rank, of ``sizes`` bytes."""
+    name = _derived(name, "data")
+    chunk = max(1, _CHUNK_BYTES // len(sizes))
+    if max(sizes) <= chunk:
+        return list(torch.split(allgather(payload, name, process_set), sizes))
+    pieces = [torch.empty(size, dtype=torch.uint8, device=payload.device) for size in sizes]
+    for begin in range(0, max(sizes), chunk):
+        parts = [min(max(size - begin, 0), chunk) for size in sizes]
+        gathered = torch.split(allgather(payload[begin : begin + chunk], name, process_set), parts)
+        for piece, part in zip(pieces, gathered, strict=True):
+            piece[begin : begin + part.numel()] = part
+    return pieces
+
+
 def _derived(name: str | None, part: str) -> str | None:
     return None if name is None else f"{name}.{part}"
+
+
+class _ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends of a tensor what it shows; torch would send all memory behind it, of a gradient a whole fusion buffer."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if (
+            type(obj) is torch.Tensor
+            and obj.layout is torch.strided
+            and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size()
+        ):
+            copy = obj.detach().clone().requires_grad_(obj.requires_grad)
+            return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return super().reducer_override(obj)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

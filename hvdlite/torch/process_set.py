@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import hvdlite
 from hvdlite.group import Group
@@ -98,6 +98,12 @@ class ProcessSet:
         self.process_set_id = self._group = self._runtime = None
         return True
 
+    def __deepcopy__(self, memo: object) -> ProcessSet:
+        return self  # as part of a model that is copied
+
+    def __reduce__(self) -> tuple[Callable[[list[int]], ProcessSet], tuple[list[int]]]:
+        return _of_ranks, (self.ranks,)
+
     def __repr__(self) -> str:
         members = self._ranks if self._ranks is not None else "a communicator"
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={members})"
@@ -117,11 +123,25 @@ class _GlobalProcessSet(ProcessSet):
     def group(self) -> Group:
         return hvdlite.runtime().group
 
+    def __reduce__(self) -> Any:
+        return "global_process_set"
+
     def __repr__(self) -> str:
         return "hvd.global_process_set"
 
 
 global_process_set = _GlobalProcessSet()
+
+
+def _of_ranks(ranks: list[int]) -> ProcessSet:
+    """Unpickle: the set of ``ranks``, registered where the job has one."""
+    process_set = ProcessSet(ranks)
+    if hvdlite.is_initialized():
+        runtime = hvdlite.runtime()
+        number = runtime.group_number(ranks)
+        if number is not None:
+            process_set.register(runtime, number, runtime.groups.get(number))
+    return process_set
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -76,7 +76,7 @@ class GradientReducer:
         passes: int,
     ) -> None:
         self.reduction = reduction
-        self._groups = groups
+        self._bucket_groups = groups
         self._passes = passes
         self._slots: list[Slot] = []
         self._hooks: list[RemovableHandle] = []
@@ -93,7 +93,7 @@ class GradientReducer:
 
     @property
     def recorder(self) -> Recorder:
-        return self._runtime.recorder
+        return self._group.recorder
 
     @property
     def has_pending(self) -> bool:
@@ -168,9 +168,9 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """The first gradient of a step."""
-        runtime = self.reduction.process_set.group()
-        if runtime is not self._runtime:  # hvdlite was shut down and started again
-            self._attach(runtime)
+        group = self.reduction.process_set.group()
+        if group is not self._group:  # hvdlite was shut down and started again
+            self._attach(group)
         if self._plans == 0 and self._is_distributed:
             self._number = self.reduction.process_set.next_number()
             self._plan(self._registration_order())
@@ -182,7 +182,7 @@ class GradientReducer:
         """Hand ``bucket`` to the coordinator thread."""
         factor = self.reduction.predivide_factor
         allreduce = partial(
-            self._runtime.allreduce_async,
+            self._group.allreduce_async,
             op=self.reduction.op,
             prescale=1.0 / factor,
             postscale=factor,
@@ -273,15 +273,15 @@ class GradientReducer:
 
     @property
     def _is_distributed(self) -> bool:
-        return self._runtime.size > 1
+        return self._group.size > 1
 
     @property
     def _prefix(self) -> str:
         """Of the names of operations; unlike that of any other optimizer or plan."""
         return f"optimizer{self._number}.plan{self._plans}"
 
-    def _attach(self, runtime: Group) -> None:
-        self._runtime = runtime
+    def _attach(self, group: Group) -> None:
+        self._group = group
         self._buckets = []
         self._plans = 0
         self.close()
@@ -312,13 +312,13 @@ class GradientReducer:
             slot.measure()
             slot.bucket = slot.view = None
             slot.active = False
-        config = self._runtime.config
+        config = self._group.config
         plan = plan_buckets(
             [slot.nbytes for slot in self._slots],
             [slot.dtype for slot in self._slots],
             order,
             min(config.bucket_bytes, config.fusion_threshold_bytes),
-            split_evenly(order, self._groups) if isinstance(self._groups, int) else self._groups,
+            split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
         )
         parts = [[self._slots[index] for index in indices] for indices in plan]
         if self._plans == 1 or self._wire_dtype is not None or is_custom(self.reduction.compression):
@@ -390,7 +390,7 @@ class GradientReducer:
         for part in parts:
             totals[part[0].dtype] = totals.get(part[0].dtype, 0) + home_bytes(part)
         buffers = {
-            dtype: self._runtime.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
+            dtype: self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
             for dtype, nbytes in totals.items()
         }
         offsets = dict.fromkeys(totals, 0)

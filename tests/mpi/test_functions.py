@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
+from hvdlite.torch import functions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -201,3 +203,85 @@ def test_what_one_rank_cannot_pickle_raises_on_all() -> None:
             hvd.broadcast_object(Unpicklable(), last)
         with pytest.raises(ValueError, match=f"rank {last} cannot pickle.*RuntimeError: I stay here"):
             hvd.allgather_object(Unpicklable() if hvd.rank() == last else 1)
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1000, 4096])
+def test_objects_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    """As objects above 2 GiB are sent, but in smaller ones."""
+    monkeypatch.setattr(functions, "_CHUNK_BYTES", chunk_bytes)
+    objects = [bytes(range(256)) * (5 * rank) + b"end" for rank in range(hvd.size())]
+    for root in range(hvd.size()):
+        assert hvd.broadcast_object(objects[hvd.rank()], root, name="chunks") == objects[root]
+        assert hvd.allgather_object(objects[hvd.rank()], name="chunks") == objects
+    with pytest.raises(ValueError, match=r"rank 0 cannot pickle.*I stay here"):
+        hvd.allgather_object(Unpicklable() if hvd.rank() == 0 else objects)
+
+
+def test_tensors_inside_objects() -> None:
+    for root in range(hvd.size()):
+        weight = torch.nn.Parameter(torch.full((2, 3), float(hvd.rank())))
+        image = torch.rand(1, 2, 3, 3).to(memory_format=torch.channels_last)
+        shared = torch.arange(4.0) + hvd.rank()
+        sent = {"weight": weight, "image": image, "part": shared[1:].requires_grad_(), "bf16": shared.bfloat16()}
+        received = hvd.broadcast_object(sent, root)
+        assert isinstance(received["weight"], torch.nn.Parameter)
+        assert received["weight"].requires_grad
+        assert torch.equal(received["weight"], torch.full((2, 3), float(root)))
+        assert received["image"].is_contiguous(memory_format=torch.channels_last)
+        assert received["bf16"].tolist() == [root + i for i in range(4)]
+        assert received["part"].tolist() == [root + i for i in range(1, 4)]
+        assert received["part"].requires_grad
+
+
+def test_a_part_of_a_tensor_brings_no_more_along() -> None:
+    large = torch.arange(1_000_000.0)
+    parts = [large[:3], large[::250_000], large[5:5], large.reshape(1000, 1000)[:2, 1:].t()]
+    payload, _ = functions._pickled(parts)
+    assert payload.numel() < 20_000
+    for received in hvd.allgather_object(parts):
+        assert all(map(torch.equal, received, parts))
+
+
+class OnlyAt:
+    """Pickles everywhere, but unpickles on one rank only."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __reduce__(self) -> Any:
+        return _arrive, (self.rank,)
+
+
+def _arrive(rank: int) -> OnlyAt:
+    if hvd.rank() != rank:
+        raise ModuleNotFoundError("No module named 'elsewhere'")
+    return OnlyAt(rank)
+
+
+def test_what_a_rank_cannot_unpickle() -> None:
+    if hvd.rank() == 0:
+        assert isinstance(hvd.broadcast_object(OnlyAt(0), 0), OnlyAt)
+        assert len(hvd.allgather_object(OnlyAt(0))) == hvd.size()
+    else:
+        text = (
+            f"rank {hvd.rank()} cannot unpickle the object of rank 0: ModuleNotFoundError: No module named 'elsewhere'"
+        )
+        with pytest.raises(ValueError, match=text):
+            hvd.broadcast_object(None, 0)
+        with pytest.raises(ValueError, match=text):
+            hvd.allgather_object(OnlyAt(0))
+
+
+def test_parameters_are_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their number and types are."""
+    submitted: list[int] = []
+    broadcast = hvdlite.Runtime.broadcast_async
+
+    def count(self: hvdlite.Runtime, tensors: Any, **arguments: Any) -> Any:
+        submitted.append(len(tensors))
+        return broadcast(self, tensors, **arguments)
+
+    monkeypatch.setattr(hvdlite.Runtime, "broadcast_async", count)
+    model = model_of(hvd.rank())
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    assert submitted == [len(model.state_dict())]

@@ -1,0 +1,38 @@
+"""A rank that dies under hvd.elastic.run: the others get back to their last commit, and say that they cannot go on."""
+
+from __future__ import annotations
+
+from fault_lab import check_end, run
+
+TRAINING = """
+import torch
+import hvdlite.torch as hvd
+
+hvd.init()
+state = hvd.elastic.ObjectState(batch=0)
+
+@hvd.elastic.run
+def train(state):
+    while True:
+        hvd.allreduce(torch.ones(1000), name="gradient")
+        state.batch += 1
+        if state.batch % 5 == 0:
+            state.commit()
+        if state.batch == 12:
+            if hvd.rank() == 1:
+                say("dying at", time.time())
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.batch = 1000
+
+try:
+    train(state)
+except hvd.HorovodInternalError as error:
+    say("checkpoint of batch", state.batch)
+    raise
+"""
+
+
+def test_a_rank_that_dies_leaves_the_last_commit() -> None:
+    result = run(TRAINING, n=3, alone=True)
+    check_end(result, "hvd.elastic.run cannot go on", "rank 1 (pid", "died without a word")
+    assert "checkpoint of batch 10" in result.stdout

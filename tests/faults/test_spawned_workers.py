@@ -1,0 +1,68 @@
+"""DataLoader workers that are spawned: each begins by importing the script, beside a rank that MPI has started.
+
+In a script of their own, since a module under tests/mpi imports MPI, and a child that starts MPI would be taken for its
+parent by the launcher. Each takes several seconds to import torch.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from launching import launch
+
+LOADING = """
+import sys
+import torch
+import hvdlite.torch as hvd
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        assert "mpi4py.MPI" not in sys.modules
+        assert not hvd.is_initialized()
+        return torch.tensor([index])
+
+def main():
+    hvd.init()
+    data = Rows()
+    sampler = torch.utils.data.DistributedSampler(data, hvd.size(), hvd.rank(), shuffle=False)
+    loader = torch.utils.data.DataLoader(
+        data, 2, sampler=sampler, num_workers=1, multiprocessing_context=sys.argv[1], persistent_workers=True
+    )
+    for epoch in range(2):
+        sums = [hvd.allreduce(batch, op=hvd.Sum).flatten().tolist() for batch in loader]
+        assert sums == [[1, 5], [9, 13], [17, 21]], sums
+    print("rank", hvd.rank(), "is through")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers(method: str) -> None:
+    result = launch(2, LOADING, method, timeout=150).check()
+    assert result.stdout == "rank 0 is through\nrank 1 is through\n"
+
+
+UNGUARDED = """
+import multiprocessing
+import hvdlite
+
+hvdlite.init()
+worker = multiprocessing.get_context("spawn").Process(target=print)
+worker.start()
+worker.join()
+print("the worker ended with", worker.exitcode)
+"""
+
+
+def test_a_script_that_does_not_guard_its_start() -> None:
+    """Its workers would start MPI as well, and wait without end."""
+    result = launch(2, UNGUARDED).check()
+    assert result.stdout == "the worker ended with 1\n" * 2
+    for number, rank in enumerate(result.ranks):
+        assert f"StartupError: hvd.init() was called in a child process of rank {number}" in rank.stderr
+        assert '`if __name__ == "__main__":`' in rank.stderr

@@ -1,0 +1,221 @@
+"""hvd.elastic between real ranks: what sync gives to whom, and training that goes back and on after a failure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from hvdlite.errors import MismatchError
+
+
+@pytest.fixture(autouse=True)
+def _running() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+class Extra(torch.nn.Linear):
+    """A layer whose state_dict holds more than tensors."""
+
+    word = ""
+
+    def get_extra_state(self) -> str:
+        return self.word
+
+    def set_extra_state(self, state: str) -> None:
+        self.word = state
+
+
+def test_sync_gives_all_ranks_what_rank_0_has() -> None:
+    rank = hvd.rank()
+    torch.manual_seed(rank)
+    model, other = Extra(3, 2), torch.nn.BatchNorm1d(2)
+    model.word = f"of {rank}"
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    lbfgs = torch.optim.LBFGS(other.parameters(), lr=0.5 * (rank + 1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for _ in range(rank + 1):  # rank 0 has taken one step
+        other(model(torch.randn(4, 3))).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    wrapped = hvd.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=rank + 1.0))
+    state = hvd.elastic.TorchState(
+        model, optimizer, other=other, lbfgs=lbfgs, wrapped=wrapped, scheduler=scheduler, epoch=10 + rank, notes=[rank]
+    )
+    state.epoch += 1  # what was not committed counts as well
+    expected = hvd.broadcast_object((model.state_dict(), other.state_dict(), optimizer.state_dict()), 0)
+    for _ in range(2):
+        state.sync()
+        assert (state.epoch, state.notes, model.word) == (11, [0], "of 0")
+        assert (lbfgs.param_groups[0]["lr"], wrapped.param_groups[0]["lr"]) == (0.5, 1.0)
+        assert scheduler.last_epoch == 1
+        mine = (model.state_dict(), other.state_dict(), optimizer.state_dict())
+        assert all(map(torch.equal, tensors(mine), tensors(expected)))
+        assert len(tensors(mine)) == len(tensors(expected)) > 10
+        # And that is what it goes back to.
+        state.epoch, model.word = 99, "gone"
+        torch.nn.init.zeros_(model.weight)
+        state.restore()
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def test_sync_unites_what_samplers_have_processed() -> None:
+    length = 4 * hvd.size() + 1
+    one = hvd.elastic.ElasticSampler(range(length), seed=5)
+    two = hvd.elastic.ElasticSampler(range(3))
+    two.set_epoch(hvd.rank())  # only rank 0's epoch counts
+    two.record_indices([hvd.rank() % 3])
+    state = hvd.elastic.TorchState(one=one, two=two)
+    done: set[int] = set()
+    while len(one):
+        one.record_batch(0, 2)
+        done.update(*hvd.allgather_object(one.indices[:2]))
+        state.sync()
+        assert one.processed_indices == done
+        left = set().union(*hvd.allgather_object(list(one)))
+        assert left == set(range(length)) - done
+    assert done == set(range(length))
+    assert (two.epoch, two.processed_indices) == (0, {0})
+
+
+def test_a_reset_without_sync_unites_samplers_too() -> None:
+    sampler = hvd.elastic.ElasticSampler(range(2 * hvd.size()), shuffle=False)
+    state = hvd.elastic.TorchState(sampler=sampler, epoch=hvd.rank())
+    sampler.record_batch(0, 1)
+    state.on_reset()
+    assert sampler.remaining_indices == list(range(hvd.size(), 2 * hvd.size()))
+    assert state.epoch == hvd.rank()
+
+
+def test_an_update_that_one_rank_heard_of_interrupts_all() -> None:
+    state = hvd.elastic.ObjectState(epoch=0)
+    for told in range(hvd.size()):
+        state.commit()
+        if hvd.rank() == told:
+            state.on_hosts_updated(0.0, 1 + told % 2)
+        with pytest.raises(hvd.HostsUpdatedInterrupt) as caught:
+            state.commit()
+        assert caught.value.skip_sync is (told % 2 == 0)
+    state.commit()
+
+
+STEPS = 6
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+DATA = torch.randn(48, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+BATCH = 2
+
+
+class Crash:
+    """Raises once on one rank, at a place of the third batch; the others find out by an operation that fails."""
+
+    def __init__(self, place: str, rank: int) -> None:
+        self._place = place if hvd.rank() == rank else ""
+
+    def at(self, place: str, batch: int) -> None:
+        if self._place == place and batch == 2:
+            self._place = ""
+            raise hvd.HorovodInternalError("a failure, as far as this rank can tell")
+
+
+def train(crash: Crash, *, set_to_none: bool = True) -> tuple[dict[str, torch.Tensor], set[int], list[int], int]:
+    """(weights, what was processed, sizes seen by callbacks, number of starts)."""
+    torch.manual_seed(hvd.rank())
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    sampler = hvd.elastic.ElasticSampler(DATA, shuffle=False)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0)
+    resets: list[int] = []
+    state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+    starts = 0
+
+    @hvd.elastic.run
+    def loop(state: hvd.elastic.TorchState) -> None:
+        nonlocal starts
+        starts += 1
+        loader = torch.utils.data.DataLoader(DATA, BATCH, sampler=state.sampler)
+        for number, x in enumerate(loader):
+            if state.batch == STEPS:
+                return
+            crash.at("begin", state.batch)
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model(x).square().mean().backward()
+            crash.at("after backward", state.batch)
+            optimizer.step()
+            crash.at("after step", state.batch)
+            state.sampler.record_batch(number, BATCH)
+            state.batch += 1
+            state.commit()
+
+    with torch.random.fork_rng():
+        loop(state)
+    return model.state_dict(), sampler.processed_indices, resets, starts
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("place", ["begin", "after backward", "after step"])
+def test_a_failure_of_one_rank_costs_one_batch(place: str, set_to_none: bool) -> None:
+    weights, _, resets, starts = train(Crash("nowhere", 0))
+    assert (resets, starts) == ([], 1)
+    again, processed, resets, starts = train(Crash(place, hvd.size() - 1), set_to_none=set_to_none)
+    assert (resets, starts) == ([hvd.size()], 2)
+    assert hvdlite.is_initialized()
+    assert set().union(*hvd.allgather_object(processed)) == set(range(STEPS * BATCH * hvd.size()))
+    # What was left was shared anew, but each batch of all ranks together is the same.
+    for name, value in weights.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_ranks_that_contradict_one_another_are_told() -> None:
+    if hvd.size() == 1:
+        pytest.skip("ranks cannot contradict one another where there is one")
+
+    @hvd.elastic.run
+    def loop(state: hvd.elastic.ObjectState) -> None:
+        hvd.allreduce(torch.ones(2 + hvd.rank()), name="odd")
+
+    with pytest.raises(MismatchError, match="'odd': shape"):
+        loop(hvd.elastic.ObjectState())
+    hvd.barrier()
+
+
+def test_a_commit_is_a_copy() -> None:
+    """A commit is a copy: later steps do not change it."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = hvd.elastic.TorchState(model, optimizer)
+    contents = []
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.commit()
+        contents.append(copy.deepcopy(optimizer.state_dict()))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.restore()
+        assert all(map(torch.equal, tensors(optimizer.state_dict()), tensors(contents[-1])))

@@ -1,0 +1,373 @@
+"""hvd.elastic without other processes: the sampler's bookkeeping, what states keep, when `run` starts over."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from fake_runtime import FakeRuntime, install
+from hvdlite.errors import CollectiveError, MismatchError, NotInitializedError, RankFailedError
+
+World = Callable[[int, int], None]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """``world(rank, size)``: be that rank from now on."""
+
+    def be(rank: int, size: int) -> None:
+        monkeypatch.setattr(hvdlite, "rank", lambda: rank)
+        monkeypatch.setattr(hvdlite, "size", lambda: size)
+
+    return be
+
+
+def samplers(world: World, length: int, size: int, **arguments: Any) -> list[hvd.elastic.ElasticSampler]:
+    result = []
+    for rank in range(size):
+        world(rank, size)
+        result.append(hvd.elastic.ElasticSampler(range(length), **arguments))
+    return result
+
+
+# The sampler.
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("length", "size"), [(12, 1), (12, 3), (13, 3), (2, 5), (1, 4), (0, 2)])
+def test_ranks_share_all_indices_evenly(world: World, length: int, size: int, shuffle: bool) -> None:
+    parts = [list(sampler) for sampler in samplers(world, length, size, shuffle=shuffle)]
+    share = -(-length // size)
+    assert [len(part) for part in parts] == [share] * size
+    flat = [part[i] for i in range(share) for part in parts]
+    assert sorted(flat[:length]) == list(range(length))
+    assert flat[length:] == (flat[:length] * size)[: share * size - length]
+    assert [len(sampler) for sampler in samplers(world, length, size)] == [share] * size
+
+
+def test_order(world: World) -> None:
+    world(0, 1)
+    assert list(hvd.elastic.ElasticSampler(range(5), shuffle=False)) == [0, 1, 2, 3, 4]
+    sampler = hvd.elastic.ElasticSampler(range(50), seed=3)
+    first = list(sampler)
+    assert first != sorted(first)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert second != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert list(hvd.elastic.ElasticSampler(range(50), seed=4)) == second  # seed and epoch are added, as in torch
+
+
+def test_what_was_recorded_is_left_out(world: World) -> None:
+    world(1, 2)
+    sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+    assert list(sampler) == [1, 3, 5, 7, 9]
+    sampler.record_batch(0, 2)
+    sampler.record_batch(2, 2)  # the last batch is a short one
+    assert sampler.state_dict() == {"epoch": 0, "processed_indices": {1, 3, 9}}
+    assert list(sampler) == [1, 3, 5, 7, 9]  # until it is reset
+    sampler.record_indices([0, 2])
+    sampler.reset()
+    assert sampler.remaining_indices == [4, 5, 6, 7, 8]
+    assert list(sampler) == [5, 7, 4]
+    assert (len(sampler), sampler.total_size) == (3, 6)
+    sampler.record_batch(0, 2)
+    assert sampler.processed_indices == {0, 1, 2, 3, 5, 7, 9}
+    sampler.set_epoch(1)
+    assert list(sampler) == [1, 3, 5, 7, 9]
+
+
+def test_an_epoch_that_was_processed(world: World) -> None:
+    world(2, 3)
+    sampler = hvd.elastic.ElasticSampler(range(4))
+    sampler.record_indices(range(4))
+    sampler.reset()
+    assert (list(sampler), len(sampler)) == ([], 0)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (3, 3)])
+def test_another_number_of_ranks_goes_on_with_the_rest(world: World, before: int, after: int) -> None:
+    processed: set[int] = set()
+    for rank, sampler in enumerate(samplers(world, 23, before, seed=1)):
+        world(rank, before)
+        sampler.set_epoch(2)
+        sampler.record_batch(0, 3)
+        processed |= sampler.state_dict()["processed_indices"]
+    assert len(processed) == 3 * before
+    state = {"epoch": 2, "processed_indices": processed}
+    rest: set[int] = set()
+    for rank, sampler in enumerate(samplers(world, 23, after, seed=1)):
+        world(rank, after)
+        sampler.load_state_dict(state)
+        rest.update(sampler)
+    assert rest == set(range(23)) - processed
+
+
+def test_a_state_dict_is_a_copy(world: World) -> None:
+    world(0, 1)
+    sampler = hvd.elastic.ElasticSampler(range(5))
+    state = sampler.state_dict()
+    sampler.record_indices([1])
+    assert state["processed_indices"] == set()
+    sampler.load_state_dict(state)
+    sampler.record_indices([2])
+    assert state["processed_indices"] == set()
+
+
+def test_in_a_loader(world: World) -> None:
+    world(1, 2)
+    dataset = torch.utils.data.TensorDataset(torch.arange(10))
+    loader = torch.utils.data.DataLoader(dataset, 2, sampler=hvd.elastic.ElasticSampler(dataset, shuffle=False))
+    assert [batch.tolist() for (batch,) in loader] == [[1, 3], [5, 7], [9]]
+
+
+def test_before_init() -> None:
+    with pytest.raises(NotInitializedError):
+        hvd.elastic.ElasticSampler(range(3))
+    with pytest.raises(NotInitializedError):
+        hvd.elastic.run(lambda state: None)(hvd.elastic.ObjectState())
+
+
+# States.
+
+
+def test_objects_go_back_to_the_last_save() -> None:
+    state = hvd.elastic.ObjectState(epoch=1, history=[1])
+    state.epoch, state.other = 2, 2
+    state.history.append(2)
+    state.save()
+    for _ in range(2):
+        state.epoch, state.other = 3, 3
+        state.history.append(3)
+        state.restore()
+        assert (state.epoch, state.history, state.other) == (2, [1, 2], 3)
+
+
+def test_a_state_before_its_first_save() -> None:
+    state = hvd.elastic.ObjectState(epoch=1, history=[])
+    state.epoch = 2
+    state.history.append(2)
+    state.restore()
+    assert (state.epoch, state.history) == (1, [])
+
+
+def test_a_name_that_is_taken() -> None:
+    with pytest.raises(ValueError, match="ObjectState has a commit of its own; choose another name"):
+        hvd.elastic.ObjectState(commit=1)
+
+
+class Training:
+    """Everything that a TorchState may hold, and steps whose results depend on all of it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.a, self.b = torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)
+        self.adam = torch.optim.Adam(self.a.parameters(), lr=0.1)
+        self.sgd = torch.optim.SGD(self.b.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.adam, 0.5)
+        self.state = hvd.elastic.TorchState(
+            self.a, self.adam, second=self.b, second_optimizer=self.sgd, scheduler=self.scheduler, batch=0
+        )
+
+    def step(self) -> None:
+        x = torch.full((4, 3), float(self.state.batch)) + torch.eye(4, 3)
+        self.b(self.a(x)).square().sum().sin().backward()
+        for optimizer in (self.adam, self.sgd):
+            optimizer.step()
+            optimizer.zero_grad()
+        self.scheduler.step()
+        self.state.batch += 1
+
+    def content(self) -> list[Any]:
+        parts = (self.a, self.b, self.adam, self.sgd, self.scheduler)
+        return copy.deepcopy([*(part.state_dict() for part in parts), self.state.batch])
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def test_training_goes_back_and_takes_the_same_way_again() -> None:
+    training = Training()
+    for _ in range(2):
+        training.step()
+    training.state.save()
+    saved = training.content()
+    ends = []
+    for _ in range(3):
+        for _ in range(3):
+            training.step()
+        ends.append(training.content())
+        assert not same(ends[-1], saved)
+        training.state.restore()
+        assert same(training.content(), saved)
+    assert same(ends[0], ends[1])
+    assert same(ends[0], ends[2])
+    assert training.state.scheduler is training.scheduler
+
+
+def test_a_model_that_was_replaced() -> None:
+    state = hvd.elastic.TorchState(torch.nn.Linear(1, 1), batch=0)
+    assert state.optimizer is None
+    state.model = replacement = torch.nn.Linear(2, 2)
+    state.save()
+    weight = replacement.weight.detach().clone()
+    torch.nn.init.zeros_(replacement.weight)
+    state.restore()
+    assert state.model is replacement
+    assert torch.equal(replacement.weight, weight)
+
+
+def test_commit_asks_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, FakeRuntime(3))
+    state = hvd.elastic.ObjectState(epoch=0)
+    state.epoch = 1
+    state.commit()
+    state.epoch = 2
+    state.restore()
+    assert state.epoch == 1
+    assert runtime.names() == ["elastic.updates"]
+    for result, skip_sync in [(1, True), (2, False), (3, False)]:
+        state.epoch = 10 * result
+        state.on_hosts_updated(0.0, result)
+        with pytest.raises(hvd.HostsUpdatedInterrupt) as caught:
+            state.commit()
+        assert caught.value.skip_sync is skip_sync
+        state.restore()
+        assert state.epoch == 10 * result
+        state.check_host_updates()
+
+
+def test_several_updates_are_one_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeRuntime(2))
+    state = hvd.elastic.ObjectState()
+    state.on_hosts_updated(0.0, 1)
+    state.on_hosts_updated(1.0, 2)
+    with pytest.raises(hvd.HostsUpdatedInterrupt):
+        state.check_host_updates()
+    state.check_host_updates()
+
+
+def test_interrupts_pickle() -> None:
+    assert pickle.loads(pickle.dumps(hvd.HostsUpdatedInterrupt(True))).skip_sync is True
+
+
+# run.
+
+
+class Diary(hvd.elastic.State):
+    """Writes down what it is asked for."""
+
+    def __init__(self, fail_in_sync: Exception | None = None) -> None:
+        super().__init__()
+        self.entries: list[str] = []
+        self.fail_in_sync = fail_in_sync
+        self.register_reset_callbacks([lambda: self.entries.append("first"), lambda: self.entries.append("second")])
+
+    def save(self) -> None:
+        self.entries.append("save")
+
+    def restore(self) -> None:
+        self.entries.append("restore")
+
+    def abandon(self) -> None:
+        self.entries.append("abandon")
+
+    def sync(self) -> None:
+        self.entries.append("sync")
+        if self.fail_in_sync is not None:
+            error, self.fail_in_sync = self.fail_in_sync, None
+            raise error
+
+    def reset(self) -> None:
+        self.entries.append("reset")
+
+
+@pytest.fixture
+def diary(monkeypatch: pytest.MonkeyPatch) -> Diary:
+    diary = Diary()
+    install(monkeypatch, FakeRuntime(2))
+    monkeypatch.setattr(hvdlite, "shutdown", lambda: diary.entries.append("shutdown"))
+    monkeypatch.setattr(hvdlite, "init", lambda versions: diary.entries.append("init"))
+    return diary
+
+
+def trainer(*outcomes: Exception | None) -> Callable[..., Any]:
+    """A training function whose calls end in ``outcomes``, one after the other."""
+    left = list(outcomes)
+
+    @hvd.elastic.run
+    def train(state: Diary, number: int, *, word: str) -> tuple[int, str]:
+        """Its own."""
+        state.entries.append("train")
+        outcome = left.pop(0)
+        if outcome is not None:
+            raise outcome
+        return number, word
+
+    return train
+
+
+CALLBACKS = ["reset", "first", "second"]
+RESTART = ["shutdown", "abandon", "init", "restore", *CALLBACKS, "sync"]
+
+
+def test_run_without_a_failure(diary: Diary) -> None:
+    train = trainer(None)
+    assert train(diary, 7, word="w") == (7, "w")
+    assert diary.entries == ["sync", "train"]
+    assert (train.__name__, train.__doc__) == ("train", "Its own.")
+
+
+def test_run_after_failures(diary: Diary) -> None:
+    train = trainer(hvd.HorovodInternalError("one"), hvdlite.ShutDownError("two"), None)
+    assert train(diary, 7, word="w") == (7, "w")
+    assert diary.entries == ["sync", "train", *RESTART, "train", *RESTART, "train"]
+
+
+def test_run_after_a_failure_while_it_starts(diary: Diary) -> None:
+    diary.fail_in_sync = hvdlite.ShutDownError("another rank has failed again")
+    assert trainer(None)(diary, 7, word="w") == (7, "w")
+    assert diary.entries == ["sync", *RESTART, "train"]
+
+
+@pytest.mark.parametrize("skip_sync", [False, True])
+def test_run_after_an_update(diary: Diary, skip_sync: bool) -> None:
+    train = trainer(hvd.HostsUpdatedInterrupt(skip_sync), hvd.HostsUpdatedInterrupt(), hvd.HorovodInternalError(), None)
+    train(diary, 7, word="w")
+    again = CALLBACKS if skip_sync else [*CALLBACKS, "sync"]
+    assert diary.entries == ["sync", "train", *again, "train", *CALLBACKS, "sync", "train", *RESTART, "train"]
+
+
+def test_a_mistake_of_the_program_is_raised(diary: Diary) -> None:
+    """It would come again and again."""
+    for mistake in (MismatchError("shape"), ValueError("v")):
+        diary.entries.clear()
+        with pytest.raises(type(mistake), match=str(mistake)):
+            trainer(mistake)(diary, 7, word="w")
+        assert diary.entries == ["sync", "train"]
+
+
+def test_a_dead_rank_leaves_the_last_commit_and_a_clear_sentence(diary: Diary) -> None:
+    failure = RankFailedError(3, "rank 3 (pid 1 on h) has died")
+    with pytest.raises(
+        CollectiveError, match=r"cannot replace a rank.*last commit.*rank 3 \(pid 1 on h\) has died"
+    ) as e:
+        trainer(failure)(diary, 7, word="w")
+    assert e.value.__cause__ is failure
+    assert diary.entries == ["sync", "train", "restore"]
