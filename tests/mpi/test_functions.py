@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
+from hvdlite.group import Group
 from hvdlite.torch import functions
 
 
@@ -275,13 +275,13 @@ def test_what_a_rank_cannot_unpickle() -> None:
 def test_parameters_are_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their number and types are."""
     submitted: list[int] = []
-    broadcast = hvdlite.Runtime.broadcast_async
+    broadcast = Group.broadcast_async
 
-    def count(self: hvdlite.Runtime, tensors: Any, **arguments: Any) -> Any:
+    def count(self: Group, tensors: Any, **arguments: Any) -> Any:
         submitted.append(len(tensors))
         return broadcast(self, tensors, **arguments)
 
-    monkeypatch.setattr(hvdlite.Runtime, "broadcast_async", count)
+    monkeypatch.setattr(Group, "broadcast_async", count)
     model = model_of(hvd.rank())
     hvd.broadcast_parameters(model.state_dict(), 0)
     assert submitted == [len(model.state_dict())]

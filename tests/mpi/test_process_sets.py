@@ -247,6 +247,6 @@ def test_nothing_is_left_of_removed_sets() -> None:
                 total(process_set)
         for process_set in made:
             hvd.remove_process_set(process_set)
-        before = before or count()
-    assert count() == before
+        before = before or count()  # what others have left may go meanwhile
+    assert all(now <= then for now, then in zip(count(), before, strict=True)), (count(), before)
     assert hvdlite.runtime().size == hvd.size()

@@ -80,7 +80,7 @@ class Worker:
         for array in arrays:
             array[:] = mine
         views = [TensorView.of_numpy(array) for array in arrays]
-        handle = self._runtime.allreduce_async(views, views, name=label, op=op)
+        handle = self._runtime.group.allreduce_async(views, views, name=label, op=op)
         check = lambda: next((p for a in arrays if (p := all_equal(a, expected, f"{op.label} {label}"))), None)  # noqa: E731
         return Pending(handle, check, arrays)
 
@@ -98,10 +98,10 @@ class Worker:
             good = result[0].shape == (sum(rows), 2) and (result[0] == expected[:, None]).all()
             return None if good else f"allgather {label}: expected {expected}, got {result[0][:, 0]}"
 
-        return Pending(self._runtime.allgather_async([TensorView.of_numpy(mine)], allocate, name=label), check, mine)
+        return Pending(self._runtime.group.allgather_async([TensorView.of_numpy(mine)], allocate, name=label), check, mine)
 
     def _broadcast(self, label: str, array: np.ndarray, root: int, expected: int) -> Pending:
-        handle = self._runtime.broadcast_async([TensorView.of_numpy(array)], root_rank=root, name=label)
+        handle = self._runtime.group.broadcast_async([TensorView.of_numpy(array)], root_rank=root, name=label)
         return Pending(handle, lambda: all_equal(array, expected, f"broadcast {label}"), array)
 
 
