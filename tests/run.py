@@ -3,7 +3,7 @@
 Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, and runs
 
   unit     no MPI
-  mpi      under mpirun with 1, 2, 3 and 4 ranks, on Open MPI and on MPICH
+  mpi      under mpirun with 1, 2, 3 and 4 ranks, on Open MPI and on MPICH (there, what lies above MPI with 2 only)
   faults   tests that start mpirun themselves and kill ranks, on both
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
@@ -145,7 +145,10 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                 for ranks in arguments.ranks.split(","):
                     launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "-np", ranks]
                     title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != '1' else ''}"
-                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi])], limit))
+                    # What lies above MPI runs on every MPI, but on every number of ranks on the first one only.
+                    above = mpi == arguments.mpi[0] or ranks == "2" or arguments.k
+                    marks = [] if above else ["-m", "not any_mpi"]
+                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi]), *marks], limit))
         else:
             stages.append(Stage(suite, pytest(suite, python), limit))
     return stages

@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", f"time_limit(seconds): longest that the test may take, {TIME_LIMIT_S:g} s by default"
     )
+    config.addinivalue_line("markers", "any_mpi: of what lies above MPI, so that one MPI is as good as another")
     config.stash[_RANKS] = _Ranks()
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if WORLD.rank != 0 and reporter is not None:

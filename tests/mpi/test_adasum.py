@@ -14,6 +14,8 @@ import hvdlite.torch as hvd
 from backend_lab import SIZE
 from hvdlite.errors import MismatchError
 
+pytestmark = pytest.mark.any_mpi
+
 defined = pytest.mark.skipif(SIZE & (SIZE - 1) != 0, reason="Adasum is defined for a power of two of ranks")
 
 

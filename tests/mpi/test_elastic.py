@@ -13,6 +13,8 @@ import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
 
+pytestmark = pytest.mark.any_mpi
+
 
 @pytest.fixture(autouse=True)
 def _running() -> Iterator[None]:

@@ -11,6 +11,8 @@ import torch
 
 import hvdlite.torch as hvd
 
+pytestmark = pytest.mark.any_mpi
+
 STEPS = 20
 BATCH = 4  # per rank and pass
 

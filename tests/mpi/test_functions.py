@@ -14,6 +14,8 @@ from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 from hvdlite.torch import functions
 
+pytestmark = pytest.mark.any_mpi
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _running() -> Iterator[None]:

@@ -15,6 +15,8 @@ import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
 from hvdlite.timeline.recorder import Lane
 
+pytestmark = pytest.mark.any_mpi
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _running() -> Iterator[None]:

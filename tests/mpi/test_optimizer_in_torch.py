@@ -16,6 +16,8 @@ from torch.optim import lr_scheduler
 
 import hvdlite.torch as hvd
 
+pytestmark = pytest.mark.any_mpi
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _running() -> Iterator[None]:

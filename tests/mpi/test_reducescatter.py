@@ -9,6 +9,8 @@ import hvdlite.torch as hvd
 from hvdlite.errors import HorovodInternalError, MismatchError
 from torch_lab import REDUCING, rank_input, running
 
+pytestmark = pytest.mark.any_mpi
+
 __all__ = ["running"]
 
 SHAPES = [(0,), (1,), (7,), (5, 3), (4, 0, 2), (2, 3, 4), (1023,), (3, 100_001)]

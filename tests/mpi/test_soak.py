@@ -98,7 +98,8 @@ class Worker:
             good = result[0].shape == (sum(rows), 2) and (result[0] == expected[:, None]).all()
             return None if good else f"allgather {label}: expected {expected}, got {result[0][:, 0]}"
 
-        return Pending(self._runtime.group.allgather_async([TensorView.of_numpy(mine)], allocate, name=label), check, mine)
+        handle = self._runtime.group.allgather_async([TensorView.of_numpy(mine)], allocate, name=label)
+        return Pending(handle, check, mine)
 
     def _broadcast(self, label: str, array: np.ndarray, root: int, expected: int) -> Pending:
         handle = self._runtime.group.broadcast_async([TensorView.of_numpy(array)], root_rank=root, name=label)

@@ -11,6 +11,8 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import DuplicateNameError, MismatchError
 
+pytestmark = pytest.mark.any_mpi
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _running() -> Iterator[None]:

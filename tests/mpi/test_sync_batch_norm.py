@@ -12,6 +12,8 @@ import torch
 
 import hvdlite.torch as hvd
 
+pytestmark = pytest.mark.any_mpi
+
 CHANNELS = 3
 
 

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hvdlite.torch as hvd
 
+pytestmark = pytest.mark.any_mpi
+
 STEPS = 4
 BATCH = 3  # per rank
 

@@ -15,6 +15,8 @@ import hvdlite.torch as hvd
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import DuplicateNameError, MismatchError, NotInitializedError, ShutDownError
 
+pytestmark = pytest.mark.any_mpi
+
 REDUCING = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
