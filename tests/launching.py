@@ -217,9 +217,12 @@ def _files(directories: Sequence[str]) -> set[str]:
 
 
 def _new_files(directories: Sequence[str], before: set[str]) -> list[str]:
-    """Files that appeared, but an MPI library's, and those that a living process has mapped: another job's."""
-    new = _files(directories) - before
-    return unmapped([path for path in new if not Path(path).name.startswith(_MPI_FILES)])
+    """Files that appeared, but those that a living process has mapped: another job's. An MPI library's are removed."""
+    new = unmapped([*_files(directories) - before])
+    for path in new:
+        if Path(path).name.startswith(_MPI_FILES):
+            Path(path).unlink(missing_ok=True)
+    return [path for path in new if not Path(path).name.startswith(_MPI_FILES)]
 
 
 def unmapped(paths: Sequence[str]) -> list[str]:
