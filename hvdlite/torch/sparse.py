@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -63,7 +63,8 @@ class SparseReduction:
     ) -> None:
         self._label = "sparse allreduce" if name is None else f"sparse allreduce '{name}'"
         self._check(tensor, op)
-        self._divisor = check_process_set(process_set).size() if op == Average else 1
+        self._ranks = check_process_set(process_set).ranks
+        self._divisor = len(self._ranks) if op == Average else 1
         self._postscale = postscale
         self._dtype = tensor.dtype
         own = tensor.detach().coalesce()
@@ -128,10 +129,13 @@ class SparseReduction:
             if others:
                 other = values[others[0]]
                 raise MismatchError(
-                    f"{self._label}: {what} is {values[0]} on {_ranks(values, values[0])} but {other} on "
-                    f"{_ranks(values, other)}. Pass the same {what} on every rank."
+                    f"{self._label}: {what} is {values[0]} on {self._who(values, values[0])} but {other} on "
+                    f"{self._who(values, other)}. Pass the same {what} on every rank."
                 )
         return torch.cat(parts).view(-1, self._sparse_dim).t()
+
+    def _who(self, values: Sequence[object], wanted: object) -> str:
+        return rank_list([rank for rank, value in zip(self._ranks, values, strict=True) if value == wanted])
 
     def _combined(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         wide = torch.float32 if self._dtype.itemsize == 2 and self._dtype.is_floating_point else self._dtype
@@ -156,7 +160,3 @@ def _coo(
 ) -> torch.Tensor:
     # Indices come from tensors, so they are valid; torch warns where nobody says whether it shall check them.
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
-
-
-def _ranks(values: tuple[object, ...], wanted: object) -> str:
-    return rank_list([rank for rank, value in enumerate(values) if value == wanted])
