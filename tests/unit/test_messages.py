@@ -56,6 +56,23 @@ def test_a_known_request_is_not_spelled_out_again():
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 7])
+@pytest.mark.parametrize("kind", Kind)
+def test_every_operation_is_cached(kind):
+    """From the second time on a slot is sent, and what differs per rank: 17 bytes and no tensor names."""
+    request = Request(kind, "gradient", (TensorSpec("layer3.weight", DType.FLOAT32, (4, 5)),), root=1)
+    sizes = ((3,),) if kind in (Kind.ALLGATHER, Kind.ALLTOALL) else ()
+    encoder, decoder = Encoder(8), Decoder()
+    lengths = []
+    for rows in range(3):
+        claim = Claim(request, NAMED, (2,) if sizes else None, ((rows,),) if sizes else ())
+        encoder.send(claim)
+        lengths.append(len(encoder.outbox))
+        assert list(decoder.feed(bytes(encoder.outbox))) == [claim]
+        encoder.outbox.clear()
+    assert lengths[1] == lengths[2] == 17 + (len(b"[[2], [[0]]]") if sizes else 0)
+    assert lengths[0] > lengths[1] + len("layer3.weight")
+
+
 def test_codebooks_stay_in_step_when_slots_are_reused(capacity):
     rng = random.Random(capacity)
     encoder, decoder = Encoder(capacity), Decoder()

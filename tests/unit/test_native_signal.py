@@ -341,6 +341,8 @@ def test_deadline_cancelled(end: str) -> None:
 
 def test_deadline_does_not_keep_a_forked_child_from_ending() -> None:
     result = python("""
+import warnings
+warnings.simplefilter("ignore")  # newer Pythons warn of threads and fork
 d = Deadline(30.0, "the parent's", 7)
 child = os.fork()
 if child == 0:
