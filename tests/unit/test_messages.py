@@ -55,7 +55,6 @@ def test_a_known_request_is_not_spelled_out_again():
     assert len(encoder.outbox) - first == 17  # one frame header
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 7])
 @pytest.mark.parametrize("kind", Kind)
 def test_every_operation_is_cached(kind):
     """From the second time on a slot is sent, and what differs per rank: 17 bytes and no tensor names."""
@@ -73,6 +72,7 @@ def test_every_operation_is_cached(kind):
     assert lengths[0] > lengths[1] + len("layer3.weight")
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 7])
 def test_codebooks_stay_in_step_when_slots_are_reused(capacity):
     rng = random.Random(capacity)
     encoder, decoder = Encoder(capacity), Decoder()
