@@ -1,4 +1,4 @@
-"""What the integrations have in common: a model that starts alike everywhere, and gradients that are reduced in backward.
+"""What the integrations share: models that start alike everywhere, and gradients that are averaged after backward.
 
 A training library calls step() itself, and clips or looks at gradients before it. So its optimizers are synchronized as
 soon as backward has ended, not in step().

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from small_problem import Rows, flat, loss_of, network
 
 import hvdlite.torch as hvd
+from small_problem import Rows, flat, loss_of, network
 
 library, directory = sys.argv[1], Path(sys.argv[2])
 pl: Any = importlib.import_module(library)

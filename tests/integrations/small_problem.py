@@ -1,4 +1,4 @@
-"""A tiny regression problem, the same in the jobs that the tests launch and in the tests, which solve it without hvdlite."""
+"""A tiny regression problem: of the jobs that the tests launch, and of the tests, which solve it without hvdlite."""
 
 from __future__ import annotations
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
 from small_problem import ROWS, Rows, flat, loss_of, network
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def batches(size: int, epochs: int) -> Iterator[Batch]:
-    """In the order of DistributedSampler(shuffle=True): together, the ranks' parts of a batch are one of ``size``."""
+def batches(size: int, epochs: int, *, shuffle: bool = True) -> Iterator[Batch]:
+    """What all ranks together have in each step; shuffled as DistributedSampler does."""
     rows = Rows()
     for epoch in range(epochs):
-        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
+        generator = torch.Generator().manual_seed(epoch)
+        order = torch.randperm(ROWS, generator=generator) if shuffle else torch.arange(ROWS)
         for part in order.split(size):
             yield rows.x[part], rows.y[part]
 
@@ -28,11 +31,12 @@ def solve(
     clip: float | None = None,
     skip: int | None = None,
     batch_norm: bool = False,
+    shuffle: bool = True,
 ) -> list[float]:
     """The state of the model after one step per batch of ``size``; step ``skip`` is not taken."""
     model = network(batch_norm=batch_norm)
     optimizer = make(model.parameters())
-    for step, batch in enumerate(batches(size, epochs)):
+    for step, batch in enumerate(batches(size, epochs, shuffle=shuffle)):
 
         def closure(batch: Batch = batch) -> torch.Tensor:
             optimizer.zero_grad()
@@ -53,8 +57,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def results_of(stdout: str) -> Any:
     """What a job has printed."""
-    import json
-
     lines = [line.removeprefix("RESULTS ") for line in stdout.splitlines() if line.startswith("RESULTS ")]
     assert len(lines) == 1, stdout
     return json.loads(lines[0])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_problem import Rows, loss_of, network
-from solve import batches, results_of, sgd, solve
 
 from launching import launch
+from small_problem import Rows, loss_of, network
+from solve import batches, results_of, sgd, solve
 
 JOB = Path(__file__).with_name("lightning_job.py")
 
