@@ -238,6 +238,19 @@ def scenario_evaluation() -> Any:
     return {"epochs": trainer.current_epoch, "loss": loss, "weights": flat(model.net), "predicted": predicted}
 
 
+def scenario_misuse() -> Any:
+    messages = []
+    for mistake in (
+        lambda: integration.HvdliteStrategy(backward_passes_per_step=2),
+        lambda: integration.HvdliteStrategy().reduce(torch.ones(1), reduce_op="median"),
+    ):
+        try:
+            mistake()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
 SCENARIOS = {name.removeprefix("scenario_"): value for name, value in globals().items() if name.startswith("scenario_")}
 results = {name: SCENARIOS[name]() for name in sys.argv[3:] or SCENARIOS}
 print("RESULTS", json.dumps(results), flush=True)

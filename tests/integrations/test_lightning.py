@@ -131,3 +131,11 @@ def test_validation_prediction_and_early_stopping(results: list[Any]) -> None:
         assert found["epochs"] == 2
         assert found["loss"] == close(loss_of(model, (rows.x, rows.y)).item(), 1e-6)
         assert found["predicted"] == close(model(rows.x[rank::2]).flatten().tolist())
+
+
+def test_misuse(results: list[Any]) -> None:
+    for result in results:
+        assert result["misuse"] == [
+            "leave out backward_passes_per_step; pass accumulate_grad_batches to the Trainer",
+            "reduce_op is 'median'; pass one of mean, avg, sum, min, max, product",
+        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,33 @@ def test_collectives_of_accelerate(results: list[Any]) -> None:
     for rank, result in enumerate(results):
         found = result["accelerate_collectives"]
         assert found["world"] == [rank, 2, rank == 0]
-        assert sorted(sum(found["shuffled"], [])) == list(range(11))
+        assert sorted(chain.from_iterable(found["shuffled"])) == list(range(11))
         assert found["shuffled"] == results[0]["accelerate_collectives"]["shuffled"]
-        assert sum(found["objects"], []) == [str(i) for i in range(11)]
+        assert list(chain.from_iterable(found["objects"])) == [str(i) for i in range(11)]
         assert found["gathered"] == [0, 1, 1]
         assert (found["sum"], found["mean"]) == ([3.0], [1.5])
         assert found["padded"] == [[[1.0, -1.0], [1.0, 1.0]][rank]] * 2
         assert found["padded_first"] == [[0.0, 1.0], [1.0, 1.0]][rank]
+
+
+def test_a_subclass_of_trainer_becomes_distributed(results: list[Any]) -> None:
+    expected = solve(sgd, shuffle=False)  # twice the loss at half the learning rate
+    model = network()
+    torch.nn.utils.vector_to_parameters(torch.tensor(expected, dtype=torch.float64), model.parameters())
+    for result in results:
+        assert result["subclass"]["weights"] == close(expected)
+        assert result["subclass"]["predicted"] == close(model(Rows(22).x).flatten().tolist())
+
+
+def test_save_state(results: list[Any]) -> None:
+    assert results[0]["save_state"] and results[1]["save_state"]
+
+
+def test_misuse(results: list[Any]) -> None:
+    for result in results:
+        arguments, reduction, ranks = result["misuse"]
+        assert arguments == "TypeError: args is a TrainingArguments; pass HvdliteTrainingArguments to HvdliteTrainer"
+        assert reduction == "ValueError: reduction is 'median'; pass one of sum, mean, max, none"
+        assert ranks.startswith(
+            "RuntimeError: accelerate was initialized as MULTI_CPU already; make HvdliteAccelerator"
+        )

@@ -218,6 +218,74 @@ def scenario_accelerate_collectives() -> Any:
     }
 
 
+def scenario_subclass() -> Any:
+    """A Trainer of somebody else's, with another loss, made distributed; and what it predicts."""
+    from transformers import Trainer
+
+    from hvdlite.integrations.transformers import HvdliteTrainer
+
+    class Doubling(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = super().compute_loss(model, inputs, *args, **kwargs)
+            return (2 * found[0], found[1]) if isinstance(found, tuple) else 2 * found
+
+    class HvdliteDoubling(Doubling, HvdliteTrainer):
+        pass
+
+    args = trainer_of("subclass").args
+    model = Regression()
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), None)
+    trainer = HvdliteDoubling(model, args, train_dataset=Rowdicts(), optimizers=optimizers)
+    trainer.train()
+    return {"weights": flat(model.net), "predicted": trainer.predict(Rowdicts(22)).predictions.flatten().tolist()}
+
+
+def scenario_save_state() -> Any:
+    """Rank 0 writes the model, all read it."""
+    accelerator = accelerator_of()
+    model, optimizer = Regression(), None
+    model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+    before = flat(model.net)
+    accelerator.save_state(str(directory / "state"))
+    accelerator.wait_for_everyone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(hvd.rank())
+    accelerator.load_state(str(directory / "state"))
+    return flat(model.net) == before
+
+
+def scenario_misuse() -> Any:
+    from accelerate import PartialState
+    from transformers import TrainingArguments
+
+    from hvdlite.integrations.accelerate import HvdliteAccelerator, launcher_hidden
+    from hvdlite.integrations.transformers import HvdliteTrainer
+
+    def other_ranks() -> Any:
+        state = PartialState()
+        before = state.distributed_type
+        state.distributed_type = type(before).MULTI_CPU
+        try:
+            HvdliteAccelerator(cpu=True)
+        finally:
+            state.distributed_type = before
+
+    with launcher_hidden():
+        plain = TrainingArguments(str(directory / "plain"), use_cpu=True, report_to=[])
+    messages = []
+    for mistake in (
+        lambda: HvdliteTrainer(Regression(), plain),
+        lambda: accelerator_of().reduce(torch.ones(1), "median"),
+        other_ranks,
+    ):
+        try:
+            mistake()
+        except (TypeError, ValueError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
 hvd.init()
 SCENARIOS = {name.removeprefix("scenario_"): value for name, value in globals().items() if name.startswith("scenario_")}
 results = {name: SCENARIOS[name]() for name in sys.argv[2:] or SCENARIOS}
