@@ -33,9 +33,9 @@ class HvdliteAccelerator(Accelerator):
     """An Accelerator whose ranks are hvdlite's. Calls hvd.init().
 
     prepare() gives models the parameters and buffers of rank 0, and wraps optimizers in
-    `hvdlite.torch.DistributedOptimizer`, unless they are wrapped already. backward() returns when gradients are averaged,
-    so that they can be clipped; inside accumulate() and no_sync() they stay on their rank. Each rank loads its own part
-    of an iterable dataset.
+    `hvdlite.torch.DistributedOptimizer`, unless they are wrapped already. backward() returns when gradients are
+    averaged, so that they can be clipped; inside accumulate() and no_sync() they stay on their rank. Each rank loads
+    its own part of an iterable dataset.
 
     Args:
         options: as for Accelerator.

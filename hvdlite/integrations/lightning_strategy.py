@@ -69,6 +69,7 @@ class Strategy(Base):
     strategy_name = "hvdlite"
     is_distributed = True  # the Trainer then puts a DistributedSampler into every DataLoader
     environment: Callable[[], Any]
+    optimizers: Any
 
     def __init__(self, *, checkpoint_io: Any = None, precision_plugin: Any = None, **options: Any) -> None:
         if options.get("backward_passes_per_step", 1) != 1:
@@ -130,7 +131,7 @@ class Strategy(Base):
     ) -> torch.Tensor:
         precision, module = self.precision_plugin, self.lightning_module
         self.pre_backward(closure_loss)
-        loss = precision.pre_backward(closure_loss, module)
+        loss: torch.Tensor = precision.pre_backward(closure_loss, module)
         precision.backward(loss, module, optimizer, *args, **kwargs)
         synchronize_pending(self.optimizers)  # before on_after_backward(), where people look at gradients
         loss = precision.post_backward(loss, module)
@@ -183,7 +184,8 @@ class Strategy(Base):
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
             own = tensor.unsqueeze(0)
             if own.requires_grad:
-                own.register_hook(lambda gradient: gradient * ranks)  # hvd's is the average
+                # hvd's is the average.
+                own.register_hook(lambda gradient: gradient * ranks)  # type: ignore[no-untyped-call]
             return hvd.allgather(own, process_set=process_set)
 
 

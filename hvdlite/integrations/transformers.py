@@ -25,6 +25,8 @@ __all__ = ["HvdliteTrainer", "HvdliteTrainingArguments"]
 class HvdliteTrainingArguments(TrainingArguments):
     """TrainingArguments whose world is that of hvdlite. Calls hvd.init()."""
 
+    _n_gpu: Any
+
     @cached_property
     def _setup_devices(self) -> torch.device:
         with launcher_hidden():

@@ -243,8 +243,8 @@ def scenario_subclass() -> Any:
 def scenario_save_state() -> Any:
     """Rank 0 writes the model, all read it."""
     accelerator = accelerator_of()
-    model, optimizer = Regression(), None
-    model, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+    model = Regression()
+    model, _ = accelerator.prepare(model, sgd(model.parameters()))
     before = flat(model.net)
     accelerator.save_state(str(directory / "state"))
     accelerator.wait_for_everyone()
