@@ -8,6 +8,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
   lint     ruff and mypy; only if asked for by name
+  integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
 
 The last line is "N passed, N failed, N skipped". Options that are not listed in --help go to pytest.
 """
@@ -33,9 +34,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402 (the line above makes it importable)
 
-SUITES = ("lint", "unit", "mpi", "faults", "hosts", "examples")
+SUITES = ("lint", "unit", "mpi", "faults", "hosts", "examples", "integrations")
+BY_NAME = ("lint", "integrations")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
-TIME_LIMIT_S = {"lint": 300, "unit": 600, "mpi": 900, "faults": 900, "hosts": 900, "examples": 900}
+TIME_LIMIT_S = {"lint": 300, "unit": 600, "mpi": 900, "faults": 900, "hosts": 900, "examples": 900, "integrations": 900}
 
 
 @dataclass
@@ -84,7 +86,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; by default all but lint")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; by default all but {' and '.join(BY_NAME)}")
     parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help="only on this MPI; may be repeated")
     parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match")
@@ -104,7 +106,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         parser.error(
             f"no suite {unknown[0]!r}; there are {', '.join(SUITES)} (write pytest's options as --option=value)"
         )
-    arguments.suites = arguments.suites or [suite for suite in SUITES if suite != "lint"]
+    arguments.suites = arguments.suites or [suite for suite in SUITES if suite not in BY_NAME]
     arguments.mpi = arguments.mpi or list(MPI_NAMES)
     return arguments, for_pytest + (["-k", arguments.k] if arguments.k else [])
 
@@ -117,6 +119,8 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
         return pythons
     tools = ["dev"] if "lint" in arguments.suites else []
+    if "integrations" in arguments.suites:
+        tools += ["lightning", "transformers"]
     pythons = {"openmpi": environment.make(["openmpi", "examples", "test", *tools])}
     if "mpich" in arguments.mpi and set(arguments.suites) & {"mpi", "faults", "hosts"}:
         pythons["mpich"] = environment.make_mpich()
