@@ -86,7 +86,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITES)}; by default all but {' and '.join(BY_NAME)}")
+    suites = f"of {', '.join(SUITES)}; by default all but {' and '.join(BY_NAME)}"
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=suites)
     parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help="only on this MPI; may be repeated")
     parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match")
