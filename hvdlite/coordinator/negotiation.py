@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
+from hvdlite.coordinator.submission import has_identity
 
 _NEEDS_ALL = (Kind.ALLTOALL, Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET)
 _PATIENCE_S = 1.0  # after which a leader passes on what it has, complete or not
@@ -164,6 +165,12 @@ def _judge(
                 key,
                 f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join() and cannot take part. "
                 "Call it before join(), or after join() has returned on every rank.",
+            )
+        if not has_identity(request):
+            return Fault(
+                key,
+                f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join(), and no integer times "
+                f"the prescale factor {request.prescale} leaves a product as it is. Use postscale_factor, or floats.",
             )
         if all_parts[0][1]:
             nothing = (0,) * len(request.tensors)

@@ -160,6 +160,10 @@ class Step:
             (a, a_value), (b, b_value) = sorted(text.items())
             return f"{first.kind} '{label}': {what} is {a_value} on {ranks(a)} but {b_value} on {ranks(b)}. "
         absent = tuple(sorted({*self.members} - {*self.submitters}))
+        integers = {dtype for dtype in first.dtypes if not dtype.is_floating_point}
+        has_identity = abs(first.prescale) <= 1.0 and (first.prescale >= 0.0 or torch.uint8 not in integers)
+        if absent and integers and first.op is ReduceOp.PRODUCT and not has_identity:
+            return f"{first.kind} '{first.label}': {ranks(absent)} called join(), and no integer times the prescale "
         if absent and (first.kind == "alltoall" or (first.kind == "broadcast" and first.root in absent)):
             return f"{first.kind} '{first.label}': {ranks(absent)} called join() and cannot take part. "
         return None
@@ -329,9 +333,12 @@ class _Pen:
         ops += [hvd.Min, hvd.Max, hvd.Product] if call.kind == "allreduce" else []
         op = rng.choice(ops)
         signed = all(dtype is not torch.uint8 for dtype in call.dtypes)
-        factors = [1.0, 1.0, 1.0, 0.5] + [2.0] * (op is not hvd.Product) + [-1.0] * signed
+        factors = [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 2.0, 2.0, 0.0] + [-1.0] * signed
+        prescale, postscale = rng.choice(factors), rng.choice(factors)
+        if op is hvd.Product:  # 8 * 8 * 8 is too much for int8
+            prescale, postscale = prescale if prescale < 2.0 else 0.25, min(postscale, 1.0)
         in_place = call.kind == "allreduce" and rng.random() < 0.4
-        return replace(call, op=op, prescale=rng.choice(factors), postscale=rng.choice(factors), in_place=in_place)
+        return replace(call, op=op, prescale=prescale, postscale=postscale, in_place=in_place)
 
     def _shape(self, call: Call) -> tuple[int, ...]:
         rng = self._rng
