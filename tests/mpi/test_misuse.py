@@ -260,7 +260,7 @@ def every_operation(process_set: hvd.ProcessSet) -> dict[str, Callable[[], objec
     return {name: at(door) for name, door in DOORS.items()} | {
         "barrier": lambda: hvd.barrier(process_set=process_set),
         "broadcast_object": lambda: hvd.broadcast_object(1, 0, process_set=process_set),
-        "sparse_allreduce_async": lambda: hvd.sparse_allreduce_async(sparse, "s", hvd.Sum, process_set)(),
+        "sparse_allreduce_async": lambda: hvd.sparse_allreduce_async(sparse, "s", hvd.Average, process_set)(),
     }
 
 
@@ -417,6 +417,7 @@ def test_what_is_in_flight_at_shutdown() -> None:
 def test_everything_after_shutdown() -> None:
     """And before the first init(), which is the same state."""
     calls = every_operation(hvd.global_process_set) | of_all_ranks()
+    calls["Adasum"] = lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum)
     hvd.shutdown()
     try:
         for call in calls.values():
