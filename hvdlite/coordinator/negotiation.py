@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
+from hvdlite.coordinator.submission import has_identity
 
 _NEEDS_ALL = (Kind.ALLTOALL, Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET)
 _PATIENCE_S = 1.0  # after which a leader passes on what it has, complete or not
@@ -144,15 +145,18 @@ def _judge(
     claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]],
     joined: Collection[int] = (),
 ) -> Response | Fault:
-    by_ranks = [(request, _in_rank_order(parts)) for request, parts in claims.items()]
+    merged: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]] = {}
+    for request, parts in claims.items():  # where tensors live contradicts nothing
+        merged.setdefault(request.at(None), []).extend(parts)
+    by_ranks = [(request, _in_rank_order(parts)) for request, parts in merged.items()]
     by_ranks.sort(key=lambda item: item[1][0])  # the group of the lowest rank first: its text is the reference
     request = by_ranks[0][0]
     for other, (ranks, _) in by_ranks[1:]:
         text = _difference(request, other, by_ranks[0][1][0], ranks)
         if text is not None:
             return Fault(key, text)
-    if len(by_ranks) > 1 or joined:  # they differ in place only; who has joined has no place
-        request = request.at(None)
+    if len(claims) == 1 and not joined:  # all name one place; who has joined has none
+        request = next(iter(claims))
     all_parts = [part for parts in claims.values() for part in parts]
     absent = tuple(sorted(set(joined).difference(*(ranks for _, (ranks, _) in by_ranks))))
     if absent:
@@ -161,6 +165,12 @@ def _judge(
                 key,
                 f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join() and cannot take part. "
                 "Call it before join(), or after join() has returned on every rank.",
+            )
+        if not has_identity(request):
+            return Fault(
+                key,
+                f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join(), and no integer times "
+                f"the prescale factor {request.prescale} leaves a product as it is. Use postscale_factor, or floats.",
             )
         if all_parts[0][1]:
             nothing = (0,) * len(request.tensors)

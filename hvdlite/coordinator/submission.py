@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,12 +63,28 @@ def absent(response: Response) -> Submission:
     return Submission(request, response.sequence, inputs, outputs, allocate=allocate)
 
 
+def has_identity(request: Request) -> bool:
+    """Whether there is something that a rank can contribute without changing the result of the others."""
+    integers = {spec.dtype for spec in request.tensors if not spec.dtype.is_floating}
+    if request.op is not ReduceOp.PRODUCT or not integers:
+        return True
+    # Integers are truncated once they are prescaled, and no integer times 2 is 1.
+    return abs(request.prescale) <= 1.0 and (request.prescale >= 0.0 or DType.UINT8 not in integers)
+
+
 def _identity(request: Request, dtype: DType) -> float:
     """What, once it is prescaled, changes no minimum, maximum or product."""
-    if request.op is ReduceOp.PRODUCT:
-        return 1.0 / request.prescale if dtype.is_floating and request.prescale else 1.0
+    prescale = request.prescale
     lowest, highest = dtype.limits
-    return highest if (request.op is ReduceOp.MIN) == (request.prescale >= 0) else lowest
+    if prescale == 0.0:
+        return 0.0  # as everybody's; infinity times 0 would be no number
+    if request.op is not ReduceOp.PRODUCT:
+        return highest if (request.op is ReduceOp.MIN) == (prescale > 0.0) else lowest
+    if dtype.is_floating:
+        return 1.0 / prescale
+    # Below 2 and above 1 once it is prescaled. Where that is beyond the type, so is it for everybody, and 0 comes out.
+    whole = math.ceil(min(1.0 / abs(prescale), 2.0**63))
+    return min(max(math.copysign(whole, prescale), lowest), highest)
 
 
 def _nothing(spec: TensorSpec) -> TensorView:

@@ -328,7 +328,7 @@ class Coordinator:
         """Every rank has joined, and every rank goes on."""
         self._has_joined = False
         self._on_joined()
-        if self._topology.is_leader:
+        if self._topology.is_leader and self._tree.parent is not None:  # the root did when it wrote that into the log
             self._negotiation.end_join()
 
     def _take(self, key: Key) -> Submission | None:

@@ -27,7 +27,7 @@ def check_adasum(process_set: ProcessSet) -> None:
     """
     if process_set.process_set_id != global_process_set.process_set_id:
         raise NotImplementedError("Adasum works on the global process set only; pass hvd.Average or hvd.Sum as op")
-    size = process_set.size()
+    size = process_set.group().size
     if size & (size - 1):
         raise NotImplementedError(
             f"Adasum needs a power of two of ranks, and there are {size}; run 2, 4, 8, ... ranks, or pass hvd.Average "

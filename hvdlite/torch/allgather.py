@@ -21,8 +21,9 @@ class _Allgather(torch.autograd.Function):
     def forward(
         ctx: Any, name: str | None, grouped: bool, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        gathered = _start_allgather(tensors, name, process_set, grouped=grouped).synchronize()
         ctx.shapes, ctx.process_set = [tensor.shape for tensor in tensors], process_set
-        return tuple(_start_allgather(tensors, name, process_set, grouped=grouped).synchronize())
+        return tuple(gathered)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -10,9 +10,10 @@ from typing import Any
 import cloudpickle
 import torch
 
+import hvdlite
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.broadcast import broadcast_, start_broadcast
-from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 
 
 def broadcast_parameters(
@@ -122,7 +123,8 @@ def broadcast_object(
     Raises:
         ValueError: on every rank, if the root cannot pickle ``obj``; on a rank that cannot unpickle it.
     """
-    payload, failure = _pickled(obj) if global_process_set.rank() == root_rank else (None, None)
+    check_process_set(process_set).group()  # raises where this rank cannot take part, before anything else does
+    payload, failure = _pickled(obj) if hvdlite.runtime().rank == root_rank else (None, None)
     received = _broadcast_bytes(payload, failure, root_rank, name, process_set)
     return obj if payload is not None else _unpickled(received, root_rank)
 

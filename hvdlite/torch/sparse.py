@@ -63,7 +63,7 @@ class SparseReduction:
     ) -> None:
         self._label = "sparse allreduce" if name is None else f"sparse allreduce '{name}'"
         self._check(tensor, op)
-        self._ranks = check_process_set(process_set).ranks
+        self._ranks = check_process_set(process_set).group().ranks
         self._divisor = len(self._ranks) if op == Average else 1
         self._postscale = postscale
         self._dtype = tensor.dtype

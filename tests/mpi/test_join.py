@@ -41,6 +41,35 @@ def test_what_joined_ranks_contribute(dtype: torch.dtype) -> None:
     assert hvd.join() == size - 1
 
 
+@pytest.mark.parametrize("prescale", [0.0, 0.3, 0.5, 1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float32], ids=str)
+def test_scales_and_ranks_that_are_gone(dtype: torch.dtype, prescale: float) -> None:
+    """Whatever the factor, who has joined does not count; integers are truncated once they are prescaled."""
+    size, me = hvd.size(), hvd.rank()
+    if me:
+        mine = torch.full((5,), 1 + me).to(dtype)
+        there = [torch.tensor((1 + rank) * prescale) for rank in range(1, size)]
+        scaled = torch.stack(there if dtype.is_floating_point else [value.trunc() for value in there])
+        for op, expected in [(hvd.Product, scaled.prod()), (hvd.Min, scaled.min()), (hvd.Max, scaled.max())]:
+            result = hvd.allreduce(mine, op=op, prescale_factor=prescale)
+            assert torch.allclose(result, expected.to(dtype).expand(5)), op
+    hvd.join()
+
+
+def test_a_product_of_integers_that_no_rank_may_leave() -> None:
+    """No integer times 2 is 1."""
+    size, me = hvd.size(), hvd.rank()
+    if me:
+        for dtype, prescale in [(torch.int32, 2.0), (torch.uint8, -1.0)]:
+            with pytest.raises(
+                MismatchError, match=rf"'p': rank 0 called join\(\), and no integer .* {prescale} leaves"
+            ):
+                hvd.allreduce(torch.ones(3, dtype=dtype), op=hvd.Product, prescale_factor=prescale, name="p")
+        result = hvd.allreduce(torch.full((3,), 3.0), op=hvd.Product, prescale_factor=2.0)
+        assert torch.allclose(result, torch.full((3,), 6.0 ** (size - 1)))
+    hvd.join()
+
+
 def test_average_divides_by_all() -> None:
     size, me = hvd.size(), hvd.rank()
     if me:

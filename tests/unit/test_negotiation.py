@@ -110,6 +110,12 @@ def test_ranks_may_differ_in_place_and_are_then_copied():
     assert verdict(request(place=(0, 0)), request()) == Response(request(), NAMED)
 
 
+def test_a_fault_names_every_rank_of_a_value_wherever_its_tensors_live():
+    result = verdict(request(place=(0, 0)), request(shape=(3,)), request(), request(place=(0, 64)))
+    assert isinstance(result, Fault)
+    assert "shape is (512, 512) on ranks 0, 2 and 3 but (3,) on rank 1." in result.text
+
+
 def test_rank_list_reads_like_a_sentence():
     assert rank_list([2]) == "rank 2"
     assert rank_list([0, 1, 3]) == "ranks 0, 1 and 3"
