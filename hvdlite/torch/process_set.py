@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hvdlite
+from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 
 if TYPE_CHECKING:
@@ -185,11 +186,14 @@ def add_process_sets(process_sets: Sequence[ProcessSet]) -> None:
         )
     seen, duplicates = {0}, []
     for position, made in enumerate(process_sets):
-        parts = [lists[position] for lists in everywhere]
-        agreed = (
-            [ranks for ranks, is_part in parts if is_part] if all(is_part for _, is_part in parts) else [made.ranks]
-        )
-        for ranks in agreed:
+        named = [lists[position] for lists in everywhere]
+        others = [rank for rank, (ranks, _) in enumerate(named) if ranks != named[0][0]]
+        if others and not all(is_part for _, is_part in named):
+            raise MismatchError(
+                f"process_sets: set {position} has ranks {named[0][0]} on rank 0 but {named[others[0]][0]} on rank "
+                f"{others[0]}. Name the same ranks on every rank."
+            )
+        for ranks, _ in named:
             if runtime.group_number(ranks) is None:
                 runtime.add_group(ranks)
         number = runtime.group_number(made.ranks)

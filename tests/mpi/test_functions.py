@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
+from hvdlite.group import Group
 from hvdlite.torch import functions
 
 
@@ -135,6 +135,15 @@ def test_broadcast_optimizer_state(name: str, resumed_everywhere: bool) -> None:
     optimizer.step()
     after = hvd.allgather_object(model.state_dict())
     assert all(same(state, after[0]) for state in after)
+
+
+def test_gradients_of_a_wrapped_optimizer_are_zeros() -> None:
+    weight, frozen = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, frozen], lr=0.1, momentum=0.9))
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert weight.grad is not None and frozen.grad is None
+    assert hvd.broadcast(weight.grad, 0).tolist() == [0.0] * 4
+    assert not optimizer.state
 
 
 def test_optimizer_state_of_a_wrapped_optimizer() -> None:
@@ -275,13 +284,13 @@ def test_what_a_rank_cannot_unpickle() -> None:
 def test_parameters_are_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever their number and types are."""
     submitted: list[int] = []
-    broadcast = hvdlite.Runtime.broadcast_async
+    broadcast = Group.broadcast_async
 
-    def count(self: hvdlite.Runtime, tensors: Any, **arguments: Any) -> Any:
+    def count(self: Group, tensors: Any, **arguments: Any) -> Any:
         submitted.append(len(tensors))
         return broadcast(self, tensors, **arguments)
 
-    monkeypatch.setattr(hvdlite.Runtime, "broadcast_async", count)
+    monkeypatch.setattr(Group, "broadcast_async", count)
     model = model_of(hvd.rank())
     hvd.broadcast_parameters(model.state_dict(), 0)
     assert submitted == [len(model.state_dict())]
