@@ -212,16 +212,18 @@ class Group:
         *,
         name: str | None = None,
         names: Sequence[str] | None = None,
+        needs_all: bool = False,
     ) -> Handle:
         """Concatenate along dimension 0, in the order of ranks; only that dimension may differ between ranks.
 
         Args:
             inputs: each of at least one dimension.
             allocate: called on the coordinator thread with (index, shape of the result) for the memory to fill.
+            needs_all: it is an error where a rank has joined; otherwise that rank has no rows.
         """
         name, sequence = self._identify(Kind.ALLGATHER, name)
         rows = tuple(view.shape[0] for view in inputs)
-        request = Request(Kind.ALLGATHER, name, _specs(name, names, inputs, skip_dims=1))
+        request = Request(Kind.ALLGATHER, name, _specs(name, names, inputs, skip_dims=1), needs_all=needs_all)
         return self._submit(Submission(request, sequence, inputs, sizes=rows, allocate=allocate))
 
     def alltoall_async(
@@ -248,8 +250,12 @@ class Group:
         root_rank: int,
         name: str | None = None,
         names: Sequence[str] | None = None,
+        needs_all: bool = False,
     ) -> Handle:
         """Overwrite ``tensors`` with those of rank ``root_rank`` of the job.
+
+        Args:
+            needs_all: it is an error where a rank has joined; otherwise only the root must not have.
 
         Raises:
             ValueError: there is no such rank in the group.
@@ -257,7 +263,7 @@ class Group:
         if root_rank not in self.ranks:
             raise ValueError(f"root_rank is {root_rank}, but the ranks of this process set are {list(self.ranks)}")
         name, sequence = self._identify(Kind.BROADCAST, name)
-        request = Request(Kind.BROADCAST, name, _specs(name, names, tensors), root=int(root_rank))
+        request = Request(Kind.BROADCAST, name, _specs(name, names, tensors), root=int(root_rank), needs_all=needs_all)
         return self._submit(Submission(request, sequence, tensors, tensors))
 
     def barrier_async(self) -> Handle:

@@ -182,6 +182,10 @@ class Runtime:
         members = {0: self.topology.ranks, **self._members}
         return next((number for number, others in members.items() if others == tuple(ranks)), None)
 
+    def process_sets(self) -> dict[int, list[int]]:
+        """The ranks of every group, by number; 0 has all."""
+        return {0: list(self.topology.ranks), **{number: list(ranks) for number, ranks in self._members.items()}}
+
     def remove_group(self, number: int) -> None:
         """End group ``number``; what is in flight there fails with `ShutDownError`."""
         self.group.remove_process_set_async(number, self._members.pop(number)).wait()

@@ -68,6 +68,7 @@ class Request:
     device: str = "cpu"
     place: tuple[int, int] | None = None
     ranks: tuple[int, ...] = ()  # of a process set
+    needs_all: bool = False  # an error where a rank has joined
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -89,17 +90,19 @@ class Request:
             [
                 self.kind, self.name, [[t.name, t.dtype, t.shape] for t in self.tensors], self.op,
                 self.prescale, self.postscale, self.root, self.wire_dtype, self.nbytes, self.device, self.place,
-                self.ranks,
+                self.ranks, self.needs_all,
             ]
         ).encode()  # fmt: skip
 
     @classmethod
     def from_json(cls, data: bytes) -> Request:
-        kind, name, tensors, op, prescale, postscale, root, wire_dtype, nbytes, device, place, ranks = json.loads(data)
+        (
+            kind, name, tensors, op, prescale, postscale, root, wire_dtype, nbytes, device, place, ranks, needs_all,
+        ) = json.loads(data)  # fmt: skip
         return cls(
             Kind(kind), name, tuple(TensorSpec(n, DType(d), tuple(s)) for n, d, s in tensors), ReduceOp(op),
             prescale, postscale, root, None if wire_dtype is None else DType(wire_dtype), nbytes, device,
-            None if place is None else (place[0], place[1]), tuple(ranks),
+            None if place is None else (place[0], place[1]), tuple(ranks), needs_all,
         )  # fmt: skip
 
 

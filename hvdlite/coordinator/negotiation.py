@@ -160,7 +160,8 @@ def _judge(
     all_parts = [part for parts in claims.values() for part in parts]
     absent = tuple(sorted(set(joined).difference(*(ranks for _, (ranks, _) in by_ranks))))
     if absent:
-        if request.kind in _NEEDS_ALL or (request.kind is Kind.BROADCAST and request.root in absent):
+        lacks_root = request.kind is Kind.BROADCAST and request.root in absent
+        if request.needs_all or request.kind in _NEEDS_ALL or lacks_root:
             return Fault(
                 key,
                 f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join() and cannot take part. "

@@ -182,7 +182,7 @@ class Coordinator:
         """Drain, negotiate, execute; whether there was anything to do."""
         self._check()
         if self._recorder.mark_cycles:
-            self._recorder.mark(Lane.CYCLE, "cycle")
+            self._recorder.mark(Lane.CYCLE, "CYCLE_START")
         busy = self._drain()
         if self._topology.is_leader:
             busy |= self._negotiate()
@@ -314,8 +314,11 @@ class Coordinator:
         if len(work) != len(bucket):  # closed meanwhile; the reason is on its way to every rank
             self._check()
             return
-        for _, submission in work:
-            self._recorder.add(Lane.NEGOTIATION, submission.label, submission.submitted_ns, now_ns)
+        if self._recorder.enabled:
+            for response, submission in work:
+                kind = response.request.kind.label
+                name = f"NEGOTIATE_{kind.upper()} {kind}.{submission.label}"  # Horovod's words, which people search for
+                self._recorder.add(Lane.NEGOTIATION, name, submission.submitted_ns, now_ns)
         if bucket[0].request.kind is Kind.JOIN:
             self._end_join()
         result = self._executor.execute(work)

@@ -14,7 +14,7 @@ from hvdlite.timeline.recorder import Recorder
 from hvdlite.timeline.trace_file import TraceError, TraceFile, node_path
 
 _LOG = logging.getLogger("hvdlite")
-_WRITE_INTERVAL_S = 0.5
+_WRITE_INTERVAL_S = 0.05  # programs look into the file 0.1 s after an operation
 _SLICE_EVENTS = 32
 
 Gather = Callable[[bytes], "list[bytes] | None"]
@@ -22,7 +22,7 @@ Gather = Callable[[bytes], "list[bytes] | None"]
 
 
 class Timeline:
-    """Writes what the recorder of one rank holds, twice a second, from a thread that exists while it records.
+    """Writes what the recorder of one rank holds, 20 times a second, from a thread that exists while it records.
 
     A job does not fail for its timeline: what goes wrong with the file is logged, and the recording ends.
     The ranks of a node may call in any order, except that all of them return from `flush_and_close` before one calls

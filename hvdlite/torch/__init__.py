@@ -71,7 +71,13 @@ from hvdlite.torch.functions import (
 from hvdlite.torch.handle import Handle, poll, synchronize
 from hvdlite.torch.join import join
 from hvdlite.torch.optimizer import DistributedOptimizer
-from hvdlite.torch.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdlite.torch.process_set import (
+    ProcessSet,
+    add_process_set,
+    add_process_sets,
+    global_process_set,
+    remove_process_set,
+)
 from hvdlite.torch.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -166,25 +172,23 @@ def init(comm: MPI.Comm | Sequence[int] | None = None, process_sets: Sequence[Pr
 
     Args:
         comm: who takes part; see `hvdlite.init`.
-        process_sets: registered in this order, the same on every rank. "dynamic", which Horovod needs for sets that are
-            added later, is accepted; they always can be.
+        process_sets: registered in this order, the same on every rank; of a communicator that was split, each rank
+            passes its part. "dynamic", which Horovod needs for sets that are added later, is accepted; they always can
+            be.
 
     Raises:
-        ValueError: two sets have the same ranks; those that are not duplicates stay registered.
+        ValueError: two sets have the same ranks; those that are not duplicates stay registered, and another init() with
+            them makes the objects that it is given usable.
     """
-    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
-        raise ValueError(f"process_sets is {process_sets!r}; pass a list of hvd.ProcessSet, or 'dynamic'")
-    if is_initialized():
-        return
-    hvdlite.init(comm, versions={"torch": torch.__version__})
-    duplicates = []
-    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-        try:
-            add_process_set(process_set)
-        except ValueError as error:
-            duplicates.append(error)
-    if duplicates:
-        raise duplicates[0]
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f"process_sets is {process_sets!r}; pass a list of hvd.ProcessSet, or 'dynamic'")
+        process_sets = None
+    if not is_initialized():
+        hvdlite.init(comm, versions={"torch": torch.__version__})
+        global_process_set.mpi_comm = None if comm is None or isinstance(comm, Sequence) else comm
+    if process_sets:
+        add_process_sets(process_sets)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

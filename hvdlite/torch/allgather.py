@@ -21,7 +21,7 @@ class _Allgather(torch.autograd.Function):
     def forward(
         ctx: Any, name: str | None, grouped: bool, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        gathered = _start_allgather(tensors, name, process_set, grouped=grouped).synchronize()
+        gathered = start_allgather(tensors, name, process_set, grouped=grouped).synchronize()
         ctx.shapes, ctx.process_set = [tensor.shape for tensor in tensors], process_set
         return tuple(gathered)
 
@@ -57,7 +57,7 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
     """`allgather` as a handle. ``tensor`` must not change before it is complete."""
-    return only(_start_allgather([tensor], name, process_set, grouped=False))
+    return only(start_allgather([tensor], name, process_set, grouped=False))
 
 
 def grouped_allgather(
@@ -71,11 +71,16 @@ def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[list[torch.Tensor]]:
     """`grouped_allgather` as one handle."""
-    return _start_allgather(tensors, name, process_set, grouped=True)
+    return start_allgather(tensors, name, process_set, grouped=True)
 
 
-def _start_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet, *, grouped: bool
+def start_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    grouped: bool,
+    needs_all: bool = True,
 ) -> Handle[list[torch.Tensor]]:
     """The one implementation of all allgathers."""
     names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
@@ -89,5 +94,6 @@ def _start_allgather(
         return view_of(results[index])
 
     group = check_process_set(process_set).group()
-    pending = group.allgather_async([view_of(source) for source in sources], allocate, name=name, names=names)
+    views = [view_of(source) for source in sources]
+    pending = group.allgather_async(views, allocate, name=name, names=names, needs_all=needs_all)
     return Handle(pending, group.recorder, label, lambda: [results[i] for i in range(len(sources))])

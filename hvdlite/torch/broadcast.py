@@ -91,13 +91,15 @@ def start_broadcast(
     name: str | None,
     names: Sequence[str] | None,
     process_set: ProcessSet,
+    *,
+    needs_all: bool = True,
 ) -> Handle[list[torch.Tensor]]:
     """Broadcast tensors in place, in one operation; the one implementation of all broadcasts."""
     label = "broadcast" if name is None else f"broadcast '{name}'"
     results = [contiguous_block(tensor, label) for tensor in tensors]
     group = check_process_set(process_set).group()
     pending = group.broadcast_async(
-        [view_of(result) for result in results], root_rank=root_rank, name=name, names=names
+        [view_of(result) for result in results], root_rank=root_rank, name=name, names=names, needs_all=needs_all
     )
     kept = list(tensors)
     return Handle(pending, group.recorder, label, lambda: copied_back(kept, results))

@@ -13,6 +13,7 @@ import torch
 import hvdlite
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.broadcast import broadcast_, start_broadcast
+from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 
 
@@ -58,6 +59,7 @@ def broadcast_optimizer_state(
     """Give ``optimizer`` the state and the options (lr, ...) of rank ``root_rank``'s.
 
     State is created where a rank has none; no optimizer step is taken, so weights and step counts stay as they are.
+    With a `DistributedOptimizer` a parameter without gradient then has one of zeros, which Horovod's programs read.
 
     Args:
         optimizer: wrapped or not; with the same parameter groups on every rank.
@@ -90,6 +92,10 @@ def broadcast_optimizer_state(
     if tensors:
         names = [str(i) for i in range(len(tensors))]
         start_broadcast(tensors, root_rank, "broadcast_optimizer_state", names, process_set).synchronize()
+    if isinstance(optimizer, DistributedOptimizer):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
     if not is_root:
         optimizer.state.clear()
         optimizer.state.update((parameters[key] if is_number else key, value) for is_number, key, value in state)

@@ -7,10 +7,11 @@ from hvdlite.torch.process_set import global_process_set
 
 
 def join(device: int = -1) -> int:
-    """Wait until every rank has called it, and take part meanwhile in what the others reduce, gather and broadcast.
+    """Wait until every rank has called it, and take part meanwhile in what the others reduce, sparse gradients as well.
 
     For ranks that run out of data before others. A rank that has joined contributes nothing: zeros to Sum and Average
-    (which still divides by size()), what changes nothing to Min, Max and Product, no rows to allgather.
+    (which still divides by size()), what changes nothing to Min, Max and Product. Allgather, broadcast and alltoall are
+    an error on the other ranks until all have joined, as in Horovod.
 
     Args:
         device: not needed; Horovod has this argument.

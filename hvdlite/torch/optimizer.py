@@ -51,9 +51,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         gradient_predivide_factor: gradients are divided by it before they are added, and by size() / it afterwards.
         num_groups: deprecated, use ``groups``.
         groups: reduce gradients in this many groups, or in these groups of parameters, and not by size.
-        sparse_as_dense: make sparse gradients dense. Without it those of embeddings stay sparse with `Average` and
-            `Sum`: rows are gathered, see `sparse_allreduce_async`; a `Compressor` of your own does not see them.
-        process_set: who takes part.
+        sparse_as_dense: make sparse gradients dense (for the step of SparseAdam sparse again). Without it those of
+            embeddings stay sparse with `Average` and `Sum`: rows are gathered, see `sparse_allreduce_async`; a
+            `Compressor` of your own does not see them.
+        process_set: who takes part; on other ranks every step is of their own gradients.
 
     Raises:
         ValueError: an argument makes no sense; names it and the way out.
@@ -193,8 +194,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif self._hvd_should_synchronize and (reducer.has_pending or not self._hvd_synchronized_by_scaler):
             if self._hvd_synchronized and not reducer.has_pending:
                 warnings.warn(
-                    "optimizer.step() after optimizer.synchronize() reduces the gradients a second time; call it "
-                    "inside `with optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): it "
+                    "reduces the gradients a second time; call it inside `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -213,6 +214,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
         self._opt_called = True
         inner = self._hvd_inner_step or super().step
+        if self._hvd_arguments["sparse_as_dense"] and isinstance(self, torch.optim.SparseAdam):  # it takes no others
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and not parameter.grad.is_sparse:
+                        parameter.grad = parameter.grad.to_sparse(1)
         with self._hvd_reducer.recorder.span(Lane.OPTIMIZER, "step"):
             return inner(**kwargs)
 
@@ -228,8 +234,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         and about its next scale, and must be the same on every rank.
         """
         synchronized = self._hvd_synchronized or self._hvd_synchronized_by_scaler
-        is_alone = self._hvd_arguments["process_set"].size() == 1
-        if is_alone or not self._hvd_should_synchronize or (synchronized and not self._hvd_reducer.has_pending):
+        if (
+            not self._hvd_reducer.is_distributed
+            or not self._hvd_should_synchronize
+            or (synchronized and not self._hvd_reducer.has_pending)
+        ):
             return self._hvd_unscales_inside
         self._hvd_reducer.synchronize()
         self._hvd_synchronized_by_scaler = True
@@ -280,11 +289,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             loss = closure()
             if self._hvd_should_synchronize:
                 self._hvd_reducer.synchronize()
-            if isinstance(loss, torch.Tensor):
+            if isinstance(loss, torch.Tensor) and self._hvd_reducer.is_distributed:
                 loss = allreduce(loss.detach(), op=reduction.op, process_set=reduction.process_set)
             return loss
 
         return synchronized_closure
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Of every parameter; Horovod's name, which programs read."""
+        named = parameters_of(self.param_groups, self._hvd_arguments["named_parameters"])
+        return {parameter: name for name, parameter in named}
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """`torch.optim.Optimizer.zero_grad`.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hvdlite
+from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 
 if TYPE_CHECKING:
@@ -56,13 +57,18 @@ class ProcessSet:
             ShutDownError: hvdlite is not running in this process.
             ValueError: it is not registered, or this rank is not a member.
         """
+        group = self.group_of_members()
+        if group is None:
+            raise ValueError(f"rank {hvdlite.rank()} is not a member of {self}; only members may call its operations")
+        return group
+
+    def group_of_members(self) -> Group | None:
+        """`group`, and None where this rank is not a member."""
         runtime = hvdlite.runtime()
         if self.process_set_id is None or self._runtime is None or self._runtime() is not runtime:
             raise ValueError(
                 f"{self} is not registered; pass it to hvd.add_process_set, or to hvd.init(process_sets=[...])"
             )
-        if self._group is None:
-            raise ValueError(f"rank {runtime.rank} is not a member of {self}; only members may call its operations")
         return self._group
 
     def next_number(self) -> int:
@@ -120,7 +126,7 @@ class _GlobalProcessSet(ProcessSet):
     def ranks(self) -> list[int]:
         return list(range(hvdlite.size()))
 
-    def group(self) -> Group:
+    def group_of_members(self) -> Group:
         return hvdlite.runtime().group
 
     def __reduce__(self) -> Any:
@@ -159,6 +165,46 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     number, group = runtime.add_group(added.ranks)
     added.register(runtime, number, group)
     return added
+
+
+def add_process_sets(process_sets: Sequence[ProcessSet]) -> None:
+    """Register what is not registered yet, and make every set of the list usable; all ranks call it.
+
+    The sets of a position may differ between ranks where they come from parts of one communicator that was split.
+
+    Raises:
+        ValueError: a set of the list has the ranks of another, or all ranks; the others are usable.
+        MismatchError: ranks named other ranks.
+    """
+    from hvdlite.torch.functions import allgather_object  # built upon this file
+
+    runtime = hvdlite.runtime()
+    everywhere = allgather_object([(made.ranks, made.mpi_comm is not None) for made in process_sets])
+    if len({len(lists) for lists in everywhere}) > 1:
+        raise ValueError(
+            f"process_sets has {[len(lists) for lists in everywhere]} sets on the ranks; pass the same ones"
+        )
+    seen, duplicates = {0}, []
+    for position, made in enumerate(process_sets):
+        named = [lists[position] for lists in everywhere]
+        others = [rank for rank, (ranks, _) in enumerate(named) if ranks != named[0][0]]
+        if others and not all(is_part for _, is_part in named):
+            raise MismatchError(
+                f"process_sets: set {position} has ranks {named[0][0]} on rank 0 but {named[others[0]][0]} on rank "
+                f"{others[0]}. Name the same ranks on every rank."
+            )
+        for ranks, _ in named:
+            if runtime.group_number(ranks) is None:
+                runtime.add_group(ranks)
+        number = runtime.group_number(made.ranks)
+        assert number is not None
+        if number in seen:
+            duplicates.append(made)
+            continue
+        seen.add(number)
+        made.register(runtime, number, runtime.groups.get(number))
+    if duplicates:
+        raise ValueError(f"process_sets: {duplicates[0]} has the ranks of another process set; leave it out")
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

@@ -19,12 +19,13 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
+import hvdlite
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.torch.allreduce import Average, Max, Sum, allreduce_
-from hvdlite.torch.broadcast import broadcast_
+from hvdlite.torch.broadcast import start_broadcast
 from hvdlite.torch.buckets import plan_buckets, split_evenly
 from hvdlite.torch.compression import AnyCompressor, is_custom, wire_dtype
 from hvdlite.torch.gradients import (
@@ -61,7 +62,7 @@ class Reduction:
 class GradientReducer:
     """Reduces the gradients of ``parameters``, which may be switched by ``requires_grad`` on all ranks alike.
 
-    Alone in the world it registers no hooks and does nothing.
+    Alone in the world, or on a rank outside the process set, it registers no hooks and does nothing.
 
     Args:
         groups: number of buckets of equally many parameters, or parameters (by index) that must share a bucket.
@@ -88,12 +89,17 @@ class GradientReducer:
         self._backward_ns = (0, 0)
         wire = wire_dtype(reduction.compression)
         self._wire_dtype = None if wire is None else dtype_of(wire)
-        self._attach(reduction.process_set.group())
+        self._attach(self._current_group())
         self.add(parameters)
 
     @property
     def recorder(self) -> Recorder:
         return self._group.recorder
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether other ranks take part in what this one reduces."""
+        return self._is_member and self._group.size > 1
 
     @property
     def has_pending(self) -> bool:
@@ -117,7 +123,7 @@ class GradientReducer:
             slot = Slot(len(self._slots), name, parameter, not self.reduction.keeps_sparse)
             slot.passes_left = self._passes
             self._slots.append(slot)
-            if self._is_distributed:
+            if self.is_distributed:
                 self._hook(slot)
 
     def close(self) -> None:
@@ -143,7 +149,7 @@ class GradientReducer:
             return
         if not self._arrived:
             self._begin()
-            if not self._is_distributed:
+            if not self.is_distributed:
                 return
         self._arrived.append(slot)
         slot.passes_left -= 1
@@ -168,10 +174,10 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """The first gradient of a step."""
-        group = self.reduction.process_set.group()
+        group = self._current_group()
         if group is not self._group:  # hvdlite was shut down and started again
             self._attach(group)
-        if self._plans == 0 and self._is_distributed:
+        if self._plans == 0 and self.is_distributed:
             self._number = self.reduction.process_set.next_number()
             self._plan(self._registration_order())
         if self.recorder.enabled:
@@ -207,7 +213,7 @@ class GradientReducer:
         """
         if not self._arrived:
             self._begin()
-        if not self._is_distributed:
+        if not self.is_distributed:
             return
         switched = [slot for slot in self._slots if slot.param.requires_grad is not slot.active]
         for slot in switched:
@@ -272,23 +278,24 @@ class GradientReducer:
     # Plans.
 
     @property
-    def _is_distributed(self) -> bool:
-        return self._group.size > 1
-
-    @property
     def _prefix(self) -> str:
         """Of the names of operations; unlike that of any other optimizer or plan."""
         return f"optimizer{self._number}.plan{self._plans}"
 
+    def _current_group(self) -> Group:
+        """What carries the reductions; on a rank outside the process set the whole job's, through which none goes."""
+        return self.reduction.process_set.group_of_members() or hvdlite.runtime().group
+
     def _attach(self, group: Group) -> None:
         self._group = group
+        self._is_member = self.reduction.process_set.included()
         self._buckets = []
         self._plans = 0
         self.close()
         for slot in self._slots:
             slot.bucket = slot.view = None
             slot.is_sparse = False
-            if self._is_distributed:
+            if self.is_distributed:
                 self._hook(slot)
 
     def _hook(self, slot: Slot) -> None:
@@ -410,7 +417,9 @@ class GradientReducer:
         sent = torch.full((len(self._slots),), -1)
         sent[: len(order)] = torch.tensor(order)
         process_set = self.reduction.process_set
-        broadcast_(sent, process_set.ranks[0], f"{self._prefix}.order", process_set)
+        start_broadcast(
+            [sent], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
+        ).synchronize()
         gradients = [slot.param.grad for slot in self._slots]
         self._plan([index for index in sent.tolist() if index >= 0])
         for slot, gradient in zip(self._slots, gradients, strict=True):

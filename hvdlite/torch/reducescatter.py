@@ -9,8 +9,9 @@ import torch
 
 from hvdlite.coordinator.execute import row_bounds
 from hvdlite.dtypes import ReduceOp
+from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.allgather import grouped_allgather
-from hvdlite.torch.allreduce import Average, Reduction, Sum, reduction_of
+from hvdlite.torch.allreduce import Average, Reduction, Sum, check_op, reduction_of
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
@@ -58,8 +59,8 @@ def reducescatter(
         one row more.
 
     Raises:
-        ValueError: ``tensor`` is a scalar; ``op`` is another.
-        HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
+        ValueError: ``tensor`` is a scalar.
+        HorovodInternalError: ``op`` is another; ranks contradict one another; hvdlite does not run. Says more.
     """
     return _reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor, grouped=False
@@ -132,8 +133,8 @@ def _checked(
     process_set: ProcessSet,
     compression: AnyCompressor = Compression.none,
 ) -> Reduction:
-    if op not in (Average, Sum):
-        raise ValueError(f"reducescatter: op is {op!r}; pass hvd.Average or hvd.Sum")
+    if check_op(op) not in (Average, Sum):
+        raise HorovodInternalError(f"reducescatter: op is {ReduceOp(op).label}; pass hvd.Average or hvd.Sum")
     return reduction_of(None, op, prescale, postscale, process_set, compression)
 
 

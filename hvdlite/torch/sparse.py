@@ -9,8 +9,9 @@ import torch
 from hvdlite.coordinator.negotiation import rank_list
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import MismatchError
-from hvdlite.torch.allgather import allgather_async
+from hvdlite.torch.allgather import start_allgather
 from hvdlite.torch.allreduce import Average, Sum
+from hvdlite.torch.handle import only
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.tensor_view import check_tensor
 
@@ -79,8 +80,14 @@ class SparseReduction:
         # One row of integers per rank says all, so that nobody has to know how many entries the others have.
         facts = [values.shape[0], int(op), self._sparse_dim, len(self._shape), *self._shape]
         row = torch.cat([torch.tensor(facts), own.indices().t().flatten()])
-        self._row = allgather_async(row, None if name is None else f"{name}.indices", process_set)
-        self._values = allgather_async(values, None if name is None else f"{name}.values", process_set)
+        self._row, self._values = (
+            only(
+                start_allgather(
+                    [part], None if name is None else f"{name}.{what}", process_set, grouped=False, needs_all=False
+                )
+            )
+            for what, part in (("indices", row), ("values", values))
+        )
         self._result: torch.Tensor | None = None
 
     def wait(self) -> None:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hvdlite.torch.allgather import allgather
+from hvdlite.torch.allgather import start_allgather
 from hvdlite.torch.allreduce import Sum, allreduce
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 
@@ -74,7 +74,11 @@ class SyncBatchNorm(_BatchNorm):
         if self._name is None:
             self._name = f"sync_batch_norm{self.process_set.next_number()}"
         with torch.no_grad():
-            rows = allgather(local_statistics(input).unsqueeze(0), f"{self._name}.forward", self.process_set)
+            own = local_statistics(input).unsqueeze(0)
+            gathering = start_allgather(
+                [own], f"{self._name}.forward", self.process_set, grouped=False, needs_all=False
+            )
+            rows = gathering.synchronize()[0]
             count, wide_mean, wide_variance = combine(rows)
             if count == 1:
                 raise ValueError(

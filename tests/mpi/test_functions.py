@@ -139,6 +139,15 @@ def test_broadcast_optimizer_state(name: str, resumed_everywhere: bool) -> None:
     assert all(same(state, after[0]) for state in after)
 
 
+def test_gradients_of_a_wrapped_optimizer_are_zeros() -> None:
+    weight, frozen = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight, frozen], lr=0.1, momentum=0.9))
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert weight.grad is not None and frozen.grad is None
+    assert hvd.broadcast(weight.grad, 0).tolist() == [0.0] * 4
+    assert not optimizer.state
+
+
 def test_optimizer_state_of_a_wrapped_optimizer() -> None:
     model, optimizer = stepped("Adam", hvd.rank(), 2, wrapped=True)
     for group in optimizer.param_groups:

@@ -34,8 +34,9 @@ def test_what_joined_ranks_contribute(dtype: torch.dtype) -> None:
             assert hvd.allreduce(mine, op=op, name=f"{op}").tolist() == [float(combine(there))] * 70
         product = torch.tensor(there).prod()
         assert hvd.allreduce(mine, op=hvd.Product).tolist() == [float(product)] * 70
-        rows = hvd.allgather(torch.full((me % 2 + 1, 2), me).to(dtype))
-        assert rows[:, 0].tolist() == [float(rank) for rank in range(k + 1, size) for _ in range(rank % 2 + 1)]
+        entries = torch.sparse_coo_tensor([[me]], [1 + me], (size,), check_invariants=True).to(dtype)
+        rows = hvd.sparse_allreduce_async(entries, "sparse", hvd.Sum)()
+        assert rows.to_dense().tolist() == [float(1 + rank) if rank > k else 0.0 for rank in range(size)]
         part = hvd.reducescatter(torch.full((size,), 1 + me).to(dtype), op=hvd.Sum)
         assert part.tolist() == [float(sum(there))]
     assert hvd.join() == size - 1
@@ -102,14 +103,16 @@ def test_gradients_in_their_slots() -> None:
     assert parameter.tolist() == [-3 * sum(range(1, size + 1)) - sum(r * (1 + r) for r in range(size))] * 50
 
 
-def test_broadcast_and_what_needs_all() -> None:
+def test_what_needs_all() -> None:
     size, me = hvd.size(), hvd.rank()
     if size == 1:
         pytest.skip("nobody is left when one of one has joined")
     if me:
-        assert hvd.broadcast(torch.full((5,), me), root_rank=size - 1).tolist() == [size - 1] * 5
-        with pytest.raises(MismatchError, match=r"broadcast 'lost': rank 0 called join\(\)"):
-            hvd.broadcast(torch.zeros(1), root_rank=0, name="lost")
+        for root in range(size):
+            with pytest.raises(MismatchError, match=r"broadcast 'lost': rank 0 called join\(\)"):
+                hvd.broadcast(torch.zeros(1), root_rank=root, name="lost")
+        with pytest.raises(MismatchError, match=r"allgather 'rows': rank 0 called join\(\)"):
+            hvd.allgather(torch.zeros(me, 2), name="rows")
         with pytest.raises(MismatchError, match=r"alltoall 'all': rank 0 called join\(\)"):
             hvd.alltoall(torch.zeros(size), name="all")
         hvd.barrier()

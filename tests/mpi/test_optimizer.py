@@ -359,4 +359,6 @@ def test_timeline_spans() -> None:
     if hvd.size() > 1:
         backward = [event for event in events if event[1] is Lane.BACKWARD and event[2] == "backward"]
         assert len(backward) == 3
+        negotiated = [event[2] for event in events if event[1] is Lane.NEGOTIATION]
+        assert any(name.startswith("NEGOTIATE_ALLREDUCE allreduce.optimizer") for name in negotiated)
         assert all(0 < start < end for _, _, _, start, end, _, _ in backward)

@@ -250,3 +250,43 @@ def test_nothing_is_left_of_removed_sets() -> None:
         before = before or count()  # what others have left may go meanwhile
     assert all(now <= then for now, then in zip(count(), before, strict=True)), (count(), before)
     assert hvdlite.runtime().size == hvd.size()
+
+
+def test_sets_given_to_init() -> None:
+    """As parts of a communicator that was split; with duplicates; and again, to a job that has them already."""
+    size, me = hvd.size(), hvd.rank()
+    if size == 1:
+        pytest.skip("there is nothing to split")
+    hvd.shutdown()
+    parts = [list(range(0, size, 2)), list(range(1, size, 2))]
+    part = WORLD.Split(me % 2, me)
+    with pytest.raises(ValueError, match=r"ranks=\[0.*has the ranks of another process set"):
+        hvd.init(WORLD, process_sets=[hvd.ProcessSet(part), hvd.ProcessSet(reversed(range(size)))])
+    assert hvd.global_process_set.mpi_comm is WORLD
+    assert hvdlite.runtime().process_sets() == {0: list(range(size)), 1: parts[0], 2: parts[1]}
+    mine, even = hvd.ProcessSet(part), hvd.ProcessSet(parts[0])
+    for process_sets in [[mine], [even]]:
+        hvd.init(process_sets=process_sets)
+    assert (mine.process_set_id, mine.ranks, even.process_set_id) == (1 + me % 2, parts[me % 2], 1)
+    total(mine)
+    with pytest.raises(MismatchError, match=r"set 0 has ranks \[0\] on rank 0 but \[1\] on rank 1"):
+        hvd.init(process_sets=[hvd.ProcessSet([me])])
+    part.Free()
+    hvd.shutdown()
+    hvd.init()  # without these sets
+
+
+def test_an_optimizer_on_ranks_outside_its_set() -> None:
+    """They step with their own gradients."""
+    me = hvd.rank()
+    for ranks in subsets():
+        made = hvd.add_process_set(ranks)
+        parameter = torch.nn.Parameter(torch.zeros(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=hvd.Sum, process_set=made)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (parameter * (1 + me)).sum().backward()
+            optimizer.step()
+        step = sum(1 + rank for rank in ranks) if me in ranks else 1 + me
+        assert parameter.tolist() == [-3.0 * step] * 3
+        assert hvd.remove_process_set(made)

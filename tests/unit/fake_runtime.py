@@ -143,6 +143,7 @@ class FakeRuntime:
         root_rank: int,
         name: str | None = None,
         names: Sequence[str] | None = None,
+        needs_all: bool = False,
     ) -> FakeHandle:
         assert root_rank == 0
         self.calls.append(
@@ -157,6 +158,7 @@ class FakeRuntime:
         *,
         name: str | None = None,
         names: Sequence[str] | None = None,
+        needs_all: bool = False,
     ) -> FakeHandle:
         """Every rank sends the same."""
         self.calls.append({"kind": "allgather", "name": name, "shapes": [view.shape for view in inputs]})

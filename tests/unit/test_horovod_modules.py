@@ -63,11 +63,16 @@ from horovod.torch.mpi_ops import added_later
 # Packages can be asked for what they have without being imported, and others are not there.
 assert importlib.util.find_spec("horovod").name == "horovod"
 assert importlib.util.find_spec("horovod.torch.mpi_ops") is not None
-assert importlib.util.find_spec("horovod.tensorflow") is None
+import horovod.tensorflow as without_tensorflow
+without_tensorflow.init()
+sets = without_tensorflow.mpi_ops._basics._get_process_set_ids_and_ranks()
+assert sets == hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0]}
+assert not hasattr(without_tensorflow, "allreduce") and not hasattr(without_tensorflow, "DistributedOptimizer")
+assert importlib.util.find_spec("horovod.mxnet") is None
 try:
-    import horovod.tensorflow
+    import horovod.mxnet
 except ModuleNotFoundError as error:
-    assert error.name == "horovod.tensorflow"
+    assert error.name == "horovod.mxnet"
 else:
     raise AssertionError
 try:

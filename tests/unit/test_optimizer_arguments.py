@@ -132,6 +132,16 @@ def test_integer_parameters_are_left_alone(runtime: FakeRuntime) -> None:
     assert runtime.calls[0]["shapes"] == [(2,)]
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_names_of_parameters(model: torch.nn.Module, named: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = {"named_parameters": model.named_parameters()} if named else {}
+    names = hvd.DistributedOptimizer(optimizer, **arguments)._parameter_names
+    assert list(names) == list(model.parameters())
+    expected = [name for name, _ in model.named_parameters()]
+    assert list(names.values()) == (expected if named else [f"group0.{i}" for i in range(len(expected))])
+
+
 def test_before_init(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
     monkeypatch.undo()
     with pytest.raises(ShutDownError, match="init"):

@@ -220,3 +220,13 @@ def test_converted_after_the_first_step(runtime: FakeRuntime) -> None:
     model.double()
     with pytest.raises(ValueError, match=r"is torch\.float64"):
         model.loss(1).backward()
+
+
+def test_sparse_as_dense_for_an_optimizer_that_takes_sparse_gradients_only() -> None:
+    table = torch.nn.Parameter(torch.zeros(10, 3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam([table], lr=1.0), sparse_as_dense=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.embedding(torch.tensor([1, 4, 4]), table, sparse=True).sum().backward()
+        optimizer.step()
+    assert table.ne(0).any(dim=1).nonzero().flatten().tolist() == [1, 4]
