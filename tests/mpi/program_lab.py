@@ -164,7 +164,7 @@ class Step:
         has_identity = abs(first.prescale) <= 1.0 and (first.prescale >= 0.0 or torch.uint8 not in integers)
         if absent and integers and first.op is ReduceOp.PRODUCT and not has_identity:
             return f"{first.kind} '{first.label}': {ranks(absent)} called join(), and no integer times the prescale "
-        if absent and (first.kind == "alltoall" or (first.kind == "broadcast" and first.root in absent)):
+        if absent and first.kind in ("allgather", "alltoall", "broadcast"):
             return f"{first.kind} '{first.label}': {ranks(absent)} called join() and cannot take part. "
         return None
 
