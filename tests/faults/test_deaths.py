@@ -105,7 +105,7 @@ try:
 except hvdlite.RankFailedError as error:
     assert error.rank == 1, error.rank
     runtime = hvdlite.runtime()
-    for again in (lambda: reduce("another", tensor()), runtime.group.barrier_async, lambda: runtime.allocate(8)):
+    for again in (lambda: reduce("another", tensor()), runtime.group.barrier_async, lambda: runtime.group.allocate(8)):
         try:
             again()
         except hvdlite.RankFailedError:

@@ -111,7 +111,7 @@ def test_a_killed_rank(mark: str) -> None:
 
 
 CALLER = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
 import hvdlite
 
 def wait(directory):
@@ -121,6 +121,7 @@ def wait(directory):
     time.sleep(60)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     hvdlite.run(wait, (sys.argv[1],), num_proc=2)
 """
 

@@ -61,7 +61,9 @@ say("went on")
 def test_mixed_versions_are_refused() -> None:
     result = run(VERSIONS, n=3)
     text = check_refused(
-        result, "StartupError: the ranks run different versions of torch: 2.12.1 on rank 0", "2.13.0 on rank 2"
+        result,
+        "HorovodVersionMismatchError: the ranks run different versions of torch: 2.12.1 on rank 0",
+        "2.13.0 on rank 2",
     )
     assert "Install the same version on every host." in text
     assert not any(rank.stderr.strip() for rank in result.ranks[1:]), result  # once is enough
