@@ -129,11 +129,11 @@ def _install_torch() -> None:
     attempts = [shlex.split(chosen)] if chosen else [[requirement] for requirement in TORCH]
     for attempt in attempts[:-1]:
         try:
-            _pip(VENV, shlex.join(attempt), "--no-compile", *attempt)  # all takes 20 s; Python compiles what it imports
+            _pip(VENV, shlex.join(attempt), *attempt)
             return
         except SetupError:
             _say(f"{shlex.join(attempt)} cannot be installed here; trying the next")
-    _pip(VENV, shlex.join(attempts[-1]), "--no-compile", *attempts[-1])
+    _pip(VENV, shlex.join(attempts[-1]), *attempts[-1])
 
 
 def _install_hvdlite(extras: Sequence[str]) -> None:
