@@ -1,0 +1,321 @@
+// What ranks do to one another through shared memory, by threads of one process, which is what ThreadSanitizer sees
+// into. The data that they exchange is plain, so every order that csrc/ promises and does not keep is a data race.
+//
+// ranks_as_threads CASE exits with 0, or says on stderr what failed; without a case it names all.
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "deadline.h"
+#include "elements.h"
+#include "pack.h"
+#include "signal.h"
+#include "staged_allreduce.h"
+
+namespace {
+
+using namespace hvdlite;
+
+constexpr double kLongS = 60.0;  // never reached unless a case fails
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::_Exit(1);  // the other ranks may wait for this one
+}
+#define REQUIRE(condition) require((condition), #condition)
+
+void on_ranks(int size, const std::function<void(int)>& work) {
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < size; ++rank) ranks.emplace_back(work, rank);
+  for (std::thread& rank : ranks) rank.join();
+}
+
+template <class T>
+std::uintptr_t address_of(const T* data) {
+  return reinterpret_cast<std::uintptr_t>(data);
+}
+
+// An abort word and a barrier.
+class Page {
+ public:
+  explicit Page(int size) : size_(size), lines_(1 + (Barrier::bytes_needed(size) + kCacheLine - 1) / kCacheLine) {}
+
+  Barrier barrier(int rank, int spin_us) const {
+    return {address_of(&lines_[1]), rank, size_, abort_address(), spin_us};
+  }
+  std::uintptr_t abort_address() const { return address_of(&lines_[0]); }
+  Word& barrier_word() const { return atomic_at<std::uint32_t>(address_of(&lines_[1])); }
+
+ private:
+  struct alignas(kCacheLine) Line {
+    char bytes[kCacheLine];
+  };
+  int size_;
+  std::vector<Line> lines_;
+};
+
+void barrier(int spin_us) {
+  constexpr int kSize = 3;
+  const Page page(kSize);
+  std::vector<int> turns(kSize);
+  on_ranks(kSize, [&](int rank) {
+    Barrier barrier = page.barrier(rank, spin_us);
+    for (int turn = 1; turn <= 1000; ++turn) {
+      turns[rank] = turn;
+      REQUIRE(barrier.wait(kLongS) == WaitStatus::kOk);
+      for (const int theirs : turns) REQUIRE(theirs == turn);
+      REQUIRE(barrier.wait(kLongS) == WaitStatus::kOk);
+    }
+    REQUIRE(barrier.late().empty());
+  });
+}
+
+void barrier_timeout() {
+  constexpr int kSize = 3;
+  const Page page(kSize);
+  on_ranks(kSize, [&](int rank) {
+    Barrier barrier = page.barrier(rank, 0);
+    REQUIRE(barrier.wait(kLongS) == WaitStatus::kOk);
+    if (rank == 0) return;
+    REQUIRE(barrier.wait(0.05) == WaitStatus::kTimeout);
+    REQUIRE(barrier.late().front() == 0);
+  });
+}
+
+// Rank 0 gives up and says why before it sets the abort word.
+void barrier_abort(int spin_us) {
+  constexpr int kSize = 3;
+  for (int turn = 0; turn < 20; ++turn) {
+    const Page page(kSize);
+    int reason = 0;
+    on_ranks(kSize, [&](int rank) {
+      if (rank == 0) {
+        reason = turn;
+        store<std::uint32_t>(page.abort_address(), 1);
+        futex_wake_all(page.barrier_word());
+      } else {
+        REQUIRE(page.barrier(rank, spin_us).wait(kLongS) == WaitStatus::kAborted);
+        REQUIRE(reason == turn);
+      }
+    });
+  }
+}
+
+void wait_for_ring(Doorbell& bell, std::uint32_t seen) {
+  const auto until = time_after(kLongS);
+  while (bell.wait_once(seen, until) == seen) REQUIRE(Clock::now() < until);
+}
+
+void doorbell_ping_pong() {
+  Doorbell bells[2] = {};
+  int letter = 0;
+  on_ranks(2, [&](int rank) {
+    for (std::uint32_t turn = 0; turn < 3000; ++turn) {
+      if (rank == 0) {
+        ++letter;
+        bells[1].ring();
+      }
+      wait_for_ring(bells[rank], turn);
+      REQUIRE(letter == static_cast<int>(2 * turn) + (rank == 0 ? 2 : 1));
+      if (rank == 1) {
+        ++letter;
+        bells[0].ring();
+      }
+    }
+  });
+  REQUIRE(bells[0].sleepers == 0 && bells[1].sleepers == 0);
+}
+
+// The same with assistants that come, look, sleep or not, and leave. The letter is read as soon as it is known
+// to have come.
+void doorbell_assistants() {
+  Doorbell bells[2] = {};
+  int letter = 0;
+  on_ranks(2, [&](int rank) {
+    Doorbell& bell = bells[rank];
+    for (std::uint32_t turn = 0; turn < 3000; ++turn) {
+      const auto read = [&] { REQUIRE(letter == static_cast<int>(2 * turn) + (rank == 0 ? 2 : 1)); };
+      if (rank == 0) {
+        ++letter;
+        bells[1].ring();
+      }
+      bell.assistants.store(1);
+      const std::chrono::microseconds spin(turn % 7);
+      if (turn % 3 != 0 && bell.assist_once(turn, time_after(turn % 3 == 1 ? kLongS : 1e-5), spin) != turn) read();
+      if (bell.end_assistance() != turn) read();
+      wait_for_ring(bell, turn);
+      read();
+      if (rank == 1) {
+        ++letter;
+        bells[0].ring();
+      }
+    }
+  });
+  REQUIRE(bells[0].assistants_asleep == 0 && bells[1].assistants_asleep == 0);
+}
+
+void doorbell_wakes_all() {
+  for (int turn = 0; turn < 50; ++turn) {
+    Doorbell bell = {};
+    int letter = 0;
+    on_ranks(4, [&](int rank) {
+      if (rank == 0) {
+        letter = turn;
+        bell.ring();
+      } else {
+        wait_for_ring(bell, 0);
+        REQUIRE(letter == turn);
+      }
+    });
+  }
+}
+
+// The protocol of ByteStream in hvdlite/coordinator/control_page.py: bytes, then the head or tail that covers them.
+void byte_stream() {
+  constexpr std::uint64_t kBytes = 20000, kCapacity = 61;
+  constexpr int kReaders = 2;
+  std::vector<char> data(kCapacity);
+  std::uint64_t positions[1 + kReaders] = {};
+  const std::uintptr_t head = address_of(&positions[0]);
+  const auto tail = [&](int reader) { return address_of(&positions[1 + reader]); };
+  on_ranks(1 + kReaders, [&](int rank) {
+    for (std::uint64_t at = 0; at < kBytes;) {
+      if (rank == kReaders) {
+        std::uint64_t slowest = at;
+        for (int reader = 0; reader < kReaders; ++reader) {
+          slowest = std::min(slowest, load<std::uint64_t>(tail(reader)));
+        }
+        for (; at < std::min(slowest + kCapacity, kBytes); ++at) data[at % kCapacity] = static_cast<char>(at % 101);
+        store<std::uint64_t>(head, at);
+      } else {
+        for (const auto end = load<std::uint64_t>(head); at < end; ++at)
+          REQUIRE(data[at % kCapacity] == char(at % 101));
+        store<std::uint64_t>(tail(rank), at);
+      }
+      std::this_thread::yield();
+    }
+  });
+}
+
+float value_of(int rank, std::uint64_t i) {
+  return static_cast<float>((i + 3 * static_cast<std::uint64_t>(rank)) % 11);
+}
+
+float sum_of(int size, std::uint64_t i) {
+  float sum = 0;
+  for (int rank = 0; rank < size; ++rank) sum += value_of(rank, i);
+  return sum;
+}
+
+// One after the other, each rank changing its copy as soon as it has its result.
+void allreduce(int size) {
+  constexpr std::uint64_t kMost = 1000;
+  const Page page(size);
+  std::vector<std::vector<float>> copies(size, std::vector<float>(kMost));
+  std::vector<std::uintptr_t> addresses;
+  for (const auto& copy : copies) addresses.push_back(address_of(copy.data()));
+  on_ranks(size, [&](int rank) {
+    Barrier barrier = page.barrier(rank, 5);
+    for (int turn = 0; turn < 10; ++turn) {
+      for (const std::uint64_t numel : {std::uint64_t{1}, std::uint64_t{17}, std::uint64_t{160}, kMost}) {
+        for (std::uint64_t i = 0; i < numel; ++i) copies[rank][i] = value_of(rank, i);
+        const WaitStatus status = barrier.allreduce(addresses, numel, DType::kFloat32, Op::kSum, 1.0, 2.0, kLongS);
+        REQUIRE(status == WaitStatus::kOk);
+        for (std::uint64_t i = 0; i < numel; ++i) REQUIRE(copies[rank][i] == 2 * sum_of(size, i));
+      }
+    }
+  });
+}
+
+// One after the other, without meeting in between: with and without a cast, in place and not, of one tensor and of two.
+void staged(int size) {
+  constexpr std::uint64_t kWindowBytes = 128;
+  const Page page(size);
+  std::vector<std::vector<char>> windows(size, std::vector<char>(kStagingWindows * kWindowBytes));
+  std::vector<std::uintptr_t> staging;
+  for (const auto& window : windows) staging.push_back(address_of(window.data()));
+  on_ranks(size, [&](int rank) {
+    Barrier barrier = page.barrier(rank, 5);
+    for (int turn = 0; turn < 120; ++turn) {
+      const std::uint64_t numel = static_cast<std::uint64_t>(turn * 7);
+      const DType wire = turn % 2 == 0 ? DType::kFloat32 : DType::kFloat16;
+      std::vector<float> inputs(numel), results(numel);
+      for (std::uint64_t i = 0; i < numel; ++i) inputs[i] = value_of(rank, i);
+      std::vector<float>& outputs = turn % 3 == 0 ? inputs : results;
+      const std::vector<std::uint64_t> offsets{0, turn % 5 == 0 ? numel : numel / 2};
+      const std::vector<std::uint64_t> numels{offsets[1], numel - offsets[1]};
+      const auto listed = [&](const std::vector<float>& tensors) {
+        return TensorList({address_of(tensors.data()), address_of(tensors.data() + offsets[1])}, numels, offsets);
+      };
+      const TensorList from = listed(inputs), to = listed(outputs);
+      const StagedAllreduce job{from,     to,  staging, kWindowBytes / item_bytes(wire), numel, DType::kFloat32, wire,
+                                Op::kSum, 1.0, 1.0};
+      REQUIRE(staged_allreduce(barrier, job, kLongS) == WaitStatus::kOk);
+      for (std::uint64_t i = 0; i < numel; ++i) REQUIRE(outputs[i] == sum_of(size, i));
+    }
+  });
+}
+
+void deadline() {
+  on_ranks(2, [](int rank) {
+    for (int turn = 0; turn < 100; ++turn) {
+      Deadline deadline(kLongS, "never seen", 3);
+      if (turn % 2 == rank) deadline.cancel();
+    }
+  });
+}
+
+// Whether a race would be seen at all: the waiter does not acquire what the other rank released.
+void race() {
+  Word ready{0};
+  int letter = 0;
+  on_ranks(2, [&](int rank) {
+    if (rank == 0) {
+      letter = 1;
+      ready.store(1, std::memory_order_release);
+    } else {
+      while (ready.load(std::memory_order_relaxed) == 0) std::this_thread::yield();
+      REQUIRE(letter == 1);
+    }
+  });
+}
+
+const std::map<std::string, std::function<void()>> kCases{
+    {"barrier asleep", [] { barrier(0); }},
+    {"barrier spinning", [] { barrier(1000); }},
+    {"barrier timeout", barrier_timeout},
+    {"barrier abort asleep", [] { barrier_abort(0); }},
+    {"barrier abort spinning", [] { barrier_abort(10000); }},
+    {"doorbell ping-pong", doorbell_ping_pong},
+    {"doorbell assistants", doorbell_assistants},
+    {"doorbell wakes all", doorbell_wakes_all},
+    {"byte stream", byte_stream},
+    {"allreduce of 1", [] { allreduce(1); }},
+    {"allreduce of 2", [] { allreduce(2); }},
+    {"allreduce of 3", [] { allreduce(3); }},
+    {"staged allreduce of 1", [] { staged(1); }},
+    {"staged allreduce of 2", [] { staged(2); }},
+    {"staged allreduce of 3", [] { staged(3); }},
+    {"deadline", deadline},
+    {"race", race},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc == 2) {
+    kCases.at(argv[1])();
+  } else {
+    for (const auto& [name, work] : kCases) std::puts(name.c_str());
+  }
+}
