@@ -52,6 +52,36 @@ def test_overlap(launch: Launch, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["overlapped.json", "serial.json"]
 
 
+def test_scale_model(tmp_path: Path) -> None:
+    """Messages per bucket and rank do not depend on how many ranks there are, beyond the tree's first levels."""
+    path = tmp_path / "s.json"
+    schedule = tmp_path / "schedule.json"
+    buckets = [{"bytes": nbytes, "ready_ms": 50 * i} for i, nbytes in enumerate([1 << 20, 1 << 10, 1 << 23], start=1)]
+    schedule.write_text(json.dumps({"compute_ms": 150, "buckets": buckets}))
+    command = [sys.executable, str(BENCHMARKS / "scale_model.py"), f"--model={schedule}", "--ranks=2,16,192,1024"]
+    done = subprocess.run([*command, f"--json={path}"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    most = {row["ranks"]: row["most_counted"] for row in report["rows"]}
+    sent = {n: [most[n][who]["tree_messages_sent"] for who in most[n] if who != "other ranks"] for n in most}
+    assert sent == {2: [0], 16: [3, 3], 192: [12, 15], 1024: [12, 15]}
+    assert all(most[n]["other ranks"]["claims_sent"] == len(buckets) for n in most)
+    assert all(exposed_ms > 0 for row in report["rows"] for exposed_ms in row["exposed_ms"].values())
+
+
+def test_scale_model_with_ranks_of_different_speed(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "scale_model.py"), "--ranks=64", "--across=hvdlite", "--jitter=0.05"]
+    said = []
+    for seed in (0, 0, 1):
+        path = tmp_path / "s.json"
+        subprocess.run([*command, f"--seed={seed}", f"--json={path}"], check=True, capture_output=True, timeout=120)
+        (row,) = json.loads(path.read_text())["rows"]
+        said.append((row["compute_ms"], row["exposed_ms"], row["most_counted"]))
+    assert said[0] == said[1]
+    assert said[0][:2] != said[2][:2]
+    assert said[0][0] > 300  # the slowest of 64 ranks
+
+
 def test_across_hosts(tmp_path: Path) -> None:
     path = tmp_path / "o.json"
     small = ["--layers=3", "--width=64", "--rows=8", "--rounds=1", "--steps=2", f"--json={path}"]
@@ -62,3 +92,37 @@ def test_across_hosts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert (report["ranks"], report["nodes"]) == (2, 2)
+
+
+def test_latency(launch: Launch, tmp_path: Path) -> None:
+    report = run(launch, 2, "latency.py", tmp_path / "l.json", "--rounds=2", "--calls=5", "--count=10")
+    assert set(report["blocking, 4 B"]) == {"hvd.allreduce", "hvd.allreduce_", "MPI", "Gloo"}
+    assert all(0 < row["median_us"] <= row["p99_us"] for row in report["10 at once, 4 KiB"].values())
+
+
+def test_all_of_them_and_their_targets(tmp_path: Path) -> None:
+    """`python -m benchmarks`, of one program; a target is there for each of its figures that has one."""
+    command = [sys.executable, "-m", "benchmarks", "latency", "--rounds=1", "--results", str(tmp_path)]
+    result = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "blocking allreduce of 4 B, us" in result.stdout
+    assert (tmp_path / "latency.json").exists()
+    command = [sys.executable, "-m", "benchmarks", "latency", "speed"]
+    wrong = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and "no such program: speed" in wrong.stderr
+
+
+def test_targets_say_what_is_met() -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from targets import targets
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    ways = {"memcpy": 4, "hvd, in its slot": 2, "hvd, elsewhere": 6, "hvdlite backend": 2, "MPI": 7, "Gloo": 10}
+    sizes = [4 << 20, 16 << 20, 64 << 20]
+    rows = [{"way": way, "bytes": size, "median_us": time} for way, time in ways.items() for size in sizes]
+    found = {target.what: (target.measured, target.is_met) for target in targets({"allreduce": {"rows": rows}})}
+    assert found["64 MiB, hvd, in its slot: time / memcpy's"] == (0.5, True)
+    assert found["hvd, in its slot, from 16 MiB: times as fast as the fastest MPI"] == (3.5, True)
+    assert found["hvd, elsewhere, from 16 MiB: times as fast as the fastest MPI"] == (pytest.approx(7 / 6), False)
+    assert found["hvd, elsewhere, from 256 KiB: times as fast as Gloo"] == (pytest.approx(10 / 6), False)

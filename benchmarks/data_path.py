@@ -1,0 +1,124 @@
+"""What an allreduce costs across nodes: exact messages and bytes of a rank, and a model of the time.
+
+Messages come from the plans that the ring itself executes (hvdlite/collectives/pipeline.py). Times are those of LogGP
+(Alexandrov et al. 1995, doi:10.1145/215399.215427): latency, overhead per message, time per byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, log2
+
+from hvdlite.collectives import pipeline
+from hvdlite.collectives.ring import doubling_bytes
+from hvdlite.config import Config
+from hvdlite.counters import Traffic
+from hvdlite.dtypes import ReduceOp
+from hvdlite.memory import shard_bounds
+from hvdlite.topology import Topology
+from schedules import DTYPE
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds, and bytes per second. By default nodes with 100 Gbit/s and MPI over TCP; benchmarks/README.md says where
+    the costs of Python come from."""
+
+    latency_s: float = 20e-6  # of a message between nodes, from call to call
+    link_bytes_per_s: float = 12.5e9  # of a node, in each direction
+    memory_bytes_per_s: float = 100e9  # of a node, read and written by all its ranks together
+    wake_s: float = 30e-6  # from a ring of a rank's doorbell until its coordinator runs
+    cycle_s: float = 10e-6  # of a coordinator's look at everything it serves
+    message_s: float = 5e-6  # to read or write a control message
+    send_s: float = 5e-6  # to hand a control message to MPI
+    piece_s: float = 12e-6  # to send, receive and add one message of a ring
+
+
+def traffic(topology: Topology, nbytes: int, config: Config) -> Traffic:
+    """What the rank of ``topology`` sends and receives for one allreduce of ``nbytes`` in their home."""
+    result = Traffic()
+    nodes, rails = len(topology.nodes), topology.rails
+    if topology.size > nodes and nbytes <= config.small_bytes:
+        rails = 1
+    if nodes == 1 or topology.local_rank >= rails:
+        return result
+    begin, end = shard_bounds(nbytes // DTYPE.itemsize, rails, topology.local_rank, DTYPE.itemsize)
+    numel = end - begin
+    if numel * DTYPE.itemsize <= doubling_bytes(config.small_bytes, nodes):
+        exchanges = _recursive_doubling_messages(topology.node_index, nodes) if numel else 0
+        for _ in range(exchanges):
+            result.sent(numel * DTYPE.itemsize)
+            result.received(numel * DTYPE.itemsize)
+        return result
+    shards = [shard_bounds(numel, nodes, node, DTYPE.itemsize) for node in range(nodes)]
+    piece = config.segment_bytes // DTYPE.itemsize
+    index = topology.node_index
+    plan = pipeline.plan_reduce_scatter(shards, index, piece, ReduceOp.SUM, 1.0, 1.0).then(
+        pipeline.plan_allgather([[shard] for shard in shards], index, piece)
+    )
+    for part in plan.outgoing:
+        result.sent((part.stop - part.start) * DTYPE.itemsize)
+    for part in plan.arriving:
+        result.received((part.stop - part.start) * DTYPE.itemsize)
+    return result
+
+
+def _recursive_doubling_messages(rank: int, size: int) -> int:
+    """Sent, and received, by ``rank`` of ``size``: see `RingBackend`."""
+    power = 1 << (size.bit_length() - 1)
+    pairs = size - power
+    if rank < 2 * pairs and rank % 2 == 1:
+        return 1
+    return power.bit_length() - 1 + (rank < 2 * pairs)
+
+
+def hierarchical_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:
+    """As hvdlite does it: reduce-scatter in the node, a ring across nodes per local rank, allgather in the node."""
+    rails = local_size if nbytes > config.small_bytes else 1
+    share = nbytes / rails
+    if share <= doubling_bytes(config.small_bytes, nodes):
+        rounds = ceil(log2(nodes))
+        across = rounds * (machine.latency_s + machine.piece_s + nbytes / machine.link_bytes_per_s)
+    else:
+        across = _ring_s(nodes, share, machine.link_bytes_per_s / rails, machine, config)
+    return _in_node_s(local_size, nbytes, machine) + across
+
+
+def flat_ring_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:
+    """One ring through all ranks, node by node: every step waits for the links between nodes."""
+    if nodes == 1:
+        return _in_node_s(local_size, nbytes, machine)
+    return _ring_s(nodes * local_size, nbytes, machine.link_bytes_per_s, machine, config)
+
+
+def halving_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:
+    """What hvdlite does not have: `hierarchical_s`, but recursive halving and doubling across nodes.
+
+    Thakur, Rabenseifner & Gropp 2005, doi:10.1177/1094342005051521.
+    """
+    moved = 2 * (nodes - 1) / nodes * nbytes / machine.link_bytes_per_s
+    per_rail = 2 * (nodes - 1) / nodes * nbytes / local_size / config.segment_bytes * machine.piece_s
+    across = 2 * ceil(log2(nodes)) * (machine.latency_s + machine.piece_s) + max(moved, per_rail)
+    return _in_node_s(local_size, nbytes, machine) + across
+
+
+Algorithm = Callable[[int, int, int, Machine, Config], float]
+"""(nodes, ranks of each, bytes, machine, config) -> seconds from the last rank's begin to the end."""
+
+
+def _ring_s(ranks: int, nbytes: float, bytes_per_s: float, machine: Machine, config: Config) -> float:
+    """2(n-1) steps, in each of which a shard moves on, in pieces that follow one another."""
+    if ranks == 1:
+        return 0.0
+    shard = nbytes / ranks
+    pieces = max(1, ceil(shard / config.segment_bytes))
+    wire_s = shard / pieces / bytes_per_s
+    return 2 * (ranks - 1) * max(pieces * max(machine.piece_s, wire_s), machine.latency_s + machine.piece_s + wire_s)
+
+
+def _in_node_s(local_size: int, nbytes: int, machine: Machine) -> float:
+    """Every copy is read once and written once, between two barriers."""
+    if local_size == 1:
+        return 0.0
+    return 2 * local_size * nbytes / machine.memory_bytes_per_s + 2 * machine.wake_s

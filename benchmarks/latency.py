@@ -1,0 +1,121 @@
+"""Small operations: how long one takes that is waited for, and a thousand that are submitted at once.
+
+    python -m hvdlite run -np 2 latency.py
+    mpirun -np 2 python latency.py --json results/latency.json
+
+Every call is timed, on every rank; the slowest rank counts. Ways take turns, as in allreduce.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import hvdlite
+import hvdlite.torch as hvd
+from measure import add_json_option, describe, meet, provenance, slowest, table, write_json
+from peers import start_gloo
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+WARM_UP = 100  # calls: until requests are known, and their order is frozen
+
+Call = Callable[[], object]
+
+
+def blocking_ways(comm: MPI.Comm) -> dict[str, Call]:
+    """Sums of one float32, which every rank needs at once, as a loss."""
+    from mpi4py import MPI
+
+    tensor, array = torch.zeros(1), np.zeros(1, np.float32)
+    own = comm.Dup()
+    return {
+        "hvd.allreduce": lambda: hvd.allreduce(tensor, op=hvd.Sum, name="one"),
+        "hvd.allreduce_": lambda: hvd.allreduce_(tensor, op=hvd.Sum, name="one, in place"),
+        "MPI": lambda: own.Allreduce(MPI.IN_PLACE, array),
+        "Gloo": lambda: dist.all_reduce(tensor),
+    }
+
+
+def burst_ways(count: int, nbytes: int) -> dict[str, Call]:
+    """``count`` tensors of ``nbytes`` each, all submitted before the first is waited for."""
+    tensors = [torch.zeros(nbytes // 4) for _ in range(count)]
+
+    def ours() -> None:
+        handles = [hvd.allreduce_async_(x, op=hvd.Sum, name=f"burst.{i}") for i, x in enumerate(tensors)]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    def gloo() -> None:
+        for work in [dist.all_reduce(x, async_op=True) for x in tensors]:
+            work.wait()
+
+    return {"hvd.allreduce_async_": ours, "Gloo": gloo}
+
+
+def measure(
+    ways: dict[str, Call], comm: MPI.Comm, rounds: int, calls: int, warm_up: int
+) -> dict[str, dict[str, float]]:
+    """Of each way the median and the 99th percentile of all calls, in microseconds."""
+    seconds: dict[str, list[float]] = {label: [] for label in ways}
+    for way in ways.values():
+        for _ in range(warm_up):
+            way()
+    labels = list(ways)
+    for turn in range(rounds):
+        for label in labels[turn % len(labels) :] + labels[: turn % len(labels)]:
+            meet(comm)
+            ways[label]()
+            for _ in range(calls):
+                start = time.perf_counter()
+                ways[label]()
+                seconds[label].append(time.perf_counter() - start)
+    found = {}
+    for label, own in seconds.items():
+        worst = slowest(comm, own) * 1e6
+        found[label] = {"median_us": float(np.median(worst)), "p99_us": float(np.quantile(worst, 0.99))}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="blocks of each way (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=200, help="of each block (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=1000, help="tensors of a burst (default: %(default)s)")
+    add_json_option(parser)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    hvd.init()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    start_gloo(comm)
+    gc.collect()
+    gc.freeze()  # or Python looks through all that torch has imported, 150 ms each time, in every third burst
+    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
+    report: dict[str, Any] = {
+        "benchmark": "latency",
+        **facts,
+        "blocking, 4 B": measure(blocking_ways(comm), comm, options.rounds, options.calls, WARM_UP),
+        f"{options.count} at once, 4 KiB": measure(burst_ways(options.count, 4096), comm, options.rounds, 1, 8),
+    }
+    if comm.rank == 0:
+        print(describe(facts))
+        for title in list(report)[-2:]:
+            rows = [[label, f"{row['median_us']:.1f}", f"{row['p99_us']:.1f}"] for label, row in report[title].items()]
+            print(f"\n{title}\n" + table(["way", "median us", "99th percentile us"], rows))
+        write_json(options.json, report)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
