@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -40,6 +39,7 @@ void register_reduce(py::module_& m) {
   m.def(
       "copy",
       [](std::uintptr_t destination, std::uintptr_t source, std::uint64_t nbytes) {
+        if (nbytes == 0) return;  // nothing has the address 0, which memcpy must not be given
         std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), nbytes);
       },
       "destination"_a, "source"_a, "nbytes"_a, WithoutGil());
@@ -64,46 +64,48 @@ void register_pack(py::module_& m) {
           "source"_a, "begin"_a, "end"_a, "from_dtype"_a, "to_dtype"_a, "scale"_a = 1.0, WithoutGil());
 }
 
-template <class T>
-std::atomic<T>& atomic_at(std::uintptr_t address) {
-  static_assert(std::atomic<T>::is_always_lock_free, "shared memory needs atomics without locks");
-  return *reinterpret_cast<std::atomic<T>*>(address);
-}
+Doorbell& doorbell_at(std::uintptr_t address) { return *reinterpret_cast<Doorbell*>(address); }
 
-// One load or store takes less time than releasing the GIL, so these keep it.
-template <class T>
-T load(std::uintptr_t address) {
-  return atomic_at<T>(address).load(std::memory_order_acquire);
-}
-
-template <class T>
-void store(std::uintptr_t address, T value) {
-  atomic_at<T>(address).store(value, std::memory_order_release);
-}
-
-std::uint32_t doorbell_wait(std::uintptr_t address, std::uint32_t seen, double timeout_s) {
-  auto& doorbell = *reinterpret_cast<Doorbell*>(address);
+template <class WaitOnce>
+std::uint32_t wait_without_gil(std::uint32_t seen, double timeout_s, WaitOnce wait_once) {
   const auto until = time_after(timeout_s);
   while (true) {
     std::uint32_t now;
     {
       const py::gil_scoped_release without_gil;
-      now = doorbell.wait_once(seen, until);
+      now = wait_once(until);
     }
     if (now != seen || Clock::now() >= until) return now;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();  // Ctrl-C ends a wait of the main thread
   }
 }
 
+std::uint32_t doorbell_wait(std::uintptr_t address, std::uint32_t seen, double timeout_s) {
+  return wait_without_gil(seen, timeout_s,
+                          [&](Clock::time_point until) { return doorbell_at(address).wait_once(seen, until); });
+}
+
+std::uint32_t doorbell_assist(std::uintptr_t address, std::uint32_t seen, double timeout_s, int spin_us) {
+  const std::chrono::microseconds spin(spin_us);
+  return wait_without_gil(seen, timeout_s,
+                          [&](Clock::time_point until) { return doorbell_at(address).assist_once(seen, until, spin); });
+}
+
 void register_signal(py::module_& m) {
+  // One load or store takes less time than releasing the GIL, so these keep it.
   m.def("load32", &load<std::uint32_t>, "address"_a);
   m.def("load64", &load<std::uint64_t>, "address"_a);
   m.def("store32", &store<std::uint32_t>, "address"_a, "value"_a);
   m.def("store64", &store<std::uint64_t>, "address"_a, "value"_a);
-  m.def(
-      "doorbell_ring", [](std::uintptr_t address) { reinterpret_cast<Doorbell*>(address)->ring(); }, "address"_a,
-      WithoutGil());
+  m.def("doorbell_ring", [](std::uintptr_t address) { doorbell_at(address).ring(); }, "address"_a, WithoutGil());
   m.def("doorbell_wait", &doorbell_wait, "address"_a, "seen"_a, "timeout_s"_a);
+  m.def("doorbell_assist", &doorbell_assist, "address"_a, "seen"_a, "timeout_s"_a, "spin_us"_a);
+  m.def(
+      "doorbell_begin_assistance", [](std::uintptr_t address) { doorbell_at(address).assistants.store(1); },
+      "address"_a);
+  m.def(
+      "doorbell_end_assistance", [](std::uintptr_t address) { return doorbell_at(address).end_assistance(); },
+      "address"_a);
   m.def(
       "wake_all", [](std::uintptr_t address) { futex_wake_all(atomic_at<std::uint32_t>(address)); }, "address"_a,
       WithoutGil());

@@ -1,5 +1,6 @@
 #include "reduce.h"
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -19,6 +20,7 @@ struct Reduction {
   std::uint64_t nbytes;  // of each array
   double prescale;
   double postscale;
+  double divisor;  // to divide by instead of multiplying with postscale; 0 where there is none
 };
 
 using ReduceKernel = void (*)(const Reduction&);
@@ -45,6 +47,15 @@ ReduceKernel kernel_for(DType dtype, Op op, bool scaled) {
   }
 }
 
+// n where `factor` is 1 / n and multiplying with it would round twice; else 0.
+double divisor_of(double factor) {
+  constexpr double kAbove = 1 << 24;  // whole numbers below are exact in fp32
+  const double n = std::nearbyint(1.0 / factor);
+  int exponent = 0;
+  const bool is_reciprocal = std::abs(n) < kAbove && 1.0 / n == factor;
+  return is_reciprocal && std::abs(std::frexp(n, &exponent)) != 0.5 ? n : 0.0;
+}
+
 }  // namespace
 
 void require_reducible(DType dtype, Op op) {
@@ -61,7 +72,8 @@ void reduce(const std::vector<std::uintptr_t>& destinations, const std::vector<s
   const auto* from = reinterpret_cast<const char* const*>(sources.data());
   const auto* to = reinterpret_cast<char* const*>(destinations.data());
   const ReduceKernel kernel = kernel_for(dtype, op, prescale != 1.0 || postscale != 1.0);
-  kernel({from, sources.size(), to, destinations.size(), numel * item_bytes(dtype), prescale, postscale});
+  kernel({from, sources.size(), to, destinations.size(), numel * item_bytes(dtype), prescale, postscale,
+          divisor_of(postscale)});
 }
 
 }  // namespace hvdlite

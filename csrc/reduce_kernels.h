@@ -29,20 +29,20 @@ struct Max {
 
 // Not inlined: one copy per type is enough of a loop that dozens of kernels use and that few people ever run.
 template <class Integer>
-__attribute__((noinline)) void scale_integers(Integer* items, std::size_t count, double factor) {
-  for (std::size_t i = 0; i < count; ++i) items[i] = scaled_integer(items[i], factor);
+__attribute__((noinline)) void scale_integers(Integer* items, std::size_t count, double factor, double divisor) {
+  for (std::size_t i = 0; i < count; ++i) items[i] = scaled_integer(items[i], factor, divisor);
 }
 
 template <class E>
-inline typename Lanes<E>::Value scale(typename Lanes<E>::Value value, double factor) {
+inline typename Lanes<E>::Value scale(typename Lanes<E>::Value value, double factor, double divisor = 0.0) {
   using Scalar = typename Lanes<E>::Scalar;
   if constexpr (std::is_integral<Scalar>::value) {
     Scalar items[kVectorBytes / sizeof(Scalar)];
     store_unaligned(items, value);
-    scale_integers(items, kVectorBytes / sizeof(Scalar), factor);
+    scale_integers(items, kVectorBytes / sizeof(Scalar), factor, divisor);
     return load_unaligned<typename Lanes<E>::Value>(items);
   } else {
-    return value * static_cast<Scalar>(factor);
+    return divisor == 0.0 ? value * static_cast<Scalar>(factor) : value / static_cast<Scalar>(divisor);
   }
 }
 
@@ -76,10 +76,10 @@ struct Chunk {
     }
   }
 
-  void finish(double postscale) {
+  void finish(double postscale, double divisor) {
     for (std::size_t i = 0; i < kCount; ++i) {
       if constexpr (kScaled) {
-        for (Value& value : values[i]) value = scale<E>(value, postscale);
+        for (Value& value : values[i]) value = scale<E>(value, postscale, divisor);
       }
       result[i] = L::narrow(values[i]);
     }
@@ -107,7 +107,7 @@ void reduce_arrays(const Reduction& reduction) {
   for (; r.nbytes - at >= Step::kBytes; at += Step::kBytes) {
     chunk.start(r.sources[0] + at, r.prescale);
     for (std::size_t i = 1; i < r.source_count; ++i) chunk.combine(r.sources[i] + at, r.prescale);
-    chunk.finish(r.postscale);
+    chunk.finish(r.postscale, r.divisor);
     for (std::size_t i = 0; i < r.destination_count; ++i) chunk.write(r.destinations[i] + at);
   }
 
@@ -121,7 +121,7 @@ void reduce_arrays(const Reduction& reduction) {
     __builtin_memcpy(padded, r.sources[i] + at, rest);
     chunk.combine(padded, r.prescale);
   }
-  chunk.finish(r.postscale);
+  chunk.finish(r.postscale, r.divisor);
   chunk.write(padded);
   for (std::size_t i = 0; i < r.destination_count; ++i) __builtin_memcpy(r.destinations[i] + at, padded, rest);
 }

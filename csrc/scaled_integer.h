@@ -6,15 +6,16 @@
 
 namespace hvdlite {
 
-// value * factor in fp64, truncated towards zero; out of range saturates, NaN gives 0. Written without branches, so
-// that loops over it become vector code.
+// value * factor in fp64, or value / divisor where that is not 0, truncated towards zero; out of range saturates, NaN
+// gives 0. Written without branches, so that loops over it become vector code.
 template <class Integer>
-inline Integer scaled_integer(Integer value, double factor) {
+inline Integer scaled_integer(Integer value, double factor, double divisor = 0.0) {
   using Limits = std::numeric_limits<Integer>;
   constexpr double kLowest = static_cast<double>(Limits::lowest());
   constexpr double kAbove = static_cast<double>(Limits::max() / 2 + 1) * 2.0;  // max() + 1, also where max() is no fp64
   constexpr double kHighest = sizeof(Integer) < 8 ? kAbove - 1 : kAbove - 1024;  // the fp64 before that
-  const double exact = static_cast<double>(value) * factor;
+  const double whole = static_cast<double>(value);
+  const double exact = divisor == 0.0 ? whole * factor : whole / divisor;
   const double number = exact == exact ? exact : 0.0;
   const double high_enough = number > kLowest ? number : kLowest;
   const double in_range = high_enough < kHighest ? high_enough : kHighest;

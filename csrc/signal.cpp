@@ -27,6 +27,21 @@ inline void pause() {
 #endif
 }
 
+// Looks until `happened` or `until` has come, and at least once; whether it happened.
+template <class Condition>
+bool spin_until(Clock::time_point until, Condition happened) {
+  do {
+    for (int i = 0; i < kPausesPerClockRead; ++i) {
+      if (happened()) return true;
+      pause();
+    }
+    sched_yield();  // whoever is waited for may need this very core
+  } while (Clock::now() < until);
+  return false;
+}
+
+constexpr std::uint32_t kOwner = 1, kAssistant = 2;
+
 }  // namespace
 
 Clock::time_point time_after(double seconds) {
@@ -35,31 +50,53 @@ Clock::time_point time_after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(bounded));
 }
 
-void futex_wait(Word& word, std::uint32_t expected, Clock::time_point until) {
-  const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(until - Clock::now()).count();
-  if (left <= 0) return;
-  timespec relative{};
-  relative.tv_sec = static_cast<time_t>(left / 1'000'000'000);
-  relative.tv_nsec = static_cast<long>(left % 1'000'000'000);
-  syscall(SYS_futex, &word, FUTEX_WAIT, expected, &relative, nullptr, 0);
+void futex_wait(Word& word, std::uint32_t expected, Clock::time_point until, std::uint32_t group) {
+  // FUTEX_WAIT_BITSET takes a point in time of CLOCK_MONOTONIC, which is what steady_clock reads on Linux.
+  const auto point = std::chrono::duration_cast<std::chrono::nanoseconds>(until.time_since_epoch()).count();
+  if (until <= Clock::now()) return;
+  timespec absolute{};
+  absolute.tv_sec = static_cast<time_t>(point / 1'000'000'000);
+  absolute.tv_nsec = static_cast<long>(point % 1'000'000'000);
+  syscall(SYS_futex, &word, FUTEX_WAIT_BITSET, expected, &absolute, nullptr, group);
 }
 
-void futex_wake_all(Word& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+void futex_wake_all(Word& word, std::uint32_t group) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, group);
+}
 
 // Ringing and going to sleep are Dekker's pattern: each side writes its word, then reads the other's. In
-// sequentially consistent order at least one sees the other, so no ring is missed.
+// sequentially consistent order at least one sees the other, so no ring is missed. The end of an assistance is another
+// such pattern: a ring that still took the assistant for present has been counted before `end_assistance` looks.
 void Doorbell::ring() {
   count.fetch_add(1, std::memory_order_seq_cst);
-  if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(count);
+  if (assistants.load(std::memory_order_seq_cst) != 0) {
+    if (assistants_asleep.load(std::memory_order_seq_cst) != 0) futex_wake_all(count, kAssistant);
+  } else if (sleepers.load(std::memory_order_seq_cst) != 0) {
+    futex_wake_all(count, kOwner);
+  }
 }
 
 std::uint32_t Doorbell::wait_once(std::uint32_t seen, Clock::time_point until) {
   const std::uint32_t now = count.load(std::memory_order_acquire);
   if (now != seen) return now;
   sleepers.fetch_add(1, std::memory_order_seq_cst);
-  futex_wait(count, seen, until);
+  futex_wait(count, seen, until, kOwner);
   sleepers.fetch_sub(1, std::memory_order_relaxed);
   return count.load(std::memory_order_acquire);
+}
+
+std::uint32_t Doorbell::assist_once(std::uint32_t seen, Clock::time_point until, std::chrono::microseconds spin) {
+  const auto rung = [&] { return count.load(std::memory_order_acquire) != seen; };
+  if (spin_until(std::min(Clock::now() + spin, until), rung)) return count.load(std::memory_order_acquire);
+  assistants_asleep.fetch_add(1, std::memory_order_seq_cst);
+  futex_wait(count, seen, until, kAssistant);
+  assistants_asleep.fetch_sub(1, std::memory_order_relaxed);
+  return count.load(std::memory_order_acquire);
+}
+
+std::uint32_t Doorbell::end_assistance() {
+  assistants.store(0, std::memory_order_seq_cst);
+  return count.load(std::memory_order_seq_cst);
 }
 
 // `generation` comes first: wake_all(address of the barrier) makes every sleeper look at its abort word.
@@ -109,15 +146,7 @@ WaitStatus Barrier::wait(double timeout_s) {
 
 WaitStatus Barrier::await_generation_after(std::uint32_t before, Clock::time_point until) {
   const auto opened = [&] { return shared_->generation.load(std::memory_order_acquire) != before; };
-  const auto spin_until = std::min(Clock::now() + spin_, until);
-  do {
-    for (int i = 0; i < kPausesPerClockRead; ++i) {
-      if (opened()) return WaitStatus::kOk;
-      pause();
-    }
-    if (aborted()) return WaitStatus::kAborted;
-    sched_yield();  // the rank that is waited for may need this very core
-  } while (Clock::now() < spin_until);
+  if (spin_until(std::min(Clock::now() + spin_, until), opened)) return WaitStatus::kOk;
 
   shared_->sleepers.fetch_add(1, std::memory_order_seq_cst);
   WaitStatus status = WaitStatus::kOk;

@@ -17,24 +17,55 @@ namespace hvdlite {
 using Clock = std::chrono::steady_clock;
 using Word = std::atomic<std::uint32_t>;
 
+// A word of shared memory by its address, a multiple of its size.
+template <class T>
+std::atomic<T>& atomic_at(std::uintptr_t address) {
+  static_assert(std::atomic<T>::is_always_lock_free, "shared memory needs atomics without locks");
+  return *reinterpret_cast<std::atomic<T>*>(address);
+}
+
+// Sequentially consistent: of two ranks that each store and then look at the other's word, at least one sees what the
+// other has stored.
+template <class T>
+T load(std::uintptr_t address) {
+  return atomic_at<T>(address).load(std::memory_order_seq_cst);
+}
+
+template <class T>
+void store(std::uintptr_t address, T value) {
+  atomic_at<T>(address).store(value, std::memory_order_seq_cst);
+}
+
 // `seconds` from now; anything that is no sensible duration (NaN, negative) counts as 0, and at most 30 years.
 Clock::time_point time_after(double seconds);
 
 // Sleeps while `word` holds `expected`, until `until`, or a signal, or any wake-up; may return for no reason.
-void futex_wait(Word& word, std::uint32_t expected, Clock::time_point until);
-void futex_wake_all(Word& word);
+// `group` is a set of bits: a wake-up is for those who sleep in one of its groups.
+constexpr std::uint32_t kEverybody = 0xffffffff;
+void futex_wait(Word& word, std::uint32_t expected, Clock::time_point until, std::uint32_t group = kEverybody);
+void futex_wake_all(Word& word, std::uint32_t group = kEverybody);
 
-// A count of rings, and how many threads sleep on it. Zeroed memory is a valid doorbell.
+// A count of rings, and who sleeps on it. Zeroed memory is a valid doorbell.
+//
+// It has an owner, a thread that sleeps on it for as long as there is nothing to do, and perhaps an assistant: another
+// thread of the process that does the owner's work for a while. Rings wake the assistant while there is one, and the
+// owner sleeps on.
 struct Doorbell {
   Word count;
-  Word sleepers;
+  Word sleepers;    // owners that sleep, or are about to
+  Word assistants;  // 1 while there is one
+  Word assistants_asleep;
 
   void ring();
   // One sleep, until the count differs from `seen` or `until` has come; a signal or a stray wake-up ends it early.
   // Returns the count.
   std::uint32_t wait_once(std::uint32_t seen, Clock::time_point until);
+  // The same of the assistant, which looks for `spin` before it sleeps.
+  std::uint32_t assist_once(std::uint32_t seen, Clock::time_point until, std::chrono::microseconds spin);
+  // Ends what `assistants = 1` began. Returns the count: rings up to then may have woken nobody but the assistant.
+  std::uint32_t end_assistance();
 };
-static_assert(sizeof(Doorbell) == 8, "the doorbell's size is part of the Python interface");
+static_assert(sizeof(Doorbell) == 16, "the doorbell's size is part of the Python interface");
 
 enum class WaitStatus : int { kOk = 0, kTimeout = 1, kAborted = 2 };
 

@@ -93,8 +93,10 @@ class Run {
 }  // namespace
 
 WaitStatus staged_allreduce(Barrier& barrier, const StagedAllreduce& job, double timeout_s) {
+  // Before anybody waits: a rank that raised between the barriers would leave the others at the next one.
   if (job.staging.size() != barrier.size()) throw std::invalid_argument("one staging address per rank is needed");
   if (job.window_numel == 0) throw std::invalid_argument("window_numel must be above 0");
+  require_reducible(job.wire_dtype, job.op);
   Run run(barrier.rank(), job);
   const std::uint64_t windows = run.windows();
   for (std::uint64_t k = 0; windows > 0 && k < windows + 2; ++k) {

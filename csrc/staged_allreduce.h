@@ -28,12 +28,12 @@ struct StagedAllreduce {
 
 // Runs `job` together with all other ranks of `barrier`. A barrier per window, and one more.
 //
-// In phase k a rank packs window k, reduces its shard of window k - 1 and fetches the other ranks' shards of window k - 2;
+// In phase k a rank packs window k, reduces its shard of window k - 1 and fetches the others' shards of window k - 2;
 // a barrier ends the phase. Each window is used again two phases later, when nobody reads it any more; so no barrier is
 // needed at the end, provided that the staging memory is used for nothing else.
 //
-// What crosses from core to core is 2(n-1)/n of the bytes, the least there is. A rank's own shard does not even pass through
-// shared memory where one tensor has all of the window and no cast is asked for.
+// What crosses from core to core is 2(n-1)/n of the bytes, the least there is. A rank's own shard does not even pass
+// through shared memory where one tensor has all of the window and no cast is asked for.
 WaitStatus staged_allreduce(Barrier& barrier, const StagedAllreduce& job, double timeout_s);
 
 }  // namespace hvdlite

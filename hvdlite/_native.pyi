@@ -20,6 +20,8 @@ def reduce(
 ) -> None:
     """Every destination[i] = postscale * op over j of (prescale * sources[j][i]), summed in the order of sources.
 
+    A postscale of 1 / n for a whole number n divides by n, which rounds once.
+
     A destination may be one of the sources, at the same address. Source: csrc/reduce.cpp.
     """
 
@@ -93,18 +95,27 @@ class Barrier:
         """
 
 def load64(address: int) -> int:
-    """Atomic load with acquire order."""
+    """Atomic load, sequentially consistent."""
 
 def store64(address: int, value: int) -> None:
-    """Atomic store with release order."""
+    """Atomic store, sequentially consistent."""
 
 def load32(address: int) -> int: ...
 def store32(address: int, value: int) -> None: ...
 def doorbell_ring(address: int) -> None:
-    """Count one ring at the 8-byte doorbell (count, sleepers) and wake whoever sleeps on it."""
+    """Count one ring at the 16-byte doorbell and wake its assistant, or its owner where there is none."""
 
 def doorbell_wait(address: int, seen: int, timeout_s: float) -> int:
     """Sleep until the count differs from ``seen`` or the time is over; return the count. Wakes no core meanwhile."""
+
+def doorbell_begin_assistance(address: int) -> None:
+    """From here on rings wake the caller instead of the owner; one assistant at a time."""
+
+def doorbell_assist(address: int, seen: int, timeout_s: float, spin_us: int) -> int:
+    """`doorbell_wait` of the assistant, which looks for ``spin_us`` before it sleeps."""
+
+def doorbell_end_assistance(address: int) -> int:
+    """Leave; return the count. If it is not what the assistant has seen last, the owner must be rung."""
 
 def wake_all(address: int) -> None:
     """Wake every waiter of a 32-bit futex word, so that it looks at its abort word."""

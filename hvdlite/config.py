@@ -80,11 +80,11 @@ class Config:
     MPI sends messages below its eager limit, 64 KiB over TCP, without asking the receiver first, which would wait for
     the receiver's next look at MPI."""
     small_bytes: int = _setting(32 << 10, _not_negative(int), "SMALL_BYTES")
-    """Up to this size an allreduce across nodes takes recursive doubling, above it the ring."""
+    """Up to this size an allreduce across nodes takes recursive doubling, above it the ring; more on many nodes."""
     cycle_ms: float = _setting(0.0, _not_negative(float), "CYCLE_TIME")
     """How long a ready tensor may wait for others to fuse with, in ms. Nothing polls, so 0 is a good default."""
-    cache_capacity: int = _setting(1024, _positive(int), "CACHE_CAPACITY")
-    """Requests that are remembered so that later submissions send their number only."""
+    cache_capacity: int = _setting(1024, _not_negative(int), "CACHE_CAPACITY")
+    """Requests that are remembered so that later submissions send their number only; 0 spells out every one."""
     tree_fanout: int = _setting(4, _positive(int), "TREE_FANOUT")
     """Children of a node leader in the negotiation tree."""
     spin_us: int = _setting(50, _not_negative(int), "SPIN_MICROSECONDS")

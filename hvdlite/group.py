@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.collectives.pairwise import PairwiseExchange
-from hvdlite.collectives.select import build_backend
+from hvdlite.collectives.select import build_backend, spin_us
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.execute import Executor
@@ -35,7 +35,8 @@ class Group:
 
     Operations are asynchronous: `Handle.wait` ends in a result or in an error. They raise `HorovodInternalError` where
     hvdlite was shut down or has failed, `DuplicateNameError` where their ``name`` is in flight, and ValueError on a
-    rank that has joined.
+    rank that has joined. With ``background=False`` the caller waits for the operation at once, and does the coordinator
+    thread's work meanwhile; without a wait nothing would happen.
 
     Args:
         comm: the ranks of ``topology`` in ascending order; None where it is this process alone. Freed by `release`.
@@ -85,9 +86,12 @@ class Group:
         self._backend = build_backend(node, self._rail, topology, config, check, recorder)
         self.buffers = FusionBuffers(node)
         staging_bytes = align_up(max(config.staging_bytes, topology.size * ALIGNMENT))
+        self._pairwise = PairwiseExchange(
+            comm, self.ranks, timeout_s=config.collective_timeout_s, check=check, recorder=recorder
+        )
         executor = Executor(
             self._backend,
-            PairwiseExchange(comm, self.ranks, timeout_s=config.collective_timeout_s, check=check, recorder=recorder),
+            self._pairwise,
             self._backend.allocate(staging_bytes, DType.UINT8),
             # On one node a chunk stays in cache on its way; across nodes it should fill the wire.
             config.staging_bytes if several_nodes else config.chunk_bytes,
@@ -108,6 +112,7 @@ class Group:
             executor,
             config,
             recorder,
+            spin_us=spin_us(config, node),
             check=check,
             on_fatal=on_fatal,
             on_notice=on_notice,
@@ -127,6 +132,14 @@ class Group:
         """0, 1, 2, ...: for names of what every rank makes in the same order."""
         return next(self._numbers)
 
+    def statistics(self) -> dict[str, int]:
+        """What this rank has done here so far; see `hvdlite.statistics`."""
+        return {
+            **self.coordinator.statistics(),
+            **self._backend.traffic.named("ring"),
+            **self._pairwise.traffic.named("alltoall"),
+        }
+
     # Operations.
 
     def allreduce_async(
@@ -141,6 +154,7 @@ class Group:
         postscale: float = 1.0,
         wire_dtype: DType | None = None,
         home: Home | None = None,
+        background: bool = True,
     ) -> Handle:
         """``outputs[i] = postscale * op over ranks(prescale * inputs[i])``, all together or none.
 
@@ -155,21 +169,20 @@ class Group:
         Raises:
             ValueError: an element type that does not reduce.
         """
-        _check_reducible("allreduce", inputs, op)
         if home is None and len(inputs) == 1 and wire_dtype is None and inputs[0].address == outputs[0].address:
             home = self.buffers.find(inputs[0].address, inputs[0].nbytes)
-        name, sequence = self._identify(Kind.ALLREDUCE, name)
-        request = Request(
+        request, sequence = self._reduction(
             Kind.ALLREDUCE,
+            inputs,
             name,
-            _specs(name, names, inputs),
+            names,
             op,
-            float(prescale),
-            float(postscale),
-            wire_dtype=wire_dtype,
-            place=None if home is None else home.place,
+            prescale,
+            postscale,
+            wire_dtype,
+            None if home is None else home.place,
         )
-        return self._submit(Submission(request, sequence, inputs, outputs, home=home))
+        return self._submit(Submission(request, sequence, inputs, outputs, home=home), background)
 
     def reducescatter_async(
         self,
@@ -192,16 +205,8 @@ class Group:
         Raises:
             ValueError: an element type that does not reduce.
         """
-        _check_reducible("reducescatter", inputs, op)
-        name, sequence = self._identify(Kind.REDUCESCATTER, name)
-        request = Request(
-            Kind.REDUCESCATTER,
-            name,
-            _specs(name, names, inputs),
-            op,
-            float(prescale),
-            float(postscale),
-            wire_dtype=wire_dtype,
+        request, sequence = self._reduction(
+            Kind.REDUCESCATTER, inputs, name, names, op, prescale, postscale, wire_dtype
         )
         return self._submit(Submission(request, sequence, inputs, outputs))
 
@@ -240,7 +245,7 @@ class Group:
         """
         assert len(splits) == self.size and 0 <= sum(splits) <= tensor.shape[0], (splits, tensor.shape)
         name, sequence = self._identify(Kind.ALLTOALL, name)
-        request = Request(Kind.ALLTOALL, name, _specs(name, None, [tensor], skip_dims=1))
+        request = Request(Kind.ALLTOALL, name, _specs(name, None, [tensor], skip_dims=1), needs_all=True)
         return self._submit(Submission(request, sequence, [tensor], sizes=tuple(splits), allocate=allocate))
 
     def broadcast_async(
@@ -266,9 +271,9 @@ class Group:
         request = Request(Kind.BROADCAST, name, _specs(name, names, tensors), root=int(root_rank), needs_all=needs_all)
         return self._submit(Submission(request, sequence, tensors, tensors))
 
-    def barrier_async(self) -> Handle:
+    def barrier_async(self, *, background: bool = True) -> Handle:
         """Done once every rank has called it."""
-        return self._submit_bare(Kind.BARRIER)
+        return self._submit_bare(Kind.BARRIER, background=background)
 
     def join_async(self) -> Handle:
         """Take part in whatever the others do, with nothing, until all have joined; the result is the last who did."""
@@ -276,11 +281,11 @@ class Group:
 
     def add_process_set_async(self, ranks: Sequence[int]) -> Handle:
         """Of the whole job: a new group of ``ranks``; the result is its number and, on its members, the group."""
-        return self._submit_bare(Kind.ADD_PROCESS_SET, ranks=tuple(ranks))
+        return self._submit_bare(Kind.ADD_PROCESS_SET, ranks=tuple(ranks), needs_all=True)
 
     def remove_process_set_async(self, number: int, ranks: Sequence[int]) -> Handle:
         """Of the whole job: end a group."""
-        return self._submit_bare(Kind.REMOVE_PROCESS_SET, root=number, ranks=tuple(ranks))
+        return self._submit_bare(Kind.REMOVE_PROCESS_SET, root=number, ranks=tuple(ranks), needs_all=True)
 
     def allocate(self, nbytes: int, name: str | None = None) -> FusionBuffer:
         """A fusion buffer of ``nbytes`` per rank, zeroed; blocks until every rank asks for the same.
@@ -319,22 +324,36 @@ class Group:
             self._counters[kind] += 1
         return f"{kind.label}.noname", sequence
 
-    def _submit_bare(self, kind: Kind, name: str | None = None, **options: Any) -> Handle:
+    def _reduction(
+        self,
+        kind: Kind,
+        inputs: Sequence[TensorView],
+        name: str | None,
+        names: Sequence[str] | None,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        wire_dtype: DType | None,
+        place: tuple[int, int] | None = None,
+    ) -> tuple[Request, int]:
+        """The request of an operation that reduces, and its sequence number."""
+        if any(view.dtype is DType.BOOL for view in inputs):
+            raise ValueError(f"{kind.label} of bool is not defined; convert to uint8, and use Max for or, Min for and")
+        if op is ReduceOp.ADASUM:
+            raise NotImplementedError("Adasum is not one reduction; use hvdlite.torch.allreduce(op=Adasum)")
         name, sequence = self._identify(kind, name)
-        return self._submit(Submission(Request(kind, name, **options), sequence))
+        specs = _specs(name, names, inputs)
+        scales = float(prescale), float(postscale)
+        return Request(kind, name, specs, op, *scales, wire_dtype=wire_dtype, place=place), sequence
 
-    def _submit(self, submission: Submission) -> Handle:
+    def _submit_bare(self, kind: Kind, name: str | None = None, *, background: bool = True, **options: Any) -> Handle:
+        name, sequence = self._identify(kind, name)
+        return self._submit(Submission(Request(kind, name, **options), sequence), background)
+
+    def _submit(self, submission: Submission, background: bool = True) -> Handle:
         self._check_open()
-        self.coordinator.submit(submission)
+        self.coordinator.submit(submission, background=background)
         return submission.handle
-
-
-def _check_reducible(operation: str, views: Sequence[TensorView], op: ReduceOp) -> None:
-    for view in views:
-        if view.dtype is DType.BOOL:
-            raise ValueError(f"{operation} of bool is not defined; convert to uint8, and use Max for or, Min for and")
-    if op is ReduceOp.ADASUM:
-        raise NotImplementedError("Adasum is not one reduction; use hvdlite.torch.allreduce(op=Adasum)")
 
 
 def _specs(

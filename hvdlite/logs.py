@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 
 from hvdlite.config import Config
 
 _LEVELS = {"trace": logging.DEBUG, "fatal": logging.CRITICAL}
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what sys.stderr is at the time: test runners put their own in its place, and close it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        with suppress(AttributeError, OSError, ValueError):  # there is none, it is full, or closed
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
 
 
 def configure_logging(config: Config, rank: int) -> None:
@@ -16,7 +27,7 @@ def configure_logging(config: Config, rank: int) -> None:
     logger.setLevel(_LEVELS.get(config.log_level) or config.log_level.upper())
     if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
         return
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     stamp = "" if config.log_hide_time else "%(asctime)s "
     handler.setFormatter(logging.Formatter(f"{stamp}hvdlite [{rank}] %(levelname)s: %(message)s"))
     logger.addHandler(handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import sys
@@ -177,18 +178,26 @@ def allows_threads() -> bool:
     return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
-def finalize() -> None:
-    """End MPI if hvdlite started it, sleeping rather than spinning until the other ranks are there."""
+def finalize(timeout_s: float = math.inf) -> bool:
+    """End MPI if hvdlite started it, sleeping rather than spinning until the other ranks are there.
+
+    Returns:
+        Whether they came within ``timeout_s``; otherwise MPI still runs.
+    """
     if not is_running():
-        return
+        return True
     import mpi4py
 
     if mpi4py.rc.finalize is not False:
-        return
+        return True
     mpi = sys.modules["mpi4py.MPI"]
     request = mpi.COMM_WORLD.Ibarrier()
     pause_s = 1e-4
+    deadline_s = time.monotonic() + timeout_s
     while not request.Test():
+        if time.monotonic() > deadline_s:
+            return False
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.02)
     mpi.Finalize()
+    return True

@@ -145,7 +145,10 @@ def discover(
         for link in links:
             on_failure.enter_context(link)
         leaders: dict[int, int] = dict(zip(known, comm.allgather(leader), strict=True))
-        nodes = tuple(tuple(rank for rank in known if leaders[rank] == lead) for lead in sorted(set(leaders.values())))
+        led: dict[int, list[int]] = {}
+        for rank in known:
+            led.setdefault(leaders[rank], []).append(rank)
+        nodes = tuple(tuple(led[lead]) for lead in sorted(led))
         if any(leaders[node[0]] != node[0] for node in nodes):
             raise StartupError(f"ranks disagree about who shares a machine: the leaders seen are {leaders}")
         local = next(node for node in nodes if own_rank in node)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import math
 import os
 import sys
 import time
 from types import TracebackType
+from typing import NoReturn
 
 from hvdlite import mpi
 from hvdlite.errors import HorovodInternalError, StartupError
 from hvdlite.runtime import Runtime, describe_exception
 
+_LOG = logging.getLogger("hvdlite")
 _RANK_0_FIRST_S = 1.0  # launchers end a job within milliseconds of its first rank
 
 
@@ -19,7 +23,8 @@ class ProcessHooks:
     """Installed once, by the first init(); follow whichever runtime is the default.
 
     - At the end of the process an open runtime is closed, and MPI after it. After a failure MPI cannot be ended in
-      order, so the process ends without it, with a status that makes the launcher end the rest.
+      order, so the process ends without it, with a status that makes the launcher end the rest. A stall is different:
+      all ranks live, and where each has caught the error the job ends in order.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks: rank 0 prints it, and the launcher ends the others before they do. What concerns one rank
       alone, that rank prints a moment later.
@@ -62,17 +67,29 @@ class ProcessHooks:
         if self.in_child:
             return
         runtime = self.runtime
+        patience_s = math.inf
         if runtime is not None:
             runtime.close("its process ended")
-            self._failed |= runtime.failure is not None
+            self._failed |= not runtime.can_end_in_order
+            if runtime.failure is not None:
+                patience_s = runtime.config.collective_timeout_s
         if self._failed and mpi.is_running():
             # MPI_Finalize would wait for ranks that never come; the launcher ends them when it sees this status.
-            mpi.unlink_shared_files()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        mpi.finalize()
+            _end_without_mpi()
+        if not mpi.finalize(patience_s):
+            _LOG.error(
+                "rank %d has ended, but others have not, %.0f s (HVDLITE_COLLECTIVE_TIMEOUT_SECONDS) after this: %s",
+                *(mpi.launched_rank(), patience_s, runtime.failure if runtime is not None else ""),
+            )
+            _end_without_mpi()
 
     def _forked(self) -> None:
         if self.runtime is not None:
             self.runtime.abandon_in_child()
+
+
+def _end_without_mpi() -> NoReturn:
+    mpi.unlink_shared_files()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -84,10 +85,12 @@ class Runtime:
         self._failure_known = threading.Event()
         self._last_words: _native.Deadline | None = None
         self._closed = False
+        self._is_stuck = False
         self.groups: dict[int, Group] = {}  # of which this process is a member, by number; 0: of all ranks
         self._group_numbers = itertools.count(1)
-        self._members: dict[int, tuple[int, ...]] = {}  # of every process set, by number
+        self._members: dict[int, tuple[int, ...]] = {}  # the ranks of every group, whether this one is a member or not
         self._timeline_switched = threading.Event()
+        self._ended: dict[int, dict[str, int]] = {}  # the statistics of groups that were removed
 
         own = None if comm is None or comm.size == 1 else mpi.private_communicator(comm, config)
         self._comm: Any = own
@@ -98,6 +101,7 @@ class Runtime:
             nodes, self._node = discover(own, config.start_timeout_s)
             mpi.unlink_shared_files()  # every local rank has mapped them by now
             self.topology = Topology(rank, nodes)
+            self._members[0] = self.topology.ranks
             links = _leader_links(self.topology, self.config, cards, listener, links_deadline_s)
         links += [
             (self._node.ranks[local_rank], cards[self._node.ranks[local_rank]].where, link)
@@ -179,12 +183,11 @@ class Runtime:
 
     def group_number(self, ranks: Sequence[int]) -> int | None:
         """Of the group of ``ranks``; None where there is none."""
-        members = {0: self.topology.ranks, **self._members}
-        return next((number for number, others in members.items() if others == tuple(ranks)), None)
+        return next((number for number, others in self._members.items() if others == tuple(ranks)), None)
 
     def process_sets(self) -> dict[int, list[int]]:
         """The ranks of every group, by number; 0 has all."""
-        return {0: list(self.topology.ranks), **{number: list(ranks) for number, ranks in self._members.items()}}
+        return {number: list(ranks) for number, ranks in self._members.items()}
 
     def remove_group(self, number: int) -> None:
         """End group ``number``; what is in flight there fails with `ShutDownError`."""
@@ -205,15 +208,27 @@ class Runtime:
             raise ValueError("the communicator has processes that did not call hvd.init()")
         return tuple(ranks)
 
+    def statistics(self) -> dict[str, int]:
+        """What this rank has done so far, in all its groups, removed ones too; see `hvdlite.statistics`."""
+        by_group = {number: group.statistics() for number, group in [*self.groups.items()]} | self._ended
+        total: Counter[str] = Counter()
+        for counts in by_group.values():
+            total.update(counts)
+        return dict(total)
+
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
-        """Record a timeline of all ranks into ``path`` on rank 0's machine. One rank's call starts it on all."""
+        """Record a timeline of all ranks into ``path``, on rank 0's machine.
+
+        Rank 0's call counts, and starts it everywhere before any operation that rank 0 submits later; on other ranks,
+        whose paths may be others, a call does nothing.
+        """
         origin_ns = time.monotonic_ns() + self._clock_offset_ns
         self._switch_timeline(
             {"kind": "timeline_start", "path": path, "mark_cycles": mark_cycles, "origin_ns": origin_ns}
         )
 
     def stop_timeline(self) -> None:
-        """Stop recording and complete the file. One rank's call stops it on all."""
+        """Stop recording on all ranks and complete the file; on ranks other than 0 a call does nothing."""
         self._switch_timeline({"kind": "timeline_stop"})
 
     # The end, in order and otherwise.
@@ -243,6 +258,7 @@ class Runtime:
                 break
             if self._failure is not None:
                 _LOG.error("rank %d: the coordinator thread is stuck and is left behind", self.rank)
+                self._is_stuck = True
                 break
         if self._last_words is not None:
             self._last_words.cancel()
@@ -253,6 +269,11 @@ class Runtime:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def can_end_in_order(self) -> bool:
+        """Whether all ranks live and this one's threads have ended: nothing went wrong but perhaps a stall."""
+        return not self._is_stuck and (self._failure is None or isinstance(self._failure, StallError))
 
     @property
     def failure(self) -> HorovodInternalError | None:
@@ -292,7 +313,7 @@ class Runtime:
         self._timeline_switched.set()
         for group in [*self.groups.values()]:  # none yet when a rank dies during the start
             group.fail(self._failure)
-        if self._closed:
+        if self._closed or rank == _STALL:  # all ranks live, and one that is late may still come
             return
         self._last_words = _native.Deadline(
             self.config.failure_grace_s,
@@ -314,7 +335,7 @@ class Runtime:
     def _take_notice(self, content: dict[str, Any]) -> None:
         kind = content["kind"]
         if kind == "timeline_start":
-            if not self._timeline.is_recording:  # every rank may have called
+            if not self._timeline.is_recording:  # rank 0 may have called twice
                 self._timeline.start(content["path"], content["mark_cycles"], content["origin_ns"])
         elif kind == "timeline_stop":
             self._finish_timeline()
@@ -322,7 +343,7 @@ class Runtime:
             self._finish_timeline()
             for number in list(self.groups):
                 if number:
-                    self._end_group(number)
+                    self._end_group(number, content["text"])
             self.group.release()
         self._timeline_switched.set()
 
@@ -330,7 +351,8 @@ class Runtime:
         """Add or remove a group, in the order that all ranks agreed on."""
         if request.kind is Kind.REMOVE_PROCESS_SET:
             if request.root in self.groups:
-                self._end_group(request.root)
+                was = f"the process set of ranks {list(self.groups[request.root].ranks)} was removed"
+                self._end_group(request.root, f"{was}, so this operation cannot complete")
             return None
         number = next(self._group_numbers)
         if self.rank not in request.ranks:
@@ -355,13 +377,13 @@ class Runtime:
         group.coordinator.start()
         return number, group
 
-    def _end_group(self, number: int) -> None:
+    def _end_group(self, number: int, text: str) -> None:
         """Every member does; its coordinator stops once it has read in its log that one of them has said so."""
         group = self.groups[number]
-        text = f"the process set of ranks {list(group.ranks)} was removed, so this operation cannot complete"
         group.coordinator.announce({"kind": "shutdown", "rank": self.rank, "text": text, "own_text": text})
         while not group.coordinator.join(timeout_s=_LOOK_S):
             self.check()
+        self._ended[number] = group.statistics()
         del self.groups[number]
         group.node.close()
 
@@ -375,6 +397,8 @@ class Runtime:
 
     def _switch_timeline(self, content: dict[str, Any]) -> None:
         self._raise_if_closed()
+        if self.rank != 0:
+            return
         self._timeline_switched.clear()
         self.group.coordinator.announce(content)
         self._timeline_switched.wait()

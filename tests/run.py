@@ -3,6 +3,8 @@
 Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, and runs
 
   unit     no MPI
+  sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
+           Sanitizer, ranks as threads under ThreadSanitizer; skipped where GCC has none; only if asked for by name
   mpi      under mpirun with 1, 2, 3 and 4 ranks, on Open MPI and on MPICH; what lies above MPI with 1, 2 and 4 ranks on
            Open MPI and with 3 on MPICH, unless --mpi chooses one
   faults   tests that start mpirun themselves and kill ranks, on both
@@ -35,10 +37,10 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402 (the line above makes it importable)
 
-SUITES = ("lint", "unit", "mpi", "faults", "hosts", "examples", "integrations")
-BY_NAME = ("lint", "integrations")
+SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "integrations")
+BY_NAME = ("lint", "sanitizers", "integrations")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
-TIME_LIMIT_S = {"lint": 300, "unit": 600, "mpi": 900, "faults": 900, "hosts": 900, "examples": 900, "integrations": 900}
+TIME_LIMIT_S = dict.fromkeys(SUITES, 900) | {"lint": 300, "unit": 600, "sanitizers": 600}
 
 
 @dataclass
@@ -72,7 +74,7 @@ def main() -> int:
         done.append(stage)
         try:
             run(stage, arguments.this_python)
-            if stage.failures and arguments.second_try and not stage.title.startswith(("lint", "unit")):
+            if stage.failures and arguments.second_try and not stage.title.startswith(("lint", "unit", "sanitizers")):
                 print(f"\n==> [{number}/{len(stages)}] {stage.title}: a second try", flush=True)
                 done[-1] = Stage(stage.title, stage.command, stage.time_limit_s, first_try=stage.failures)
                 run(done[-1], arguments.this_python)
@@ -87,7 +89,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    suites = f"of {', '.join(SUITES)}; by default all but {' and '.join(BY_NAME)}"
+    suites = f"of {', '.join(SUITES)}; by default all but {', '.join(BY_NAME)}"
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=suites)
     parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help="only on this MPI; may be repeated")
     parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
@@ -120,7 +122,7 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         pythons = {"openmpi": Path(base, "bin", "python"), "mpich": Path(base + "-mpich", "bin", "python")}
         arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
         return pythons
-    tools = ["dev"] if "lint" in arguments.suites else []
+    tools = ["dev"] if {"lint", "sanitizers"} & set(arguments.suites) else []
     if "integrations" in arguments.suites:
         tools += ["lightning", "transformers"]
     pythons = {"openmpi": environment.make(["openmpi", "examples", "test", *tools])}

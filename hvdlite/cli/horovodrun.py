@@ -95,6 +95,8 @@ OPTIONS = (
     _switch("no-hierarchical-allreduce", key="not params.hierarchical_allreduce", note=_NO_CHOICE),
     _switch("hierarchical-allgather", key="params.hierarchical_allgather", note=_NO_CHOICE),
     _switch("no-hierarchical-allgather", key="not params.hierarchical_allgather", note=_NO_CHOICE),
+    _switch("torus-allreduce", note=_NO_CHOICE),
+    _switch("no-torus-allreduce", note=_NO_CHOICE),
     Option("min-np min-num-proc", note=_NO_ELASTIC),
     Option("max-np max-num-proc", note=_NO_ELASTIC),
     Option("slots-per-host", note=_NO_ELASTIC),

@@ -18,11 +18,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import Buffer
 
 if TYPE_CHECKING:
     from hvdlite._native import TensorList
+
+LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
 
 Range = tuple[int, int]
 """[start, stop) in elements of a buffer."""
@@ -98,6 +101,11 @@ class Backend(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has exchanged with other nodes."""
+        return Traffic()
 
     def close(self) -> None:
         """Release what the backend owns; a collective call."""

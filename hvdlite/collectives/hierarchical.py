@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hvdlite.collectives.base import Backend, Range
 from hvdlite.collectives.ring import RingBackend
 from hvdlite.collectives.shm import ShmBackend, share_of
+from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import Buffer, shard_bounds
 
@@ -58,6 +59,10 @@ class HierarchicalBackend(Backend):
         self._node.label = label
         if self._cross is not None:
             self._cross.label = label
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic() if self._cross is None else self._cross.traffic
 
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         return self._node.allocate(numel, dtype)

@@ -7,14 +7,14 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from hvdlite import _native
+from hvdlite.collectives.base import LARGEST_MESSAGE_BYTES
+from hvdlite.counters import Traffic
 from hvdlite.timeline.recorder import Lane, Recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hvdlite.collectives.requests import Endpoint
-
-_LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
 
 
 class PairwiseExchange:
@@ -42,6 +42,11 @@ class PairwiseExchange:
             from hvdlite.collectives.requests import Endpoint  # importing mpi4py starts MPI
 
             self._endpoint = Endpoint(comm, ranks=ranks, timeout_s=timeout_s, check=check)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has exchanged with others, of its own node too."""
+        return Traffic() if self._endpoint is None else self._endpoint.traffic
 
     def exchange(
         self, source: int, sends: Sequence[int], target: int, receives: Sequence[int], label: str, owner: object
@@ -81,6 +86,6 @@ class PairwiseExchange:
 def _messages(address: int, nbytes: int) -> list[tuple[int, int]]:
     """(address, bytes) of each message that ``nbytes`` take."""
     return [
-        (address + start, min(_LARGEST_MESSAGE_BYTES, nbytes - start))
-        for start in range(0, nbytes, _LARGEST_MESSAGE_BYTES)
+        (address + start, min(LARGEST_MESSAGE_BYTES, nbytes - start))
+        for start in range(0, nbytes, LARGEST_MESSAGE_BYTES)
     ]

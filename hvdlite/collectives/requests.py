@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from mpi4py import MPI
 
+from hvdlite.counters import Traffic
 from hvdlite.errors import CollectiveError
 
 _SPIN_S = 20e-6  # a reply inside a node, or over a fast network, comes within this
@@ -47,6 +48,7 @@ class Endpoint:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank = comm.rank
         self.size = comm.size
+        self.traffic = Traffic()
         self._activity = ""
         self._comm = comm
         self._ranks = tuple(ranks)
@@ -81,12 +83,14 @@ class Endpoint:
     def send(self, address: int, nbytes: int, to: int) -> MPI.Request:
         """Start sending; the memory stays as it is until the request is done. Messages to a rank arrive in order."""
         request = self._comm.Isend([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], to)
+        self.traffic.sent(nbytes)
         _remember(self._sends, request)
         return request
 
     def receive(self, address: int, nbytes: int, source: int) -> MPI.Request:
         """Start receiving the next message from ``source``, which has ``nbytes`` bytes."""
         request = self._comm.Irecv([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], source)
+        self.traffic.received(nbytes)
         _remember(self._receives, request)
         return request
 

@@ -5,6 +5,7 @@ Messages are raw bytes of at most one segment, so MPI's counts never overflow an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -13,16 +14,15 @@ import numpy as np
 
 from hvdlite import _native
 from hvdlite.collectives import pipeline
-from hvdlite.collectives.base import Backend, Range
+from hvdlite.collectives.base import LARGEST_MESSAGE_BYTES, Backend, Range
 from hvdlite.collectives.requests import Endpoint
+from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import ALIGNMENT, Buffer, align_up, shard_bounds
 from hvdlite.timeline.recorder import Lane, Recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
 
 
 class RingBackend(Backend):
@@ -32,7 +32,8 @@ class RingBackend(Backend):
         comm: private to the thread that calls; its ranks stand in the order of the ring.
         ranks: what errors call the ranks of ``comm``; their number there, if None.
         segment_bytes: largest message: one travels while the one before it is reduced.
-        small_bytes: up to this size, recursive doubling and trees; above, the ring and chains.
+        small_bytes: up to this size, recursive doubling and trees; above, the ring and chains. Recursive doubling goes
+            further on more than four ranks, see `doubling_bytes`.
         timeout_s: the longest wait for one message.
         check: raises once the job has failed.
 
@@ -57,10 +58,15 @@ class RingBackend(Backend):
         self._endpoint = Endpoint(
             comm, ranks=range(comm.size) if ranks is None else ranks, timeout_s=timeout_s, check=check
         )
-        self._segment_bytes = max(ALIGNMENT, min(segment_bytes, _LARGEST_MESSAGE_BYTES))
-        self._small_bytes = min(small_bytes, _LARGEST_MESSAGE_BYTES)
+        self._segment_bytes = max(ALIGNMENT, min(segment_bytes, LARGEST_MESSAGE_BYTES))
+        self._small_bytes = min(small_bytes, LARGEST_MESSAGE_BYTES)
+        self._doubling_bytes = min(doubling_bytes(small_bytes, comm.size), LARGEST_MESSAGE_BYTES)
         self._recorder = recorder
-        self._scratch = _aligned_memory(max(self._small_bytes, pipeline.WINDOW * self._segment_bytes))
+        self._scratch = _aligned_memory(max(self._doubling_bytes, pipeline.WINDOW * self._segment_bytes))
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._endpoint.traffic
 
     def allocate(self, numel: int, dtype: DType) -> Buffer:
         memory = _aligned_memory(numel * dtype.itemsize)
@@ -69,7 +75,7 @@ class RingBackend(Backend):
     def allreduce(
         self, buf: Buffer, *, op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
-        """Recursive doubling up to ``small_bytes``: log2(n) exchanges of the whole buffer.
+        """Recursive doubling of what is small: log2(n) exchanges of the whole buffer.
 
         Above, reduce-scatter and allgather around the ring: 2(n-1) steps, 2(n-1)/n * nbytes sent per rank, which
         is bandwidth-optimal (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). 16-bit floats are rounded
@@ -80,7 +86,7 @@ class RingBackend(Backend):
                 return
             if self.size == 1:
                 _scale(buf, prescale, postscale)
-            elif buf.nbytes <= self._small_bytes:
+            elif buf.nbytes <= self._doubling_bytes:
                 self._recursive_doubling(buf, op, prescale, postscale)
             else:
                 shards = self._shards(buf, self.size)
@@ -222,6 +228,18 @@ class RingBackend(Backend):
 
     def _activity(self, operation: str) -> str:
         return f"{operation} '{self.label}'" if self.label else operation
+
+
+def doubling_bytes(small_bytes: int, ranks: int) -> int:
+    """Up to where recursive doubling is faster than the ring, if on four ranks it is up to ``small_bytes``.
+
+    It takes log2(n) steps of all bytes, the ring 2(n-1) steps of 1/n of them. If a step costs a, and b for each byte,
+    they are equal at a/b * (2(n-1) - log2(n)) / (log2(n) - 2(n-1)/n) bytes: 8 a/b on 4 ranks, 454 a/b on 2048.
+    """
+    if ranks <= 4:
+        return small_bytes
+    rounds = math.log2(ranks)
+    return int(small_bytes / 8 * (2 * (ranks - 1) - rounds) / (rounds - 2 * (ranks - 1) / ranks))
 
 
 def _scale(buf: Buffer, prescale: float, postscale: float) -> None:

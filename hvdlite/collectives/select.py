@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
+def spin_us(config: Config, node: Node) -> int:
+    """How long a rank may spin: one that spins keeps the core from the rank it waits for, where they share one."""
+    return config.spin_us if node.local_size <= len(os.sched_getaffinity(0)) else 0
+
+
 def build_backend(
     node: Node,
     comm_rail: MPI.Comm | None,
@@ -45,11 +50,9 @@ def build_backend(
     nodes = topology.nodes
 
     def shm() -> ShmBackend:
-        # A rank that spins keeps the core from the rank it waits for, where they share one.
-        spin_us = config.spin_us if node.local_size <= len(os.sched_getaffinity(0)) else 0
         return ShmBackend(
             node,
-            spin_us=spin_us,
+            spin_us=spin_us(config, node),
             window_bytes=config.chunk_bytes if len(nodes) == 1 else 0,
             timeout_s=config.collective_timeout_s,
             check=check,
@@ -75,6 +78,6 @@ def build_backend(
         )
     if ring is not None and all(len(ranks) == 1 for ranks in nodes):
         return ring
-    place = topology.ranks.index  # backends count their ranks from 0
-    places = tuple(tuple(place(rank) for rank in ranks) for ranks in nodes)
-    return HierarchicalBackend(shm(), ring, places, place(topology.rank), one_rail_bytes=config.small_bytes)
+    place = {rank: number for number, rank in enumerate(topology.ranks)}  # backends count their ranks from 0
+    places = tuple(tuple(place[rank] for rank in ranks) for ranks in nodes)
+    return HierarchicalBackend(shm(), ring, places, place[topology.rank], one_rail_bytes=config.small_bytes)

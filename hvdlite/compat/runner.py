@@ -25,6 +25,7 @@ def run(
     cooldown_range: Sequence[int] | None = None,
     hosts: str | None = None,
     hostfile: str | None = None,
+    host_discovery_script: str | None = None,
     start_timeout: int | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -35,6 +36,7 @@ def run(
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
+    network_interfaces: Sequence[str] | None = None,
     executable: str | None = None,
     np: int | None = None,
     min_np: int | None = None,
@@ -44,6 +46,7 @@ def run(
 
     Raises:
         ValueError: ``hosts`` and ``hostfile``, or ``use_gloo`` and ``use_mpi``, are given together.
+        StartupError: ``host_discovery_script`` is given; hosts are not discovered.
     """
     if hosts is not None and hostfile is not None:
         raise ValueError("horovod.run: give hosts or hostfile, not both")
@@ -59,12 +62,13 @@ def run(
         "reset-limit": reset_limit,
         "blacklist-cooldown-range": None if cooldown_range is None else ",".join(map(str, cooldown_range)),
         "hostfile": hostfile,
+        "host-discovery-script": host_discovery_script,
         "start-timeout": start_timeout,
         "ssh-port": ssh_port,
         "ssh-identity-file": ssh_identity_file,
         "output-filename": output_filename,
         "mpi-args": mpi_args,
-        "network-interfaces": network_interface,
+        "network-interfaces": network_interface or ",".join(network_interfaces or ()) or None,
     }
     switches = {"disable-cache": disable_cache, "gloo": use_gloo, "mpi": use_mpi}
     options = [

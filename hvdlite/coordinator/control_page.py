@@ -1,7 +1,8 @@
 """The shared page through which the ranks of a node talk and wake each other; nothing in it polls.
 
-Per rank a doorbell (a futex) and a byte stream to the node leader; from the leader one byte stream, the log, that
-all local ranks read. Bytes are written before the head that covers them is stored with release order.
+Per rank a doorbell (a futex), a byte stream to the node leader, and a word that says how much of the frozen plan it is
+ready for; from the leader one byte stream, the log, that all local ranks read. Bytes are written before the head that
+covers them is stored with release order.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from hvdlite.node import Node
 _LINE_BYTES = 64  # every word that another rank writes has a cache line of its own
 _MAILBOX_BYTES = 1 << 16
 _LOG_BYTES = 1 << 18
+_COUNT_BITS = 44
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 class ByteStream:
@@ -26,6 +29,8 @@ class ByteStream:
         data = _LINE_BYTES * (1 + readers)
         self._data = memory[data : data + capacity]
         self._capacity = capacity
+        self.bytes_written = 0  # at this end, by this process
+        self.bytes_read = 0
 
     @staticmethod
     def bytes_needed(readers: int, capacity: int) -> int:
@@ -44,6 +49,7 @@ class ByteStream:
         self._data[: count - first] = outbox[first:count]
         del outbox[:count]
         _native.store64(self._head, head + count)
+        self.bytes_written += count
         return True
 
     def read(self, reader: int) -> bytes:
@@ -56,6 +62,7 @@ class ByteStream:
         first = min(count, self._capacity - start)
         data = bytes(self._data[start : start + first]) + bytes(self._data[: count - first])
         _native.store64(self._tails[reader], tail + count)
+        self.bytes_read += count
         return data
 
 
@@ -66,18 +73,29 @@ class ControlPage:
         size = node.local_size
         mailbox_bytes = ByteStream.bytes_needed(1, _MAILBOX_BYTES)
         log_bytes = ByteStream.bytes_needed(size, _LOG_BYTES)
-        self._segment = node.share(_LINE_BYTES * size + mailbox_bytes * size + log_bytes)
+        self._segment = node.share(2 * _LINE_BYTES * size + mailbox_bytes * size + log_bytes)
         self._local_rank = node.local_rank
         self._local_size = size
         self._doorbells = [self._segment.address + _LINE_BYTES * i for i in range(size)]
+        self._ready = [self._segment.address + _LINE_BYTES * (size + i) for i in range(size)]
 
         memory = self._segment.memory.data
-        offset = _LINE_BYTES * size
+        offset = 2 * _LINE_BYTES * size
         self._mailboxes = []
         for _ in range(size):
             self._mailboxes.append(ByteStream(memory[offset:], self._segment.address + offset, 1, _MAILBOX_BYTES))
             offset += mailbox_bytes
         self._log = ByteStream(memory[offset:], self._segment.address + offset, size, _LOG_BYTES)
+
+    @property
+    def bytes_written(self) -> int:
+        """By this rank: to its leader, or, as the leader, to the log."""
+        return self._log.bytes_written + sum(mailbox.bytes_written for mailbox in self._mailboxes)
+
+    @property
+    def bytes_read(self) -> int:
+        """By this rank: of the log, and, as the leader, of what its node has sent."""
+        return self._log.bytes_read + sum(mailbox.bytes_read for mailbox in self._mailboxes)
 
     def send_to_leader(self, outbox: bytearray) -> None:
         """Take what fits off the front of ``outbox``."""
@@ -98,6 +116,18 @@ class ControlPage:
     def read_log(self) -> bytes:
         return self._log.read(self._local_rank)
 
+    def set_ready(self, plan: int, count: int) -> None:
+        """Say how much of plan number ``plan`` this rank is ready for; wakes the leader if all have waited for it."""
+        before = _native.load64(self._ready[self._local_rank])
+        _native.store64(self._ready[self._local_rank], plan << _COUNT_BITS | count)
+        if self._local_rank != 0 and min(map(_native.load64, self._ready)) > before:
+            self.ring(0)
+
+    def ready(self, plan: int) -> int:
+        """For the leader: how many operations of a plan all local ranks are ready for."""
+        lowest = min(map(_native.load64, self._ready))  # a rank that has not begun with this plan has a lower number
+        return lowest & _COUNT_MASK if lowest >> _COUNT_BITS == plan else 0
+
     def ring(self, local_rank: int) -> None:
         """Wake a rank's coordinator."""
         _native.doorbell_ring(self._doorbells[local_rank])
@@ -113,3 +143,17 @@ class ControlPage:
     def sleep(self, seen: int, timeout_s: float) -> None:
         """Sleep on this rank's doorbell unless it has rung since ``seen``."""
         _native.doorbell_wait(self._doorbells[self._local_rank], seen, timeout_s)
+
+    # For a thread that does the coordinator's work for a while.
+
+    def begin_assistance(self) -> None:
+        """From here on rings wake this thread, and the coordinator thread sleeps on."""
+        _native.doorbell_begin_assistance(self._doorbells[self._local_rank])
+
+    def assist(self, seen: int, timeout_s: float, spin_us: int) -> None:
+        """`sleep` of that thread, which spins a little before."""
+        _native.doorbell_assist(self._doorbells[self._local_rank], seen, timeout_s, spin_us)
+
+    def end_assistance(self) -> int:
+        """Leave; how often this rank was rung by then."""
+        return _native.doorbell_end_assistance(self._doorbells[self._local_rank])

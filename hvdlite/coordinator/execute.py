@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 from hvdlite import _native
@@ -18,6 +19,14 @@ from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.topology import Topology
 
 Work = Sequence[tuple[Response, Submission]]
+
+
+@dataclass(slots=True)
+class Executed:
+    """What an executor has done: responses that were fused are one bucket."""
+
+    buckets: int = 0
+    reduced_bytes: int = 0  # in the type that travels
 
 
 class Executor:
@@ -51,9 +60,11 @@ class Executor:
         self._chunk_bytes = max(ALIGNMENT, min(chunk_bytes, staging.nbytes) // ALIGNMENT * ALIGNMENT)
         self._buffers = buffers
         self._recorder = recorder
+        self.executed = Executed()
 
     def execute(self, work: Work) -> object:
         """Do one bucket; return the result of a request that has one (a bucket of several never has)."""
+        self.executed.buckets += 1
         request = work[0][0].request
         label = work[0][1].label if len(work) == 1 else f"{work[0][1].label} and {len(work) - 1} more"
         self._backend.label = label
@@ -108,6 +119,7 @@ class Executor:
         """
         wire, dtype = buffer.dtype, inputs[0].dtype
         numels, offsets, total = _layout(inputs, wire.itemsize)
+        self.executed.reduced_bytes += total * wire.itemsize
         sources = _native.TensorList([view.address for view in inputs], numels, offsets)
         targets = _native.TensorList([view.address for view in outputs], numels, offsets)
         op, prescale, postscale = self._scales(request, wire)
@@ -131,12 +143,10 @@ class Executor:
         """
         if request.op is not ReduceOp.AVERAGE:
             return request.op, request.prescale, request.postscale
-        share = 1.0 / self._backend.size
-        if not wire.is_floating:
-            share = math.nextafter(share, 1.0)  # 49 * (1 / 49) is below 1, which truncates to 0
+        size = self._backend.size
         if wire.is_half and self._nodes > 1:
-            return ReduceOp.SUM, request.prescale * share, request.postscale
-        return ReduceOp.SUM, request.prescale, request.postscale * share
+            return ReduceOp.SUM, request.prescale / size, request.postscale
+        return ReduceOp.SUM, request.prescale, request.postscale / size
 
     def _broadcast(self, request: Request, submission: Submission, label: str) -> None:
         # The fused layout in bytes: a broadcast does not care for types.
@@ -182,6 +192,7 @@ class Executor:
     def _reducescatter(self, request: Request, submission: Submission, label: str) -> None:
         for view, output in zip(submission.inputs, submission.outputs, strict=True):
             wire = request.wire_dtype if request.wire_dtype is not None and view.dtype.is_floating else view.dtype
+            self.executed.reduced_bytes += view.numel * wire.itemsize
             self._reducescatter_tensor(request, view, output.address, wire, label)
 
     def _reducescatter_tensor(self, request: Request, view: TensorView, target: int, wire: DType, label: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 
@@ -12,9 +13,10 @@ class Handle:
     A lock that is held until completion is the cheapest sleep that Python has: no condition, no polling.
     """
 
-    __slots__ = ("_done", "_error", "_lock", "_result")
+    __slots__ = ("_done", "_error", "_lock", "_result", "assist")
 
     def __init__(self) -> None:
+        self.assist: Callable[[Handle], None] | None = None  # what a thread can do for it while it waits
         self._lock = threading.Lock()
         self._lock.acquire()
         self._done = False
@@ -26,6 +28,8 @@ class Handle:
 
     def wait(self) -> Any:
         """Sleep until the operation is complete; return its result or raise its error. May be called again."""
+        if not self._done and self.assist is not None:
+            self.assist(self)
         if not self._done:
             with self._lock:  # released by whoever completes; the next waiter takes it in turn
                 pass

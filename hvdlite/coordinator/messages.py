@@ -160,10 +160,40 @@ class EndOfBatch:
     """The responses since the last one may be fused: the boundary is part of the log, so that all ranks fuse alike."""
 
 
-Message = Claim | Response | Fault | Notice | EndOfBatch
+class Verb(IntEnum):
+    """What a message about the frozen plan says, and what its count is."""
+
+    HOLD = 0  # from the root: hold new claims back
+    HELD = 1  # to the root: done; how many operations of the plan are ready. Without a plan: 0, or -1 if claims wait
+    RESUME = 2  # from the root: go on as before
+    FREEZE = 3  # from the root: the plan is as many operations as the log ended with
+    READY = 4  # to the parent: operations that all ranks below are ready for
+    GO = 5  # from the root: operations that all ranks are ready for
+    BREAK = 6  # to the root: the plan will not come true
+    END = 7  # from the root: of the plan only so many operations will be done
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMessage:
+    """About the frozen plan, see frozen_plan.py."""
+
+    verb: Verb
+    count: int = 0
+
+
+Message = Claim | Response | Fault | Notice | EndOfBatch | PlanMessage
 
 _FRAME = struct.Struct("<BIqI")  # tag, slot, sequence, bytes of payload
-_DEFINE, _CLAIM, _RESPONSE, _FAULT, _NOTICE, _END_OF_BATCH = range(6)
+_DEFINE, _CLAIM, _RESPONSE, _FAULT, _NOTICE, _END_OF_BATCH, _PLAN = range(7)
+
+
+@dataclass(slots=True)
+class Written:
+    """How often an encoder sent a claim; a request by its slot; a request spelled out."""
+
+    claims: int = 0
+    cached: int = 0
+    spelled_out: int = 0
 
 
 class Encoder:
@@ -171,11 +201,13 @@ class Encoder:
 
     def __init__(self, capacity: int) -> None:
         self.outbox = bytearray()
+        self.written = Written()
         self._capacity = capacity
         self._slots: OrderedDict[Request, int] = OrderedDict()  # least recently used first
 
     def send(self, message: Message) -> None:
         if isinstance(message, Claim):
+            self.written.claims += 1
             varies = message.ranks is not None or message.sizes
             payload = json.dumps([message.ranks, message.sizes]).encode() if varies else b""
             self._frame(_CLAIM, payload, self._slot(message.request), message.sequence)
@@ -186,14 +218,21 @@ class Encoder:
             self._frame(_FAULT, json.dumps([*message.key, message.text]).encode())
         elif isinstance(message, Notice):
             self._frame(_NOTICE, json.dumps(message.content).encode())
+        elif isinstance(message, PlanMessage):
+            self._frame(_PLAN, b"", message.verb, message.count)
         else:
             self._frame(_END_OF_BATCH, b"")
 
     def _slot(self, request: Request) -> int:
         slot = self._slots.get(request)
         if slot is not None:
+            self.written.cached += 1
             self._slots.move_to_end(request)
             return slot
+        self.written.spelled_out += 1
+        if self._capacity == 0:
+            self._frame(_DEFINE, request.to_json(), 0)
+            return 0
         slot = self._slots.popitem(last=False)[1] if len(self._slots) >= self._capacity else len(self._slots)
         self._slots[request] = slot
         self._frame(_DEFINE, request.to_json(), slot)
@@ -243,5 +282,7 @@ class Decoder:
             return Fault((name, number), text)
         if tag == _NOTICE:
             return Notice(json.loads(payload))
+        if tag == _PLAN:
+            return PlanMessage(Verb(slot), sequence)
         assert tag == _END_OF_BATCH, tag
         return EndOfBatch()

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
 from hvdlite.coordinator.submission import has_identity
 
-_NEEDS_ALL = (Kind.ALLTOALL, Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET)
 _PATIENCE_S = 1.0  # after which a leader passes on what it has, complete or not
 _LOOK_S = 0.25
 
@@ -75,9 +74,11 @@ class Negotiation:
                 claims += _as_claims(gathering, sequence, False)
             self._gathering.clear()
         elif now_s >= self._next_look_s:
+            # After a long collective nobody is late: the ranks below could not speak meanwhile either.
+            was_away = now_s - self._next_look_s > _LOOK_S
             self._next_look_s = now_s + _LOOK_S
             for (_, sequence), gathering in self._gathering.items():
-                if gathering.claims and now_s - gathering.since_s > _PATIENCE_S:
+                if gathering.claims and now_s - gathering.since_s > _PATIENCE_S and not was_away:
                     claims += _as_claims(gathering, sequence, False)
                     gathering.claims.clear()
                     gathering.in_parts = True
@@ -89,6 +90,8 @@ class Negotiation:
         if not self._joined:
             return [_judge(key, gathering.claims) for key, gathering in self._take()]
         for key, gathering in list(self._gathering.items()):
+            if gathering.missing > len(self._joined):  # told without going through all ranks
+                continue
             if len(self._joined.keys() | gathering.ranks()) == len(self._ranks):
                 self._complete.append((key, self._gathering.pop(key)))
         verdicts = [_judge(key, gathering.claims, self._joined.keys()) for key, gathering in self._take()]
@@ -116,17 +119,21 @@ class Negotiation:
     def is_waiting(self) -> bool:
         return bool(self._gathering)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no rank has claimed anything that is not answered, and none has joined."""
+        return not (self._gathering or self._complete or self._joined)
+
     def _take(self) -> list[tuple[Key, _Gathering]]:
         complete, self._complete = self._complete, []
         return complete
 
 
 def _as_claims(gathering: _Gathering, sequence: int, of_all: bool) -> list[Claim]:
-    claims = []
-    for request, parts in gathering.claims.items():
-        ranks, sizes = _in_rank_order(parts)
-        claims.append(Claim(request, sequence, None if of_all and not sizes else ranks, sizes))
-    return claims
+    if of_all and not any(sizes for parts in gathering.claims.values() for _, sizes in parts):
+        # The usual case, which must cost no more where there are more ranks below.
+        return [Claim(request, sequence) for request in gathering.claims]
+    return [Claim(request, sequence, *_in_rank_order(parts)) for request, parts in gathering.claims.items()]
 
 
 def _in_rank_order(
@@ -145,6 +152,10 @@ def _judge(
     claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]],
     joined: Collection[int] = (),
 ) -> Response | Fault:
+    if len(claims) == 1 and not joined:
+        ((request, parts),) = claims.items()
+        if not any(sizes for _, sizes in parts):  # the usual case, which must cost no more where there are more ranks
+            return Response(request, key[1])
     merged: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]] = {}
     for request, parts in claims.items():  # where tensors live contradicts nothing
         merged.setdefault(request.at(None), []).extend(parts)
@@ -161,7 +172,7 @@ def _judge(
     absent = tuple(sorted(set(joined).difference(*(ranks for _, (ranks, _) in by_ranks))))
     if absent:
         lacks_root = request.kind is Kind.BROADCAST and request.root in absent
-        if request.needs_all or request.kind in _NEEDS_ALL or lacks_root:
+        if request.needs_all or lacks_root:
             return Fault(
                 key,
                 f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join() and cannot take part. "

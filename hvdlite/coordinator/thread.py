@@ -2,9 +2,10 @@
 
 What it guarantees, and what the rest relies on:
 
-- After start only this thread calls MPI and the backends of its process set, on communicators of its own.
+- After start only who is at work calls MPI and the backends of its process set, on communicators of its own: this
+  thread, or a user thread that waits for an operation and assists meanwhile. Never both at a time.
 - Every rank executes the same buckets in the same order: the order of the root's log.
-- User threads only append to a queue and ring the doorbell; they wait on their handles, never on this thread.
+- User threads append to a queue and ring the doorbell; they wait on their handles, never on this thread.
 - A submission is completed exactly once, by whoever takes it out of ``_in_flight``.
 - It sleeps on a futex whenever there is nothing to do. Only a node leader with links to other nodes wakes by
   itself, since MPI cannot wake it, and ever more rarely the longer nothing comes.
@@ -16,11 +17,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.execute import Executor
+from hvdlite.coordinator.frozen_plan import OrderWatch
+from hvdlite.coordinator.handle import Handle
 from hvdlite.coordinator.messages import (
     Claim,
     Decoder,
@@ -31,10 +35,12 @@ from hvdlite.coordinator.messages import (
     Kind,
     Message,
     Notice,
+    PlanMessage,
     Response,
 )
 from hvdlite.coordinator.negotiation import Negotiation
 from hvdlite.coordinator.plan import plan_buckets
+from hvdlite.coordinator.plan_protocol import PlanLeader, PlanMember
 from hvdlite.coordinator.stall import StallWatch, status_of
 from hvdlite.coordinator.submission import Submission, absent
 from hvdlite.coordinator.tree import Tree
@@ -47,10 +53,24 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 50e-6, 10e-3
 _FULL_STREAM_S = 1e-3
 
 
+@dataclass(slots=True)
+class Progress:
+    """What a coordinator has done so far."""
+
+    submissions: int = 0
+    cycles: int = 0
+    claims_heard: int = 0
+    responses: int = 0
+    faults: int = 0
+    batches: int = 0
+    counted: int = 0
+
+
 class Coordinator:
     """The thread, its queue, and this rank's part of the negotiation.
 
     Args:
+        spin_us: how long a thread that waits for one operation looks for it before it sleeps.
         check: raises the reason once the job has failed.
         on_fatal: called on this thread with the exception that ended it.
         on_notice: called on this thread, in the order of the log, with what is not the coordinator's own business.
@@ -66,6 +86,7 @@ class Coordinator:
         config: Config,
         recorder: Recorder,
         *,
+        spin_us: int,
         check: Callable[[], None],
         on_fatal: Callable[[BaseException], None],
         on_notice: Callable[[dict[str, Any]], None],
@@ -82,10 +103,13 @@ class Coordinator:
         self._on_notice = on_notice
         self._on_joined = on_joined
 
+        self._spin_us = spin_us
         self._lock = threading.Lock()  # guards _in_flight and _closed
+        self._at_work = threading.Lock()  # held by whoever negotiates and executes
         self._queue: deque[Submission | Notice] = deque()
         self._in_flight: dict[Key, Submission] = {}
         self._closed: HorovodInternalError | None = None
+        self._progress = Progress()
         self._last_submitted = "nothing"
         self._has_joined = False
         self._stopped = False
@@ -93,6 +117,7 @@ class Coordinator:
         self._claims = Encoder(config.cache_capacity)  # to the leader, or of a leader to its parent
         self._log = Decoder()
         self._batch: list[Response] = []
+        self._plan = PlanMember(config.cache_capacity)
         if topology.is_leader:
             self._lead()
         self._thread = threading.Thread(target=self._run, name=f"hvdlite-coordinator-{topology.rank}", daemon=True)
@@ -108,6 +133,11 @@ class Coordinator:
         self._log_outbox = bytearray()
         self._verdicts = Encoder(config.cache_capacity)  # the root's pen for the log
         self._stall = StallWatch(config, topology.ranks) if self._tree.parent is None else None
+        self._plan_leader = PlanLeader(
+            [*((rank,) for rank in topology.local_ranks), *self._speaks_for.values()],
+            self._speaks_for.values(),
+            OrderWatch(config.cache_capacity) if self._tree.parent is None else None,
+        )
         self._busy_until_s = time.monotonic()
 
     # From user threads.
@@ -115,8 +145,11 @@ class Coordinator:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, submission: Submission, *, background: bool = True) -> None:
         """Queue an operation.
+
+        Args:
+            background: False where the caller waits for it at once, and does the work itself.
 
         Raises:
             DuplicateNameError: an operation of this name is in flight.
@@ -137,10 +170,13 @@ class Coordinator:
                     f"{submission.request.kind.label} '{submission.label}' was submitted while an operation of that "
                     "name is still in flight; wait for its handle first, or give each operation its own name"
                 )
+            submission.handle.assist = self._assist
             self._in_flight[submission.key] = submission
             self._queue.append(submission)
             self._last_submitted = submission.label
-        self._page.ring_self()
+            self._progress.submissions += 1
+        if background:
+            self._page.ring_self()
 
     def announce(self, content: dict[str, Any]) -> None:
         """Send a notice to the root, which tells every rank."""
@@ -167,23 +203,79 @@ class Coordinator:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # On the thread.
+    def statistics(self) -> dict[str, int]:
+        """What it has done, said and heard so far; see `hvdlite.statistics`."""
+        is_leader = self._topology.is_leader
+        written = [pen.written for pen in ((self._claims, self._verdicts) if is_leader else (self._claims,))]
+        return {
+            **asdict(self._progress),
+            "plans": self._plan.number,
+            "claims_sent": sum(pen.claims for pen in written),
+            "messages_cached": sum(pen.cached for pen in written),
+            "messages_spelled_out": sum(pen.spelled_out for pen in written),
+            "page_bytes_written": self._page.bytes_written,
+            "page_bytes_read": self._page.bytes_read,
+            **self._tree.traffic.named("tree"),
+            **asdict(self._executor.executed),
+        }
+
+    def _assist(self, handle: Handle) -> None:
+        """Do the thread's work until ``handle`` is complete, on the caller's, which has nothing else to do.
+
+        It saves two changes of threads, each of which costs as much as a small operation. If the thread is at work, it
+        goes on, and the caller waits.
+        """
+        if not self._at_work.acquire(blocking=False):
+            self._page.ring_self()  # it may have looked at the queue before
+            return
+        self._page.begin_assistance()
+        rings = -1
+        try:
+            while not handle.done() and not self._stopped:
+                rings = self._page.rings()
+                if not self._guarded_cycle():
+                    self._page.assist(rings, self._patience_s(), self._spin_us)
+        finally:
+            missed = self._page.end_assistance() != rings
+            unfinished = bool(self._queue) or self._patience_s() < _IDLE_S or self._stopped
+            self._at_work.release()
+            if missed or unfinished:
+                self._page.ring_self()
+
+    # On the thread, or on one that assists; never on both at a time.
 
     def _run(self) -> None:
-        try:
-            while not self._stopped:
+        while True:
+            with self._at_work:
+                if self._stopped:
+                    return
                 rings = self._page.rings()
-                if not self._cycle():
-                    self._page.sleep(rings, self._patience_s())
+                busy = self._guarded_cycle()
+                patience_s = self._patience_s()
+            if not busy and not self._stopped:
+                self._page.sleep(rings, patience_s)
+
+    def _guarded_cycle(self) -> bool:
+        """`_cycle`, after whose errors nobody can go on."""
+        try:
+            return self._cycle()
         except BaseException as error:
+            self._stopped = True
             self._on_fatal(error)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C on a thread that assists
+            return False
 
     def _cycle(self) -> bool:
         """Drain, negotiate, execute; whether there was anything to do."""
         self._check()
+        self._progress.cycles += 1
         if self._recorder.mark_cycles:
             self._recorder.mark(Lane.CYCLE, "CYCLE_START")
         busy = self._drain()
+        complaint = self._plan.complaint(time.monotonic()) if self._plan.plan is not None else None
+        if complaint is not None:
+            self._send_up(complaint)
         if self._topology.is_leader:
             busy |= self._negotiate()
         self._flush()
@@ -202,12 +294,22 @@ class Coordinator:
         now_s = time.monotonic()
         while self._queue:
             item = self._queue.popleft()
-            message = item if isinstance(item, Notice) else item.claim(self._topology.rank)
-            if self._topology.is_leader:
-                self._hear(message, (self._topology.rank,), now_s)
-            else:
-                self._claims.send(message)
+            if isinstance(item, Notice):
+                self._send_up(item)
+            elif not self._plan.admit(item, now_s):
+                self._send_up(item.claim(self._topology.rank))
+        plan = self._plan.plan
+        if plan is not None and plan.ready > plan.told:
+            plan.told = plan.ready
+            self._page.set_ready(self._plan.number, plan.told)
         return True
+
+    def _send_up(self, message: Message) -> None:
+        """To the leader of this node, be it another rank or this one."""
+        if self._topology.is_leader:
+            self._hear(message, (self._topology.rank,), time.monotonic())
+        else:
+            self._claims.send(message)
 
     def _negotiate(self) -> bool:
         """A leader's part: hear the node and the children, pass on what is complete."""
@@ -225,6 +327,8 @@ class Coordinator:
             else:
                 for message in self._links[node_index].feed(data):
                     self._hear(message, self._speaks_for[node_index], now_s)
+        if self._plan.plan is not None:
+            self._pass_on(self._plan_leader.ready(self._page.ready(self._plan.number)))
         if self._tree.parent is not None:
             for claim in self._negotiation.upward(now_s):
                 self._claims.send(claim)
@@ -237,7 +341,10 @@ class Coordinator:
     def _hear(self, message: Message, sender_ranks: tuple[int, ...], now_s: float) -> None:
         """A leader takes a message from below."""
         if isinstance(message, Claim):
+            self._progress.claims_heard += 1
             self._negotiation.add(message, sender_ranks, now_s)
+        elif isinstance(message, PlanMessage):
+            self._pass_on(self._plan_leader.hear(message, sender_ranks, self._negotiation.is_idle))
         elif self._tree.parent is not None:
             self._claims.send(message)
         else:
@@ -245,14 +352,22 @@ class Coordinator:
             if not self._stall.take_answer(message.content):
                 self._verdicts.send(message)
 
+    def _pass_on(self, message: PlanMessage | None) -> None:
+        """A leader's word about the plan: the root's goes into the log, others' to the parent."""
+        if message is not None:
+            (self._verdicts if self._tree.parent is None else self._claims).send(message)
+
     def _judge(self, now_s: float) -> None:
         """The root turns what is complete into the log."""
         assert self._stall is not None
         verdicts = self._negotiation.verdicts()
         for verdict in verdicts:
             self._verdicts.send(verdict)
+            if isinstance(verdict, Response):
+                self._plan_leader.saw(verdict)
         if verdicts:
             self._verdicts.send(EndOfBatch())
+            self._pass_on(self._plan_leader.propose(self._negotiation.is_idle))
         query = self._stall.look(self._negotiation.waiting, now_s)
         if query is not None:
             self._verdicts.send(query)
@@ -280,6 +395,11 @@ class Coordinator:
 
     def _patience_s(self) -> float:
         """How long to sleep if nobody rings."""
+        if self._plan.plan is None:
+            return self._link_patience_s()
+        return min(self._link_patience_s(), self._plan.patience_s(time.monotonic()))
+
+    def _link_patience_s(self) -> float:
         if not self._topology.is_leader:
             return _FULL_STREAM_S if self._claims.outbox else _IDLE_S
         if self._log_outbox:
@@ -293,17 +413,38 @@ class Coordinator:
     def _obey(self, message: Message) -> None:
         """Do what the log says."""
         if isinstance(message, Response):
+            self._progress.responses += 1
             self._batch.append(message)
+            self._plan.logged(message)
         elif isinstance(message, EndOfBatch):
+            self._progress.batches += 1
             batch, self._batch = self._batch, []
-            for bucket in plan_buckets(batch, self._config.fusion_threshold_bytes):
-                self._execute(bucket)
+            self._execute_fused(batch)
+        elif isinstance(message, PlanMessage):
+            self._obey_plan(message)
         elif isinstance(message, Fault):
+            self._progress.faults += 1
             submission = self._take(message.key)
             if submission is not None:
                 submission.handle.fail(MismatchError(message.text))
         elif isinstance(message, Notice):
             self._take_notice(message.content)
+
+    def _obey_plan(self, message: PlanMessage) -> None:
+        if self._topology.is_leader:
+            self._plan_leader.obey(message)
+        step = self._plan.obey(message, time.monotonic())
+        if step.responses:
+            self._progress.counted += len(step.responses)
+            self._progress.batches += 1
+        self._queue.extendleft(reversed(step.again))
+        if step.answer is not None:
+            self._send_up(step.answer)
+        self._execute_fused(step.responses)
+
+    def _execute_fused(self, responses: list[Response]) -> None:
+        for bucket in plan_buckets(responses, self._config.fusion_threshold_bytes):
+            self._execute(bucket)
 
     def _execute(self, bucket: list[Response]) -> None:
         now_ns = time.monotonic_ns()

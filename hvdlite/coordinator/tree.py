@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from hvdlite.counters import Traffic
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -25,6 +27,7 @@ class Tree:
     def __init__(self, comm: MPI.Comm | None, parent: int | None, children: tuple[int, ...]) -> None:
         self.parent = parent
         self.children = children
+        self.traffic = Traffic()
         self._comm = comm
         self._sending: list[tuple[Any, bytes]] = []
         self._silent: set[int] = set()  # neighbours that will send nothing more
@@ -38,6 +41,7 @@ class Tree:
         """Send to a neighbour; messages keep their order."""
         assert self._comm is not None
         self._sending.append((self._comm.Isend(data, dest=node_index, tag=_TAG), data))
+        self.traffic.sent(len(data))
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
         """(node index, bytes) of whatever has arrived."""
@@ -50,6 +54,7 @@ class Tree:
         while (message := self._comm.Improbe(MPI.ANY_SOURCE, _TAG, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             message.Recv(data)
+            self.traffic.received(len(data))
             if data == _NOTHING_MORE:
                 self._silent.add(status.Get_source())
             else:

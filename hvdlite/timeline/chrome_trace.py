@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -57,9 +58,11 @@ class TraceWriter:
         self._names: dict[str, str] = {}
 
     def introduction(self) -> list[bytes]:
-        """The first events: the name of the rank and its place on the screen."""
+        """The first events: the name of the rank, which time of day is 0 here, and its place on the screen."""
+        start_us = (time.time_ns() - time.monotonic_ns() - self._offset_ns) // 1000
+        name = f"rank {self._rank} (node {self._node_index})"
         return [
-            self._metadata("process_name", 0, name=f"rank {self._rank} (node {self._node_index})"),
+            self._metadata("process_name", 0, name=name, start_time_since_epoch_in_micros=start_us),
             self._metadata("process_sort_index", 0, sort_index=self._rank),
         ]
 

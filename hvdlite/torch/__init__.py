@@ -162,6 +162,7 @@ __all__ = [
     "size",
     "sparse_allreduce_async",
     "start_timeline",
+    "statistics",
     "stop_timeline",
     "synchronize",
 ]
@@ -199,3 +200,15 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """Complete the file of `start_timeline`."""
     hvdlite.runtime().stop_timeline()
+
+
+def statistics(process_set: ProcessSet | None = None) -> dict[str, int]:
+    """`hvdlite.statistics`: what this rank has done since init().
+
+    Args:
+        process_set: only what it did there; None sums over all, those that were removed included.
+
+    Raises:
+        ValueError: this rank is not a member of ``process_set``.
+    """
+    return hvdlite.statistics() if process_set is None else process_set.group().statistics()

@@ -72,15 +72,23 @@ def check_op(op: int) -> ReduceOp:
     Raises:
         ValueError: it is none of Average, Sum, Adasum, Min, Max, Product.
     """
-    if op not in tuple(ReduceOp):
-        raise ValueError(f"op is {op!r}; pass hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product")
-    return ReduceOp(op)
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        names = "hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product"
+        raise ValueError(f"op is {op!r}; pass {names}") from None
 
 
 def _start_allreduce(
-    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, *, in_place: bool, grouped: bool
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    reduction: Reduction,
+    *,
+    in_place: bool,
+    grouped: bool,
+    background: bool = True,
 ) -> Handle[list[torch.Tensor]]:
-    """The one implementation of all allreduces."""
+    """The one implementation of all allreduces; see `Group` for ``background``."""
     names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
     label = "allreduce" if name is None else f"allreduce '{name}'"
     if reduction.op is ReduceOp.ADASUM:
@@ -109,6 +117,7 @@ def _start_allreduce(
         prescale=reduction.prescale,
         postscale=reduction.postscale,
         wire_dtype=reduction.wire,
+        background=background,
     )
     kept = list(tensors)
     return Handle(pending, group.recorder, label, lambda: copied_back(kept, results) if in_place else results)
@@ -122,14 +131,17 @@ class _Allreduce(torch.autograd.Function):
         ctx: Any, reduction: Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.reduction, ctx.grouped = reduction, grouped
-        return tuple(_start_allreduce(tensors, name, reduction, in_place=False, grouped=grouped).synchronize())
+        return tuple(
+            _start_allreduce(tensors, name, reduction, in_place=False, grouped=grouped, background=False).synchronize()
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, None, *_Allreduce.apply(ctx.reduction, None, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
 
 
-def _allreduce(
+def reduce_compressed(
+    function: type[torch.autograd.Function],
     tensors: Sequence[torch.Tensor],
     name: str | None,
     reduction: Reduction,
@@ -137,10 +149,11 @@ def _allreduce(
     *,
     grouped: bool,
 ) -> list[torch.Tensor]:
+    """Apply ``function``, a differentiable reduction; a compressor of the user's works before and after it."""
     if not is_custom(compression):
-        return list(_Allreduce.apply(reduction, name, grouped, *tensors))  # type: ignore[no-untyped-call]
+        return list(function.apply(reduction, name, grouped, *tensors))  # type: ignore[no-untyped-call]
     compressed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _Allreduce.apply(reduction, name, grouped, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
+    reduced = function.apply(reduction, name, grouped, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
 
 
@@ -175,7 +188,7 @@ def allreduce(
         HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
     reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set, compression)
-    return _allreduce([tensor], name, reduction, compression, grouped=False)[0]
+    return reduce_compressed(_Allreduce, [tensor], name, reduction, compression, grouped=False)[0]
 
 
 def allreduce_async(
@@ -203,7 +216,7 @@ def allreduce_(
 ) -> torch.Tensor:
     """`allreduce` in place; returns ``tensor``."""
     reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
-    return _start_allreduce([tensor], name, reduction, in_place=True, grouped=False).synchronize()[0]
+    return _start_allreduce([tensor], name, reduction, in_place=True, grouped=False, background=False).synchronize()[0]
 
 
 def allreduce_async_(
@@ -232,7 +245,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors, which are reduced together or not at all; their dtypes may differ."""
     reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set, compression)
-    return _allreduce(tensors, name, reduction, compression, grouped=True)
+    return reduce_compressed(_Allreduce, tensors, name, reduction, compression, grouped=True)
 
 
 def grouped_allreduce_async(
@@ -260,7 +273,7 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """`grouped_allreduce` in place; returns ``tensors``."""
     reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
-    return _start_allreduce(tensors, name, reduction, in_place=True, grouped=True).synchronize()
+    return _start_allreduce(tensors, name, reduction, in_place=True, grouped=True, background=False).synchronize()
 
 
 def grouped_allreduce_async_(

@@ -10,4 +10,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank has called it."""
     group = check_process_set(process_set).group()
     with group.recorder.span(Lane.WAIT, "barrier"):
-        group.barrier_async().wait()
+        group.barrier_async(background=False).wait()

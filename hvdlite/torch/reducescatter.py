@@ -11,8 +11,8 @@ from hvdlite.coordinator.execute import row_bounds
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.allgather import grouped_allgather
-from hvdlite.torch.allreduce import Average, Reduction, Sum, check_op, reduction_of
-from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
+from hvdlite.torch.allreduce import Average, Reduction, Sum, check_op, reduce_compressed, reduction_of
+from hvdlite.torch.compression import AnyCompressor, Compression
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.tensor_view import contiguous_block, view_of
@@ -117,13 +117,8 @@ def _reducescatter(
     *,
     grouped: bool,
 ) -> list[torch.Tensor]:
-    if not is_custom(compression):
-        reduction = _checked(op, prescale, postscale, process_set, compression)
-        return list(_Reducescatter.apply(reduction, name, grouped, *tensors))  # type: ignore[no-untyped-call]
-    compressed = [compression.compress(tensor) for tensor in tensors]
-    reduction = _checked(op, prescale, postscale, process_set)
-    reduced = _Reducescatter.apply(reduction, name, grouped, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+    reduction = _checked(op, prescale, postscale, process_set, compression)
+    return reduce_compressed(_Reducescatter, tensors, name, reduction, compression, grouped=grouped)
 
 
 def _checked(

@@ -74,11 +74,11 @@ class SyncBatchNorm(_BatchNorm):
         if self._name is None:
             self._name = f"sync_batch_norm{self.process_set.next_number()}"
         with torch.no_grad():
-            own = local_statistics(input).unsqueeze(0)
+            own = local_statistics(input).unsqueeze(0).cpu()  # a few numbers per channel travel by way of the CPU
             gathering = start_allgather(
                 [own], f"{self._name}.forward", self.process_set, grouped=False, needs_all=False
             )
-            rows = gathering.synchronize()[0]
+            rows = gathering.synchronize()[0].to(input.device)
             count, wide_mean, wide_variance = combine(rows)
             if count == 1:
                 raise ValueError(
@@ -186,7 +186,7 @@ class _Normalize(torch.autograd.Function):
 
         of_input = None
         if ctx.needs_input_grad[0]:  # then on every rank
-            totals = allreduce(sums, op=Sum, name=ctx.name, process_set=ctx.process_set)
+            totals = allreduce(sums.cpu(), op=Sum, name=ctx.name, process_set=ctx.process_set).to(sums.device)
             average_g, average_gy = totals.div_(max(ctx.count, 1)).chunk(2)
             if weight is not None:
                 scale = scale * weight

@@ -48,7 +48,7 @@ def test_an_exception() -> None:
 
 def test_a_rank_that_leaves_early() -> None:
     result = run(SETS, "exit", "1", machines="0011")
-    check_end(result, "ShutDownError", "cannot complete")
+    check_end(result, "ShutDownError: rank 1 has shut down hvdlite (its process ended), so")
 
 
 def test_an_end_in_order_with_sets_that_nobody_removed() -> None:

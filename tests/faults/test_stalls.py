@@ -53,6 +53,46 @@ def test_the_job_ends_where_that_is_wanted() -> None:
     assert "done" not in result.stdout
 
 
+# Every rank catches the error; rank 3 comes long after the others have given up.
+CAUGHT = """
+hvdlite.init()
+reduce("layer2.bias", tensor()).wait()
+if hvdlite.rank() == 3:
+    say("dying at", time.time())
+    time.sleep(float(sys.argv[1]))
+try:
+    reduce("layer3.bias", tensor()).wait()
+except hvdlite.StallError as error:
+    say("caught", "layer3.bias" in str(error))
+hvdlite.shutdown()
+if sys.argv[2:] == ["again"]:
+    hvdlite.init()
+    reduce("layer3.bias", tensor()).wait()
+    say("done")
+"""
+GIVE_UP = {
+    "HVDLITE_STALL_CHECK_TIME_SECONDS": "1",
+    "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "1",
+    "HVDLITE_FAILURE_GRACE_SECONDS": "3",  # for threads on a busy machine; rank 3 comes later still
+}
+
+
+@pytest.mark.parametrize("machines", ["0000", "0011", "0123"])
+def test_a_job_that_catches_the_error_ends_in_order(machines: str) -> None:
+    result = run(CAUGHT, "9", machines=machines, env=GIVE_UP).check()
+    assert result.stdout.count("caught True") == 4
+
+
+def test_a_job_that_catches_the_error_can_start_again() -> None:
+    result = run(CAUGHT, "4", "again", machines="0011", env=GIVE_UP).check()
+    assert (result.stdout.count("caught True"), result.stdout.count("done")) == (4, 4)
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_without_end() -> None:
+    result = run(CAUGHT, "60", machines="0011", env={**GIVE_UP, "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS": "2"})
+    check_end(result, "has ended, but others have not", "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS", "'layer3.bias'", "rank 3")
+
+
 @pytest.mark.parametrize("setting", [{"HVDLITE_STALL_CHECK_DISABLE": "1"}, {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0"}])
 def test_nobody_is_warned_who_does_not_want_it(setting: dict[str, str]) -> None:
     result = run(BRANCH, "2", "0011", machines="0011", env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "", **setting}).check()

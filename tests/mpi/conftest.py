@@ -160,6 +160,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     session.exitstatus = status if WORLD.rank == 0 else 0
 
 
+@pytest.fixture(scope="module")
+def running() -> Iterator[None]:
+    """hvdlite.torch, initialized; modules ask for it with a mark."""
+    import hvdlite.torch as hvd
+
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
 @pytest.fixture
 def comm() -> Iterator[MPI.Intracomm]:
     """A communicator of all ranks that nothing else uses."""

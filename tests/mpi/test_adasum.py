@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,9 @@ import hvdlite.torch as hvd
 from backend_lab import SIZE
 from hvdlite.errors import MismatchError
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 defined = pytest.mark.skipif(SIZE & (SIZE - 1) != 0, reason="Adasum is defined for a power of two of ranks")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 def formula(arrays: list[np.ndarray]) -> np.ndarray:

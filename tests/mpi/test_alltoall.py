@@ -7,9 +7,9 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
-from torch_lab import REDUCING, running
+from torch_lab import REDUCING
 
-__all__ = ["running"]
+pytestmark = pytest.mark.usefixtures("running")
 
 
 def splits_of(sender: int, size: int) -> list[int]:

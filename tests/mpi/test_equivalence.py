@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +11,10 @@ import torch
 
 import hvdlite.torch as hvd
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 STEPS = 20
 BATCH = 4  # per rank and pass
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 class Net(torch.nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +14,7 @@ from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 from hvdlite.torch import functions
 
-pytestmark = pytest.mark.any_mpi
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 
 def model_of(seed: int) -> torch.nn.Module:

@@ -10,9 +10,9 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
-from torch_lab import REDUCING, running
+from torch_lab import REDUCING
 
-__all__ = ["running"]
+pytestmark = pytest.mark.usefixtures("running")
 
 
 def test_everybody_at_once() -> None:

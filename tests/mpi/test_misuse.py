@@ -16,11 +16,8 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError, ShutDownError
-from torch_lab import running
 
-pytestmark = pytest.mark.any_mpi
-
-__all__ = ["running"]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 Tensors = list[torch.Tensor]
 

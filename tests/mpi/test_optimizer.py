@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +15,7 @@ import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
 from hvdlite.timeline.recorder import Lane
 
-pytestmark = pytest.mark.any_mpi
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 
 SHAPES = [(3, 5), (5,), (400, 300), (7,), (), (0, 2), (33, 3), (1000, 1001), (2, 3, 4, 5)]

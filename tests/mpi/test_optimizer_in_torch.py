@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +16,7 @@ from torch.optim import lr_scheduler
 
 import hvdlite.torch as hvd
 
-pytestmark = pytest.mark.any_mpi
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 
 SHAPES = [(4, 3), (50, 40), (6, 1)]

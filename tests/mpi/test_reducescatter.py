@@ -7,11 +7,9 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.errors import HorovodInternalError, MismatchError
-from torch_lab import REDUCING, rank_input, running
+from torch_lab import REDUCING, rank_input
 
-pytestmark = pytest.mark.any_mpi
-
-__all__ = ["running"]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 SHAPES = [(0,), (1,), (7,), (5, 3), (4, 0, 2), (2, 3, 4), (1023,), (3, 100_001)]
 

@@ -409,13 +409,14 @@ def test_what_is_said_may_be_larger_than_every_stream(runtime: Runtime, world: M
 @pytest.mark.parametrize(
     "config",
     [
+        Config(cache_capacity=0),
         Config(cache_capacity=1),
         Config(cache_capacity=2, fusion_threshold_bytes=0),
         Config(chunk_bytes=1, staging_bytes=1, segment_bytes=1, small_bytes=0),
         Config(chunk_bytes=1001, staging_bytes=4001, segment_bytes=77, small_bytes=33),
         Config(cycle_ms=2.0, staging_bytes=100, chunk_bytes=1 << 20),
     ],
-    ids=["cache of 1", "cache of 2, no fusion", "bytes of 1", "odd bytes", "cycles"],
+    ids=["no cache", "cache of 1", "cache of 2, no fusion", "bytes of 1", "odd bytes", "cycles"],
 )
 @pytest.mark.parametrize("machine_of", LAYOUTS[::2], ids=lambda machine_of: "".join(map(str, machine_of)))
 def test_settings_at_their_limits(world: MPI.Intracomm, config: Config, machine_of: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +11,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import DuplicateNameError, MismatchError
 
-pytestmark = pytest.mark.any_mpi
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 
 def coo(indices: Any, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

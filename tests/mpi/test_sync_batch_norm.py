@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import hvdlite.torch as hvd
+from torch_lab import finite_differences
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 CHANNELS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 def last_rank() -> int:
@@ -62,9 +56,10 @@ def compare(
     dtype: torch.dtype,
     tolerance: float,
     memory_format: torch.memory_format = torch.contiguous_format,
+    device: str = "cpu",
     **arguments: Any,
 ) -> None:
-    """Three steps of a layer on all ranks, against one process."""
+    """Three steps of a layer on all ranks, on ``device``, against one process on the CPU."""
     torch.manual_seed(7)
     parameters_dtype = dtype if dtype is torch.float64 else torch.float32
     kind = {0: torch.nn.BatchNorm1d, 1: torch.nn.BatchNorm1d, 2: torch.nn.BatchNorm2d, 3: torch.nn.BatchNorm3d}
@@ -73,18 +68,21 @@ def compare(
     for parameter in alone.parameters():
         torch.nn.init.uniform_(parameter, 0.5, 2.0)
     together.load_state_dict(alone.state_dict())
+    together.to(device)
     for step in range(3):
         parts = [part(rank, rows, rest, dtype, step) for rank in range(hvd.size())]
         weights = [part(rank, rows, rest, dtype, step + 50) for rank in range(hvd.size())]
         whole = torch.cat(parts).requires_grad_()
         own = parts[hvd.rank()].clone(memory_format=memory_format).requires_grad_()
-        expected, output = alone(whole), together(own)
+        expected, output = alone(whole), together(own.to(device))
+        assert (output.device.type, output.is_contiguous(memory_format=memory_format)) == (device, True)
+        output = output.cpu()
         close(output, mine(parts, expected), tolerance)
-        assert output.is_contiguous(memory_format=memory_format)
         (expected * torch.cat(weights)).sum().backward()
         (output * weights[hvd.rank()]).sum().backward()
         assert whole.grad is not None
         close(own.grad, mine(parts, whole.grad), tolerance)
+    together.cpu()
     for a, b in zip(together.parameters(), alone.parameters(), strict=True):
         assert a.grad is not None
         assert b.grad is not None
@@ -98,6 +96,12 @@ def compare(
 @pytest.mark.parametrize("rows", ROWS)
 def test_is_batch_normalization_of_the_whole_batch(rows: str, rest: tuple[int, ...]) -> None:
     compare(ROWS[rows], rest, torch.float64, 1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rows", ROWS)
+def test_on_a_gpu(rows: str) -> None:
+    compare(ROWS[rows], (3, 4), torch.float32, 1e-4, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -154,25 +158,12 @@ def test_gradient_is_that_of_finite_differences() -> None:
     own = torch.randn(1 + hvd.rank(), 2, 2, dtype=torch.float64).requires_grad_()
     weights = torch.randn_like(own)
 
-    def total() -> float:
-        return hvd.allreduce((layer(own) ** 3 * weights).sum(), op=hvd.Sum).item()
+    def loss() -> torch.Tensor:
+        return (layer(own) ** 3 * weights).sum()
 
-    (layer(own) ** 3 * weights).sum().backward()
+    loss().backward()
     assert own.grad is not None
-    step = 1e-5
-    for rank in range(hvd.size()):
-        for i in range(4 * (1 + rank)):
-            shift = torch.zeros_like(own)
-            if rank == hvd.rank():
-                shift.view(-1)[i] = step
-            with torch.no_grad():
-                own += shift
-                above = total()
-                own -= 2 * shift
-                below = total()
-                own += shift
-            if rank == hvd.rank():
-                assert own.grad.view(-1)[i].item() == pytest.approx((above - below) / (2 * step), rel=1e-6, abs=1e-7)
+    torch.testing.assert_close(own.grad, finite_differences(loss, own), rtol=1e-6, atol=1e-7)
 
 
 def test_a_large_mean_leaves_the_variance() -> None:

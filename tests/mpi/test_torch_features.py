@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +13,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hvdlite.torch as hvd
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 STEPS = 4
 BATCH = 3  # per rank
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 class Net(torch.nn.Module):

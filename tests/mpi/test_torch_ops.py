@@ -14,28 +14,12 @@ import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import DuplicateNameError, MismatchError, NotInitializedError, ShutDownError
+from torch_lab import REDUCING, rank_input
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
-REDUCING = [
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-]  # fmt: skip
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (5, 1, 3), (1023,), (64, 64), (300_001,)]
 CHUNK = 1 << 20
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
-
-
-def rank_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Small integers: sums and products of a few ranks are exact in every dtype."""
-    numel = int(torch.Size(shape).numel())
-    return (torch.arange(numel) % 3 + rank % 2 + 1).reshape(shape).to(dtype)
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -86,6 +70,15 @@ def test_scales() -> None:
         assert result.tolist() == [3.0 * hvd.size()] * 10
     # Before the sum integers are truncated: 3 * 0.5 is 1.
     assert hvd.allreduce(torch.tensor([3]), op=hvd.Sum, prescale_factor=0.5).item() == hvd.size()
+
+
+def test_average_is_the_division_of_the_sum() -> None:
+    """A product with 1/3 would differ from it in the last bit."""
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64):
+        first = torch.arange(1, 100).to(dtype)
+        own = first.clone() if hvd.rank() == 0 else torch.zeros_like(first)
+        expected = first // hvd.size() if dtype is torch.int64 else first / hvd.size()
+        assert torch.equal(hvd.allreduce(own), expected)
 
 
 LAYOUTS: list[Callable[[int], torch.Tensor]] = [

@@ -1,10 +1,9 @@
-"""Tensors of every type that any rank can compute for any rank, and hvdlite running for a module of tests."""
+"""What several test modules need: tensors that any rank can compute for any rank, gradients without autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
-import pytest
 import torch
 
 import hvdlite.torch as hvd
@@ -15,14 +14,33 @@ REDUCING = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
-
-
 def rank_input(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Small integers: sums and products of a few ranks are exact in every dtype."""
     numel = int(torch.Size(shape).numel())
     return (torch.arange(numel) % 3 + rank % 2 + 1).reshape(shape).to(dtype)
+
+
+def finite_differences(loss: Callable[[], torch.Tensor], own: torch.Tensor, step: float = 1e-5) -> torch.Tensor:
+    """Of the sum of all ranks' losses, by every element of this rank's ``own``: fp64, of any shape on any rank.
+
+    Collective: ``loss`` is computed twice for every element of every rank.
+    """
+    gradient = torch.zeros_like(own, requires_grad=False)
+
+    def total() -> float:
+        return hvd.allreduce(loss().detach(), op=hvd.Sum).item()
+
+    for rank, numel in enumerate(hvd.allgather(torch.tensor([own.numel()])).tolist()):
+        for i in range(numel):
+            shift = torch.zeros_like(own, requires_grad=False)
+            if rank == hvd.rank():
+                shift.view(-1)[i] = step
+            with torch.no_grad():
+                own += shift
+                above = total()
+                own -= 2 * shift
+                below = total()
+                own += shift
+            if rank == hvd.rank():
+                gradient.view(-1)[i] = (above - below) / (2 * step)
+    return gradient

@@ -97,6 +97,7 @@ class FakeRuntime:
         postscale: float = 1.0,
         wire_dtype: DType | None = None,
         home: Home | None = None,
+        background: bool = True,
     ) -> FakeHandle:
         at_place = self._check_home(outputs, home)
         self.calls.append(
@@ -171,7 +172,7 @@ class FakeRuntime:
 
         return self._handle(work)
 
-    def barrier_async(self) -> FakeHandle:
+    def barrier_async(self, *, background: bool = True) -> FakeHandle:
         self.calls.append({"kind": "barrier", "name": None})
         return self._handle(lambda: None)
 

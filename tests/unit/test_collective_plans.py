@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from hvdlite.collectives import pipeline
+from hvdlite.collectives.ring import doubling_bytes
 from hvdlite.collectives.shm import share_of
 from hvdlite.dtypes import ReduceOp
 from hvdlite.memory import shard_bounds
@@ -61,3 +64,20 @@ def test_broadcast_plans_of_huge_buffers_fit_together() -> None:
         assert plan.arriving == plans[(rank - 1) % size].outgoing
         if rank != root:
             assert covers({piece.start: piece.stop for piece in plan.arriving}, numel)
+
+
+def test_doubling_goes_further_where_the_ring_has_more_steps() -> None:
+    def steps_s(ranks: int, nbytes: float) -> tuple[float, float]:
+        """Of doubling and of the ring, where a step costs as much as 4 KiB."""
+        rounds = math.log2(ranks)
+        doubling = rounds * (4096 + nbytes)
+        ring = 2 * (ranks - 1) * (4096 + nbytes / ranks)
+        return doubling, ring
+
+    assert [doubling_bytes(32768, ranks) for ranks in (1, 2, 3, 4)] == [32768] * 4
+    for ranks in (4, 5, 8, 100, 2048):
+        limit = doubling_bytes(32768, ranks)
+        doubling, ring = steps_s(ranks, limit)
+        assert doubling == pytest.approx(ring, rel=1e-3)
+        assert steps_s(ranks, 2 * limit)[0] > steps_s(ranks, 2 * limit)[1]
+    assert doubling_bytes(0, 2048) == 0

@@ -38,6 +38,7 @@ def test_a_stream_takes_what_fits_and_gives_what_is_there() -> None:
     assert pipe.write(outbox)
     assert not pipe.write(outbox)
     assert pipe.read(0) == b"klmno"
+    assert (pipe.bytes_written, pipe.bytes_read) == (15, 15)
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 64, 1000])

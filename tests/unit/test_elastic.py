@@ -74,6 +74,7 @@ def test_what_was_recorded_is_left_out(world: World) -> None:
     sampler.record_batch(0, 2)
     sampler.record_batch(2, 2)  # the last batch is a short one
     assert sampler.state_dict() == {"epoch": 0, "processed_indices": {1, 3, 9}}
+    assert sampler.processed_num == 3
     assert list(sampler) == [1, 3, 5, 7, 9]  # until it is reset
     sampler.record_indices([0, 2])
     sampler.reset()
@@ -84,6 +85,35 @@ def test_what_was_recorded_is_left_out(world: World) -> None:
     assert sampler.processed_indices == {0, 1, 2, 3, 5, 7, 9}
     sampler.set_epoch(1)
     assert list(sampler) == [1, 3, 5, 7, 9]
+
+
+def test_batches_are_counted_in_the_pass_that_goes_on(world: World) -> None:
+    world(0, 1)
+    sampler = hvd.elastic.ElasticSampler(range(8), seed=2)
+    order = list(sampler)
+    sampler.record_batch(0, 2)
+    state = sampler.state_dict()
+    sampler.record_batch(1, 2)
+    sampler.load_state_dict(state)  # shares the other six anew, from the next pass on
+    sampler.record_batch(1, 2)
+    assert sampler.processed_indices == set(order[:4])
+    sampler.record_batch(2, 2)
+    assert sampler.processed_indices == set(order[:6])
+    rest = list(sampler)
+    assert sorted(rest) == sorted(order[2:])
+    sampler.load_state_dict(state)
+    sampler.record_batch(0, 6)
+    assert sampler.processed_num == 8
+
+
+def test_a_new_epoch_counts_from_its_beginning(world: World) -> None:
+    world(0, 1)
+    sampler = hvd.elastic.ElasticSampler(range(8), seed=2)
+    sampler.record_batch(0, 8)
+    sampler.set_epoch(1)
+    assert sampler.processed_num == 0
+    sampler.record_batch(0, 2)
+    assert sampler.processed_indices == set(list(sampler)[:2])
 
 
 def test_an_epoch_that_was_processed(world: World) -> None:

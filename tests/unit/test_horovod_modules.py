@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import hvdlite
+from hvdlite.compat import runner
+from hvdlite.errors import ConfigError
 
 START = [sys.executable, "-m", "hvdlite", "horovod"]
 
@@ -220,6 +223,28 @@ def test_builds_before_init() -> None:
     if not hvdlite.is_initialized():
         with pytest.raises(hvdlite.NotInitializedError, match="call hvd.init"):
             hvd.mpi_threads_supported()
+
+
+# In the order of Horovod 0.28.1, whose callers may pass them by position.
+ARGUMENTS_OF_RUN = """
+func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
+host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo use_mpi
+mpi_args network_interface network_interfaces executable np min_np max_np
+"""
+
+
+def test_arguments_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(inspect.signature(runner.run).parameters) == ARGUMENTS_OF_RUN.split()
+    with pytest.raises(ConfigError, match="--host-discovery-script: hosts are not discovered"):
+        runner.run(print, num_proc=2, host_discovery_script="hosts.sh")
+    monkeypatch.setattr(hvdlite, "run", lambda *args, options, **others: options)
+    assert runner.run(print) == []
+    assert runner.run(print, network_interfaces=["eth0", "eth1"]) == ["--network-interfaces=eth0,eth1"]
+    assert runner.run(print, network_interface="eth0", use_mpi=True) == ["--network-interfaces=eth0", "--mpi"]
+    assert runner.run(print, min_num_proc=1, cooldown_range=(60, 300)) == [
+        "--min-num-proc=1",
+        "--blacklist-cooldown-range=60,300",
+    ]
 
 
 def test_small_functions() -> None:

@@ -77,6 +77,7 @@ def test_no_name_stands_twice() -> None:
         ("--ssh-port 2222", "~/.ssh/config"),
         ("-p 2222", "~/.ssh/config"),
         ("--hierarchical-allreduce", "--hierarchical-allreduce: hvdlite chooses"),
+        ("--torus-allreduce", "--torus-allreduce: hvdlite chooses"),
         ("--num-nccl-streams 2", "no such setting"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 
 import numpy as np
@@ -134,6 +135,24 @@ def test_what_cannot_be_cast(source: DType, to: DType, scale: float) -> None:
         tensors.pack(0, 0, 0, source, to, scale)
     with pytest.raises(ValueError, match="cannot be cast"):
         tensors.unpack(0, 0, 0, source, to, scale)
+    with pytest.raises(ValueError, match="unknown dtype 10"):
+        tensors.pack(0, 0, 0, source, max(DType) + 1)
+
+
+def digest() -> str:
+    """A hash of many results, to compare paths to the last bit; one NaN is as good as another."""
+    generator = np.random.default_rng(3)
+    total = hashlib.sha256()
+    for source in DType:
+        bits = torch.from_numpy(generator.integers(0, 256, 3001 * source.itemsize, dtype=np.uint8))
+        for to in FLOATING if source.is_floating else [source] * (source in INTEGERS):
+            for scale in (1.0, 0.3, -1e5):
+                result = cast(bits.view(TORCH[source]), to, scale)
+                if to.is_floating:
+                    total.update(result.isnan().numpy().tobytes())
+                    result[result.isnan()] = 0
+                total.update(result.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 NUMELS = [5, 0, 17, 1, 40, 3]

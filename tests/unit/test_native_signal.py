@@ -250,7 +250,7 @@ def test_atomics_store_what_they_load() -> None:
 
 
 def test_doorbell_counts_and_times_out() -> None:
-    bell = np.zeros(1, np.uint64)
+    bell = np.zeros(2, np.uint64)
     address = bell.ctypes.data
     assert _native.doorbell_wait(address, 0, 0.05) == 0
     for _ in range(3):
@@ -261,7 +261,7 @@ def test_doorbell_counts_and_times_out() -> None:
 
 
 def test_doorbell_wakes_every_sleeper() -> None:
-    bell = np.zeros(1, np.uint64)
+    bell = np.zeros(2, np.uint64)
     address = bell.ctypes.data
     woken: list[int] = []
     threads = [
@@ -278,12 +278,20 @@ def test_doorbell_wakes_every_sleeper() -> None:
     assert woken == [1, 1, 1]
 
 
-def _answer_rings(segment: Segment, rank: int, size: int, rounds: int) -> int:
-    """Ping-pong over two doorbells; a ring that got lost would end it by time."""
+def _answer_rings(segment: Segment, rank: int, size: int, rounds: int, assisted: bool) -> int:
+    """Ping-pong over two doorbells; a ring that got lost would end it by time.
+
+    With assistants that come and go where that is wanted: one that leaves takes care that no ring is lost.
+    """
     bells = [segment.address + DATA, segment.address + DATA + 64]
     for turn in range(rounds):
         if rank == 0:
             _native.doorbell_ring(bells[1])
+        if assisted:
+            _native.doorbell_begin_assistance(bells[rank])
+            if turn % 3:
+                _native.doorbell_assist(bells[rank], turn, LONG_S if turn % 3 == 1 else 1e-5, turn % 7)
+            _native.doorbell_end_assistance(bells[rank])
         if _native.doorbell_wait(bells[rank], turn, LONG_S) != turn + 1:
             return turn
         if rank == 1:
@@ -291,8 +299,47 @@ def _answer_rings(segment: Segment, rank: int, size: int, rounds: int) -> int:
     return rounds
 
 
-def test_doorbells_between_processes_lose_no_ring(world: World) -> None:
-    assert world.run(2, _answer_rings, 1000) == [1000, 1000]
+@pytest.mark.parametrize("assisted", [False, True], ids=["alone", "with assistants"])
+def test_doorbells_between_processes_lose_no_ring(world: World, assisted: bool) -> None:
+    assert world.run(2, _answer_rings, 1000, assisted) == [1000, 1000]
+
+
+@pytest.mark.parametrize("spin_us", [0, 1000])
+def test_rings_wake_the_assistant_and_let_the_owner_sleep(spin_us: int) -> None:
+    bell = np.zeros(2, np.uint64)
+    address = bell.ctypes.data
+    woken: list[str] = []
+
+    def own() -> None:
+        _native.doorbell_wait(address, 0, LONG_S)
+        woken.append("owner")
+
+    def assist() -> None:
+        assert _native.doorbell_assist(address, 0, LONG_S, spin_us) == 1
+        woken.append("assistant")
+
+    owner, assistant = threading.Thread(target=own), threading.Thread(target=assist)
+    _native.doorbell_begin_assistance(address)
+    owner.start()
+    assistant.start()
+    while (_native.load32(address + 4), _native.load32(address + 12)) != (1, 1):  # both sleep
+        time.sleep(0.001)
+    _native.doorbell_ring(address)
+    assistant.join(LONG_S)
+    time.sleep(0.05)
+    assert woken == ["assistant"]
+    assert _native.doorbell_end_assistance(address) == 1
+    _native.doorbell_ring(address)
+    owner.join(LONG_S)
+    assert woken == ["assistant", "owner"]
+    assert bell.view(np.uint32).tolist() == [2, 0, 0, 0]
+
+
+def test_an_assistant_that_is_not_rung_comes_back_in_time() -> None:
+    bell = np.zeros(2, np.uint64)
+    _native.doorbell_begin_assistance(bell.ctypes.data)
+    assert _native.doorbell_assist(bell.ctypes.data, 0, 0.05, 50) == 0
+    assert _native.doorbell_end_assistance(bell.ctypes.data) == 0
 
 
 class Interrupted(Exception):
@@ -303,7 +350,7 @@ def test_a_signal_ends_a_doorbell_wait_of_the_main_thread() -> None:
     def raise_interrupted(_number: int, _frame: object) -> None:
         raise Interrupted
 
-    bell = np.zeros(1, np.uint64)
+    bell = np.zeros(2, np.uint64)
     before = signal.signal(signal.SIGALRM, raise_interrupted)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:

@@ -58,6 +58,24 @@ def test_a_tree_and_a_flat_root_say_the_same(seed):
     assert next(v for v in said_tree if isinstance(v, Fault)).key == ("t3", NAMED)
 
 
+class _ManyRanks(tuple[int, ...]):
+    """Ranks of a subtree, so many that nobody may go through them for every tensor."""
+
+    def __iter__(self):
+        raise AssertionError("a tensor that all ranks agree on costs more where there are more ranks")
+
+
+def test_what_a_tensor_costs_does_not_grow_with_the_ranks():
+    below, root = Negotiation(range(8)), Negotiation(range(12))
+    for negotiation in (below, root):
+        for ranks in (_ManyRanks(range(4)), _ManyRanks(range(4, 8))):
+            negotiation.add(Claim(request(), NAMED), ranks, 0.0)
+    (upward,) = below.upward()
+    assert upward == Claim(request(), NAMED)
+    root.add(upward, _ManyRanks(range(8, 12)), 0.0)
+    assert root.verdicts() == [Response(request(), NAMED)]
+
+
 def test_sizes_come_back_in_rank_order():
     gather = Request(Kind.ALLGATHER, "g", (TensorSpec("g", DType.INT8, (7,)),))
     below, root = Negotiation((1, 2)), Negotiation(range(3))
@@ -67,6 +85,15 @@ def test_sizes_come_back_in_rank_order():
         root.add(claim, (1, 2), 0.0)
     root.add(Claim(gather, 4, (0,), ((5,),)), (0,), 0.0)
     assert root.verdicts() == [Response(gather, 4, ((5,), (10,), (20,)))]
+
+
+def test_nobody_is_late_while_all_execute():
+    """The leader comes back from a collective of 5 s, and so do its ranks, whose claims are not there yet."""
+    below = Negotiation(range(2))
+    below.add(Claim(request(), NAMED), (1,), 10.0)
+    assert below.upward(10.0) == below.upward(15.0) == below.upward(15.001) == []
+    below.add(Claim(request(), NAMED), (0,), 15.002)
+    assert below.upward(15.002) == [Claim(request(), NAMED)]
 
 
 @pytest.mark.parametrize(

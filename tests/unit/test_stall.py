@@ -167,8 +167,8 @@ def test_a_leader_passes_on_what_waits_too_long() -> None:
         other = Request(Kind.ALLREDUCE, "a", (TensorSpec("a", DType.FLOAT32, (5 if contradiction else 4,)),))
         root, leader = Negotiation(range(4)), Negotiation((2, 3))
         leader.add(Claim(request, NAMED), (2,), 10.0)
-        assert leader.upward(10.5) == []
-        (early,) = leader.upward(11.5)
+        assert not any(leader.upward(10 + tenth / 10) for tenth in range(10))
+        (early,) = (claim for tenth in range(10, 16) for claim in leader.upward(10 + tenth / 10))
         assert early == Claim(request, NAMED, (2,))
         root.add(early, (2, 3), 11.5)
         assert root.waiting() == [(A, "allreduce 'a'", 11.5)]

@@ -156,7 +156,7 @@ def test_lanes_have_a_fixed_order_and_events_keep_their_nanoseconds() -> None:
     )
     events = [json.loads(line) for line in lines]
     assert {e["pid"] for e in events} == {3}
-    assert events[0]["args"] == {"name": "rank 3 (node 1)"}
+    assert events[0]["args"]["name"] == "rank 3 (node 1)"
     assert events[1] == {"ph": "M", "name": "process_sort_index", "pid": 3, "tid": 0, "args": {"sort_index": 3}}
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
@@ -167,6 +167,13 @@ def test_lanes_have_a_fixed_order_and_events_keep_their_nanoseconds() -> None:
     assert unpack["args"] == {"bytes": 4096, "dtype": "bfloat16"}
     assert (backward["ts"], backward["dur"]) == (0, 1999.0)
     assert (cycle["ph"], cycle["ts"], names[cycle["tid"]]) == ("i", 4.0, "cycle")
+
+
+def test_the_time_of_day_at_which_the_recording_began_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time_ns", lambda: 1_800_000_000_000_005_000)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 7_000_000)
+    process = json.loads(TraceWriter(0, 0, offset_ns=-4_000_000).introduction()[0])
+    assert process["args"]["start_time_since_epoch_in_micros"] == 1_800_000_000_000_005 - 3_000
 
 
 def test_what_began_before_the_recording_begins_with_it() -> None:

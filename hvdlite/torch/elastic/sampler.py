@@ -41,18 +41,25 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_indices: set[int] = set()
-        self.reset()
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``: in another order, with nothing processed. At the end of the one before, not at a restart."""
         self.epoch = epoch
-        self.processed_indices = set()
+        self.processed_indices: set[int] = set()
         self.reset()
+        self.indices = self._share
+
+    @property
+    def processed_num(self) -> int:
+        """How many samples of the epoch this rank knows to be processed."""
+        return len(self.processed_indices)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Batch ``batch_idx``, counted from 0 since the last `reset`, of this rank's loader was processed."""
+        """Batch ``batch_idx``, counted from 0, was processed: of the pass that this rank's loader began last.
+
+        A `reset` meanwhile changes the next pass. Before the first one of an epoch, that one is meant.
+        """
         self.record_indices(self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size])
 
     def record_indices(self, indices: Iterable[int]) -> None:
@@ -70,7 +77,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Share what is left among the ranks there are now."""
+        """Share what is left among the ranks there are now, from the next pass on."""
         self.rank, self.num_replicas = hvdlite.rank(), hvdlite.size()
         self.remaining_indices = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
@@ -78,9 +85,10 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         order = list(self.remaining_indices)
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        self.indices = list(islice(cycle(order), self.rank, self.total_size, self.num_replicas))
+        self._share = list(islice(cycle(order), self.rank, self.total_size, self.num_replicas))
 
     def __iter__(self) -> Iterator[int]:
+        self.indices = self._share
         return iter(self.indices)
 
     def __len__(self) -> int:

@@ -1,0 +1,72 @@
+"""start_timeline() and stop_timeline() on running ranks; the file itself is tests/unit/test_timeline*.py's."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+
+
+def record(path: Path, *, mark_cycles: bool = False) -> list[dict]:
+    """The events of one allreduce, on rank 0; nothing on others."""
+    hvd.start_timeline(str(path), mark_cycles=mark_cycles)
+    hvd.allreduce(torch.ones(3), name="between")
+    hvd.stop_timeline()
+    hvd.allreduce(torch.ones(3), name="after")
+    return events_of(path) if hvd.rank() == 0 else []
+
+
+def events_of(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["traceEvents"]
+
+
+@pytest.fixture
+def directory(running: None) -> Iterator[Path]:
+    """One for all ranks: rank 0's."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(hvd.broadcast_object(own))
+
+
+@pytest.mark.parametrize("mark_cycles", [False, True])
+def test_all_ranks_are_in_the_file_of_rank_0(directory: Path, mark_cycles: bool) -> None:
+    events = record(directory / f"rank{hvd.rank()}.json", mark_cycles=mark_cycles)
+    hvd.barrier()
+    assert [path.name for path in directory.iterdir()] == ["rank0.json"]
+    if hvd.rank() == 0:
+        operations = [event for event in events if "between" in event["name"]]
+        assert {event["pid"] for event in operations} == set(range(hvd.size()))
+        assert not any("after" in event["name"] for event in events)
+        assert any(event["name"] == "CYCLE_START" for event in events) == mark_cycles
+
+
+def test_rank_0_alone_starts_it_on_all(directory: Path) -> None:
+    path = directory / "alone.json"
+    if hvd.rank() == 0:
+        hvd.start_timeline(str(path))
+    hvd.allreduce(torch.ones(3), name="between")
+    if hvd.rank() == 0:
+        hvd.stop_timeline()
+        names = {(event["pid"], event["name"]) for event in events_of(path)}
+        assert {pid for pid, name in names if "between" in name} == set(range(hvd.size()))
+
+
+def test_one_after_the_other(directory: Path) -> None:
+    for i in range(3):
+        events = record(directory / f"{i}.json")
+        assert hvd.rank() != 0 or any("between" in event["name"] for event in events)
+
+
+def test_a_call_of_another_rank_does_nothing(directory: Path) -> None:
+    if hvd.rank() != 0:
+        hvd.start_timeline(str(directory / "other.json"))
+    hvd.barrier()
+    assert not hvdlite.runtime().recorder.enabled

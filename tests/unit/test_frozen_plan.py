@@ -1,0 +1,273 @@
+"""An order that repeats is frozen, and given up where it does not come true."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from coordinator_lab import Lab, submission
+from hvdlite.coordinator.frozen_plan import FrozenPlan, OrderWatch
+from hvdlite.coordinator.handle import Handle
+from hvdlite.coordinator.messages import NAMED, Kind, Response
+from hvdlite.errors import MismatchError
+
+NODES = [[(0, 1)], [(0, 1, 2)], [(0,), (1,)], [(0, 1), (2, 3)], [(0,), (1, 2), (3,), (4, 5)]]
+
+
+def period_of(names: str) -> int:
+    watch = OrderWatch(longest=10)
+    for name in names:
+        watch.saw(Response(submission(name).request, NAMED))
+    return watch.period()
+
+
+@pytest.mark.parametrize(
+    ("names", "period"),
+    [
+        ("", 0), ("a", 0), ("aa", 0), ("aaa", 0), ("aaaa", 1), ("abab", 0), ("ababab", 0), ("abababa", 2),
+        ("abac" * 3 + "ab", 4), ("xyz" + "abc" * 4, 3), ("abcabcabcx", 0), ("abcabcabx" + "abc" * 4, 3),
+        ("abcdefghijk" * 5, 0),
+    ],
+)  # fmt: skip
+def test_what_repeats_is_found(names: str, period: int) -> None:
+    assert period_of(names) == period
+
+
+def test_what_varies_between_ranks_is_never_frozen() -> None:
+    watch = OrderWatch(longest=10)
+    for _ in range(20):
+        watch.saw(Response(submission("a", kind=Kind.ALLGATHER).request, NAMED))
+        watch.saw(Response(submission("b").request, NAMED))
+        assert watch.period() == 0
+
+
+def test_who_was_wrong_waits_longer() -> None:
+    watch = OrderWatch(longest=10)
+
+    def found_after() -> int:
+        for count in range(1, 1000):
+            watch.saw(Response(submission("a").request, NAMED))
+            if watch.period():
+                return count
+        raise AssertionError
+
+    first = found_after()
+    waits = []
+    for periods in (0, 1, 0, 100):
+        watch.broken(periods)
+        waits.append(found_after())
+    assert first < waits[0] < waits[1] < waits[2]
+    assert waits[3] == first
+
+
+def test_a_plan_counts_in_its_own_order() -> None:
+    entries = [submission(name, sequence=at) for name, at in [("a", NAMED), ("u", 7), ("b", NAMED), ("u", 8)]]
+    plan = FrozenPlan([(entry.request, entry.sequence) for entry in entries])
+    assert plan.offer(submission("b"))
+    assert (plan.ready, plan.waits, plan.has_gap) == (0, True, True)
+    assert not plan.offer(submission("u", sequence=10))  # 9 is next
+    assert not plan.offer(submission("c"))
+    assert not plan.offer(submission("a", numel=5))
+    assert plan.contradicts(submission("a", numel=5)) and not plan.contradicts(submission("c"))
+    assert plan.offer(submission("a"))
+    assert plan.offer(submission("u", sequence=9))
+    assert (plan.ready, plan.has_gap) == (3, False)
+    assert [response.key for response in plan.take(2)] == [("a", NAMED), ("u", 9)]
+    assert plan.offer(submission("a"))  # of the next period
+    assert [left.key for left in plan.leftovers()] == [("b", NAMED), ("a", NAMED)]
+    assert plan.offer(submission("u", sequence=10))
+    assert plan.offer(submission("u", sequence=11))
+    assert plan.ready == 6
+
+
+class Job:
+    """Ranks that go through the same steps, each at its own pace, and wait at the end of each."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.errors = 0
+
+    def step(self, orders: Sequence[Sequence[tuple[str, int]]]) -> None:
+        """Rank r submits ``orders[r]``: (name, elements); a name of '?' is unnamed, '|' waits for what came before."""
+        todo = [list(order) for order in orders]
+        handles: list[list[Handle]] = [[] for _ in orders]
+        turns = 0
+        while any(todo):
+            turns += 1
+            assert turns < 100_000, "they wait for ever"
+            rank = self.lab.random.randrange(len(todo))
+            for _ in range(self.lab.random.randrange(4)):
+                self.lab.turn()
+            if not todo[rank] or (todo[rank][0][0] == "|" and not all(handle.done() for handle in handles[rank])):
+                self.lab.turn()
+                continue
+            name, numel = todo[rank].pop(0)
+            if name != "|":
+                made = submission(name, numel, self._count(rank) if name == "?" else NAMED)
+                self.lab.ranks[rank].submit(made)
+                handles[rank].append(made.handle)
+        self.lab.settle([handle for own in handles for handle in own])
+        for handle in handles[0]:
+            try:
+                handle.wait()
+            except MismatchError:
+                self.errors += 1
+
+    def _count(self, rank: int) -> int:
+        self._counts = getattr(self, "_counts", [0] * len(self.lab.ranks))
+        self._counts[rank] += 1
+        return self._counts[rank]
+
+    @property
+    def plans(self) -> list[int]:
+        return [coordinator._plan.number for coordinator in self.lab.ranks]
+
+    @property
+    def frozen(self) -> list[bool]:
+        return [coordinator._plan.plan is not None for coordinator in self.lab.ranks]
+
+    def freeze(self, step: Sequence[tuple[str, int]]) -> None:
+        """Repeat ``step`` until the plan is there; whoever has claimed something too early puts that off."""
+        for _ in range(300):
+            self.step([step] * len(self.lab.ranks))
+            if all(self.frozen):
+                return
+        raise AssertionError("nothing was frozen")
+
+    def check_order(self) -> None:
+        """All ranks have done the same together: what they execute may block."""
+        first = self.lab.executors[0].buckets
+        assert all(executor.buckets == first for executor in self.lab.executors)
+
+
+STEP = [("a", 4), ("?", 4), ("b", 5), ("?", 4), ("|", 0), ("loss", 1)]
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_that_repeat_are_frozen(nodes: list[tuple[int, ...]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(nodes, seed, monkeypatch)
+    job = Job(lab)
+    n = len(lab.ranks)
+    job.freeze(STEP)
+    job.check_order()
+    before = [len(executor.buckets) for executor in lab.executors]
+    requests = [coordinator._claims._slots for coordinator in lab.ranks]
+    slots = [dict(slot) for slot in requests]
+    for _ in range(20):
+        job.step([STEP] * n)
+    job.check_order()
+    assert job.plans == [1] * n  # the same one still
+    assert all(len(executor.buckets) > count for executor, count in zip(lab.executors, before, strict=True))
+    assert [dict(slot) for slot in requests] == slots  # nothing was claimed
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_one_message_per_edge_and_operation_at_most(
+    nodes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each direction, of operations that come one by one."""
+    lab = Lab(nodes, 0, monkeypatch)
+    job = Job(lab)
+    blocking = [entry for name in "abc" for entry in ((name, 4), ("|", 0))]
+    job.freeze(blocking)
+    sent = [tree.sent for tree in lab.trees]
+    steps = 10
+    for _ in range(steps):
+        job.step([blocking] * len(lab.ranks))
+    for tree, before in zip(lab.trees, sent, strict=True):
+        edges = len(tree.children) + (tree.parent is not None)
+        assert tree.sent - before <= steps * 3 * edges
+
+
+def varied(step: list[tuple[str, int]], how: str, rank: int, generator: random.Random) -> list[tuple[str, int]]:
+    order = list(step)
+    if how == "another order here":
+        order = generator.sample(order[:4], 4) + order[4:]
+    elif how == "one less":
+        del order[2]
+    elif how == "one more":
+        order.insert(1, ("more", 3))
+    elif how == "another shape":
+        order[0] = ("a", 9)
+    elif how == "a contradiction" and rank == 1:
+        order[0] = ("a", 7)
+    return order
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize(
+    "how", ["another order here", "one less", "one more", "another shape", "a contradiction", "anything"]
+)
+def test_what_changes_is_done_all_the_same(
+    nodes: list[tuple[int, ...]], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(nodes, 1, monkeypatch)
+    job = Job(lab)
+    n = len(lab.ranks)
+    ways = ["another order here", "one less", "one more", "another shape", "a contradiction", "as ever"]
+    wrong = 0
+    for turn in range(6):
+        job.freeze(STEP)
+        for _ in range(turn % 3 + 1):
+            way = lab.random.choice(ways) if how == "anything" else how
+            wrong += way == "a contradiction"
+            job.step([varied(STEP, way, rank, lab.random) for rank in range(n)])
+        job.check_order()
+    assert job.errors == wrong
+    assert len(set(job.plans)) == 1
+    job.freeze(STEP)
+    job.check_order()
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_plan_that_is_not_followed_makes_room(nodes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(Lab(nodes, 2, monkeypatch))
+    for number, step in enumerate([[("a", 4)], [("b", 4), ("|", 0), ("c", 4)], STEP], start=1):
+        for _ in range(300):
+            job.step([step] * len(job.lab.ranks))
+            if job.plans == [number] * len(job.plans):
+                break
+        job.check_order()
+        assert job.plans == [number] * len(job.plans) and all(job.frozen)
+
+
+def test_who_joins_ends_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab([(0, 1), (2,)], 0, monkeypatch)
+    job = Job(lab)
+    job.freeze([("a", 4)])
+    joins = [submission("join.noname", sequence=0, kind=Kind.JOIN) for _ in range(3)]
+    lab.ranks[1].submit(joins[1])
+    job.step([[("a", 4)], [], [("a", 4)]])  # without rank 1
+    for rank in (0, 2):
+        lab.ranks[rank].submit(joins[rank])
+    lab.settle([join.handle for join in joins])
+    job.freeze([("a", 4)])
+    assert job.plans == [2] * 3
+
+
+def test_a_rank_that_does_not_come_is_waited_for_in_the_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the watch for stalls sees what waits."""
+    lab = Lab([(0, 1), (2,)], 0, monkeypatch)
+    job = Job(lab)
+    job.freeze([("a", 4)])
+    early = [submission("a") for _ in range(2)]
+    lab.ranks[0].submit(early[0])
+    lab.ranks[2].submit(early[1])
+    for _ in range(100_000):
+        lab.turn()
+    assert not any(job.frozen)
+    assert [label for _, label, _ in lab.ranks[0]._negotiation.waiting()] == ["allreduce 'a'"]
+    last = submission("a")
+    lab.ranks[1].submit(last)
+    lab.settle([last.handle, *(made.handle for made in early)])
+    job.check_order()
+
+
+def test_without_a_cache_nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(Lab([(0, 1)], 0, monkeypatch, cache_capacity=0))
+    for _ in range(30):
+        job.step([[("a", 4)]] * 2)
+    assert job.plans == [0, 0]
