@@ -14,9 +14,14 @@ import os
 import subprocess
 import sys
 import time
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+HAS_EXTENSION = any((ROOT / "hvdlite" / f"_native{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+if not HAS_EXTENSION:  # hvdlite is installed elsewhere; the sources here, which `-m` puts first, cannot be imported
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 sys.path.insert(0, str(HERE))
 
 from measure import table  # noqa: E402 (the line above makes it importable)
@@ -43,7 +48,8 @@ def run(name: str, directory: Path, options: list[str]) -> bool:
     print(f"\n==> {name}", flush=True)
     start = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as many threads as cores, in all
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), environment.get("PYTHONPATH", "")])
+    if HAS_EXTENSION:
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     command = [sys.executable, *PROGRAMS[name], f"--json={(directory / name).with_suffix('.json')}", *options]
     status = subprocess.run(command, cwd=HERE, env=environment).returncode
     if status not in (0, SKIPPED):
