@@ -89,7 +89,7 @@ class Group:
         self._pairwise = PairwiseExchange(
             comm, self.ranks, timeout_s=config.collective_timeout_s, check=check, recorder=recorder
         )
-        executor = Executor(
+        self._executor = Executor(
             self._backend,
             self._pairwise,
             self._backend.allocate(staging_bytes, DType.UINT8),
@@ -109,7 +109,7 @@ class Group:
             topology,
             ControlPage(node),
             self._tree,
-            executor,
+            self._executor,
             config,
             recorder,
             spin_us=spin_us(config, node),
@@ -127,6 +127,11 @@ class Group:
     def rank(self) -> int:
         """This process's place among `ranks`."""
         return self.ranks.index(self.topology.rank)
+
+    @property
+    def fastest_allreduce(self) -> float:
+        """Bytes per second of the fastest allreduce that took long enough to tell; 0: none did."""
+        return self._executor.fastest_allreduce
 
     def next_number(self) -> int:
         """0, 1, 2, ...: for names of what every rank makes in the same order."""
