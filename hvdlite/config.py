@@ -68,8 +68,9 @@ class Config:
 
     fusion_threshold_bytes: int = _setting(128 << 20, _not_negative(int), "FUSION_THRESHOLD")
     """Most bytes that are fused into one collective; 0 disables fusion."""
-    bucket_bytes: int = _setting(8 << 20, _positive(int), "BUCKET_BYTES")
-    """Size of DistributedOptimizer's gradient buckets, never above ``fusion_threshold_bytes``."""
+    bucket_bytes: int = _setting(0, _not_negative(int), "BUCKET_BYTES")
+    """Size of DistributedOptimizer's gradient buckets, never above ``fusion_threshold_bytes``; 0: by what the nodes and
+    the network between them are like, see `hvdlite.torch.buckets.choose_bucket_bytes`."""
     staging_bytes: int = _setting(32 << 20, _positive(int), "STAGING_BYTES")
     """Size of each rank's copy of the fusion buffer for tensors from elsewhere; touched as it is used."""
     chunk_bytes: int = _setting(128 << 10, _positive(int), "CHUNK_BYTES")

@@ -94,7 +94,7 @@ class Group:
         self._pairwise = PairwiseExchange(
             comm, self.ranks, timeout_s=config.collective_timeout_s, check=check, recorder=recorder
         )
-        executor = Executor(
+        self._executor = Executor(
             self._backend,
             self._pairwise,
             self._backend.allocate(staging_bytes, DType.UINT8),
@@ -113,7 +113,7 @@ class Group:
             topology,
             page,
             self._tree,
-            executor,
+            self._executor,
             config,
             recorder,
             spin_us=spin_us(config, node),
@@ -131,6 +131,11 @@ class Group:
     def rank(self) -> int:
         """This process's place among `ranks`."""
         return self.ranks.index(self.topology.rank)
+
+    @property
+    def fastest_allreduce(self) -> float:
+        """Bytes per second of the fastest allreduce that took long enough to tell; 0: none did."""
+        return self._executor.fastest_allreduce
 
     def next_number(self) -> int:
         """0, 1, 2, ...: for names of what every rank makes in the same order."""

@@ -11,7 +11,6 @@ up to the same size.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 def spin_us(config: Config, node: Node) -> int:
     """How long a rank may spin: one that spins keeps the core from the rank it waits for, where they share one."""
-    return config.spin_us if node.local_size <= len(os.sched_getaffinity(0)) else 0
+    return config.spin_us if node.local_size <= node.cores else 0
 
 
 def build_backend(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -19,6 +20,8 @@ from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.topology import Topology
 
 Work = Sequence[tuple[Response, Submission]]
+
+_TELLING_BYTES = 256 << 10  # from here on bytes matter more than what every allreduce costs
 
 
 @dataclass(slots=True)
@@ -61,6 +64,7 @@ class Executor:
         self._buffers = buffers
         self._recorder = recorder
         self.executed = Executed()
+        self.fastest_allreduce = 0.0  # bytes per second, of those that are not small
 
     def execute(self, work: Work) -> object:
         """Do one bucket; return the result of a request that has one (a bucket of several never has)."""
@@ -69,7 +73,12 @@ class Executor:
         label = work[0][1].label if len(work) == 1 else f"{work[0][1].label} and {len(work) - 1} more"
         self._backend.label = label
         if request.kind is Kind.ALLREDUCE:
+            before = self.executed.reduced_bytes
+            start_s = time.monotonic()
             self._allreduce(work, label)
+            nbytes = self.executed.reduced_bytes - before
+            if nbytes >= _TELLING_BYTES:
+                self.fastest_allreduce = max(self.fastest_allreduce, nbytes / (time.monotonic() - start_s))
         elif request.kind is Kind.ALLGATHER:
             self._allgather(work[0][0], work[0][1], label)
         elif request.kind is Kind.BROADCAST:

@@ -4,13 +4,15 @@ A gradient's way: `_on_gradient` counts it; the last one of its bucket calls `_s
 coordinator thread; `synchronize`, from ``optimizer.step()``, waits and makes ``p.grad`` the reduced gradient.
 
 The first step guesses that gradients arrive in the reverse of the order of the parameters. At its end the order in
-which they did arrive on rank 0 is made everybody's plan, and homes for the gradients are allocated. By then the ranks
-have also agreed on which gradients are sparse; buckets with one that may be wait for that.
+which they did arrive on rank 0 is made everybody's plan, with buckets of the size that suits nodes and network. By
+then the ranks have also agreed on which gradients are sparse; buckets with one that may be wait for that. Homes for
+gradients are allocated where they are of use: across nodes at once, on one node after the second step if they stay.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,9 +28,10 @@ from hvdlite.group import Group
 from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.torch.allreduce import Average, Max, Sum, allreduce_
 from hvdlite.torch.broadcast import start_broadcast
-from hvdlite.torch.buckets import plan_buckets, split_evenly
+from hvdlite.torch.buckets import BUCKET_BYTES, choose_bucket_bytes, plan_buckets, split_evenly
 from hvdlite.torch.compression import AnyCompressor, is_custom, wire_dtype
 from hvdlite.torch.gradients import (
+    BlockBucket,
     Bucket,
     CompressedBucket,
     DenseBucket,
@@ -36,11 +39,22 @@ from hvdlite.torch.gradients import (
     LooseBucket,
     Slot,
     SparseBucket,
-    home_bytes,
+    block_bytes,
 )
 from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.sparse import SparseReduction
 from hvdlite.torch.tensor_view import dtype_of
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the first rank decides for all.
+
+    ``bucket_bytes`` 0: all gradients of one dtype in one bucket, as far as can be.
+    """
+
+    bucket_bytes: int
+    has_homes: bool
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,8 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
         self._plans = 0
+        self._is_settled = False  # whether the plan is the last one, as long as the parameters stay the same
+        self._first_gradients: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []  # large ones, after the first step
         self._arrived: list[Slot] = []  # since the last synchronize(), in the order of their hooks
         self._late: dict[Slot, None] = {}  # were switched on since then, so that no bucket counts on them
         self._paused = False
@@ -179,7 +195,7 @@ class GradientReducer:
             self._attach(group)
         if self._plans == 0 and self.is_distributed:
             self._number = self.reduction.process_set.next_number()
-            self._plan(self._registration_order())
+            self._plan(self._registration_order(), _Layout(self._group.config.bucket_bytes or BUCKET_BYTES, False))
         if self.recorder.enabled:
             now_ns = time.monotonic_ns()
             self._backward_ns = (now_ns, now_ns)
@@ -222,7 +238,7 @@ class GradientReducer:
             elif slot.passes_left == self._passes:  # switched off before backward, not after it
                 self._switch_off(slot)
         late = list(self._late)
-        replans = self._plans == 1 or any(slot.bucket is None for slot in late)
+        replans = not self._is_settled or any(slot.bucket is None for slot in late)
         if replans and self.reduction.keeps_sparse:
             self._agree_on_sparse()
         buckets = [bucket for bucket in self._buckets if any(slot.active for slot in bucket.slots)]
@@ -291,6 +307,8 @@ class GradientReducer:
         self._is_member = self.reduction.process_set.included()
         self._buckets = []
         self._plans = 0
+        self._is_settled = False
+        self._first_gradients = []
         self.close()
         for slot in self._slots:
             slot.bucket = slot.view = None
@@ -310,28 +328,32 @@ class GradientReducer:
         """The reverse of the order of parameters, which is about that of backward."""
         return [slot.index for slot in reversed(self._slots) if slot.param.requires_grad]
 
-    def _plan(self, order: Sequence[int]) -> None:
+    def _plan(self, order: Sequence[int], layout: _Layout) -> None:
         """Put the slots of ``order`` into new buckets, each that is sparse into one of its own."""
         self._plans += 1
+        self._layout = layout
         sparse = [self._slots[index] for index in order if self._slots[index].is_sparse]
         order = [index for index in order if not self._slots[index].is_sparse]
         for slot in self._slots:
             slot.measure()
             slot.bucket = slot.view = None
             slot.active = False
-        config = self._group.config
+        most_bytes = self._group.config.fusion_threshold_bytes
         plan = plan_buckets(
             [slot.nbytes for slot in self._slots],
             [slot.dtype for slot in self._slots],
             order,
-            min(config.bucket_bytes, config.fusion_threshold_bytes),
+            min(layout.bucket_bytes or most_bytes, most_bytes),
             split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
+            None if layout.bucket_bytes else most_bytes,
         )
         parts = [[self._slots[index] for index in indices] for indices in plan]
-        if self._plans == 1 or self._wire_dtype is not None or is_custom(self.reduction.compression):
+        if layout.has_homes:
+            self._buckets = self._homes(parts)
+        elif self._plans == 1:
             self._buckets = [self._bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
         else:
-            self._buckets = self._homes(parts)
+            self._buckets = [self._block_bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
         self._buckets += [self._sparse_bucket(slot) for slot in sparse]
         for bucket in self._buckets:
             for slot in bucket.slots:
@@ -342,6 +364,10 @@ class GradientReducer:
     def _bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
         compression = self.reduction.compression
         return CompressedBucket(name, slots, compression) if is_custom(compression) else LooseBucket(name, slots)
+
+    def _block_bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
+        compression = self.reduction.compression
+        return CompressedBucket(name, slots, compression) if is_custom(compression) else BlockBucket(name, slots)
 
     def _sparse_bucket(self, slot: Slot) -> Bucket:
         factor = self.reduction.predivide_factor
@@ -395,7 +421,7 @@ class GradientReducer:
         """Buckets with homes, in one fusion buffer per dtype."""
         totals: dict[torch.dtype, int] = {}
         for part in parts:
-            totals[part[0].dtype] = totals.get(part[0].dtype, 0) + home_bytes(part)
+            totals[part[0].dtype] = totals.get(part[0].dtype, 0) + block_bytes(part)
         buffers = {
             dtype: self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
             for dtype, nbytes in totals.items()
@@ -405,7 +431,7 @@ class GradientReducer:
         for i, part in enumerate(parts):
             dtype = part[0].dtype
             buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, buffers[dtype], offsets[dtype]))
-            offsets[dtype] += home_bytes(part)
+            offsets[dtype] += block_bytes(part)
         return buckets
 
     def _replan(self) -> None:
@@ -414,14 +440,34 @@ class GradientReducer:
         arrived = list(dict.fromkeys(slot.index for slot in reversed(self._arrived)))[::-1]
         seen = set(arrived)
         order = arrived + [index for index in self._registration_order() if index not in seen]
-        sent = torch.full((len(self._slots),), -1)
-        sent[: len(order)] = torch.tensor(order)
+        layout = self._choose_layout()
+        sent = torch.full((2 + len(self._slots),), -1)
+        sent[: 2 + len(order)] = torch.tensor([layout.bucket_bytes, layout.has_homes, *order])
         process_set = self.reduction.process_set
         start_broadcast(
             [sent], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
         ).synchronize()
+        bucket_bytes, has_homes, *order = sent.tolist()
         gradients = [slot.param.grad for slot in self._slots]
-        self._plan([index for index in sent.tolist() if index >= 0])
+        self._plan([index for index in order if index >= 0], _Layout(bucket_bytes, bool(has_homes)))
         for slot, gradient in zip(self._slots, gradients, strict=True):
             if slot.view is not None and gradient is not None and slot.active:
                 slot.param.grad = slot.view.copy_(gradient)
+        large = [slot for slot in self._slots if slot.active and slot.view is None and not slot.is_sparse]
+        self._first_gradients = [(slot, weakref.ref(slot.param.grad)) for slot in large if slot.param.grad is not None]
+        self._is_settled = self._plans > 2 or self._layout.has_homes or not self._could_have_homes or not large
+
+    @property
+    def _could_have_homes(self) -> bool:
+        return self._wire_dtype is None and not is_custom(self.reduction.compression)
+
+    def _choose_layout(self) -> _Layout:
+        group = self._group
+        nodes = len(group.topology.nodes)
+        threads = group.node.local_size * torch.get_num_threads()
+        chosen = choose_bucket_bytes(nodes, group.node.cores, threads, group.fastest_allreduce)
+        stay = bool(self._first_gradients) and all(
+            gradient() is not None and slot.param.grad is gradient() for slot, gradient in self._first_gradients
+        )
+        has_homes = self._could_have_homes and (nodes > 1 or stay or self._layout.has_homes)
+        return _Layout(group.config.bucket_bytes or chosen or 0, has_homes)

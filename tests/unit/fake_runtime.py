@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,16 +53,19 @@ class FakeHandle:
 
 
 class FakeRuntime:
-    """Rank 0 of ``size``; rank r sends r + 1 times what rank 0 sends.
+    """Rank 0 of ``size`` on ``nodes`` nodes; rank r sends r + 1 times what rank 0 sends.
 
     So a sum is n(n+1)/2 times the input, an average (n+1)/2 times, Min once and Max n times (of positive inputs).
     """
 
-    def __init__(self, size: int = 2, **config: Any) -> None:
+    def __init__(self, size: int = 2, nodes: int = 2, **config: Any) -> None:
         self.size = size
         self.rank = 0
         self.group = self
         self.ranks = range(size)
+        self.topology = SimpleNamespace(nodes=[()] * nodes)
+        self.node = SimpleNamespace(cores=64, local_size=size)
+        self.fastest_allreduce = 0.0
         self._numbers = itertools.count()
         self.config = Config(**config)
         self.recorder = Recorder()
