@@ -22,6 +22,7 @@ from typing import Any
 
 from data_path import Algorithm, Machine, flat_ring_s, halving_s, hierarchical_s
 from hvdlite import Config, __version__
+from hvdlite.torch.buckets import BUCKET_BYTES
 from measure import add_json_option, table, write_json
 from schedules import MODELS, Schedule, schedule
 from virtual_ranks import AllreduceTime, VirtualJob
@@ -86,7 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=numbers, default=RANKS, metavar="N,N", help="(default: 2,4,8,...,16384)")
     option("--ranks-per-node", 8)
     option("--fanout", config.tree_fanout, "of the tree of leaders")
-    option("--bucket-mib", config.bucket_bytes / 2**20)
+    option("--bucket-mib", BUCKET_BYTES / 2**20)
     option("--small-kib", config.small_bytes / 2**10, "up to this share of a rank, recursive doubling")
     parser.add_argument("--across", nargs="+", choices=ACROSS, default=[*ACROSS], help="between nodes (default: all)")
     parser.add_argument("--claims", action="store_true", help="as if no order ever repeated itself")
