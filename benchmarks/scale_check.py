@@ -1,21 +1,19 @@
 """What real ranks say, counted by themselves; and whether virtual ones say the same (scale_model.py).
 
     python -m hvdlite run -np 4 scale_check.py
-    python across_hosts.py --hosts 8 --ranks 4 scale_check.py --json results/scale_check.json     # needs root
+    python across_hosts.py --hosts 8 --ranks 4 --rate 10gbit scale_check.py     # needs root
 
 The same buckets are reduced both ways, one at a time and then all at once, and every count of every rank is compared.
 Without --claims their order is frozen on the way. All at once, how many buckets share a message depends on when they
-are ready, so there are bounds for it. --json replaces the figures of as many ranks and nodes in FILE, and keeps others.
+are ready, so there are bounds for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from math import inf, prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hvdlite
@@ -42,7 +40,6 @@ SHARED = (
 """What there is less of where buckets are ready together."""
 Counts = dict[str, tuple[int, int, int]]
 """(real, at least, at most) by name."""
-Row = dict[str, Any]
 # Elements of each tensor of each bucket: below and above what recursive doubling takes, whole cache lines and not.
 TENSORS = [[16], [3, 35, 1], [192], [193, 7], [5000, 3], [100_000], [17, 300_000]]
 
@@ -65,23 +62,17 @@ def main() -> int:
     everywhere = comm.gather((runtime.topology.is_leader, steps[options.steps - 1][1], steps[-1][1], wrong))
     facts = provenance(comm, len(runtime.topology.nodes))
     if everywhere is not None:
-        ranks, nodes = runtime.size, len(runtime.topology.nodes)
-        row: Row = {"ranks": ranks, "nodes": nodes, "fanout": runtime.config.tree_fanout, "buckets": len(TENSORS)}
-        row["frozen"] = not options.claims
-        print(f"{ranks} ranks on {nodes} node(s), {len(TENSORS)} buckets, in the last step at most")
+        row: dict[str, Any] = {"fanout": runtime.config.tree_fanout, "buckets": len(TENSORS)}
+        print(f"{facts['ranks']} ranks on {facts['nodes']} node(s), {len(TENSORS)} buckets, in the last step at most")
         for place, how in enumerate(("one at a time", "at once"), start=1):
             row[how] = highest([(rank[0], rank[place]) for rank in everywhere])
             print(f"\n{counts_table(how, row[how])}")
         by_rank = {rank: texts for rank, (*_, texts) in enumerate(everywhere) if texts}
         print("\n".join(f"rank {rank}: {text}" for rank, texts in by_rank.items() for text in texts))
-        print(
-            f"{len(by_rank)} ranks differ"
-            if by_rank
-            else f"{len(steps)} steps: all counts of all ranks are as computed"
-        )
+        print(f"{len(by_rank)} ranks differ" if by_rank else "all counts of all ranks are as computed, in every step")
         wrong = list(by_rank.values())
         if options.json:
-            write_row(options.json, facts, row)
+            write_json(options.json, {"benchmark": "scale_check", **facts, **row})
     return int(comm.bcast(bool(wrong)))
 
 
@@ -116,17 +107,6 @@ def highest(counts: list[tuple[bool, Counts]]) -> dict[str, dict[str, int]]:
 def counts_table(how: str, by_member: dict[str, dict[str, int]]) -> str:
     rows = [[name, *(f"{counts[name]}" for counts in by_member.values())] for name in by_member["root"]]
     return table([how, *by_member], rows)
-
-
-def write_row(path: str, facts: dict[str, Any], row: Row) -> None:
-    """Into the file at ``path``, which may have those of other numbers of ranks."""
-    layout = ("ranks", "nodes", "fanout", "frozen")
-    rows = json.loads(Path(path).read_text())["rows"] if Path(path).exists() else []
-    rows = [other for other in rows if any(other[name] != row[name] for name in layout)]
-    rows = sorted([*rows, row], key=lambda each: [each[name] for name in layout])
-    write_json(
-        path, {"benchmark": "scale_check", **{name: facts[name] for name in ("machine", "versions")}, "rows": rows}
-    )
 
 
 def schedule(gap_s: float) -> Schedule:
