@@ -240,8 +240,8 @@ class VirtualJob:
             self._end_collective(now_s)
         elif kind == _MESSAGE:
             thread.inbox.append((source, data))
-            if thread.asleep:
-                self._wake_at(index, now_s + self._machine.wake_s)
+            if thread.asleep:  # the thread that watches its sockets wakes it
+                self._wake_at(index, now_s + 2 * self._machine.wake_s)
         elif thread.cycle_at_s == now_s:  # otherwise something has woken it earlier
             self._cycle(index, now_s)
 
