@@ -20,8 +20,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 import hvdlite
+from hvdlite.autotune.tuner import Tuner, start_tuning
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
+from hvdlite.fusion.fusion_buffer import FusionBuffer
 from hvdlite.group import Group
 from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.torch.allreduce import Average, Max, Sum, allreduce_
@@ -83,6 +85,9 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
         self._plans = 0
+        self._order: list[int] = []  # of arrival, as the ranks have agreed on it
+        self._buffers: dict[torch.dtype, FusionBuffer] = {}  # of all homes
+        self._tuner: Tuner | None = None
         self._arrived: list[Slot] = []  # since the last synchronize(), in the order of their hooks
         self._late: dict[Slot, None] = {}  # were switched on since then, so that no bucket counts on them
         self._paused = False
@@ -242,6 +247,8 @@ class GradientReducer:
                 elif slot.active:
                     self._switch_off(slot)
             self._reset()
+        if self._tuner is not None and not self._tuner.after_step():
+            self._tuner = None
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -290,6 +297,8 @@ class GradientReducer:
         self._group = group
         self._is_member = self.reduction.process_set.included()
         self._buckets = []
+        self._buffers = {}
+        self._tuner = None
         self._plans = 0
         self.close()
         for slot in self._slots:
@@ -319,15 +328,7 @@ class GradientReducer:
             slot.measure()
             slot.bucket = slot.view = None
             slot.active = False
-        config = self._group.config
-        plan = plan_buckets(
-            [slot.nbytes for slot in self._slots],
-            [slot.dtype for slot in self._slots],
-            order,
-            min(config.bucket_bytes, config.fusion_threshold_bytes),
-            split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
-        )
-        parts = [[self._slots[index] for index in indices] for indices in plan]
+        parts = self._parts(order, self._group.config.bucket_bytes)
         if self._plans == 1 or self._wire_dtype is not None or is_custom(self.reduction.compression):
             self._buckets = [self._bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
         else:
@@ -338,6 +339,17 @@ class GradientReducer:
                 slot.bucket = bucket
                 slot.active = slot.param.requires_grad
             bucket.missing = sum(slot.active for slot in bucket.slots)
+
+    def _parts(self, order: Sequence[int], bucket_bytes: int) -> list[list[Slot]]:
+        """The slots of ``order``, by bucket."""
+        plan = plan_buckets(
+            [slot.nbytes for slot in self._slots],
+            [slot.dtype for slot in self._slots],
+            order,
+            min(bucket_bytes, self._group.config.fusion_threshold_bytes),
+            split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
+        )
+        return [[self._slots[index] for index in indices] for indices in plan]
 
     def _bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
         compression = self.reduction.compression
@@ -396,15 +408,14 @@ class GradientReducer:
         totals: dict[torch.dtype, int] = {}
         for part in parts:
             totals[part[0].dtype] = totals.get(part[0].dtype, 0) + home_bytes(part)
-        buffers = {
-            dtype: self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
-            for dtype, nbytes in totals.items()
-        }
+        for dtype, nbytes in totals.items():
+            if dtype not in self._buffers or self._buffers[dtype].nbytes != nbytes:
+                self._buffers[dtype] = self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
         offsets = dict.fromkeys(totals, 0)
         buckets: list[Bucket] = []
         for i, part in enumerate(parts):
             dtype = part[0].dtype
-            buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, buffers[dtype], offsets[dtype]))
+            buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, self._buffers[dtype], offsets[dtype]))
             offsets[dtype] += home_bytes(part)
         return buckets
 
@@ -420,8 +431,25 @@ class GradientReducer:
         start_broadcast(
             [sent], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
         ).synchronize()
-        gradients = [slot.param.grad for slot in self._slots]
-        self._plan([index for index in sent.tolist() if index >= 0])
-        for slot, gradient in zip(self._slots, gradients, strict=True):
+        self._order = [index for index in sent.tolist() if index >= 0]
+        if self._plans == 1:
+            self._tuner = start_tuning(
+                hvdlite.runtime(),
+                self._group,
+                self._number,
+                sum(self._slots[index].nbytes for index in self._order),
+                lambda nbytes: tuple(sum(slot.nbytes for slot in part) for part in self._parts(self._order, nbytes)),
+                self._rearrange,
+            )
+        self._rearrange()
+
+    def _rearrange(self) -> None:
+        """Make new buckets, to which the gradients move; when nothing is in flight."""
+        for slot in self._slots:
+            if slot.view is not None and slot.param.grad is slot.view:
+                slot.param.grad = slot.view.clone()  # its place may be another's in the new buckets
+        self._plan(self._order)
+        for slot in self._slots:
+            gradient = slot.param.grad
             if slot.view is not None and gradient is not None and slot.active:
                 slot.param.grad = slot.view.copy_(gradient)

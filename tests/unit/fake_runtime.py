@@ -64,6 +64,8 @@ class FakeRuntime:
         self.ranks = range(size)
         self._numbers = itertools.count()
         self.config = Config(**config)
+        self.choice = None
+        self.joins = 0
         self.recorder = Recorder()
         self.calls: list[dict[str, Any]] = []
         self.handles: list[FakeHandle] = []
