@@ -6,7 +6,6 @@ import csv
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import TextIO
 
 from hvdlite.autotune.settings import Settings
 from hvdlite.errors import ConfigError
@@ -48,15 +47,10 @@ class TuningLog:
     """
 
     def __init__(self, path: str, job: Job) -> None:
+        self._path = path
         self._job = job
-        self._file: TextIO | None = None
         self._samples = 0
-        if path:
-            try:
-                self._file = open(path, "w", buffering=1)  # noqa: SIM115 (closed after the last line)
-            except OSError as error:
-                self._give_up(error)
-        self._write(_COLUMNS)
+        self._write(_COLUMNS, "w")
 
     def sample(self, step: int, settings: Settings, median_s: float, decision: str) -> None:
         """One that ended with step ``step`` of the program."""
@@ -66,23 +60,19 @@ class TuningLog:
     def choice(self, step: int, settings: Settings) -> None:
         """The last line."""
         self._row("", step, settings, "", _CHOSEN)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     def _row(self, sample: int | str, step: int, settings: Settings, median_ms: str, decision: str) -> None:
         self._write([sample, step, *astuple(self._job), *astuple(settings), median_ms, decision])
 
-    def _write(self, cells: Sequence[object]) -> None:
-        if self._file is not None:
-            try:
-                self._file.write(",".join(map(str, cells)) + "\n")
-            except OSError as error:
-                self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        _LOG.warning("HVDLITE_AUTOTUNE_LOG: %s; autotuning goes on without a log", error)
-        self._file = None
+    def _write(self, cells: Sequence[object], mode: str = "a") -> None:
+        if not self._path:
+            return
+        try:
+            with open(self._path, mode) as file:
+                file.write(",".join(map(str, cells)) + "\n")
+        except OSError as error:
+            _LOG.warning("HVDLITE_AUTOTUNE_LOG: %s; autotuning goes on without a log", error)
+            self._path = ""
 
 
 def read_choice(path: str) -> Choice | None:

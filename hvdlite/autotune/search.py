@@ -123,7 +123,7 @@ class Search:
         return True
 
     def _wins(self, best: Settings) -> Generator[Settings, Sequence[float], bool]:
-        """The second part. ``best`` must be faster in every turn as well, because of load that comes and goes slowly."""
+        """The second part. In every turn ``best`` must be faster: load that comes and goes slowly fools the test."""
         old: list[float] = []
         new: list[float] = []
         for _ in range(min(self._left // 2, _MOST_TURNS)):
