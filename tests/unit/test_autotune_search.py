@@ -128,6 +128,17 @@ def test_samples_for_warming_up_do_not_count() -> None:
     assert search.record([5.0] * COUNTED) == "not faster"
 
 
+def test_who_loses_one_turn_is_not_chosen() -> None:
+    """However fast it was in others: something else may have made the steps of those turns slow."""
+    search = search_in(space(nodes=1), warmup=0)
+    for time in (1.0, 1.1, 0.5, 0.6, 1.0, 0.5, 0.4):
+        search.record([time] * COUNTED)
+        assert not search.over
+    assert search.settings != DEFAULT
+    assert search.record([0.5] * COUNTED) == "comparison: the fastest"
+    assert search.over and search.settings == DEFAULT
+
+
 def test_ranks_that_are_told_the_same_do_the_same() -> None:
     ones, others = (search_in(space()) for _ in range(2))
     rng = random.Random(1)
