@@ -16,6 +16,7 @@ from hvdlite import _native
 from hvdlite.collectives import pipeline
 from hvdlite.collectives.base import LARGEST_MESSAGE_BYTES, Backend, Range
 from hvdlite.collectives.requests import Endpoint
+from hvdlite.config import Config
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import ALIGNMENT, Buffer, align_up, shard_bounds
@@ -58,10 +59,16 @@ class RingBackend(Backend):
         self._endpoint = Endpoint(
             comm, ranks=range(comm.size) if ranks is None else ranks, timeout_s=timeout_s, check=check
         )
+        self._recorder = recorder
+        self._use(segment_bytes, small_bytes)
+
+    def configure(self, config: Config) -> None:
+        self._use(config.segment_bytes, config.small_bytes)
+
+    def _use(self, segment_bytes: int, small_bytes: int) -> None:
         self._segment_bytes = max(ALIGNMENT, min(segment_bytes, LARGEST_MESSAGE_BYTES))
         self._small_bytes = min(small_bytes, LARGEST_MESSAGE_BYTES)
-        self._doubling_bytes = min(doubling_bytes(small_bytes, comm.size), LARGEST_MESSAGE_BYTES)
-        self._recorder = recorder
+        self._doubling_bytes = min(doubling_bytes(small_bytes, self.size), LARGEST_MESSAGE_BYTES)
         self._scratch = _aligned_memory(max(self._doubling_bytes, pipeline.WINDOW * self._segment_bytes))
 
     @property

@@ -79,4 +79,6 @@ def build_backend(
         return ring
     place = {rank: number for number, rank in enumerate(topology.ranks)}  # backends count their ranks from 0
     places = tuple(tuple(place[rank] for rank in ranks) for ranks in nodes)
-    return HierarchicalBackend(shm(), ring, places, place[topology.rank], one_rail_bytes=config.small_bytes)
+    return HierarchicalBackend(
+        shm(), ring, places, place[topology.rank], one_rail_bytes=config.small_bytes, rails=config.rails
+    )
