@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,8 @@ from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import HorovodInternalError
 from hvdlite.fusion.fusion_buffer import FusionBuffer, FusionBuffers, Home
+from hvdlite.interfaces import select
+from hvdlite.leader_links import Door, Listener, connect_tree, new_token
 from hvdlite.memory import ALIGNMENT, TensorView, align_up
 from hvdlite.node import Node
 from hvdlite.timeline.recorder import Recorder
@@ -104,14 +109,13 @@ class Group:
             recorder,
             self._administer,
         )
-        self._tree = Tree(
-            None if self.leaders is None else self.leaders.Dup(),
-            topology.parent(config.tree_fanout),
-            topology.children(config.tree_fanout),
-        )
+        page = ControlPage(node)
+        links = {} if self.leaders is None else _connect_leaders(self.leaders, topology, config)
+        self._tree = Tree(links, topology.parent(config.tree_fanout), topology.children(config.tree_fanout), check)
+        self._bell = page.ring_for(links.values()) if links else None
         self.coordinator = Coordinator(
             topology,
-            ControlPage(node),
+            page,
             self._tree,
             self._executor,
             config,
@@ -321,7 +325,9 @@ class Group:
     def release(self) -> None:
         """Free the communicators; collective, the last thing that the coordinator threads do together."""
         self._backend.close()
-        self._tree.close(self._check)
+        self._tree.close()
+        if self._bell is not None:
+            self._bell.close()
         for comm in (self._rail, self.leaders, self._comm):
             if comm is not None:
                 comm.Free()
@@ -397,6 +403,16 @@ def _specs(
         TensorSpec(tensor_name, view.dtype, tuple(view.shape[skip_dims:]))
         for tensor_name, view in zip(names, views, strict=True)
     )
+
+
+def _connect_leaders(leaders: MPI.Comm, topology: Topology, config: Config) -> dict[int, socket.socket]:
+    """This leader's connections to its neighbours in the tree, by node index. Collective over ``leaders``."""
+    deadline_s = time.monotonic() + config.start_timeout_s
+    with closing(Listener()) as listener:
+        addresses = [(interface.address, listener.port) for interface in select(config.network_interfaces)]
+        token = leaders.bcast(new_token())
+        doors = leaders.allgather(Door(socket.gethostname(), addresses))
+        return connect_tree(doors, topology, config.tree_fanout, token, listener, deadline_s)
 
 
 def _split(comm: MPI.Comm, included: bool, color: int, key: int) -> MPI.Comm | None:

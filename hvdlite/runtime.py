@@ -30,11 +30,10 @@ from hvdlite.errors import (
     RankFailedError,
     ShutDownError,
     StallError,
-    StartupError,
 )
 from hvdlite.group import Group
 from hvdlite.interfaces import select
-from hvdlite.leader_links import Listener, connect, new_token
+from hvdlite.leader_links import Door, Listener, connect_tree, new_token
 from hvdlite.node import discover
 from hvdlite.sentinel import Sentinel
 from hvdlite.timeline.recorder import Recorder
@@ -471,20 +470,8 @@ def _leader_links(
     topology: Topology, config: Config, cards: list[_Card], listener: Listener, deadline_s: float
 ) -> list[tuple[int, str, socket.socket]]:
     """(rank, where, socket) of this leader's parent and children; nothing for other ranks."""
-    children = topology.children(config.tree_fanout) if topology.is_leader else ()
-    parent = topology.parent(config.tree_fanout) if topology.is_leader else None
-    token = cards[0].token
-    listener.accept_children(token, topology.node_index, children, deadline_s)
-    links = {}
-    if parent is not None:
-        addresses = cards[topology.leaders[parent]].addresses
-        links[parent] = connect(addresses, token, topology.node_index, parent, deadline_s)
-    links.update(listener.links())
-    for child in children:
-        if child not in links:
-            raise StartupError(
-                f"node {child} ({cards[topology.leaders[child]].hostname}) did not connect to node "
-                f"{topology.node_index} ({cards[topology.rank].hostname}) in time. Name an interface that connects the "
-                "hosts in HVDLITE_NETWORK_INTERFACES, or raise HVDLITE_START_TIMEOUT."
-            )
+    if not topology.is_leader:
+        return []
+    doors = [Door(cards[leader].hostname, cards[leader].addresses) for leader in topology.leaders]
+    links = connect_tree(doors, topology, config.tree_fanout, cards[0].token, listener, deadline_s)
     return [(topology.leaders[node], cards[topology.leaders[node]].where, link) for node, link in links.items()]
