@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlite import _native
 from hvdlite.collectives.base import Range
-from hvdlite.dtypes import ReduceOp
+from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import Buffer
 
 if TYPE_CHECKING:
@@ -159,23 +159,21 @@ class _Run:
         self._arrived = 0
         self._sends: deque[MPI.Request] = deque()
         self._receives: deque[MPI.Request] = deque()
+        self._buf = buf
         self._address = buf.address
-        self._dtype = buf.dtype
         self._itemsize = buf.dtype.itemsize
         self._endpoint = endpoint
         self._scratch = scratch
         self._slot_bytes = slot_bytes
 
     def run(self) -> None:
-        start, stop = self._plan.scaled
-        if start < stop and self._plan.scale != 1.0:
-            own = self._address + start * self._itemsize
-            _native.reduce([own], [own], stop - start, self._dtype, ReduceOp.SUM, self._plan.scale)
+        for reduction in first_scale(self._plan, self._buf):
+            _native.reduce(*reduction)
         for piece in self._arriving:
             self._endpoint.until(self._next_is_here, piece.source)
             self._receives.popleft()
-            if piece.fold is not None:
-                self._fold(piece, piece.fold)
+            for reduction in additions(piece, self._buf, self._slot(self._arrived)):
+                _native.reduce(*reduction)
             self._arrived += 1
         if self._outgoing:
             self._endpoint.until(self._all_is_sent, self._outgoing[-1].to)
@@ -213,7 +211,7 @@ class _Run:
         while self._posted < min(self._arrived + WINDOW, len(self._arriving)):
             source, start, stop, fold, after = self._arriving[self._posted]
             if fold is not None:
-                address = self._scratch + self._posted % WINDOW * self._slot_bytes
+                address = self._slot(self._posted)
             elif self._have_left(after):
                 address = self._address + start * self._itemsize
             else:
@@ -221,11 +219,32 @@ class _Run:
             self._receives.append(self._endpoint.receive(address, (stop - start) * self._itemsize, source))
             self._posted += 1
 
-    def _fold(self, piece: Receive, fold: Fold) -> None:
-        own = self._address + piece.start * self._itemsize
-        arrived = self._scratch + self._arrived % WINDOW * self._slot_bytes
-        numel = piece.stop - piece.start
-        if fold.own_scale != 1.0:
-            _native.reduce([own], [own], numel, self._dtype, ReduceOp.SUM, fold.own_scale)
-        operands = [own, arrived] if fold.own_first else [arrived, own]
-        _native.reduce([own], operands, numel, self._dtype, fold.op, fold.prescale, fold.postscale)
+    def _slot(self, index: int) -> int:
+        return self._scratch + index % WINDOW * self._slot_bytes
+
+
+Reduction = tuple[list[int], list[int], int, DType, ReduceOp, float, float]
+"""The arguments of a call of `_native.reduce`."""
+
+
+def first_scale(plan: Plan, buf: Buffer) -> list[Reduction]:
+    """What is to be done before anything is sent."""
+    start, stop = plan.scaled
+    if start == stop or plan.scale == 1.0:
+        return []
+    own = [buf.address + start * buf.dtype.itemsize]
+    return [(own, own, stop - start, buf.dtype, ReduceOp.SUM, plan.scale, 1.0)]
+
+
+def additions(piece: Receive, buf: Buffer, arrived: int) -> list[Reduction]:
+    """What is to be done with ``piece``, which lies at the address ``arrived`` if it is to be folded."""
+    fold = piece.fold
+    if fold is None:
+        return []
+    own = buf.address + piece.start * buf.dtype.itemsize
+    numel = piece.stop - piece.start
+    operands = [own, arrived] if fold.own_first else [arrived, own]
+    folded = ([own], operands, numel, buf.dtype, fold.op, fold.prescale, fold.postscale)
+    if fold.own_scale == 1.0:
+        return [folded]
+    return [([own], [own], numel, buf.dtype, ReduceOp.SUM, fold.own_scale, 1.0), folded]

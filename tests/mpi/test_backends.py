@@ -149,6 +149,21 @@ def test_every_rank_gets_the_same_bits_every_time(
         assert len(everybody) == 1
 
 
+def test_calls_that_come_again_on_the_same_memory(
+    backend: Backend, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third time on they may go by what has been prepared; also after too many others in between."""
+    monkeypatch.setattr("hvdlite.collectives.bound._MOST", 6)
+    problems = []
+    for number, (repetition, numel) in enumerate(itertools.product(range(4), [1, 5, 33, 130, 300, 1500])):
+        for dtype, op in ((DType.BFLOAT16, ReduceOp.SUM), (DType.INT32, ReduceOp.MAX))[: 1 + (repetition == 3)]:
+            buf = take(numel, dtype)
+            fill(buf, values_of(RANK, numel, number))
+            backend.allreduce(buf, op=op, prescale=2.0, postscale=0.5)
+            problems.append(difference(buf, reduced(op, numel, dtype, 2.0, 0.5, number), f"time {repetition}"))
+    assert_none(*problems)
+
+
 def test_rounding_stays_small(backend: Backend, take: Take) -> None:
     """Random fp32 inputs against a float64 sum: no contribution is lost or counted twice in the lower digits."""
     numel = 3000
