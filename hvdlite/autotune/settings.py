@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, fields, replace
 
+from hvdlite.collectives.select import limits_of
 from hvdlite.config import Config
 
 _BUCKET_FACTORS = (1 / 16, 1 / 4, 1, 4, 16)  # of the default; factors of 2 mostly differ by less than the noise
@@ -64,5 +65,6 @@ class Space:
         if self.nodes == 1:
             return sizes
         rails = min(settings.rails or self.most_rails, self.most_rails)
-        shares = [size if size <= settings.small_bytes else size // rails for size in sizes]
-        return sizes, rails, settings.segment_bytes, tuple(share <= settings.small_bytes for share in shares)
+        shares = tuple(size if size <= settings.small_bytes else size // rails for size in sizes)
+        limits = limits_of(settings.small_bytes, self.nodes)
+        return sizes, rails, settings.segment_bytes, tuple(limits.algorithm(share) for share in shares), shares

@@ -104,7 +104,7 @@ def test_thresholds_are_measured_only_where_buckets_lie_between_them() -> None:
         measured.add(settings.small_bytes)
         return 1.0
 
-    run(search_in(space(total=40 * MIB)), cost)
+    run(search_in(space(rails=1, total=40 * MIB)), cost)
     assert measured == {DEFAULT.small_bytes}
     run(search_in(space(total=100_000)), cost)
     assert measured == {DEFAULT.small_bytes, 4 * DEFAULT.small_bytes}
