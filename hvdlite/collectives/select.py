@@ -25,7 +25,7 @@ from hvdlite.topology import Topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_RING_STEP = 16  # a ring's step of so many times ``small_bytes`` hides its latency
+_RING_STEP = 8  # times ``small_bytes``: the shortest step of a ring in which bytes hide the latency
 
 
 @dataclass(frozen=True, slots=True)
