@@ -33,6 +33,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "allreduce": (*TWO_RANKS, "allreduce.py"),
     "latency": (*TWO_RANKS, "latency.py"),
     "train_step": (*TWO_RANKS, "train_step.py"),
+    "one_rank": ("train_step.py", "--threads=1"),
     "overlap": (*TWO_HOSTS, "overlap.py"),
     "scale_model": ("scale_model.py",),
 }

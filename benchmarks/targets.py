@@ -38,6 +38,7 @@ def targets(reports: dict[str, Report]) -> list[Target]:
         ("allreduce", _of_allreduce),
         ("latency", _of_latency),
         ("train_step", _of_steps),
+        ("one_rank", _of_one_rank),
         ("overlap", _of_overlap),
     ):
         if name in reports:
@@ -87,15 +88,22 @@ def _of_latency(report: Report) -> Iterator[Target]:
 
 
 def _of_steps(report: Report) -> Iterator[Target]:
-    rows = {(row["model"], row["way"]): row for row in report["rows"]}
-    for model in dict.fromkeys(model for model, _ in rows):
-        own, alone = rows[model, "hvdlite"], rows[model, "no communication"]
-        ddp = min(rows[model, way]["exposed_ms"] for way in ("DDP", "DDP, views"))
-        if ddp > 0:
-            yield Target(f"{model}: exposed / DDP's", own["exposed_ms"] / ddp, 0.5, at_most=True)
+    for found in report["models"]:
+        model, ways = found["model"], found["ways"]
+        yield Target(f"{model}: exposed / DDP's", found["against_best"]["DDP"]["exposed"]["value"], 0.5, at_most=True)
+        mpi = found["against_best"]["simple MPI"]
+        if ways[mpi["way"]]["relative"]["value"] > 1.02:
+            yield Target(f"{model}: step / the best simple MPI's", mpi["step"]["value"], 1.0, at_most=True)
         if model in COMPUTE_BOUND:
-            ratio = own["median_ms"] / alone["median_ms"]
-            yield Target(f"{model}: step / without communication", ratio, 1.015, at_most=True)
+            relative = ways["hvdlite"]["relative"]["value"]
+            yield Target(f"{model}: step / without communication", relative, 1.015, at_most=True)
+
+
+def _of_one_rank(report: Report) -> Iterator[Target]:
+    for found in report["models"]:
+        limit = 1.10 if found["model"] == "400 tiny parameters" else 1.01
+        relative = found["ways"]["hvdlite"]["relative"]["value"]
+        yield Target(f"{found['model']}, 1 rank: step / plain torch's", relative, limit, at_most=True)
 
 
 def _of_overlap(report: Report) -> Iterator[Target]:

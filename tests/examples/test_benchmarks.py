@@ -36,12 +36,16 @@ def test_allreduce(launch: Launch, tmp_path: Path, ranks: int) -> None:
     assert found >= {(way, nbytes) for way in ways for nbytes in (4, 2048, 1 << 20)}
 
 
-def test_train_step(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_step(launch: Launch, tmp_path: Path, ranks: int) -> None:
     options = ("--rounds=1", "--steps=1", "--models", "400 tiny parameters", "transformer")
-    rows = run(launch, 2, "train_step.py", tmp_path / "t.json", *options)["rows"]
-    ways = ["no communication", "hvdlite", "DDP", "DDP, views", "MPI"]
-    assert [row["way"] for row in rows] == 2 * ways
-    assert {row["model"]: row["parameters"] for row in rows}["400 tiny parameters"] == 400
+    models = run(launch, ranks, "train_step.py", tmp_path / "t.json", *options)["models"]
+    ways = ["no communication", "hvdlite", "DDP", "DDP, views", "MPI", "MPI, pieces", "MPI, one buffer"]
+    assert [list(model["ways"]) for model in models] == 2 * [ways if ranks > 1 else ways[:2]]
+    assert {model["model"]: model["parameters"] for model in models}["400 tiny parameters"] == 400
+    assert [set(model["against_best"]) for model in models] == 2 * [{"DDP", "simple MPI"} if ranks > 1 else set()]
+    for way in models[0]["ways"].values():
+        assert way["relative"]["low"] <= way["relative"]["value"] <= way["relative"]["high"]
 
 
 def test_overlap(launch: Launch, tmp_path: Path) -> None:
