@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NAP_S = 20e-6
 _RESAMPLES = 2000
 _PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch")
 _SETTINGS = (
@@ -34,11 +33,11 @@ _SETTINGS = (
 )
 
 
-def meet(comm: MPI.Comm) -> None:
+def meet(comm: MPI.Comm, nap_s: float = 20e-6) -> None:
     """A barrier in which waiting ranks sleep, so that no spinning rank takes a core from one that is still working."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(_NAP_S)
+        time.sleep(nap_s)
 
 
 def in_turns(ways: Sequence[T], rounds: int) -> Iterator[T]:
@@ -118,7 +117,7 @@ def provenance(comm: MPI.Comm, nodes: int) -> dict[str, Any]:
 
 
 def _mpi_version(text: str) -> str:
-    return text.replace("\0", "").splitlines()[0].split(",")[0].strip()
+    return " ".join(text.replace("\0", "").replace("Version:", "").split("\n")[0].split(",")[0].split())
 
 
 def _script() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,13 +28,44 @@ def run(launch: Launch, ranks: int, script: str, path: Path, *options: str) -> d
     return report
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_allreduce(launch: Launch, tmp_path: Path, ranks: int) -> None:
-    sizes = ("--rounds=1", "--max-bytes=1048576", "--factor=512")
-    report = run(launch, ranks, "allreduce.py", tmp_path / "a.json", *sizes)
-    found = {(row["way"], row["bytes"]) for row in report["rows"] if row["median_us"] > 0}
-    ways = ("memcpy", "hvdlite backend", "hvd, in its slot", "hvd, elsewhere", "MPI", "Gloo")
-    assert found >= {(way, nbytes) for way in ways for nbytes in (4, 2048, 1 << 20)}
+def test_allreduce(launch: Launch, tmp_path: Path) -> None:
+    sizes = (4, 2048, 5 << 20)  # the last in two pieces
+    options = ("--rounds=1", "--bytes", *map(str, sizes))
+    rows = run(launch, 2, "allreduce.py", tmp_path / "a.json", *options)["rows"]
+    own = ["hvdlite backend", "hvd, in its slot", "hvd, elsewhere"]
+    peers = {"MPI", "MPI, pieces", "Gloo"}
+    assert {(row["way"], row["bytes"]) for row in rows if row["median_us"] > 0} >= {
+        (way, nbytes) for way in ("memcpy", *own, *peers) for nbytes in sizes
+    }
+    for row in rows:
+        assert ("times_as_fast" in row) == (row["way"] in own)
+        assert row["way"] not in own or set(row["times_as_fast"]) >= {"memcpy", *peers}
+
+
+def test_allreduce_of_chosen_ways_on_three_ranks(launch: Launch, tmp_path: Path) -> None:
+    ways = ["hvdlite backend", "hvd, in its slot", "MPI, pieces"]
+    options = ("--rounds=1", "--bytes=1048576", "--ways", *reversed(ways))
+    rows = run(launch, 3, "allreduce.py", tmp_path / "a.json", *options)["rows"]
+    assert [row["way"] for row in rows] == ways
+
+
+def test_slot(launch: Launch, tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    report = run(launch, 3, "slot.py", tmp_path / "s.json", "--rounds=1", "--bytes=100000")
+    few = min(3, cores)
+    labels = [f"{dtype}, {few} ranks" for dtype in ("float32", "float16", "bfloat16")]
+    assert list(report["ways"]) == labels + ["float32, 3 ranks"] * (few < 3)
+    assert report["ways"][labels[0]]["time_of_first"] == {"value": 1, "low": 1, "high": 1}
+
+
+def test_costs(launch: Launch, tmp_path: Path) -> None:
+    short = ("--idle-s=0.1", "--wait-s=0.1", "--models", "400 tiny parameters")
+    report = run(launch, 2, "costs.py", tmp_path / "c.json", *short)
+    assert all(0 <= share < 2 for share in report["idle"])
+    assert [(each["in"], each["late"]) for each in report["waiting"]] == [
+        (what, late) for what in ("hvd.allreduce", "optimizer.step") for late in (0, 1)
+    ]
+    assert report["memory"]["400 tiny parameters"]["gradient_bytes"] == 844800
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
