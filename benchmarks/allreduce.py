@@ -29,8 +29,10 @@ from measure import (
     estimate,
     in_turns,
     keep_collector_out,
+    median_ratio,
     meet,
     provenance,
+    show,
     slowest,
     summary,
     table,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 MAX_CALLS = 60
 BLOCK_BYTES = 32 << 20
 PERIOD = 251  # of the input; a prime, so that no shard or chunk begins like another
+TCP_SHARE = 1448 / 1514  # of the bytes of a full Ethernet frame, the rest being headers
 SIZES = [4 << 2 * i for i in range(14)]
 
 
@@ -90,7 +93,9 @@ def sent_by_host() -> int:
     return sum(int(path.read_text()) for path in counters if path.parts[-3] != "lo")
 
 
-def measure(found: Sequence[Way], comm: MPI.Comm, nbytes: int, rounds: int, calls: int) -> list[dict[str, Any]]:
+def measure(
+    found: Sequence[Way], comm: MPI.Comm, nbytes: int, rounds: int, calls: int, bound_us: float | None
+) -> list[dict[str, Any]]:
     """One row per way; a round more goes before to warm up, and checks every element of the result."""
     numel = nbytes // 4
     pattern = np.arange(numel, dtype=np.float32) % PERIOD
@@ -117,15 +122,13 @@ def measure(found: Sequence[Way], comm: MPI.Comm, nbytes: int, rounds: int, call
         }
         if not way.is_peer and not way.is_bound:
             others = [other.label for other in found if other.is_peer or other.is_bound]
-            row["times_as_fast"] = {other: estimate(ratio, times[other], times[way.label]) for other in others}
+            row["times_as_fast"] = {other: estimate(median_ratio, times[other], times[way.label]) for other in others}
+        if bound_us is not None:
+            row["of_bound"] = estimate(lambda taken: np.median(taken, axis=-1) / bound_us, times[way.label])
         if len(hvdlite.runtime().topology.nodes) > 1:
             row["sent_by_host_bytes"] = float(np.median([sent for _, sent in taken[way.label]]))
         rows.append(row)
     return rows
-
-
-def ratio(other: np.ndarray, own: np.ndarray) -> np.ndarray:
-    return np.median(other / own, axis=-1)
 
 
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
@@ -155,6 +158,16 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
     print(table(["bytes", *own, "fastest peer"], lines))
 
 
+def crossing(nbytes: int, hosts: int) -> float:
+    """Bytes that each of ``hosts`` must send to others, however the sum is computed (bandwidth-optimal)."""
+    return 2 * (hosts - 1) / hosts * nbytes
+
+
+def print_bounds(rows: Sequence[dict[str, Any]], link_gbit: float) -> None:
+    print(f"\ntime / (bytes that must cross / {link_gbit:g} Gbit/s); of that rate TCP has {100 * TCP_SHARE:.1f} %")
+    print(table(["bytes", "way", ""], [[size(row["bytes"]), row["way"], show(row["of_bound"], 3)] for row in rows]))
+
+
 def size(nbytes: int) -> str:
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
@@ -168,6 +181,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these (default: all)")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each way and size (default: %(default)s)")
     parser.add_argument("--calls", type=int, help="of each block (default: 2 to 60, by the size)")
+    parser.add_argument("--link-gbit", type=float, help="rate of each host's link, to compare times with")
     add_json_option(parser)
     options = parser.parse_args()
 
@@ -189,11 +203,15 @@ def main() -> None:
     chosen = [way for way in found if not options.ways or way.label in options.ways]
     rows: list[dict[str, Any]] = []
     for nbytes in options.bytes:
-        rows += measure(chosen, comm, nbytes, options.rounds, options.calls or calls_per_block(nbytes, comm.size))
+        bound_us = options.link_gbit and crossing(nbytes, facts["nodes"]) * 8e-3 / options.link_gbit
+        calls = options.calls or calls_per_block(nbytes, comm.size)
+        rows += measure(chosen, comm, nbytes, options.rounds, calls, bound_us)
         if comm.rank == 0:
             print(f"  {size(nbytes)} done", flush=True)
     if comm.rank == 0:
         print_tables(rows)
+        if options.link_gbit:
+            print_bounds(rows, options.link_gbit)
         write_json(options.json, {"benchmark": "allreduce", **facts, "rows": rows})
     dist.destroy_process_group()
 

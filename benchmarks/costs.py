@@ -35,7 +35,7 @@ LAYER = Task(
     "one layer", lambda: nn.Linear(32, 32), lambda: (torch.randn(32, 32), torch.randn(32, 32)), nn.functional.mse_loss
 )
 STEPS = 10  # until buckets are in the order of backward, and that order is frozen
-LOOK_S = 2e-3
+LOOK_S = 5e-3
 
 
 def cpu_share(during: Callable[[], object]) -> float:

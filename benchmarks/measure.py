@@ -82,6 +82,16 @@ def estimate(statistic: Callable[..., np.ndarray], *columns: np.ndarray) -> dict
     return {"value": float(statistic(*columns)), "low": float(low), "high": float(high)}
 
 
+def median_ratio(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """A statistic for `estimate`: of ratios within a round, which what disturbs a machine for longer leaves alone."""
+    return np.median(some / others, axis=-1)
+
+
+def median_difference(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """A statistic for `estimate`."""
+    return np.median(some - others, axis=-1)
+
+
 def show(found: dict[str, float], digits: int) -> str:
     """An `estimate`, with its interval."""
     return f"{found['value']:.{digits}f} ({found['low']:.{digits}f}, {found['high']:.{digits}f})"

@@ -25,6 +25,7 @@ from measure import (
     estimate,
     in_turns,
     keep_collector_out,
+    median_ratio,
     meet,
     provenance,
     show,
@@ -79,10 +80,6 @@ class Slot:
         hvd.allreduce_(self._tensor, op=hvd.Sum, name=self.label, process_set=self._process_set)
 
 
-def ratio(own: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.median(own / other, axis=-1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=int, default=64 << 20, help="default: %(default)s")
@@ -112,7 +109,7 @@ def main() -> None:
     ways: dict[str, dict[str, Any]] = {}
     for label, own in times.items():
         median, p95 = summary(own)
-        ways[label] = {"median_ms": median, "p95_ms": p95, "time_of_first": estimate(ratio, own, reference)}
+        ways[label] = {"median_ms": median, "p95_ms": p95, "time_of_first": estimate(median_ratio, own, reference)}
     if comm.rank == 0:
         print(describe(facts))
         print(f"{options.bytes / 2**20:g} MiB in its slot; relative: time / that of {slots[0].label}")

@@ -27,6 +27,8 @@ from measure import (
     estimate,
     in_turns,
     keep_collector_out,
+    median_difference,
+    median_ratio,
     meet,
     provenance,
     show,
@@ -41,6 +43,7 @@ from training import DDPS, SIMPLE, Alone, Hvdlite, Way
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+LEAST_ROUNDS, MOST_ROUNDS = 8, 60
 WARM_UP = 8  # steps: until buckets are in the order of backward, and that order is frozen
 
 
@@ -71,12 +74,12 @@ def check_equal(ways: Sequence[Way], comm: MPI.Comm) -> None:
             assert same, f"{way.label}: '{name}' differs on rank {comm.rank} by {(parameter - value).abs().max()}"
 
 
-def measure(task: Task, comm: MPI.Comm, rounds: int, steps: int) -> dict[str, Any]:
-    """Rows, one per way, and comparisons; the models are compared after warming up."""
+def measure(task: Task, comm: MPI.Comm, rounds: int | None, steps: int, seconds_in_all: float) -> dict[str, Any]:
+    """All ways of one model, and how they compare; the trained models are compared after warming up."""
     kinds: tuple[type[Way], ...] = (Alone, Hvdlite, *DDPS, *SIMPLE) if comm.size > 1 else (Alone, Hvdlite)
     ways = {kind.label: kind(task, comm) for kind in kinds}
-    for way in ways.values():
-        block(way, comm, WARM_UP)
+    round_s = sum((steps + 1) * float(np.median(block(way, comm, WARM_UP))) for way in ways.values())
+    rounds = rounds or comm.bcast(max(LEAST_ROUNDS, min(MOST_ROUNDS, round(seconds_in_all / round_s))))
     check_equal([*ways.values()], comm)
     before = hvd.statistics()
     seconds: dict[str, list[list[float]]] = {label: [] for label in ways}
@@ -97,16 +100,8 @@ def measure(task: Task, comm: MPI.Comm, rounds: int, steps: int) -> dict[str, An
     }
 
 
-def ratio(own: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.median(own / other, axis=-1)
-
-
-def difference(own: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.median(own - other, axis=-1)
-
-
 def exposed_ratio(own: np.ndarray, peer: np.ndarray, alone: np.ndarray) -> np.ndarray:
-    return difference(own, alone) / difference(peer, alone)
+    return median_difference(own, alone) / median_difference(peer, alone)
 
 
 def summarize(times: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -117,8 +112,8 @@ def summarize(times: dict[str, np.ndarray]) -> dict[str, Any]:
         label: {
             "median_ms": float(np.median(times[label])),
             "p95_ms": float(np.quantile(times[label], 0.95)),
-            "exposed_ms": estimate(difference, mine, alone),
-            "relative": estimate(ratio, mine, alone),
+            "exposed_ms": estimate(median_difference, mine, alone),
+            "relative": estimate(median_ratio, mine, alone),
         }
         for label, mine in blocks.items()
     }
@@ -129,7 +124,7 @@ def summarize(times: dict[str, np.ndarray]) -> dict[str, Any]:
             best = min(labels, key=lambda label: rows[label]["exposed_ms"]["value"])
             against[name] = {
                 "way": best,
-                "step": estimate(ratio, own, blocks[best]),
+                "step": estimate(median_ratio, own, blocks[best]),
                 "exposed": estimate(exposed_ratio, own, blocks[best], alone),
             }
     return {"ways": rows, "against_best": against}
@@ -155,7 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [task.name for task in MODELS]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
-    parser.add_argument("--rounds", type=int, default=16, help="blocks of each way and model (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=50.0, help="for each model, about (default: %(default)s)")
+    text = f"blocks of each way and model (default: {LEAST_ROUNDS} to {MOST_ROUNDS}, by what --seconds allows)"
+    parser.add_argument("--rounds", type=int, help=text)
     parser.add_argument("--steps", type=int, default=3, help="of each block (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of a rank's torch (default: as many as make a thread per core)")
     add_json_option(parser)
@@ -176,7 +173,7 @@ def main() -> None:
     found = []
     for task in MODELS:
         if task.name in options.models:
-            found.append(measure(task, comm, options.rounds, options.steps))
+            found.append(measure(task, comm, options.rounds, options.steps, options.seconds))
             if comm.rank == 0:
                 print_model(found[-1])
     if comm.rank == 0:
