@@ -25,6 +25,9 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=1, help="per host (default: %(default)s)")
     parser.add_argument("--rate", default="1gbit", help="of every host's link, as tc says it (default: %(default)s)")
+    parser.add_argument(
+        "--delay", type=float, default=0, metavar="US", help="of a packet between two hosts, besides (default: none)"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, help="and its arguments")
     options = parser.parse_args()
     if not options.script:
@@ -33,9 +36,10 @@ def main() -> int:
     if reason is not None:
         print(f"across_hosts: {reason}", file=sys.stderr)
         return 77
-    with Lab(options.hosts, rate=options.rate) as lab:
+    with Lab(options.hosts, rate=options.rate, delay_us=options.delay) as lab:
         hosts = ",".join(f"{name}:{options.ranks}" for name in lab.names)
-        print(f"{options.hosts} emulated hosts x {options.ranks} rank(s), links of {options.rate}", flush=True)
+        delay = f" and {options.delay:g} us" if options.delay else ""
+        print(f"{options.hosts} emulated hosts x {options.ranks} rank(s), links of {options.rate}{delay}", flush=True)
         command = [sys.executable, "-m", "hvdlite", "run", "-H", hosts, *options.script]
         return subprocess.run([*lab.enter(0), *command], env={**os.environ, **lab.launch_environment}).returncode
 

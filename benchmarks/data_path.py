@@ -1,6 +1,6 @@
 """What an allreduce costs across nodes: exact messages and bytes of a rank, and a model of the time.
 
-Messages come from the plans that the ring itself executes (hvdlite/collectives/pipeline.py). Times are those of LogGP
+Messages come from the plans that hvdlite executes (hvdlite/collectives/plans.py). Times are those of LogGP
 (Alexandrov et al. 1995, doi:10.1145/215399.215427): latency, overhead per message, time per byte.
 """
 
@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, log2
 
-from hvdlite.collectives import pipeline
-from hvdlite.collectives.ring import doubling_bytes
+from hvdlite.collectives import plans
+from hvdlite.collectives.select import limits_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
-from hvdlite.dtypes import ReduceOp
 from hvdlite.memory import shard_bounds
 from hvdlite.topology import Topology
 from schedules import DTYPE
@@ -45,41 +44,25 @@ def traffic(topology: Topology, nbytes: int, config: Config) -> Traffic:
         return result
     begin, end = shard_bounds(nbytes // DTYPE.itemsize, rails, topology.local_rank, DTYPE.itemsize)
     numel = end - begin
-    if numel * DTYPE.itemsize <= doubling_bytes(config.small_bytes, nodes):
-        exchanges = _recursive_doubling_messages(topology.node_index, nodes) if numel else 0
-        for _ in range(exchanges):
-            result.sent(numel * DTYPE.itemsize)
-            result.received(numel * DTYPE.itemsize)
-        return result
-    shards = [shard_bounds(numel, nodes, node, DTYPE.itemsize) for node in range(nodes)]
-    piece = config.segment_bytes // DTYPE.itemsize
-    index = topology.node_index
-    plan = pipeline.plan_reduce_scatter(shards, index, piece, ReduceOp.SUM, 1.0, 1.0).then(
-        pipeline.plan_allgather([[shard] for shard in shards], index, piece)
-    )
-    for part in plan.outgoing:
-        result.sent((part.stop - part.start) * DTYPE.itemsize)
-    for part in plan.arriving:
-        result.received((part.stop - part.start) * DTYPE.itemsize)
+    algorithm = limits_of(config.small_bytes, nodes).algorithm(numel * DTYPE.itemsize)
+    plan = plans.allreduce(algorithm, numel, DTYPE.itemsize, topology.node_index, nodes, config.segment_bytes)
+    for sent in plan.outgoing:
+        result.sent((sent.stop - sent.start) * DTYPE.itemsize)
+    for received in plan.arriving:
+        result.received((received.stop - received.start) * DTYPE.itemsize)
     return result
 
 
-def _recursive_doubling_messages(rank: int, size: int) -> int:
-    """Sent, and received, by ``rank`` of ``size``: see `RingBackend`."""
-    power = 1 << (size.bit_length() - 1)
-    pairs = size - power
-    if rank < 2 * pairs and rank % 2 == 1:
-        return 1
-    return power.bit_length() - 1 + (rank < 2 * pairs)
-
-
 def hierarchical_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:
-    """As hvdlite does it: reduce-scatter in the node, a ring across nodes per local rank, allgather in the node."""
+    """As hvdlite does it: reduce-scatter in each node, an allreduce across nodes by each rail, allgather in it."""
     rails = local_size if nbytes > config.small_bytes else 1
     share = nbytes / rails
-    if share <= doubling_bytes(config.small_bytes, nodes):
+    algorithm = limits_of(config.small_bytes, nodes).algorithm(ceil(share))
+    if algorithm is plans.Algorithm.DOUBLING:
         rounds = ceil(log2(nodes))
         across = rounds * (machine.latency_s + machine.piece_s + nbytes / machine.link_bytes_per_s)
+    elif algorithm is plans.Algorithm.HALVING:
+        across = _halving_s(nodes, share, machine.link_bytes_per_s / rails, machine, config)
     else:
         across = _ring_s(nodes, share, machine.link_bytes_per_s / rails, machine, config)
     return _in_node_s(local_size, nbytes, machine) + across
@@ -93,13 +76,8 @@ def flat_ring_s(nodes: int, local_size: int, nbytes: int, machine: Machine, conf
 
 
 def halving_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:
-    """What hvdlite does not have: `hierarchical_s`, but recursive halving and doubling across nodes.
-
-    Thakur, Rabenseifner & Gropp 2005, doi:10.1177/1094342005051521.
-    """
-    moved = 2 * (nodes - 1) / nodes * nbytes / machine.link_bytes_per_s
-    per_rail = 2 * (nodes - 1) / nodes * nbytes / local_size / config.segment_bytes * machine.piece_s
-    across = 2 * ceil(log2(nodes)) * (machine.latency_s + machine.piece_s) + max(moved, per_rail)
+    """`hierarchical_s`, but recursive halving and doubling across nodes whatever the size."""
+    across = _halving_s(nodes, nbytes / local_size, machine.link_bytes_per_s / local_size, machine, config)
     return _in_node_s(local_size, nbytes, machine) + across
 
 
@@ -115,6 +93,13 @@ def _ring_s(ranks: int, nbytes: float, bytes_per_s: float, machine: Machine, con
     pieces = max(1, ceil(shard / config.segment_bytes))
     wire_s = shard / pieces / bytes_per_s
     return 2 * (ranks - 1) * max(pieces * max(machine.piece_s, wire_s), machine.latency_s + machine.piece_s + wire_s)
+
+
+def _halving_s(ranks: int, nbytes: float, bytes_per_s: float, machine: Machine, config: Config) -> float:
+    """2 ceil(log2(n)) rounds, in which pieces follow one another."""
+    moved = 2 * (ranks - 1) / ranks * nbytes
+    busy_s = max(moved / bytes_per_s, moved / config.segment_bytes * machine.piece_s)
+    return 2 * ceil(log2(ranks)) * (machine.latency_s + machine.piece_s) + busy_s
 
 
 def _in_node_s(local_size: int, nbytes: int, machine: Machine) -> float:

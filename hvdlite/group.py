@@ -9,8 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hvdlite.autotune.settings import Settings
 from hvdlite.collectives.pairwise import PairwiseExchange
 from hvdlite.collectives.select import build_backend, spin_us
 from hvdlite.config import Config
@@ -70,9 +72,11 @@ class Group:
         self.topology = topology
         self.ranks = topology.ranks
         self.node = node
-        self.config = config
+        self.config = config  # `configure` changes it
         self.recorder = recorder
+        self.joins = 0  # how often all ranks have joined
         self._comm = comm
+        self._administer_sets = administer
         self._check = check
         self._check_open = check_open
         self._counters: Counter[Kind] = Counter()
@@ -103,7 +107,7 @@ class Group:
             self.buffers,
             topology,
             recorder,
-            administer,
+            self._administer,
         )
         page = ControlPage(node)
         links = {} if self.leaders is None else _connect_leaders(self.leaders, topology, config)
@@ -120,7 +124,7 @@ class Group:
             check=check,
             on_fatal=on_fatal,
             on_notice=on_notice,
-            on_joined=self._counters.clear,  # ranks that went on alone have counted more
+            on_joined=self._all_have_joined,
         )
 
     @property
@@ -163,6 +167,7 @@ class Group:
         postscale: float = 1.0,
         wire_dtype: DType | None = None,
         home: Home | None = None,
+        needs_all: bool = False,
         background: bool = True,
     ) -> Handle:
         """``outputs[i] = postscale * op over ranks(prescale * inputs[i])``, all together or none.
@@ -174,6 +179,7 @@ class Group:
             names: of the tensors, for messages.
             wire_dtype: floats are cast to it on the way.
             home: where the group lives; its tensors are not copied as far as they are at their places already.
+            needs_all: it is an error where a rank has joined.
 
         Raises:
             ValueError: an element type that does not reduce.
@@ -190,6 +196,7 @@ class Group:
             postscale,
             wire_dtype,
             None if home is None else home.place,
+            needs_all,
         )
         return self._submit(Submission(request, sequence, inputs, outputs, home=home), background)
 
@@ -304,6 +311,11 @@ class Group:
         buffer: FusionBuffer = self._submit_bare(Kind.ALLOCATE, name, nbytes=int(nbytes)).wait()
         return buffer
 
+    def configure(self, settings: Settings) -> None:
+        """Change settings between the same two operations on all ranks; blocks until every rank asks for the same."""
+        values = tuple(asdict(settings).values())
+        self._submit_bare(Kind.CONFIGURE, background=False, settings=values).wait()
+
     # The end. On the coordinator thread, but for `fail`.
 
     def barrier(self) -> None:
@@ -326,6 +338,19 @@ class Group:
         self.coordinator.close(reason)
         self.coordinator.wake()
 
+    # On the coordinator thread, in the order of its log.
+
+    def _administer(self, request: Request) -> object:
+        if request.kind is not Kind.CONFIGURE:
+            return self._administer_sets(request)
+        self.config = Settings(*request.settings).within(self.config)
+        self._backend.configure(self.config)
+        return None
+
+    def _all_have_joined(self) -> None:
+        self._counters.clear()  # ranks that went on alone have counted more
+        self.joins += 1
+
     def _identify(self, kind: Kind, name: str | None) -> tuple[str, int]:
         """Names of unnamed operations count per operation, so that ranks that ran others meanwhile still agree."""
         if name is not None:
@@ -346,6 +371,7 @@ class Group:
         postscale: float,
         wire_dtype: DType | None,
         place: tuple[int, int] | None = None,
+        needs_all: bool = False,
     ) -> tuple[Request, int]:
         """The request of an operation that reduces, and its sequence number."""
         if any(view.dtype is DType.BOOL for view in inputs):
@@ -355,7 +381,8 @@ class Group:
         name, sequence = self._identify(kind, name)
         specs = _specs(name, names, inputs)
         scales = float(prescale), float(postscale)
-        return Request(kind, name, specs, op, *scales, wire_dtype=wire_dtype, place=place), sequence
+        request = Request(kind, name, specs, op, *scales, wire_dtype=wire_dtype, place=place, needs_all=needs_all)
+        return request, sequence
 
     def _submit_bare(self, kind: Kind, name: str | None = None, *, background: bool = True, **options: Any) -> Handle:
         name, sequence = self._identify(kind, name)

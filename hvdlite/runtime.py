@@ -18,11 +18,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdlite import _native, mpi
+from hvdlite.autotune.log import Choice, read_choice
 from hvdlite.clock_sync import measure_offset
 from hvdlite.config import Config
 from hvdlite.coordinator.messages import Kind, Request
 from hvdlite.errors import (
     CollectiveError,
+    ConfigError,
     HorovodInternalError,
     HorovodVersionMismatchError,
     RankFailedError,
@@ -59,6 +61,8 @@ class _Card:
     hostname: str
     pid: int
     addresses: list[tuple[str, int]]
+    choice: Choice | None
+    refusal: str  # why its settings make no sense; empty where they do
 
     @property
     def where(self) -> str:
@@ -97,6 +101,7 @@ class Runtime:
         with closing(Listener()) as listener:
             cards = _exchange_cards(own, config, versions or {}, listener)
             self.config = cards[0].config
+            self.choice = cards[0].choice  # what autotuning has found at an earlier start
             nodes, self._node = discover(own, config.start_timeout_s)
             mpi.unlink_shared_files()  # every local rank has mapped them by now
             self.topology = Topology(rank, nodes)
@@ -425,8 +430,12 @@ def _exchange_cards(
     """Every rank's card, by rank; refuses ranks that run different versions."""
     addresses = [(interface.address, listener.port) for interface in select(config.network_interfaces)]
     versions = {"hvdlite": __version__, "Python": platform.python_version(), **versions}
-    card = _Card(dict(versions), config, new_token(), socket.gethostname(), os.getpid(), addresses)
+    choice, refusal = _load_choice(config) if comm is None or comm.rank == 0 else (None, "")
+    host = socket.gethostname(), os.getpid(), addresses
+    card = _Card(dict(versions), config, new_token(), *host, choice, refusal)
     cards: list[_Card] = [card] if comm is None else comm.allgather(card)
+    if cards[0].refusal:
+        raise ConfigError(cards[0].refusal)
     for package in dict.fromkeys(name for card in cards for name in card.versions):
         if package == "Python":
             continue  # told along with a mismatch, but not itself a reason to refuse
@@ -439,6 +448,22 @@ def _exchange_cards(
                 f"the ranks run different versions of {package}: {where}. Install the same version on every host."
             )
     return cards
+
+
+def _load_choice(config: Config) -> tuple[Choice | None, str]:
+    """What an earlier start has found by autotuning, or why it cannot be taken."""
+    if not config.autotune_load:
+        return None, ""
+    try:
+        choice = read_choice(config.autotune_load)
+    except ConfigError as error:
+        return None, str(error)
+    if choice is None and not config.autotune:
+        return None, (
+            f"HVDLITE_AUTOTUNE_LOAD={config.autotune_load}: there is no such file, or the job that wrote it ended "
+            "before autotuning did. Set HVDLITE_AUTOTUNE=1 as well, so that it is chosen now."
+        )
+    return choice, ""
 
 
 def _leader_links(

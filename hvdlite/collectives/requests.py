@@ -1,23 +1,29 @@
 """Messages of raw memory between ranks, and waits for them that leave the core to backward.
 
-An MPI library spins in its blocking waits, and Open MPI moves data only inside MPI calls. So requests are
-tested here, with naps in between that grow while nothing happens: short while data moves, since every nap is
-time in which nothing is moved, and longer once a peer is plainly not there yet.
+An MPI library spins in its blocking waits, and Open MPI moves data only inside MPI calls. So requests are tested here:
+again and again at first, as long as nobody else needs the core, then with naps in between. These grow while nothing
+happens: they are short while data moves, since every nap is time in which nothing is moved, and longer once a peer is
+plainly not there yet.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import NoReturn
 
 from mpi4py import MPI
 
 from hvdlite.counters import Traffic
 from hvdlite.errors import CollectiveError
 
-_SPIN_S = 20e-6  # a reply inside a node, or over a fast network, comes within this
+_SPIN_S = 200e-6  # a reply over a network comes within this, and so does one from a rank that wakes from a nap
+_LOOKS = 4  # tests between two offers of the core to others
+_BUSY_S = 1e-3  # who gets the core back later than this has offered it to somebody who computes
+_COURTESY_S = 50e-3  # for so long nobody spins then: an offer takes milliseconds, the end of a nap does not
 _FIRST_NAP_S = 20e-6
 _MOVING_S = 0.05  # a wait that lasts longer is for a peer that is late, not for the wire
 _IDLE_NAP_S = 2e-3
@@ -42,43 +48,34 @@ class Endpoint:
         ranks: Sequence[int],
         timeout_s: float,
         check: Callable[[], None],
-        nap_us: int = 200,
+        nap_us: int = 100,
     ) -> None:
         assert len(ranks) == comm.size, (ranks, comm.size)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank = comm.rank
         self.size = comm.size
         self.traffic = Traffic()
-        self._activity = ""
+        self.activity = ""
         self._comm = comm
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
         self._check = check
         self._nap_s = nap_us * 1e-6
+        self._spin_from = 0.0
         self._receives: list[MPI.Request] = []
         self._sends: list[MPI.Request] = []
         self._lost: list[object] = []
 
-    @contextmanager
-    def operation(self, activity: str, *memory: object) -> Iterator[None]:
-        """The block sends and receives, and waits for all of it; ``activity`` is what errors call it.
+    def operation(self, activity: str, *memory: object) -> AbstractContextManager[None]:
+        """The ``with`` block sends and receives, and waits for all of it; ``activity`` is what errors call it.
 
         Where it fails, ``memory`` is kept alive, in case that a message still arrives.
 
         Raises:
             CollectiveError: MPI failed. The reason that ``check`` gives has precedence.
         """
-        self._activity = activity
-        try:
-            yield
-        except MPI.Exception as error:
-            self._abandon(memory)
-            raise self._mpi_failure(error) from error
-        except BaseException:
-            self._abandon(memory)
-            raise
-        self._receives.clear()
-        self._sends.clear()
+        self.activity = activity
+        return _Operation(self, memory)
 
     def send(self, address: int, nbytes: int, to: int) -> MPI.Request:
         """Start sending; the memory stays as it is until the request is done. Messages to a rank arrive in order."""
@@ -94,13 +91,24 @@ class Endpoint:
         _remember(self._receives, request)
         return request
 
+    def bind_send(self, address: int, nbytes: int, to: int) -> MPI.Prequest:
+        """A message like that of `send`, to be started again and again."""
+        return self._comm.Send_init([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], to)
+
+    def bind_receive(self, address: int, nbytes: int, source: int) -> MPI.Prequest:
+        """A message like that of `receive`, to be started again and again."""
+        return self._comm.Recv_init([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], source)
+
     def wait(self, peer: int, *requests: MPI.Request) -> None:
         """Return once all ``requests``, messages from or to ``peer``, are done. Raises like `until`."""
         for request in requests:
             self.until(request.Test, peer)
 
-    def until(self, done: Callable[[], bool], peer: int) -> None:
+    def until(self, done: Callable[[], bool], peer: int, nap_s: float = 0.0) -> None:
         """Return once ``done()``, which tests requests, is true; it waits for ``peer``.
+
+        Args:
+            nap_s: between two looks while data moves, where it is known how fast; 0: look again and again at first.
 
         Raises:
             CollectiveError: ``peer`` did not come in time; or what ``check`` raises.
@@ -108,23 +116,51 @@ class Endpoint:
         if done():
             return
         start = now = time.monotonic()
+        while nap_s == 0.0 and now - start < _SPIN_S and now >= self._spin_from:
+            for _ in range(_LOOKS):
+                if done():
+                    return
+            os.sched_yield()
+            before, now = now, time.monotonic()
+            if now - before > _BUSY_S:
+                self._spin_from = now + _COURTESY_S
+        self._nap_until(done, peer, start, nap_s or _FIRST_NAP_S)
+
+    def _nap_until(self, done: Callable[[], bool], peer: int, start: float, nap: float) -> None:
         next_check = start + _CHECK_S
-        nap = _FIRST_NAP_S
+        longest = max(nap, self._nap_s)
         while not done():
             now = time.monotonic()
-            if now - start < _SPIN_S:
-                os.sched_yield()
-                continue
             if now >= next_check:
                 self._check()
                 next_check = now + _CHECK_S
             if now - start > self._timeout_s:
                 raise CollectiveError(
-                    f"{self._activity}: rank {self._ranks[peer]} did not send or take its part within "
+                    f"{self.activity}: rank {self._ranks[peer]} did not send or take its part within "
                     f"{self._timeout_s:g} s; if it is only slow, raise HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
                 )
             time.sleep(nap)
-            nap = min(2 * nap, self._nap_s if now - start < _MOVING_S else _IDLE_NAP_S)
+            nap = min(2 * nap, longest if now - start < _MOVING_S else _IDLE_NAP_S)
+
+    def done(self) -> None:
+        """An operation is over."""
+        self._receives.clear()
+        self._sends.clear()
+
+    def fail(self, error: BaseException, receives: Iterable[MPI.Request] = (), *memory: object) -> NoReturn:
+        """An operation has failed: await nothing any more, keep ``memory``, raise ``error`` or what is behind it."""
+        receives = [*self._receives, *receives]
+        for request in receives:
+            try:
+                if request and not request.Get_status():
+                    request.Cancel()
+            except MPI.Exception:
+                pass  # it failed already, which is as good
+        self._lost += [receives, self._sends, *memory]
+        self._receives, self._sends = [], []
+        if isinstance(error, MPI.Exception):
+            raise self._mpi_failure(error) from error
+        raise error
 
     def _mpi_failure(self, error: MPI.Exception) -> CollectiveError:
         """The error to raise after MPI failed: the job's own reason where it is known in time."""
@@ -132,17 +168,25 @@ class Endpoint:
         while time.monotonic() < deadline:
             self._check()
             time.sleep(_CHECK_S)
-        return CollectiveError(f"{self._activity}: MPI failed: {error}")
+        return CollectiveError(f"{self.activity}: MPI failed: {error}")
 
-    def _abandon(self, memory: tuple[object, ...]) -> None:
-        for request in self._receives:
-            try:
-                if request:
-                    request.Cancel()
-            except MPI.Exception:
-                pass  # it failed already, which is as good
-        self._lost += [self._receives, self._sends, *memory]
-        self._receives, self._sends = [], []
+
+class _Operation:
+    __slots__ = ("_endpoint", "_memory")
+
+    def __init__(self, endpoint: Endpoint, memory: tuple[object, ...]) -> None:
+        self._endpoint = endpoint
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._endpoint.fail(error, (), *self._memory)
+        self._endpoint.done()
 
 
 def _remember(requests: list[MPI.Request], request: MPI.Request) -> None:

@@ -1,21 +1,23 @@
-"""Between nodes: a ring for large messages, recursive doubling for small ones, over MPI point-to-point.
+"""Between nodes: recursive doubling, recursive halving and doubling, or a ring, over MPI point-to-point.
 
 Messages are raw bytes of at most one segment, so MPI's counts never overflow and MPI need not know 16-bit floats.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdlite import _native
-from hvdlite.collectives import pipeline
+from hvdlite.collectives import pipeline, plans
 from hvdlite.collectives.base import LARGEST_MESSAGE_BYTES, Backend, Range
+from hvdlite.collectives.bound import BoundPlans
 from hvdlite.collectives.requests import Endpoint
+from hvdlite.collectives.select import Limits, limits_of
+from hvdlite.config import Config
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import ALIGNMENT, Buffer, align_up, shard_bounds
@@ -23,6 +25,8 @@ from hvdlite.timeline.recorder import Lane, Recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from hvdlite.collectives.pipeline import Plan
 
 
 class RingBackend(Backend):
@@ -32,8 +36,7 @@ class RingBackend(Backend):
         comm: private to the thread that calls; its ranks stand in the order of the ring.
         ranks: what errors call the ranks of ``comm``; their number there, if None.
         segment_bytes: largest message: one travels while the one before it is reduced.
-        small_bytes: up to this size, recursive doubling and trees; above, the ring and chains. Recursive doubling goes
-            further on more than four ranks, see `doubling_bytes`.
+        limits: up to which size each algorithm is taken.
         timeout_s: the longest wait for one message.
         check: raises once the job has failed.
 
@@ -47,7 +50,7 @@ class RingBackend(Backend):
         *,
         ranks: Sequence[int] | None = None,
         segment_bytes: int,
-        small_bytes: int,
+        limits: Limits,
         timeout_s: float,
         check: Callable[[], None],
         recorder: Recorder,
@@ -58,11 +61,18 @@ class RingBackend(Backend):
         self._endpoint = Endpoint(
             comm, ranks=range(comm.size) if ranks is None else ranks, timeout_s=timeout_s, check=check
         )
-        self._segment_bytes = max(ALIGNMENT, min(segment_bytes, LARGEST_MESSAGE_BYTES))
-        self._small_bytes = min(small_bytes, LARGEST_MESSAGE_BYTES)
-        self._doubling_bytes = min(doubling_bytes(small_bytes, comm.size), LARGEST_MESSAGE_BYTES)
         self._recorder = recorder
-        self._scratch = _aligned_memory(max(self._doubling_bytes, pipeline.WINDOW * self._segment_bytes))
+        self._use(segment_bytes, limits)
+
+    def configure(self, config: Config) -> None:
+        self._bound.close()
+        self._use(config.segment_bytes, limits_of(config.small_bytes, self.size))
+
+    def _use(self, segment_bytes: int, limits: Limits) -> None:
+        self._segment_bytes = max(ALIGNMENT, min(segment_bytes, LARGEST_MESSAGE_BYTES))
+        self._limits = limits
+        self._scratch = _aligned_memory(pipeline.WINDOW * self._segment_bytes)
+        self._bound = BoundPlans(self._endpoint, self._scratch.ctypes.data, self._segment_bytes)
 
     @property
     def traffic(self) -> Traffic:
@@ -75,25 +85,26 @@ class RingBackend(Backend):
     def allreduce(
         self, buf: Buffer, *, op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0
     ) -> None:
-        """Recursive doubling of what is small: log2(n) exchanges of the whole buffer.
+        """By the algorithm that ``limits`` give; 16-bit floats are rounded after every addition.
 
-        Above, reduce-scatter and allgather around the ring: 2(n-1) steps, 2(n-1)/n * nbytes sent per rank, which
-        is bandwidth-optimal (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002). 16-bit floats are rounded
-        after every addition, n-1 times.
+        Raises:
+            CollectiveError: MPI failed, or a rank did not come; ``buf`` is undefined.
         """
-        with self._operation(Lane.RING, "allreduce", buf):
-            if buf.numel == 0:
-                return
-            if self.size == 1:
-                _scale(buf, prescale, postscale)
-            elif buf.nbytes <= self._doubling_bytes:
-                self._recursive_doubling(buf, op, prescale, postscale)
-            else:
-                shards = self._shards(buf, self.size)
-                plan = pipeline.plan_reduce_scatter(
-                    shards, self.rank, self._piece_numel(buf), op, prescale, postscale
-                ).then(pipeline.plan_allgather([[shard] for shard in shards], self.rank, self._piece_numel(buf)))
-                self._run(plan, buf)
+        if self.size == 1:
+            _scale(buf, prescale, postscale)
+            return
+        call = (buf.address, buf.numel, buf.dtype, op, prescale, postscale)
+        bound = self._bound.get(call)
+        if bound is not None:
+            with self._span(Lane.RING, buf):
+                bound.run(self._activity("allreduce"), buf.owner, self._scratch)
+            return
+        algorithm = self._limits.algorithm(buf.nbytes)
+        plan = plans.allreduce(
+            algorithm, buf.numel, buf.dtype.itemsize, self.rank, self.size, self._segment_bytes, op, prescale, postscale
+        )
+        self._run(plan, Lane.RING, "allreduce", buf)
+        self._bound.called(call, plan, buf)
 
     def reduce_scatter(
         self,
@@ -104,31 +115,31 @@ class RingBackend(Backend):
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> None:
-        """Around the ring: n-1 steps, each rank sends every shard but its own."""
+        """By recursive halving, or around the ring; each rank sends every shard but its own."""
         assert 1 <= parts <= self.size, (parts, self.size)
-        with self._operation(Lane.RING, "reduce_scatter", buf):
-            if self.size == 1:
-                _scale(buf, prescale, postscale)
-                return
-            shards = self._shards(buf, parts) + [(0, 0)] * (self.size - parts)
-            self._run(
-                pipeline.plan_reduce_scatter(shards, self.rank, self._piece_numel(buf), op, prescale, postscale), buf
-            )
+        if self.size == 1:
+            _scale(buf, prescale, postscale)
+            return
+        itemsize = buf.dtype.itemsize
+        shards = [shard_bounds(buf.numel, parts, part, itemsize) for part in range(parts)]
+        shards += [(0, 0)] * (self.size - parts)
+        algorithm, piece_numel = self._limits.algorithm(buf.nbytes), self._segment_bytes // itemsize
+        plan = plans.reduce_scatter(algorithm, shards, self.rank, piece_numel, op, prescale, postscale)
+        self._run(plan, Lane.RING, "reduce_scatter", buf)
 
     def allgather(self, buf: Buffer, blocks: Sequence[Sequence[Range]]) -> None:
-        """Around the ring: n-1 steps, each rank sends every block but that of its right neighbour."""
+        """By recursive doubling of what a rank has, or around the ring."""
         assert len(blocks) == self.size, (len(blocks), self.size)
-        with self._operation(Lane.ALLGATHER, "allgather", buf):
-            if self.size > 1:
-                self._run(pipeline.plan_allgather(blocks, self.rank, self._piece_numel(buf)), buf)
+        itemsize = buf.dtype.itemsize
+        algorithm = self._limits.algorithm(itemsize * sum(stop - start for ranges in blocks for start, stop in ranges))
+        plan = plans.allgather(algorithm, blocks, self.rank, self._segment_bytes // itemsize)
+        self._run(plan, Lane.ALLGATHER, "allgather", buf)
 
     def broadcast(self, buf: Buffer, root: int) -> None:
-        """A binomial tree up to ``small_bytes``, log2(n) steps; above, a pipelined chain: nbytes per rank."""
-        with self._operation(Lane.BROADCAST, "broadcast", buf):
-            if buf.nbytes <= self._small_bytes or self.size == 1:
-                self._tree_broadcast(buf, root)
-            else:
-                self._run(pipeline.plan_broadcast(buf.numel, root, self.rank, self.size, self._piece_numel(buf)), buf)
+        """Down a binomial tree, log2(n) steps; what is large, along a pipelined chain: nbytes per rank."""
+        make = plans.tree_broadcast if buf.nbytes <= self._limits.tree_bytes else plans.chain_broadcast
+        plan = make(buf.numel, root, self.rank, self.size, self._segment_bytes // buf.dtype.itemsize)
+        self._run(plan, Lane.BROADCAST, "broadcast", buf)
 
     def barrier(self) -> None:
         """Dissemination: log2(n) rounds (Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320)."""
@@ -143,103 +154,21 @@ class RingBackend(Backend):
                 self._endpoint.wait(ahead, departure)
                 distance *= 2
 
-    def _recursive_doubling(self, buf: Buffer, op: ReduceOp, prescale: float, postscale: float) -> None:
-        """Partners exchange and combine, at distances 1, 2, 4, ...; each combines lower ranks with higher ones.
+    def close(self) -> None:
+        self._bound.close()
 
-        So every rank computes the same expression, and gets the same bits. Of n = 2^k + m ranks, the first m pairs
-        act as one rank each.
-        """
-        power = 1 << (self.size.bit_length() - 1)
-        pairs = self.size - power
-        own = self.rank
-        scale = prescale
-        if self.rank < 2 * pairs:
-            partner = self.rank ^ 1
-            if self.rank % 2 == 1:
-                self._endpoint.wait(partner, self._endpoint.send(buf.address, buf.nbytes, partner))
-                self._endpoint.wait(partner, self._endpoint.receive(buf.address, buf.nbytes, partner))
-                return
-            self._endpoint.wait(partner, self._endpoint.receive(self._scratch_address, buf.nbytes, partner))
-            self._combine(buf, partner, op, prescale, 1.0)
-            own = self.rank // 2
-            scale = 1.0
-        elif pairs > 0:
-            _scale(buf, prescale, 1.0)
-            own = self.rank - pairs
-            scale = 1.0
-        distance = 1
-        while distance < power:
-            partner = own ^ distance
-            partner = 2 * partner if partner < pairs else partner + pairs
-            arrival = self._endpoint.receive(self._scratch_address, buf.nbytes, partner)
-            departure = self._endpoint.send(buf.address, buf.nbytes, partner)
-            self._endpoint.wait(partner, arrival, departure)
-            distance *= 2
-            self._combine(buf, partner, op, scale, postscale if distance == power else 1.0)
-            scale = 1.0
-        if self.rank < 2 * pairs:
-            self._endpoint.wait(self.rank + 1, self._endpoint.send(buf.address, buf.nbytes, self.rank + 1))
+    def _run(self, plan: Plan, lane: Lane, operation: str, buf: Buffer) -> None:
+        scratch = self._scratch
+        with self._span(lane, buf), self._endpoint.operation(self._activity(operation), buf.owner, scratch):
+            pipeline.run(plan, buf, self._endpoint, scratch.ctypes.data, self._segment_bytes)
 
-    def _combine(self, buf: Buffer, partner: int, op: ReduceOp, prescale: float, postscale: float) -> None:
-        operands = [buf.address, self._scratch_address]
-        if partner < self.rank:
-            operands.reverse()
-        _native.reduce([buf.address], operands, buf.numel, buf.dtype, op, prescale, postscale)
-
-    def _tree_broadcast(self, buf: Buffer, root: int) -> None:
-        if buf.numel == 0:
-            return
-        place = (self.rank - root) % self.size
-        distance = 1
-        while distance < self.size and place % (2 * distance) == 0:
-            distance *= 2
-        if place > 0:
-            parent = (place - distance + root) % self.size
-            self._endpoint.wait(parent, self._endpoint.receive(buf.address, buf.nbytes, parent))
-        departures = []
-        while distance > 1:
-            distance //= 2
-            if place + distance < self.size:
-                child = (place + distance + root) % self.size
-                departures.append((child, self._endpoint.send(buf.address, buf.nbytes, child)))
-        for child, departure in departures:
-            self._endpoint.wait(child, departure)
-
-    def _run(self, plan: pipeline.Plan, buf: Buffer) -> None:
-        pipeline.run(plan, buf, self._endpoint, self._scratch_address, self._segment_bytes)
-
-    def _shards(self, buf: Buffer, parts: int) -> list[Range]:
-        return [shard_bounds(buf.numel, parts, part, buf.dtype.itemsize) for part in range(parts)]
-
-    def _piece_numel(self, buf: Buffer) -> int:
-        return self._segment_bytes // buf.dtype.itemsize
-
-    @property
-    def _scratch_address(self) -> int:
-        return self._scratch.ctypes.data
-
-    @contextmanager
-    def _operation(self, lane: Lane, name: str, buf: Buffer) -> Iterator[None]:
-        with (
-            self._recorder.span(lane, self.label, buf.nbytes, buf.dtype.label),
-            self._endpoint.operation(self._activity(name), buf.owner, self._scratch),
-        ):
-            yield
+    def _span(self, lane: Lane, buf: Buffer) -> AbstractContextManager[None]:
+        if not self._recorder.enabled:
+            return self._recorder.span(lane, "")
+        return self._recorder.span(lane, self.label, buf.nbytes, buf.dtype.label)
 
     def _activity(self, operation: str) -> str:
         return f"{operation} '{self.label}'" if self.label else operation
-
-
-def doubling_bytes(small_bytes: int, ranks: int) -> int:
-    """Up to where recursive doubling is faster than the ring, if on four ranks it is up to ``small_bytes``.
-
-    It takes log2(n) steps of all bytes, the ring 2(n-1) steps of 1/n of them. If a step costs a, and b for each byte,
-    they are equal at a/b * (2(n-1) - log2(n)) / (log2(n) - 2(n-1)/n) bytes: 8 a/b on 4 ranks, 454 a/b on 2048.
-    """
-    if ranks <= 4:
-        return small_bytes
-    rounds = math.log2(ranks)
-    return int(small_bytes / 8 * (2 * (ranks - 1) - rounds) / (rounds - 2 * (ranks - 1) / ranks))
 
 
 def _scale(buf: Buffer, prescale: float, postscale: float) -> None:

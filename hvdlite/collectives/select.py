@@ -1,20 +1,21 @@
-"""Which backend serves which ranks: the one place that decides.
+"""Which backend serves which ranks, and by which algorithm: the one place that decides.
 
     device  nodes    ranks per node     backend
     cpu     one      any                shm
     cpu     several  one on every node  ring
     cpu     several  otherwise          hierarchical: shm in the node, one ring per rail across
 
-Within a backend, bytes decide: ring takes recursive doubling up to ``small_bytes``, hierarchical uses one rail
-up to the same size.
+Within a backend, bytes decide: across nodes, `limits_of`; hierarchical uses one rail up to ``small_bytes``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hvdlite.collectives.base import Backend
+from hvdlite.collectives.plans import Algorithm
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.config import Config
 from hvdlite.node import Node
@@ -23,6 +24,41 @@ from hvdlite.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_RING_STEP = 8  # times ``small_bytes``: the shortest step of a ring in which bytes hide the latency
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Up to how many bytes a collective across nodes takes each algorithm; above all of them, the ring or a chain."""
+
+    doubling_bytes: int
+    halving_bytes: int
+    tree_bytes: int
+
+    def algorithm(self, nbytes: int) -> Algorithm:
+        if nbytes <= self.doubling_bytes:
+            return Algorithm.DOUBLING
+        return Algorithm.HALVING if nbytes <= self.halving_bytes else Algorithm.RING
+
+
+def limits_of(small_bytes: int, nodes: int) -> Limits:
+    """Those between ``nodes``, if recursive doubling pays up to ``small_bytes`` between four of them.
+
+    A message that takes a, and b for each of its bytes, makes recursive doubling take d (a + bB), recursive halving and
+    doubling 2 h a + 2 (n-1)/n b B, with h = ceil(log2 n) and d = log2 n, or floor(log2 n) + 2 where n is no power of
+    two. They are equal at B = a/b (2h - d) / (d - 2 (n-1)/n), which is 4 a/b on four nodes.
+
+    The ring takes 2 (n-1) steps of B/n bytes. Where those are long it is as fast as the others, and its messages go to
+    the next node only; where they are short it must not be taken. docs/algorithms.md has the measurements.
+    """
+    halving_bytes = _RING_STEP * small_bytes * nodes
+    if nodes <= 2:  # all are the same, but for additions
+        return Limits(small_bytes, halving_bytes, small_bytes)
+    halvings = (nodes - 1).bit_length()
+    doublings = halvings if nodes & (nodes - 1) == 0 else halvings + 1
+    times = (2 * halvings - doublings) / (doublings - 2 * (nodes - 1) / nodes)
+    return Limits(int(small_bytes / 4 * times), halving_bytes, small_bytes)
 
 
 def spin_us(config: Config, node: Node) -> int:
@@ -70,7 +106,7 @@ def build_backend(
             comm_rail,
             ranks=[ranks[node.local_rank] for ranks in nodes],
             segment_bytes=config.segment_bytes,
-            small_bytes=config.small_bytes,
+            limits=limits_of(config.small_bytes, len(nodes)),
             timeout_s=config.collective_timeout_s,
             check=check,
             recorder=recorder,
@@ -79,4 +115,6 @@ def build_backend(
         return ring
     place = {rank: number for number, rank in enumerate(topology.ranks)}  # backends count their ranks from 0
     places = tuple(tuple(place[rank] for rank in ranks) for ranks in nodes)
-    return HierarchicalBackend(shm(), ring, places, place[topology.rank], one_rail_bytes=config.small_bytes)
+    return HierarchicalBackend(
+        shm(), ring, places, place[topology.rank], one_rail_bytes=config.small_bytes, rails=config.rails
+    )

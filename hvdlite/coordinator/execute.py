@@ -39,7 +39,7 @@ class Executor:
         staging: a multiple of `ALIGNMENT` bytes where tensors from elsewhere pass through, ``chunk_bytes`` at a time.
             On one node a chunk should fit the cache; across nodes it should be large enough to fill the wire.
         topology: of the ranks between which the backend works.
-        administer: does what changes process sets, and returns what the user gets.
+        administer: does what changes process sets or settings, and returns what the user gets.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Executor:
             self._reducescatter(request, work[0][1], label)
         elif request.kind is Kind.JOIN:
             return work[0][0].sizes[0][0]
-        elif request.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET):
+        elif request.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET, Kind.CONFIGURE):
             return self._administer(request)
         # A barrier is done once it is agreed on.
         return None

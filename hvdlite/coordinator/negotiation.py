@@ -239,6 +239,7 @@ def _option_rows(a: Request, b: Request) -> list[_Difference]:
         ("", "compression", wire(a), wire(b), f"Pass the same compression {same}"),
         ("", "ranks of the process set", a.ranks, b.ranks, f"Name the same ranks {same}"),
         ("", "size in bytes", a.nbytes, b.nbytes, f"Ask for the same size {same}"),
+        ("", "settings", a.settings, b.settings, f"Choose the same settings {same}"),
         ("", "device", a.device, b.device, f"Keep the tensor on the same kind of device {same}"),
     ]
 

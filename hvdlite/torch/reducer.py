@@ -22,8 +22,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 import hvdlite
+from hvdlite.autotune.tuner import Tuner, start_tuning
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
+from hvdlite.fusion.fusion_buffer import FusionBuffer
 from hvdlite.group import Group
 from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.torch.allreduce import Average, Max, Sum, allreduce_
@@ -48,10 +50,7 @@ from hvdlite.torch.tensor_view import dtype_of
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the first rank decides for all.
-
-    ``bucket_bytes`` 0: all gradients of one dtype in one bucket, as far as can be.
-    """
+    """What the first rank decides for all. ``bucket_bytes`` is for where the settings name none."""
 
     bucket_bytes: int
     has_homes: bool
@@ -99,6 +98,9 @@ class GradientReducer:
         self._plans = 0
         self._is_settled = False  # whether the plan is the last one, as long as the parameters stay the same
         self._first_gradients: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []  # large ones, after the first step
+        self._order: list[int] = []  # of arrival, as the ranks have agreed on it
+        self._buffers: dict[torch.dtype, FusionBuffer] = {}  # of all homes
+        self._tuner: Tuner | None = None
         self._arrived: list[Slot] = []  # since the last synchronize(), in the order of their hooks
         self._late: dict[Slot, None] = {}  # were switched on since then, so that no bucket counts on them
         self._paused = False
@@ -195,7 +197,8 @@ class GradientReducer:
             self._attach(group)
         if self._plans == 0 and self.is_distributed:
             self._number = self.reduction.process_set.next_number()
-            self._plan(self._registration_order(), _Layout(self._group.config.bucket_bytes or BUCKET_BYTES, False))
+            self._layout = _Layout(BUCKET_BYTES, has_homes=False)
+            self._plan(self._registration_order())
         if self.recorder.enabled:
             now_ns = time.monotonic_ns()
             self._backward_ns = (now_ns, now_ns)
@@ -258,6 +261,8 @@ class GradientReducer:
                 elif slot.active:
                     self._switch_off(slot)
             self._reset()
+        if self._tuner is not None and not self._tuner.after_step():
+            self._tuner = None
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -306,6 +311,8 @@ class GradientReducer:
         self._group = group
         self._is_member = self.reduction.process_set.included()
         self._buckets = []
+        self._buffers = {}
+        self._tuner = None
         self._plans = 0
         self._is_settled = False
         self._first_gradients = []
@@ -328,27 +335,17 @@ class GradientReducer:
         """The reverse of the order of parameters, which is about that of backward."""
         return [slot.index for slot in reversed(self._slots) if slot.param.requires_grad]
 
-    def _plan(self, order: Sequence[int], layout: _Layout) -> None:
+    def _plan(self, order: Sequence[int]) -> None:
         """Put the slots of ``order`` into new buckets, each that is sparse into one of its own."""
         self._plans += 1
-        self._layout = layout
         sparse = [self._slots[index] for index in order if self._slots[index].is_sparse]
         order = [index for index in order if not self._slots[index].is_sparse]
         for slot in self._slots:
             slot.measure()
             slot.bucket = slot.view = None
             slot.active = False
-        most_bytes = self._group.config.fusion_threshold_bytes
-        plan = plan_buckets(
-            [slot.nbytes for slot in self._slots],
-            [slot.dtype for slot in self._slots],
-            order,
-            min(layout.bucket_bytes or most_bytes, most_bytes),
-            split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
-            None if layout.bucket_bytes else most_bytes,
-        )
-        parts = [[self._slots[index] for index in indices] for indices in plan]
-        if layout.has_homes:
+        parts = self._parts(order, self._group.config.bucket_bytes or self._layout.bucket_bytes)
+        if self._layout.has_homes:
             self._buckets = self._homes(parts)
         elif self._plans == 1:
             self._buckets = [self._bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
@@ -360,6 +357,19 @@ class GradientReducer:
                 slot.bucket = bucket
                 slot.active = slot.param.requires_grad
             bucket.missing = sum(slot.active for slot in bucket.slots)
+
+    def _parts(self, order: Sequence[int], bucket_bytes: int) -> list[list[Slot]]:
+        """The slots of ``order``, by bucket."""
+        most_bytes = self._group.config.fusion_threshold_bytes
+        plan = plan_buckets(
+            [slot.nbytes for slot in self._slots],
+            [slot.dtype for slot in self._slots],
+            order,
+            min(bucket_bytes, most_bytes),
+            split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
+            most_bytes if bucket_bytes >= most_bytes else None,  # nothing is to overlap
+        )
+        return [[self._slots[index] for index in indices] for indices in plan]
 
     def _bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
         compression = self.reduction.compression
@@ -422,15 +432,14 @@ class GradientReducer:
         totals: dict[torch.dtype, int] = {}
         for part in parts:
             totals[part[0].dtype] = totals.get(part[0].dtype, 0) + block_bytes(part)
-        buffers = {
-            dtype: self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
-            for dtype, nbytes in totals.items()
-        }
+        for dtype, nbytes in totals.items():
+            if dtype not in self._buffers or self._buffers[dtype].nbytes != nbytes:
+                self._buffers[dtype] = self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
         offsets = dict.fromkeys(totals, 0)
         buckets: list[Bucket] = []
         for i, part in enumerate(parts):
             dtype = part[0].dtype
-            buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, buffers[dtype], offsets[dtype]))
+            buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, self._buffers[dtype], offsets[dtype]))
             offsets[dtype] += block_bytes(part)
         return buckets
 
@@ -448,14 +457,33 @@ class GradientReducer:
             [sent], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
         ).synchronize()
         bucket_bytes, has_homes, *order = sent.tolist()
-        gradients = [slot.param.grad for slot in self._slots]
-        self._plan([index for index in order if index >= 0], _Layout(bucket_bytes, bool(has_homes)))
-        for slot, gradient in zip(self._slots, gradients, strict=True):
-            if slot.view is not None and gradient is not None and slot.active:
-                slot.param.grad = slot.view.copy_(gradient)
+        self._order = [index for index in order if index >= 0]
+        if self._plans == 1:
+            self._tuner = start_tuning(
+                hvdlite.runtime(),
+                self._group,
+                self._number,
+                sum(self._slots[index].nbytes for index in self._order),
+                bucket_bytes,
+                lambda nbytes: tuple(sum(slot.nbytes for slot in part) for part in self._parts(self._order, nbytes)),
+                self._rearrange,
+            )
+        self._layout = _Layout(bucket_bytes, bool(has_homes))
+        self._rearrange()
         large = [slot for slot in self._slots if slot.active and slot.view is None and not slot.is_sparse]
         self._first_gradients = [(slot, weakref.ref(slot.param.grad)) for slot in large if slot.param.grad is not None]
         self._is_settled = self._plans > 2 or self._layout.has_homes or not self._could_have_homes or not large
+
+    def _rearrange(self) -> None:
+        """Make new buckets, to which the gradients move; when nothing is in flight."""
+        for slot in self._slots:
+            if slot.view is not None and slot.param.grad is slot.view:
+                slot.param.grad = slot.view.clone()  # its place may be another's in the new buckets
+        self._plan(self._order)
+        for slot in self._slots:
+            gradient = slot.param.grad
+            if slot.view is not None and gradient is not None and slot.active:
+                slot.param.grad = slot.view.copy_(gradient)
 
     @property
     def _could_have_homes(self) -> bool:
@@ -465,9 +493,9 @@ class GradientReducer:
         group = self._group
         nodes = len(group.topology.nodes)
         threads = group.node.local_size * torch.get_num_threads()
-        chosen = choose_bucket_bytes(nodes, group.node.cores, threads, group.fastest_allreduce)
+        bucket_bytes = choose_bucket_bytes(nodes, group.node.cores, threads, group.fastest_allreduce)
         stay = bool(self._first_gradients) and all(
             gradient() is not None and slot.param.grad is gradient() for slot, gradient in self._first_gradients
         )
         has_homes = self._could_have_homes and (nodes > 1 or stay or self._layout.has_homes)
-        return _Layout(group.config.bucket_bytes or chosen or 0, has_homes)
+        return _Layout(group.config.fusion_threshold_bytes if bucket_bytes is None else bucket_bytes, has_homes)

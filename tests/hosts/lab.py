@@ -15,6 +15,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,7 @@ class Lab:
     Args:
         n: number of hosts.
         rate: shapes every host's link in both directions, in tc's words ("1gbit"); empty means unshaped.
+        delay_us: how long a packet takes from host to host, besides; it costs CPU (see wire.py).
         same_hostname: the hostname that every host reports, as cloned containers do; empty means node0, node1, ...
         dead_interface: gives every host a second interface that is up, resolves its peers, and drops what is sent.
         docker0: gives every host an interface docker0 with the same address, 172.17.0.1.
@@ -126,15 +128,25 @@ class Lab:
     """
 
     def __init__(
-        self, n: int, *, rate: str = "", same_hostname: str = "", dead_interface: bool = False, docker0: bool = False
+        self,
+        n: int,
+        *,
+        rate: str = "",
+        delay_us: float = 0,
+        same_hostname: str = "",
+        dead_interface: bool = False,
+        docker0: bool = False,
     ) -> None:
         self.names = [f"node{i}" for i in range(n)]
         self.directory = Path(tempfile.mkdtemp(prefix="hvdlite-hosts-"))
         self.agent = self.directory / "agent"
         self._holders: list[_Holder] = []
         self._hub: _Holder | None = None
+        self._wire: subprocess.Popen[bytes] | None = None
         try:
             self._hub = _Holder(["--net"], "ip link set lo up; ip link add br0 type bridge; ip link set br0 up")
+            if delay_us:
+                self._wire = self._start_wire(delay_us / 2)  # of each of the two links on the way
             hosts_file = self.directory / "hosts"
             lines = ["127.0.0.1 localhost", *(f"{self.address(i)} {name}" for i, name in enumerate(self.names))]
             hosts_file.write_text("\n".join(lines) + "\n")
@@ -228,6 +240,8 @@ class Lab:
     def close(self) -> None:
         for holder in [*self._holders, *([self._hub] if self._hub else [])]:
             holder.close()
+        if self._wire is not None:
+            self._wire.communicate()
         self._holders.clear()
         self._hub = None
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -235,10 +249,11 @@ class Lab:
     def _connect(self, host: int, *, rate: str, dead_interface: bool, docker0: bool) -> None:
         assert self._hub is not None
         pid = self._holders[host].pid
-        outside = [
-            f"link add host{host} type veth peer name eth0 netns {pid}",
-            f"link set host{host} master br0 up",
-        ]
+        if self._wire is None:
+            outside = [f"link add host{host} type veth peer name eth0 netns {pid}"]
+        else:
+            outside = [f"link set near{host} name host{host}", f"link set far{host} netns {pid} name eth0"]
+        outside += [f"link set host{host} master br0 up"]
         inside = [f"addr add {self.address(host)}/24 dev eth0", "link set eth0 up"]
         if dead_interface:
             # On no bridge, so packets end here; peers' addresses are known, so connect() waits instead of failing.
@@ -262,6 +277,20 @@ class Lab:
             shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms"]
             _call(*hub_net, "tc", "qdisc", "add", "dev", f"host{host}", *shape)
             _call(*host_net, "tc", "qdisc", "add", "dev", "eth0", *shape)
+
+    def _start_wire(self, delay_us: float) -> subprocess.Popen[bytes]:
+        assert self._hub is not None
+        script = Path(__file__).with_name("wire.py")
+        wire = subprocess.Popen(
+            ["nsenter", "-t", str(self._hub.pid), "--net", sys.executable, str(script), str(len(self)), str(delay_us)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert wire.stdout is not None
+        if wire.stdout.readline() != b"ready\n":
+            raise RuntimeError("links that take time could not be made; they need /dev/net/tun")
+        return wire
 
     def _agent_script(self) -> str:
         """What mpirun runs instead of ssh: ``agent [options] host command...``, with ssh's clean environment."""

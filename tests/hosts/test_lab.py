@@ -106,6 +106,13 @@ def test_rate_shapes_the_link(hosts: Hosts) -> None:
     assert time.monotonic() - start > 0.14
 
 
+def test_delay_holds_packets_up(hosts: Hosts) -> None:
+    lab = hosts(2, rate="1gbit", delay_us=30e3)
+    start = time.monotonic()
+    assert connect(lab, 0, lab.address(1)) == "ECONNREFUSED"  # there and back
+    assert time.monotonic() - start > 0.06
+
+
 def test_crash_is_silent(hosts: Hosts) -> None:
     lab = hosts(2)
     with subprocess.Popen([*lab.enter(1), "sleep", "100"]) as victim:

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
 from hvdlite.collectives.ring import RingBackend
+from hvdlite.collectives.select import Limits
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.segment import Segment, create_memory_file
@@ -30,6 +31,9 @@ RANK = MPI.COMM_WORLD.rank
 SEGMENT = 256  # bytes; small, so that pipelines of many segments run on little data
 SMALL = 1024
 PATIENCE_S = 60.0  # for peers that come; a test whose peers do not come sets its own
+
+RING = Limits(doubling_bytes=SMALL, halving_bytes=0, tree_bytes=SMALL)
+HALVING = Limits(doubling_bytes=0, halving_bytes=1 << 40, tree_bytes=SMALL)
 
 Layout = tuple[tuple[int, ...], ...]
 LAYOUTS: list[Layout] = [
@@ -58,6 +62,7 @@ class FakeNode(Node):
         self.ranks = tuple(ranks)
         self.local_rank = comm.rank
         self.local_size = comm.size
+        self.cores = comm.size
         self._page = self.share(4096)
         self.abort_address = self._page.address
 
@@ -83,7 +88,6 @@ class Lab:
     recorder: Recorder = field(default_factory=Recorder)
     timeout_s: float = PATIENCE_S
     segment_bytes: int = SEGMENT
-    small_bytes: int = SMALL
     check: Callable[[], None] = nothing_failed
     nodes_made: list[FakeNode] = field(default_factory=list)
 
@@ -108,12 +112,12 @@ class Lab:
             self.node(nodes), spin_us=5, timeout_s=self.timeout_s, check=self.check, recorder=self.recorder
         )
 
-    def ring(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> RingBackend:
+    def ring(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None, *, limits: Limits = RING) -> RingBackend:
         return RingBackend(
             comm,
             ranks=ranks,
             segment_bytes=self.segment_bytes,
-            small_bytes=self.small_bytes,
+            limits=limits,
             timeout_s=self.timeout_s,
             check=self.check,
             recorder=self.recorder,
@@ -128,12 +132,12 @@ class Lab:
     def build(self, kind: str) -> Backend:
         if kind == "shm":
             return self.shm((tuple(range(SIZE)),))
-        if kind == "ring":
-            return self.ring(MPI.COMM_WORLD.Dup())
+        if kind in ("ring", "halving"):
+            return self.ring(MPI.COMM_WORLD.Dup(), limits=RING if kind == "ring" else HALVING)
         return self.hierarchical(KINDS[kind], one_rail_bytes=SMALL // 2)
 
 
-KINDS: dict[str, Layout] = {"shm": (), "ring": ()} | {
+KINDS: dict[str, Layout] = {"shm": (), "ring": (), "halving": ()} | {
     "hierarchical " + "+".join("".join(map(str, ranks)) for ranks in nodes): nodes
     for nodes in LAYOUTS
     if 1 < len(nodes) < SIZE

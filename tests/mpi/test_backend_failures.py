@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
-from backend_lab import KINDS, RANK, SIZE, Lab, assert_none, fill, values_of
+from backend_lab import HALVING, KINDS, RANK, RING, SIZE, Lab, assert_none, fill, values_of
 from hvdlite.collectives.base import Backend
+from hvdlite.collectives.select import Limits
 from hvdlite.dtypes import DType
 from hvdlite.errors import CollectiveError, RankFailedError
 from hvdlite.memory import Buffer, shard_bounds
@@ -114,6 +116,21 @@ def test_ring_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
 
 
 @alone
+@pytest.mark.parametrize("limits", [RING, HALVING], ids=["doubling", "halving"])
+def test_a_call_that_came_before_names_the_late_rank_too(comm: MPI.Intracomm, limits: Limits) -> None:
+    backend = Lab(timeout_s=0.3).ring(MPI.COMM_WORLD.Dup(), limits=limits)
+    buf = backend.allocate(20, DType.FLOAT32)
+    fill(buf, np.zeros(20))
+    for _ in range(3):
+        backend.allreduce(buf)
+    comm.Barrier()
+    error = failure_of(lambda: backend.allreduce(buf))[0] if RANK != LAST else None
+    problem = None if RANK == LAST or "allreduce: rank" in str(error) else repr(error)
+    assert_none(problem)
+    assert any(f"rank {LAST} did not" in text for text in comm.allgather(str(error)))
+
+
+@alone
 def test_failures_of_mpi_become_ours() -> None:
     """The last rank breaks the contract and sends more than rank 0 has room for."""
     backend = Lab(timeout_s=10).ring(MPI.COMM_WORLD.Dup())
@@ -134,6 +151,8 @@ def test_waiting_takes_no_cpu(comm: MPI.Intracomm, kind: str) -> None:
     backend = Lab().build(kind)
     buf = backend.allocate(NUMEL, DType.FLOAT32)
     fill(buf, values_of(RANK, NUMEL))
+    for _ in range(2):  # what comes again is prepared by then
+        backend.allreduce(buf)
     comm.Barrier()
     if RANK == LAST:
         time.sleep(0.5)

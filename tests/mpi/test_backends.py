@@ -32,8 +32,9 @@ from backend_lab import (
 )
 from hvdlite.collectives.base import Backend, Range
 from hvdlite.collectives.hierarchical import HierarchicalBackend
+from hvdlite.collectives.plans import Algorithm
 from hvdlite.collectives.ring import RingBackend
-from hvdlite.collectives.select import build_backend
+from hvdlite.collectives.select import Limits, build_backend
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp
@@ -146,6 +147,21 @@ def test_every_rank_gets_the_same_bits_every_time(
             time.sleep(random.random() * 1e-3)
         everybody = {result for row in comm.allgather(results) for result in row}
         assert len(everybody) == 1
+
+
+def test_calls_that_come_again_on_the_same_memory(
+    backend: Backend, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third time on they may go by what has been prepared; also after too many others in between."""
+    monkeypatch.setattr("hvdlite.collectives.bound._MOST", 6)
+    problems = []
+    for number, (repetition, numel) in enumerate(itertools.product(range(4), [1, 5, 33, 130, 300, 1500])):
+        for dtype, op in ((DType.BFLOAT16, ReduceOp.SUM), (DType.INT32, ReduceOp.MAX))[: 1 + (repetition == 3)]:
+            buf = take(numel, dtype)
+            fill(buf, values_of(RANK, numel, number))
+            backend.allreduce(buf, op=op, prescale=2.0, postscale=0.5)
+            problems.append(difference(buf, reduced(op, numel, dtype, 2.0, 0.5, number), f"time {repetition}"))
+    assert_none(*problems)
 
 
 def test_rounding_stays_small(backend: Backend, take: Take) -> None:
@@ -328,12 +344,14 @@ def test_operations_back_to_back(backend: Backend) -> None:
     assert_none(*problems)
 
 
-def test_memory_is_free_when_large_messages_are_gone() -> None:
+@pytest.mark.parametrize("algorithm", Algorithm, ids=lambda algorithm: algorithm.value)
+def test_memory_is_free_when_large_messages_are_gone(algorithm: Algorithm) -> None:
     """Messages that MPI does not buffer: a rank that returns before they have left sends what it writes next."""
-    backend = Lab(segment_bytes=1 << 17, small_bytes=1 << 18).ring(MPI.COMM_WORLD.Dup())
+    up_to = {Algorithm.DOUBLING: (1 << 30, 0), Algorithm.HALVING: (0, 1 << 30), Algorithm.RING: (0, 0)}[algorithm]
+    backend = Lab(segment_bytes=1 << 17).ring(MPI.COMM_WORLD.Dup(), limits=Limits(*up_to, tree_bytes=1 << 18))
     whole = backend.allocate(1 << 18, DType.FLOAT32)
     problems: list[str | None] = []
-    for number in range(24):
+    for number in range(12):
         buf = whole.narrow(0, (1 << 16) - 3) if number % 2 else whole
         root = number // 3 % SIZE
         fill(buf, values_of(RANK, buf.numel, number))

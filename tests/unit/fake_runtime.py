@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 import hvdlite
+from hvdlite.autotune.settings import Settings
 from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.fusion_buffer import FusionBuffer, Home, slot_offsets
 from hvdlite.memory import TensorView
 from hvdlite.timeline.recorder import Recorder
+from hvdlite.topology import Topology
 
 _NUMPY = {DType.FLOAT32: np.float32, DType.FLOAT64: np.float64, DType.FLOAT16: np.float16, DType.INT64: np.int64}
 
@@ -63,11 +65,14 @@ class FakeRuntime:
         self.rank = 0
         self.group = self
         self.ranks = range(size)
-        self.topology = SimpleNamespace(nodes=[()] * nodes)
+        self.topology = SimpleNamespace(nodes=[()] * nodes, rails=1)
         self.node = SimpleNamespace(cores=64, local_size=size)
         self.fastest_allreduce = 0.0
         self._numbers = itertools.count()
         self.config = Config(**config)
+        self.choice: Any = None
+        self.joins = 0
+        self.topology = Topology(0, tuple(tuple(self.ranks[node::nodes]) for node in range(nodes)))
         self.recorder = Recorder()
         self.calls: list[dict[str, Any]] = []
         self.handles: list[FakeHandle] = []
@@ -101,6 +106,7 @@ class FakeRuntime:
         postscale: float = 1.0,
         wire_dtype: DType | None = None,
         home: Home | None = None,
+        needs_all: bool = False,
         background: bool = True,
     ) -> FakeHandle:
         at_place = self._check_home(outputs, home)
@@ -175,6 +181,10 @@ class FakeRuntime:
                 ctypes.memmove(result.address, data, len(data))
 
         return self._handle(work)
+
+    def configure(self, settings: Settings) -> None:
+        self.calls.append({"kind": "configure", "name": None})
+        self.config = settings.within(self.config)
 
     def barrier_async(self, *, background: bool = True) -> FakeHandle:
         self.calls.append({"kind": "barrier", "name": None})

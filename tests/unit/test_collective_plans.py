@@ -1,39 +1,53 @@
-"""What travels around a ring depends on sizes and ranks only; here for counts above 2^31, without the memory."""
+"""What travels between nodes depends on sizes and ranks only; here for counts above 2^31, without the memory."""
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from hvdlite.collectives import pipeline
-from hvdlite.collectives.ring import doubling_bytes
+from hvdlite.collectives import plans
+from hvdlite.collectives.pipeline import Plan
+from hvdlite.collectives.plans import Algorithm
+from hvdlite.collectives.select import limits_of
 from hvdlite.collectives.shm import share_of
-from hvdlite.dtypes import ReduceOp
 from hvdlite.memory import shard_bounds
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_plans_of_huge_buffers_fit_together(size: int) -> None:
+def assert_that_messages_meet(plans_of: Sequence[Plan]) -> None:
+    """What each rank sends another is what that one receives from it, in the same order."""
+    for source, target in itertools.product(range(len(plans_of)), repeat=2):
+        sent = [(piece.start, piece.stop) for piece in plans_of[source].outgoing if piece.to == target]
+        assert sent == [(piece.start, piece.stop) for piece in plans_of[target].arriving if piece.source == source]
+
+
+@pytest.mark.parametrize("algorithm", Algorithm, ids=lambda algorithm: algorithm.value)
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_plans_of_huge_buffers_fit_together(algorithm: Algorithm, size: int) -> None:
     numel = 5 * (1 << 31) + 17
-    piece_numel = 1 << 26
-    shards = [shard_bounds(numel, size, part, 4) for part in range(size)]
-    plans = [
-        pipeline.plan_reduce_scatter(shards, rank, piece_numel, ReduceOp.SUM, 0.5, 2.0).then(
-            pipeline.plan_allgather([[shard] for shard in shards], rank, piece_numel)
-        )
-        for rank in range(size)
-    ]
-    for rank, plan in enumerate(plans):
-        from_left = plans[(rank - 1) % size].outgoing
-        assert [(p.start, p.stop) for p in from_left] == [(p.start, p.stop) for p in plan.arriving]
-        assert all(0 < p.stop - p.start <= piece_numel for p in plan.arriving)
-        folded = {p.start: p.stop for p in plan.arriving if p.fold is not None}
-        stored = {p.start: p.stop for p in plan.arriving if p.fold is None}
-        own = {p.start: p.stop for p in pipeline.cut([shards[rank]], piece_numel)}
-        assert covers(stored | own, numel)
-        assert covers(folded | {p.start: p.stop for p in plan.own}, numel)
-        assert all(p.fold.postscale == (2.0 if p.start in own else 1.0) for p in plan.arriving if p.fold)
+    made = [plans.allreduce(algorithm, numel, 4, rank, size, 1 << 28) for rank in range(size)]
+    assert_that_messages_meet(made)
+    for rank, plan in enumerate(made):
+        assert all(0 < piece.stop - piece.start <= 1 << 26 for piece in plan.arriving)
+        if algorithm is Algorithm.DOUBLING:
+            continue
+        own = [shard_bounds(numel, size, rank, 4)]
+        stored = [(piece.start, piece.stop) for piece in plan.arriving if piece.fold is None]
+        assert covers(dict(own + stored), numel)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 100, 128, 1000])
+def test_halving_and_doubling_take_few_steps_and_no_byte_too_many(size: int) -> None:
+    shard_numel = 16
+    rounds = (size - 1).bit_length()
+    for rank in {0, 1, size // 2, size - 1}:
+        plan = plans.allreduce(Algorithm.HALVING, shard_numel * size, 4, rank, size, 1 << 20)
+        for pieces in (plan.outgoing, plan.arriving):
+            assert sum(piece.stop - piece.start for piece in pieces) == 2 * (size - 1) * shard_numel
+            assert len(pieces) <= 2 * rounds + 2 * rounds  # a message more where a round wraps around the end
+        peers = [peer for peer, _ in itertools.groupby(piece.to for piece in plan.outgoing)]
+        assert len(peers) <= 2 * rounds
 
 
 def covers(ranges: dict[int, int], numel: int) -> bool:
@@ -57,27 +71,35 @@ def test_shares_of_huge_blocks_cover_everything_once() -> None:
     assert max(lengths) - min(lengths) <= 128
 
 
-def test_broadcast_plans_of_huge_buffers_fit_together() -> None:
+@pytest.mark.parametrize("make", [plans.chain_broadcast, plans.tree_broadcast], ids=["chain", "tree"])
+def test_broadcast_plans_of_huge_buffers_fit_together(make: Callable[..., Plan]) -> None:
     numel, size, root = (1 << 33) + 1, 4, 2
-    plans = [pipeline.plan_broadcast(numel, root, rank, size, 1 << 26) for rank in range(size)]
-    for rank, plan in enumerate(plans):
-        assert plan.arriving == plans[(rank - 1) % size].outgoing
-        if rank != root:
-            assert covers({piece.start: piece.stop for piece in plan.arriving}, numel)
+    made = [make(numel, root, rank, size, 1 << 26) for rank in range(size)]
+    assert_that_messages_meet(made)
+    for rank, plan in enumerate(made):
+        assert covers({piece.start: piece.stop for piece in plan.arriving}, numel) == (rank != root)
 
 
-def test_doubling_goes_further_where_the_ring_has_more_steps() -> None:
-    def steps_s(ranks: int, nbytes: float) -> tuple[float, float]:
-        """Of doubling and of the ring, where a step costs as much as 4 KiB."""
-        rounds = math.log2(ranks)
-        doubling = rounds * (4096 + nbytes)
-        ring = 2 * (ranks - 1) * (4096 + nbytes / ranks)
-        return doubling, ring
+def test_each_algorithm_is_taken_where_its_steps_and_bytes_cost_least() -> None:
+    def costs(nodes: int, nbytes: float) -> list[float]:
+        """Of doubling and of halving, where a message costs as much as 8 KiB."""
+        rounds = (nodes - 1).bit_length()
+        exchanges = rounds if nodes == 1 << rounds else rounds + 1
+        return [exchanges * (8192 + nbytes), 2 * rounds * 8192 + 2 * (nodes - 1) / nodes * nbytes]
 
-    assert [doubling_bytes(32768, ranks) for ranks in (1, 2, 3, 4)] == [32768] * 4
-    for ranks in (4, 5, 8, 100, 2048):
-        limit = doubling_bytes(32768, ranks)
-        doubling, ring = steps_s(ranks, limit)
-        assert doubling == pytest.approx(ring, rel=1e-3)
-        assert steps_s(ranks, 2 * limit)[0] > steps_s(ranks, 2 * limit)[1]
-    assert doubling_bytes(0, 2048) == 0
+    assert limits_of(32768, 2).doubling_bytes == limits_of(32768, 4).doubling_bytes == 32768
+    for nodes in (3, 4, 5, 6, 7, 8, 9, 100, 128, 1000, 2048):
+        limit = limits_of(32768, nodes).doubling_bytes
+        doubling, halving = costs(nodes, limit)
+        assert doubling == pytest.approx(halving, rel=1e-3)
+        assert costs(nodes, 2 * limit)[0] > costs(nodes, 2 * limit)[1]
+
+
+def test_limits_grow_with_the_nodes_and_0_leaves_the_ring() -> None:
+    assert [limits_of(0, nodes).algorithm(1) for nodes in (2, 3, 2048)] == [Algorithm.RING] * 3
+    for nodes in (2, 8, 2048):
+        made = limits_of(32768, nodes)
+        order = [made.algorithm(nbytes) for nbytes in (0, made.doubling_bytes, made.halving_bytes)]
+        assert order == [Algorithm.DOUBLING, Algorithm.DOUBLING, Algorithm.HALVING]
+        assert made.algorithm(made.halving_bytes + 1) is Algorithm.RING
+        assert made.halving_bytes / nodes == limits_of(32768, 2).halving_bytes / 2

@@ -94,6 +94,27 @@ def test_switched_on_for_the_first_time(runtime: FakeRuntime) -> None:
     assert runtime.calls[-1]["home"] == (len(runtime.topology.nodes) > 1)
 
 
+def test_a_gradient_that_is_left_behind_when_buckets_change_stays(runtime: FakeRuntime) -> None:
+    model = Scales((3,), (20000,), (5,))
+    model.p[0].requires_grad_(False)
+    optimizer = wrap(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss().backward()
+        optimizer.step()
+    model.p[0].requires_grad_(True)  # so that the buckets are planned anew
+    optimizer.zero_grad()
+    model.loss().backward()
+    model.p[2].requires_grad_(False)
+    optimizer.step()
+    assert reduced(model) == expected(model, FACTOR)
+    for factor in (2, 3):
+        model.p[0].grad = model.p[1].grad = None
+        model.loss(factor).backward()
+        optimizer.step()
+        assert reduced(model) == [FACTOR * factor, 2 * FACTOR * factor, 3 * FACTOR]
+
+
 def test_all_frozen(runtime: FakeRuntime) -> None:
     model = Scales((3,), (4,))
     model.requires_grad_(False)

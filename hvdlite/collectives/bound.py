@@ -1,0 +1,141 @@
+"""A short plan bound to its memory, for messages so small that Python would take longer than the network.
+
+What `pipeline.run` finds out anew each time is written down once: persistent requests, and the arguments of additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvdlite import _native
+from hvdlite.collectives.pipeline import WINDOW, Plan, Reduction, additions, first_scale
+from hvdlite.memory import Buffer
+
+if TYPE_CHECKING:
+    from hvdlite.collectives.requests import Endpoint
+
+_MOST = 256  # bound plans of an endpoint
+
+
+class _Phase(NamedTuple):
+    """Start requests; wait for some, each with the rank at its other end; reduce."""
+
+    starts: list[Callable[[], None]]
+    waits: list[tuple[Callable[[], bool], int]]
+    reductions: list[Reduction]
+
+
+class BoundPlan:
+    """A plan that `fits`, on the memory of ``buf``; it may be run again and again.
+
+    Args:
+        scratch: address of `WINDOW` slots of ``slot_bytes``, each at least a piece.
+    """
+
+    def __init__(self, plan: Plan, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
+        itemsize = buf.dtype.itemsize
+        self._endpoint = endpoint
+        self._sends = [
+            endpoint.bind_send(buf.address + start * itemsize, (stop - start) * itemsize, to)
+            for to, start, stop, _ in plan.outgoing
+        ]
+        self._receives = [
+            endpoint.bind_receive(
+                buf.address + start * itemsize if fold is None else scratch + index * slot_bytes,
+                (stop - start) * itemsize,
+                source,
+            )
+            for index, (source, start, stop, fold, _) in enumerate(plan.arriving)
+        ]
+        self._bytes_sent = itemsize * sum(piece.stop - piece.start for piece in plan.outgoing)
+        self._bytes_received = itemsize * sum(piece.stop - piece.start for piece in plan.arriving)
+        # Receives that need not wait for a send, up to the first that must: those of one rank have to keep their order.
+        ready = [piece.fold is not None or piece.after == 0 for piece in plan.arriving]
+        self._posted = self._receives[: [*ready, False].index(False)]
+        phases = [_Phase([], [], first_scale(plan, buf)), *self._bind(plan, buf, scratch, slot_bytes)]
+        self._phases = [phase for phase in phases if any(phase)]
+
+    @staticmethod
+    def fits(plan: Plan) -> bool:
+        return max(len(plan.outgoing), len(plan.arriving)) <= WINDOW
+
+    def run(self, activity: str, *memory: object) -> None:
+        """Execute the plan as an operation; see `Endpoint.operation`. Raises like `Endpoint.until`."""
+        endpoint, reduce = self._endpoint, _native.reduce
+        endpoint.activity = activity
+        try:
+            for receive in self._posted:
+                receive.Start()
+            for starts, waits, reductions in self._phases:
+                for start in starts:
+                    start()
+                for test, peer in waits:
+                    if not test():
+                        endpoint.until(test, peer)
+                for reduction in reductions:
+                    reduce(*reduction)
+        except BaseException as error:
+            endpoint.fail(error, self._receives, self, *memory)
+        traffic = endpoint.traffic
+        traffic.messages_sent += len(self._sends)
+        traffic.bytes_sent += self._bytes_sent
+        traffic.messages_received += len(self._receives)
+        traffic.bytes_received += self._bytes_received
+
+    def close(self) -> None:
+        """Give the requests back to MPI."""
+        for request in (*self._sends, *self._receives):
+            request.Free()
+
+    def _bind(self, plan: Plan, buf: Buffer, scratch: int, slot_bytes: int) -> Iterator[_Phase]:
+        sent = left = 0
+        for index, piece in enumerate(plan.arriving):
+            starts = []
+            while sent < len(plan.outgoing) and plan.outgoing[sent].after <= index:
+                starts.append(self._sends[sent].Start)
+                sent += 1
+            receive = self._receives[index]
+            waits = self._leaving(plan, left, piece.after)
+            left = max(left, piece.after)
+            if index >= len(self._posted):
+                yield _Phase(starts, waits, [])
+                starts, waits = [receive.Start], []
+            reductions = additions(piece, buf, scratch + index * slot_bytes)
+            yield _Phase(starts, [(receive.Test, piece.source), *waits], reductions)
+        rest = [request.Start for request in self._sends[sent:]]
+        yield _Phase(rest, self._leaving(plan, left, len(plan.outgoing)), [])
+
+    def _leaving(self, plan: Plan, first: int, last: int) -> list[tuple[Callable[[], bool], int]]:
+        return [(self._sends[index].Test, plan.outgoing[index].to) for index in range(first, last)]
+
+
+class BoundPlans:
+    """Those of one endpoint, by what was called; a plan is bound when it is called the second time."""
+
+    def __init__(self, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
+        self._endpoint = endpoint
+        self._scratch = scratch
+        self._slot_bytes = slot_bytes
+        self._plans: dict[Hashable, BoundPlan | None] = {}  # None: called once
+
+    def get(self, call: Hashable) -> BoundPlan | None:
+        return self._plans.get(call)
+
+    def called(self, call: Hashable, plan: Plan, buf: Buffer) -> None:
+        """``call``, in which the address of ``buf`` is named, took ``plan``."""
+        if not BoundPlan.fits(plan):
+            return
+        if call in self._plans:
+            self._plans[call] = BoundPlan(plan, buf, self._endpoint, self._scratch, self._slot_bytes)
+            return
+        if len(self._plans) >= _MOST:
+            self.close()
+        self._plans[call] = None
+
+    def close(self) -> None:
+        """Forget all, and give their requests back to MPI."""
+        for plan in self._plans.values():
+            if plan is not None:
+                plan.close()
+        self._plans.clear()

@@ -1,0 +1,156 @@
+"""Plans on real memory, piece by piece and bound, between ranks that are threads; messages leave as late as may be."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from hvdlite.collectives import pipeline, plans
+from hvdlite.collectives.bound import BoundPlan, BoundPlans
+from hvdlite.collectives.pipeline import WINDOW, Plan
+from hvdlite.collectives.plans import Algorithm
+from hvdlite.counters import Traffic
+from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.memory import ALIGNMENT, Buffer
+from thread_comm import ThreadComm, on_ranks
+
+SEGMENT = 2 * ALIGNMENT
+
+
+Network = defaultdict[tuple[int, int], deque[bytes]]
+"""Messages on their way, by (source, target)."""
+
+
+class Request:
+    """A persistent request. As in MPI, a test of any of them moves all of the same rank."""
+
+    def __init__(self, endpoint: FakeEndpoint, address: int, nbytes: int, peer: int, sends: bool) -> None:
+        self._endpoint = endpoint
+        self.address, self.nbytes, self.peer, self.sends = address, nbytes, peer, sends
+        self.is_active = False
+
+    def Start(self) -> None:
+        assert not self.is_active
+        self.is_active = True
+        self._endpoint.start(self)
+
+    def Test(self) -> bool:
+        self._endpoint.progress()
+        return not self.is_active
+
+    def Free(self) -> None:
+        assert not self.is_active
+
+
+class FakeEndpoint:
+    """What plans need of `hvdlite.collectives.requests.Endpoint`."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self.traffic = Traffic()
+        self.activity = ""
+        self._network, self._rank = network, rank
+        self._leaving: deque[Request] = deque()
+        self._waiting: defaultdict[int, deque[Request]] = defaultdict(deque)  # by source, in the order of messages
+        self._chance = random.Random(rank)
+
+    def start(self, request: Request) -> None:
+        (self._leaving if request.sends else self._waiting[request.peer]).append(request)
+
+    def progress(self) -> None:
+        while self._leaving and self._chance.random() < 0.5:
+            request = self._leaving.popleft()
+            content = ctypes.string_at(request.address, request.nbytes)
+            self._network[self._rank, request.peer].append(content)
+            request.is_active = False
+        for source, waiting in self._waiting.items():
+            messages = self._network[source, self._rank]
+            while messages and waiting:
+                request, content = waiting.popleft(), messages.popleft()
+                assert len(content) == request.nbytes
+                ctypes.memmove(request.address, content, request.nbytes)
+                request.is_active = False
+
+    def bind_send(self, address: int, nbytes: int, to: int) -> Request:
+        return Request(self, address, nbytes, to, sends=True)
+
+    def bind_receive(self, address: int, nbytes: int, source: int) -> Request:
+        return Request(self, address, nbytes, source, sends=False)
+
+    def send(self, address: int, nbytes: int, to: int) -> Request:
+        self.traffic.sent(nbytes)
+        request = self.bind_send(address, nbytes, to)
+        request.Start()
+        return request
+
+    def receive(self, address: int, nbytes: int, source: int) -> Request:
+        self.traffic.received(nbytes)
+        request = self.bind_receive(address, nbytes, source)
+        request.Start()
+        return request
+
+    def until(self, done: Callable[[], bool], peer: int, nap_s: float = 0.0) -> None:
+        while not done():
+            time.sleep(0)
+
+    def fail(self, error: BaseException, *kept: object) -> None:
+        raise error
+
+
+def contribution(rank: int, numel: int, salt: int) -> np.ndarray:
+    return (np.arange(numel) * 7 + rank * 3 + salt) % 5 + 1
+
+
+@pytest.mark.parametrize("algorithm", Algorithm, ids=lambda algorithm: algorithm.value)
+@pytest.mark.parametrize("size", range(2, 10))
+def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
+    """Each three times, of which the third is bound where it is short; scales of their own tell what was scaled."""
+    network: Network = defaultdict(deque)
+    dtype = DType.INT64
+    per_line = ALIGNMENT // dtype.itemsize
+
+    def work(comm: ThreadComm) -> list[str]:
+        endpoint = FakeEndpoint(network, comm.rank)
+        memory = np.zeros(20 * size * per_line, np.int64)
+        scratch = np.zeros(WINDOW * SEGMENT, np.uint8)
+        bound = BoundPlans(endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
+        problems = []
+        for numel, salt in itertools.product([0, 1, per_line * size - 1, len(memory)], range(3)):
+            memory[:numel] = contribution(comm.rank, numel, salt)
+            buf = Buffer.of_numpy(memory[:numel])
+            plan = plans.allreduce(algorithm, numel, dtype.itemsize, comm.rank, size, SEGMENT, ReduceOp.SUM, 3.0, 5.0)
+            before = Traffic(*counts(endpoint.traffic))
+            again = bound.get(numel)
+            if again is None:
+                pipeline.run(plan, buf, endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
+                bound.called(numel, plan, buf)
+            else:
+                again.run("allreduce")
+            expected = 15 * sum(contribution(rank, numel, salt) for rank in range(size))
+            if not np.array_equal(memory[:numel], expected):
+                problems.append(f"wrong sum of {numel}, time {salt}")
+            if (again is not None) != (salt == 2 and BoundPlan.fits(plan)):
+                problems.append(f"{numel}, time {salt}: bound is {again}")
+            moved = [now - then for now, then in zip(counts(endpoint.traffic), counts(before), strict=True)]
+            if moved != planned(plan, dtype.itemsize):
+                problems.append(f"{numel}, time {salt}: counted {moved}")
+        bound.close()
+        return problems
+
+    assert [problem for problems in on_ranks(size, work) for problem in problems] == []
+
+
+def counts(traffic: Traffic) -> tuple[int, int, int, int]:
+    return traffic.messages_sent, traffic.bytes_sent, traffic.messages_received, traffic.bytes_received
+
+
+def planned(plan: Plan, itemsize: int) -> list[int]:
+    outgoing = [piece.stop - piece.start for piece in plan.outgoing]
+    arriving = [piece.stop - piece.start for piece in plan.arriving]
+    return [len(outgoing), itemsize * sum(outgoing), len(arriving), itemsize * sum(arriving)]
