@@ -86,9 +86,10 @@ class VirtualNode:
         self.topology = Topology(nodes[index][0], nodes)
         self.parent = self.topology.parent(config.tree_fanout)
         self.children = self.topology.children(config.tree_fanout)
-        self.ranks = [Rank(PlanMember(config.cache_capacity)) for _ in nodes[index]]
+        self.ranks = [Rank(PlanMember(config.cache_capacity, config.stall_patience_s)) for _ in nodes[index]]
         self.traffic = Traffic()
-        self.negotiation = Negotiation(self.topology.subtree_ranks(index, config.tree_fanout))
+        below = self.topology.subtree_ranks(index, config.tree_fanout)
+        self.negotiation = Negotiation(below, config.stall_patience_s)
         self._senders: list[Sender] = [(rank,) for rank in nodes[index]]
         self._speaks_for = {child: self.topology.subtree_ranks(child, config.tree_fanout) for child in self.children}
         self._links = {child: Decoder() for child in self.children}

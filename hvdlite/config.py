@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -134,6 +135,12 @@ class Config:
 
     log_level: str = _setting("warning", _log_level, "LOG_LEVEL")
     log_hide_time: bool = _setting(False, _boolean, "LOG_HIDE_TIME")
+
+    @property
+    def stall_patience_s(self) -> float:
+        """How long the root need not know who waits for whom: a tenth of what is reported, at least 1 s."""
+        limits = [seconds for seconds in (self.stall_check_time_s, self.stall_shutdown_time_s) if seconds > 0]
+        return max(1.0, min(limits) / 10) if limits and not self.stall_check_disable else math.inf
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:

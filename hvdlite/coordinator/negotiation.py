@@ -16,7 +16,6 @@ from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Respo
 from hvdlite.coordinator.submission import has_identity
 
 LOOK_S = 0.25  # how often a leader looks who is late, while claims wait
-_PATIENCE_S = 1.0  # after which it passes on what it has, complete or not
 
 
 @dataclass
@@ -34,10 +33,15 @@ class _Gathering:
 
 
 class Negotiation:
-    """Collects claims until all of ``ranks`` have claimed a key."""
+    """Collects claims until all of ``ranks`` have claimed a key.
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    Args:
+        patience_s: after which a leader passes on what it has, complete or not.
+    """
+
+    def __init__(self, ranks: Sequence[int], patience_s: float) -> None:
         self._ranks = tuple(ranks)
+        self._patience_s = patience_s
         self._gathering: dict[Key, _Gathering] = {}
         self._complete: list[tuple[Key, _Gathering]] = []
         self._next_look_s = 0.0
@@ -78,7 +82,7 @@ class Negotiation:
             was_away = now_s - self._next_look_s > LOOK_S
             self._next_look_s = now_s + LOOK_S
             for (_, sequence), gathering in self._gathering.items():
-                if gathering.claims and now_s - gathering.since_s > _PATIENCE_S and not was_away:
+                if gathering.claims and now_s - gathering.since_s > self._patience_s and not was_away:
                     claims += _as_claims(gathering, sequence, False)
                     gathering.claims.clear()
                     gathering.in_parts = True

@@ -19,7 +19,6 @@ from hvdlite.coordinator.messages import PlanMessage, Request, Response, Verb
 from hvdlite.coordinator.submission import Submission
 
 _GAP_S = 0.01  # what comes first in the plan may take so long when something behind it is there already
-_WAIT_S = 1.0  # after which what waits for other ranks is negotiated, so that the watch for stalls can see it
 
 Sender = tuple[int, ...]
 """The ranks that a sender speaks for."""
@@ -39,9 +38,11 @@ class PlanMember:
 
     Args:
         longest: plan, in operations.
+        patience_s: after which what waits for other ranks is negotiated, so that the watch for stalls can see it.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, patience_s: float) -> None:
+        self._patience_s = patience_s
         self.number = 0  # of the plan; plans are counted from 1
         self.plan: FrozenPlan | None = None
         self._recent: deque[tuple[Request, int]] = deque(maxlen=longest)
@@ -82,7 +83,7 @@ class PlanMember:
             return 0.0
         if not self.plan.waits:
             return math.inf
-        return max(0.0, self._moved_s + (_GAP_S if self.plan.has_gap else _WAIT_S) - now_s)
+        return max(0.0, self._moved_s + (_GAP_S if self.plan.has_gap else self._patience_s) - now_s)
 
     def obey(self, message: PlanMessage, now_s: float) -> Step:
         """Do what the log says."""

@@ -115,7 +115,7 @@ class Coordinator:
         self._claims = Encoder(config.cache_capacity)  # to the leader, or of a leader to its parent
         self._log = Decoder()
         self._batch: list[Response] = []
-        self._plan = PlanMember(config.cache_capacity)
+        self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
         if topology.is_leader:
             self._lead()
         self._thread = threading.Thread(target=self._run, name=f"hvdlite-coordinator-{topology.rank}", daemon=True)
@@ -124,7 +124,7 @@ class Coordinator:
         """What only a node leader has: the negotiation of its subtree and the links down."""
         config, topology = self._config, self._topology
         below = topology.subtree_ranks(topology.node_index, config.tree_fanout)
-        self._negotiation = Negotiation(below)
+        self._negotiation = Negotiation(below, config.stall_patience_s)
         self._mailboxes = {i: Decoder() for i in range(1, topology.local_size)}
         self._links = {child: Decoder() for child in self._tree.children}
         self._speaks_for = {child: topology.subtree_ranks(child, config.tree_fanout) for child in self._tree.children}

@@ -11,6 +11,7 @@ from lab import Lab
 
 Hosts = Callable[..., Lab]
 
+PATIENT = {"HVDLITE_STALL_CHECK_DISABLE": "1"}  # who has waited long says so: more messages on a busy machine
 STEPS, BUCKETS = 3, 5
 UNTIL_FROZEN = 3 * BUCKETS + 1  # operations that must be claimed: the order comes again twice
 WORTH_IT, LATER = 10, 4  # steps; a plan that ends sooner makes the next come later
@@ -19,12 +20,9 @@ import json, sys
 import numpy as np
 import hvdlite
 import hvdlite.coordinator.frozen_plan as frozen_plan
-import hvdlite.coordinator.negotiation as negotiation
-import hvdlite.coordinator.plan_protocol as plan_protocol
 from hvdlite import TensorView
 from hvdlite.fusion.fusion_buffer import Home
 
-negotiation._PATIENCE_S = plan_protocol._WAIT_S = 1e9  # who has waited long says so: more messages on a busy machine
 freezes = sys.argv[1:] == ["frozen"]
 if not freezes:
     frozen_plan._FREEZABLE = ()
@@ -94,7 +92,7 @@ def test_two_messages_per_bucket_and_edge_of_the_tree(
     hosts: Hosts, mpi: str, ranks_per_host: list[int], fanout: int, edges_at: list[int], frozen: bool
 ) -> None:
     """A claim up and a verdict down, between leaders only: 17 bytes and 34; of a frozen plan two counts, of 17."""
-    env = {"HVDLITE_TREE_FANOUT": str(fanout)}
+    env = {"HVDLITE_TREE_FANOUT": str(fanout), **PATIENT}
     arguments = ["frozen"] if frozen else []
     result = (
         hosts(len(ranks_per_host)).launch(COUNT, *arguments, ranks_per_host=ranks_per_host, mpi=mpi, env=env).check()
@@ -114,7 +112,7 @@ def test_two_messages_per_bucket_and_edge_of_the_tree(
 
 def test_what_ends_a_plan_and_when_the_next_begins(hosts: Hosts) -> None:
     """On two hosts: an order that changes, and changes back; a rank that joins."""
-    result = hosts(2).launch(DEVIATE, "frozen", ranks_per_host=[2, 2]).check()
+    result = hosts(2).launch(DEVIATE, "frozen", ranks_per_host=[2, 2], env=PATIENT).check()
     for rank, found in enumerate(json.loads(rank.stdout) for rank in result.ranks):
         for change, operations in {"changed": BUCKETS, "back": BUCKETS, "joined": BUCKETS + 1}.items():
             counts, later = found[change], found[f"{change}, later"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -36,12 +37,9 @@ def world() -> Iterator[MPI.Intracomm]:
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda machine_of: "".join(map(str, machine_of)))
 def runtime(world: MPI.Intracomm, request: pytest.FixtureRequest) -> Iterator[Runtime]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Who has waited long says so; on a busy machine that would be more messages.
-        patch.setattr("hvdlite.coordinator.negotiation._PATIENCE_S", inf)
-        patch.setattr("hvdlite.coordinator.plan_protocol._WAIT_S", inf)
-        with running(world, TINY, request.param) as made:
-            yield made
+    # Who has waited long says so, for the stall check; on a busy machine that would be more messages.
+    with running(world, replace(TINY, stall_check_disable=True), request.param) as made:
+        yield made
 
 
 def step(runtime: Runtime, order: Sequence[str] = ORDER, at_once: bool = False) -> None:
@@ -178,7 +176,7 @@ def test_a_rank_that_joins(runtime: Runtime, world: MPI.Intracomm) -> None:
 @pytest.mark.parametrize("machine_of", LAYOUTS, ids=lambda machine_of: "".join(map(str, machine_of)))
 def test_an_unused_parameter(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, machine_of: Machines) -> None:
     """Whose bucket the last rank submits only when backward is over, long after the one behind it."""
-    monkeypatch.setattr("hvdlite.coordinator.plan_protocol._WAIT_S", inf)
+    monkeypatch.setenv("HVDLITE_STALL_CHECK_DISABLE", "1")
     with machines(machine_of):
         hvd.init()
     try:

@@ -21,7 +21,7 @@ from hvdlite.timeline.recorder import Recorder
 from hvdlite.topology import Topology
 
 TICK_S = 1e-4
-QUIET = {"stall_check_disable": True}
+PATIENT = {"stall_check_time_s": 20.0}  # longer than anything waits; ranks say after a tenth of it that they wait
 
 
 class Page:
@@ -122,7 +122,7 @@ class Lab:
         )
         monkeypatch.setattr(thread, "time", clock)
         self.random = random.Random(seed)
-        config = Config(**{**QUIET, "tree_fanout": 2, **settings})
+        config = Config(**{**PATIENT, "tree_fanout": 2, **settings})
         links: dict[tuple[int, int], deque[bytes]] = {}
         self.executors: list[Executor] = []
         self.trees: list[Tree] = []

@@ -1,5 +1,7 @@
 """Settings: names, precedence, and errors that name the variable."""
 
+import math
+
 import pytest
 
 from hvdlite.config import Config
@@ -33,6 +35,21 @@ def test_an_error_names_variable_and_value(name, text):
         Config.from_env({name: text})
     assert isinstance(caught.value, StartupError)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "patience_s"),
+    [
+        ({}, 6.0),
+        ({"stall_check_time_s": 2.0}, 1.0),
+        ({"stall_check_time_s": 0.0}, math.inf),
+        ({"stall_check_time_s": 0.0, "stall_shutdown_time_s": 300.0}, 30.0),
+        ({"stall_shutdown_time_s": 40.0}, 4.0),
+        ({"stall_check_disable": True}, math.inf),
+    ],
+)
+def test_the_root_hears_of_who_waits_long_before_a_stall_is_reported(settings, patience_s):
+    assert Config(**settings).stall_patience_s == patience_s
 
 
 def test_autotuning_is_set_by_horovods_names_too():

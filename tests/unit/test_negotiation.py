@@ -8,6 +8,8 @@ from hvdlite.coordinator.messages import NAMED, Claim, Fault, Kind, Request, Res
 from hvdlite.coordinator.negotiation import Negotiation, rank_list
 from hvdlite.dtypes import DType, ReduceOp
 
+PATIENCE_S = 1.0
+
 
 def request(name="layer3.weight", shape=(512, 512), dtype=DType.FLOAT32, kind=Kind.ALLREDUCE, **options):
     return Request(kind, name, (TensorSpec(name, dtype, shape),), **options)
@@ -15,7 +17,7 @@ def request(name="layer3.weight", shape=(512, 512), dtype=DType.FLOAT32, kind=Ki
 
 def verdict(*requests):
     """What the root says when rank i claims requests[i]."""
-    negotiation = Negotiation(range(len(requests)))
+    negotiation = Negotiation(range(len(requests)), PATIENCE_S)
     for rank, item in enumerate(requests):
         negotiation.add(Claim(item, NAMED), (rank,), 0.0)
     (result,) = negotiation.verdicts()
@@ -24,7 +26,7 @@ def verdict(*requests):
 
 
 def test_nothing_is_said_before_every_rank_is_ready():
-    negotiation = Negotiation(range(3))
+    negotiation = Negotiation(range(3), PATIENCE_S)
     for rank in (2, 0):
         negotiation.add(Claim(request(), NAMED), (rank,), 5.0)
         assert negotiation.verdicts() == []
@@ -38,8 +40,8 @@ def test_nothing_is_said_before_every_rank_is_ready():
 def test_a_tree_and_a_flat_root_say_the_same(seed):
     rng = random.Random(seed)
     names = [f"t{i}" for i in range(6)]
-    flat, root = Negotiation(range(6)), Negotiation(range(6))
-    leaders = {(1, 3): Negotiation((1, 3)), (0, 2, 4, 5): Negotiation((0, 2, 4, 5))}
+    flat, root = Negotiation(range(6), PATIENCE_S), Negotiation(range(6), PATIENCE_S)
+    leaders = {(1, 3): Negotiation((1, 3), PATIENCE_S), (0, 2, 4, 5): Negotiation((0, 2, 4, 5), PATIENCE_S)}
     claims = [
         (rank, Claim(request(name, (rank == 5 and name == "t3", 4)), NAMED)) for rank in range(6) for name in names
     ]
@@ -66,7 +68,7 @@ class _ManyRanks(tuple[int, ...]):
 
 
 def test_what_a_tensor_costs_does_not_grow_with_the_ranks():
-    below, root = Negotiation(range(8)), Negotiation(range(12))
+    below, root = Negotiation(range(8), PATIENCE_S), Negotiation(range(12), PATIENCE_S)
     for negotiation in (below, root):
         for ranks in (_ManyRanks(range(4)), _ManyRanks(range(4, 8))):
             negotiation.add(Claim(request(), NAMED), ranks, 0.0)
@@ -78,7 +80,7 @@ def test_what_a_tensor_costs_does_not_grow_with_the_ranks():
 
 def test_sizes_come_back_in_rank_order():
     gather = Request(Kind.ALLGATHER, "g", (TensorSpec("g", DType.INT8, (7,)),))
-    below, root = Negotiation((1, 2)), Negotiation(range(3))
+    below, root = Negotiation((1, 2), PATIENCE_S), Negotiation(range(3), PATIENCE_S)
     for rank in (2, 1):
         below.add(Claim(gather, 4, (rank,), ((rank * 10,),)), (rank,), 0.0)
     for claim in below.upward():
@@ -87,9 +89,23 @@ def test_sizes_come_back_in_rank_order():
     assert root.verdicts() == [Response(gather, 4, ((5,), (10,), (20,)))]
 
 
+def test_who_is_late_is_told_once_others_have_waited():
+    """In parts: first who is there, then who has come since."""
+    below = Negotiation(range(3), 6.0)
+    below.add(Claim(request(), NAMED), (1,), 10.0)
+    below.add(Claim(request(), NAMED), (0,), 11.0)
+    times = [10.0 + 0.2 * i for i in range(50)]
+    told = [(now_s, claim) for now_s in times for claim in below.upward(now_s)]
+    ((when_s, claim),) = told
+    assert claim == Claim(request(), NAMED, (0, 1))
+    assert 16.0 < when_s < 16.5
+    below.add(Claim(request(), NAMED), (2,), 21.0)
+    assert below.upward(21.0) == [Claim(request(), NAMED, (2,))]
+
+
 def test_nobody_is_late_while_all_execute():
     """The leader comes back from a collective of 5 s, and so do its ranks, whose claims are not there yet."""
-    below = Negotiation(range(2))
+    below = Negotiation(range(2), PATIENCE_S)
     below.add(Claim(request(), NAMED), (1,), 10.0)
     assert below.upward(10.0) == below.upward(15.0) == below.upward(15.001) == []
     below.add(Claim(request(), NAMED), (0,), 15.002)

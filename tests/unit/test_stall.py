@@ -165,7 +165,7 @@ def test_a_leader_passes_on_what_waits_too_long() -> None:
     request = Request(Kind.ALLREDUCE, "a", (TensorSpec("a", DType.FLOAT32, (4,)),))
     for contradiction in (False, True):
         other = Request(Kind.ALLREDUCE, "a", (TensorSpec("a", DType.FLOAT32, (5 if contradiction else 4,)),))
-        root, leader = Negotiation(range(4)), Negotiation((2, 3))
+        root, leader = Negotiation(range(4), 1.0), Negotiation((2, 3), 1.0)
         leader.add(Claim(request, NAMED), (2,), 10.0)
         assert not any(leader.upward(10 + tenth / 10) for tenth in range(10))
         (early,) = (claim for tenth in range(10, 16) for claim in leader.upward(10 + tenth / 10))
