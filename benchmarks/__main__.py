@@ -2,18 +2,22 @@
 
     python -m benchmarks                       # in the root of the repository; writes benchmarks/results/
     python -m benchmarks allreduce latency     # only these
+    python -m benchmarks --readme              # none: plots, and the table of README.md, of the reports that are there
 
-Takes a quarter of an hour on two cores that have nothing else to do. `overlap` needs root, for emulated hosts.
+Takes a quarter of an hour on two cores that have nothing else to do. What goes across emulated hosts needs root; what
+is measured with MPICH, an environment that has it beside hvdlite (tests/run.py makes one); plots, matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -25,37 +29,94 @@ if not HAS_EXTENSION:  # hvdlite is installed elsewhere; the sources here, which
 sys.path.insert(0, str(HERE))
 
 from measure import table  # noqa: E402 (the line above makes it importable)
-from targets import targets  # noqa: E402
+from targets import lines, markdown, targets  # noqa: E402
 
-TWO_RANKS = ("-m", "hvdlite", "run", "-np", "2")
-TWO_HOSTS = ("across_hosts.py", "--hosts", "2", "--ranks", "1", "--rate", "1gbit")
-PROGRAMS: dict[str, tuple[str, ...]] = {
-    "allreduce": (*TWO_RANKS, "allreduce.py"),
-    "latency": (*TWO_RANKS, "latency.py"),
-    "train_step": (*TWO_RANKS, "train_step.py"),
-    "overlap": (*TWO_HOSTS, "overlap.py"),
-    "scale_model": ("scale_model.py",),
-}
 SKIPPED = 77  # the exit status of what cannot run here
+BEGIN, END = "<!-- targets -->\n", "<!-- /targets -->\n"
 
 
-def run(name: str, directory: Path, options: list[str]) -> bool:
-    """Whether it ran; one that cannot run on this machine has said why.
+@dataclass(frozen=True)
+class Program:
+    """Arguments of Python.
 
-    Raises:
-        CalledProcessError: it failed.
+    Attributes:
+        takes_turns: whether it has --rounds.
     """
+
+    arguments: tuple[str, ...]
+    takes_turns: bool = True
+    needs_mpich: bool = False
+
+
+def on_ranks(ranks: int, *program: str) -> tuple[str, ...]:
+    return ("-m", "hvdlite", "run", "-np", str(ranks), *program)
+
+
+def across(hosts: int, ranks: int, *program: str) -> tuple[str, ...]:
+    return ("across_hosts.py", f"--hosts={hosts}", f"--ranks={ranks}", "--rate=1gbit", *program)
+
+
+LARGE = ("allreduce.py", "--bytes", "67108864", "--rounds=4", "--calls=1", "--link-gbit=1", "--ways")
+SMALL = ("allreduce.py", "--bytes", "4", "16", "64", "256", "1024", "4096", "--rounds=10", "--ways")
+OWN = ("hvdlite backend", "hvd, in its slot", "hvd, elsewhere")
+FROM_16_KIB = [str(1 << shift) for shift in range(14, 29, 2)]
+PROGRAMS = {
+    "allreduce": Program(on_ranks(2, "allreduce.py")),
+    "allreduce_mpich": Program(
+        on_ranks(2, "allreduce.py", "--bytes", *FROM_16_KIB, "--ways", "memcpy", *OWN, "MPI", "MPI, pieces"),
+        needs_mpich=True,
+    ),
+    "slot": Program(on_ranks(4, "slot.py")),
+    "latency": Program(on_ranks(2, "latency.py")),
+    "train_step": Program(on_ranks(2, "train_step.py", "--seconds=50")),
+    "one_rank": Program(("train_step.py", "--threads=1", "--seconds=10")),
+    "timeline_cost": Program(on_ranks(2, "timeline_cost.py")),
+    "costs": Program(on_ranks(2, "costs.py"), takes_turns=False),
+    "costs_hosts": Program(across(2, 1, "costs.py", "--what", "idle", "waiting"), takes_turns=False),
+    "hosts_2x2": Program(across(2, 2, *LARGE, "TCP", *OWN, "MPI", "MPI, pieces", "Gloo")),
+    "hosts_4x1": Program(across(4, 1, *LARGE, "TCP", *OWN, "MPI", "MPI, pieces", "Gloo")),
+    "hosts_small": Program(across(4, 1, *SMALL, *OWN, "MPI", "Gloo")),
+    "overlap": Program(across(2, 1, "overlap.py")),
+    "scale_model": Program(("scale_model.py",), takes_turns=False),
+}
+
+
+def run(name: str, directory: Path, rounds: int | None, mpich_python: Path) -> int:
+    """The exit status; `SKIPPED` of one that cannot run on this machine, which has said why."""
+    program = PROGRAMS[name]
     print(f"\n==> {name}", flush=True)
+    if program.needs_mpich and not mpich_python.exists():
+        print(f"==> {name}: skipped: there is no {mpich_python}; --mpich-python names another", flush=True)
+        return SKIPPED
     start = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as many threads as cores, in all
     if HAS_EXTENSION:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, *PROGRAMS[name], f"--json={(directory / name).with_suffix('.json')}", *options]
+    python = mpich_python if program.needs_mpich else sys.executable
+    command = [str(python), *program.arguments, f"--json={(directory / name).with_suffix('.json')}"]
+    if program.takes_turns and rounds is not None:
+        command.append(f"--rounds={rounds}")
     status = subprocess.run(command, cwd=HERE, env=environment).returncode
-    if status not in (0, SKIPPED):
-        raise subprocess.CalledProcessError(status, command)
-    print(f"==> {name}: {'skipped' if status else 'done'} in {time.monotonic() - start:.0f} s", flush=True)
-    return status == 0
+    ended = {0: "done", SKIPPED: "skipped"}.get(status, f"failed with exit status {status}")
+    print(f"==> {name}: {ended} in {time.monotonic() - start:.0f} s", flush=True)
+    return status
+
+
+def draw(results: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no plots: matplotlib is not installed (pip install hvdlite[benchmarks])")
+        return
+    from plots import draw_all
+
+    for path in draw_all(results):
+        print(f"drawn: {path}")
+
+
+def refresh(page: Path, content: str) -> None:
+    """Put ``content`` between the two marks of ``page``."""
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text(f"{before}{BEGIN}{content}\n{END}{after}")
 
 
 def main() -> int:
@@ -65,21 +126,30 @@ def main() -> int:
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)}; default: all")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="directory of the reports")
     parser.add_argument("--rounds", type=int, help="of what takes turns; default: each program's own")
+    mpich = ROOT / ".venv-mpich" / "bin" / "python"
+    parser.add_argument("--mpich-python", type=Path, default=mpich, help="of an environment with MPICH and hvdlite")
+    parser.add_argument("--readme", action="store_true", help="run nothing; refresh plots and the table of README.md")
     options = parser.parse_args()
-    chosen = options.programs or [*PROGRAMS]
-    unknown = set(chosen) - PROGRAMS.keys()
+    unknown = {*options.programs} - PROGRAMS.keys()
     if unknown:
         parser.error(f"no such program: {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
     options.results.mkdir(parents=True, exist_ok=True)
-    reports = {}
-    for name in chosen:
-        rounds = [f"--rounds={options.rounds}"] if options.rounds and name != "scale_model" else []
-        if run(name, options.results.resolve(), rounds):
-            reports[name] = json.loads((options.results / f"{name}.json").read_text())
-    rows = [target.row() for target in targets(reports)]
-    if rows:
-        print("\n" + table(["target", "measured", "wanted", "met"], rows))
-    return 0
+    results, start = options.results.resolve(), time.monotonic()
+    chosen = options.programs or [*PROGRAMS]
+    if options.readme:
+        status = {name: 0 for name in chosen if (results / f"{name}.json").exists()}
+    else:
+        status = {name: run(name, results, options.rounds, options.mpich_python.absolute()) for name in chosen}
+    done = [name for name in status if status[name] == 0]
+    failed = [name for name in status if status[name] not in (0, SKIPPED)]
+    found = targets({name: json.loads((results / f"{name}.json").read_text()) for name in done})
+    shown = [target for target in found if target.figures or not options.programs]
+    print("\n" + table(["target", "measured", "wanted", "met"], lines(shown)))
+    draw(results)
+    if options.readme:
+        refresh(HERE / "README.md", markdown(found))
+    print(f"{len(done)} programs in {time.monotonic() - start:.0f} s" + "".join(f"; {name} failed" for name in failed))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

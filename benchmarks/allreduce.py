@@ -2,19 +2,19 @@
 
     python -m hvdlite run -np 2 allreduce.py
     mpirun -np 2 python allreduce.py --json results/allreduce.json
+    python across_hosts.py --hosts 2 --ranks 2 --rate 1gbit allreduce.py --bytes 67108864 --rounds 5 --calls 1
 
-The ways are measured in turns: in every round each of them makes one block of calls, in an order that moves on by one
-from round to round, so that a disturbance of the machine hits all alike. benchmarks/README.md says what is timed.
+The ways are measured in turns: in every round each of them makes one block of calls, in an order that changes from
+round to round, so that a disturbance of the machine hits all alike. benchmarks/README.md says what is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,15 +23,23 @@ import torch.distributed as dist
 
 import hvdlite
 import hvdlite.torch as hvd
-from hvdlite import _native
-from hvdlite.collectives.base import Backend
-from hvdlite.collectives.select import build_backend
-from hvdlite.dtypes import DType
-from hvdlite.node import discover
-from hvdlite.timeline.recorder import Recorder
-from hvdlite.topology import Topology
-from measure import add_json_option, describe, meet, provenance, slowest, summary, table, write_json
-from peers import allow_coll_sm, start_gloo, with_coll_sm
+from measure import (
+    add_json_option,
+    describe,
+    estimate,
+    in_turns,
+    keep_collector_out,
+    median_ratio,
+    meet,
+    provenance,
+    show,
+    slowest,
+    summary,
+    table,
+    write_json,
+)
+from peers import allow_coll_sm, start_gloo
+from summing import Way, ways
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,146 +47,26 @@ if TYPE_CHECKING:
 MAX_CALLS = 60
 BLOCK_BYTES = 32 << 20
 PERIOD = 251  # of the input; a prime, so that no shard or chunk begins like another
-
-
-class Way(ABC):
-    """One way to sum ``array`` over the ranks, in place.
-
-    Attributes:
-        array: (numel of the largest size,) float32, where this way likes it best.
-        is_peer: whether somebody could use it instead of hvdlite.
-    """
-
-    label: str
-    is_peer = False
-    array: np.ndarray
-
-    @abstractmethod
-    def prepare(self, numel: int) -> None:
-        """The next calls sum ``array[:numel]``."""
-
-    @abstractmethod
-    def call(self) -> None: ...
-
-    def expected_scale(self, ranks: int, calls: int) -> float:
-        """What the pattern has been multiplied by after ``calls``; rank r contributes r + 1 times the pattern."""
-        return ranks * (ranks + 1) / 2 * float(ranks) ** (calls - 1)
-
-
-class Memcpy(Way):
-    """The bound: one copy of the same bytes on all ranks at once, from one private array to another."""
-
-    label = "memcpy"
-
-    def __init__(self, rank: int, numel: int) -> None:
-        self._source = np.full(numel, rank + 1, np.float32)
-        self.array = np.empty(numel, np.float32)
-        self._rank = rank
-
-    def prepare(self, numel: int) -> None:
-        np.copyto(self._source[:numel], self.array[:numel])
-        self.array[:numel] = 0
-        self._nbytes = 4 * numel
-
-    def call(self) -> None:
-        _native.copy(self.array.ctypes.data, self._source.ctypes.data, self._nbytes)
-
-    def expected_scale(self, ranks: int, calls: int) -> float:
-        return float(self._rank + 1)
-
-
-class NodeBackend(Way):
-    """hvdlite's shared-memory backend, called by this thread: what the collective itself costs."""
-
-    label = "hvdlite backend"
-
-    def __init__(self, backend: Backend, numel: int) -> None:
-        self._backend = backend
-        self._all = backend.allocate(numel, DType.FLOAT32)
-        self.array = np.ctypeslib.as_array((ctypes.c_float * numel).from_address(self._all.address))
-
-    def prepare(self, numel: int) -> None:
-        self._buffer = self._all.narrow(0, numel)
-
-    def call(self) -> None:
-        self._backend.allreduce(self._buffer)
-
-
-class Hvdlite(Way):
-    """What users call: through the coordinator thread, whether ``array`` lives in a fusion buffer or elsewhere."""
-
-    def __init__(self, label: str, array: np.ndarray) -> None:
-        self.label = label
-        self.array = array
-
-    def prepare(self, numel: int) -> None:
-        self._tensor = torch.from_numpy(self.array[:numel])
-        self._name = f"{self.label}, {numel}"
-
-    def call(self) -> None:
-        hvd.allreduce_(self._tensor, op=hvd.Sum, name=self._name)
-
-
-class Mpi(Way):
-    is_peer = True
-
-    def __init__(self, label: str, comm: MPI.Comm, array: np.ndarray) -> None:
-        from mpi4py import MPI
-
-        self.label = label
-        self.array = array
-        self._comm = comm
-        self._in_place = MPI.IN_PLACE
-
-    def prepare(self, numel: int) -> None:
-        self._part = self.array[:numel]
-
-    def call(self) -> None:
-        self._comm.Allreduce(self._in_place, self._part)
-
-
-class Gloo(Way):
-    label = "Gloo"
-    is_peer = True
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def prepare(self, numel: int) -> None:
-        self._tensor = torch.from_numpy(self.array[:numel])
-
-    def call(self) -> None:
-        dist.all_reduce(self._tensor)
-
-
-def ways(comm: MPI.Comm, numel: int) -> list[Way]:
-    """All that this job can run; a collective call."""
-    runtime = hvdlite.runtime()
-    elsewhere = np.empty(numel, np.float32)
-    slot = runtime.group.allocate(4 * numel).memory.view(np.float32)
-    found: list[Way] = [Memcpy(comm.rank, numel)]
-    coll_sm = None
-    if len(runtime.topology.nodes) == 1:
-        nodes, node = discover(comm, runtime.config.start_timeout_s)
-        backend = build_backend(node, None, Topology(comm.rank, nodes), runtime.config, runtime.check, Recorder())
-        found.append(NodeBackend(backend, numel))
-        coll_sm = with_coll_sm(comm)
-    found += [Hvdlite("hvd, in its slot", slot), Hvdlite("hvd, elsewhere", elsewhere)]
-    found.append(Mpi("MPI", comm.Dup(), elsewhere))
-    if coll_sm is not None:
-        found.append(Mpi("MPI coll/sm", coll_sm, elsewhere))
-    return [*found, Gloo(elsewhere)]
+TCP_SHARE = 1448 / 1514  # of the bytes of a full Ethernet frame, the rest being headers
+SIZES = [4 << 2 * i for i in range(14)]
 
 
 def calls_per_block(nbytes: int, ranks: int) -> int:
     """Enough to hide the clock and the start; few enough that n**calls times the input stays within float32."""
     growth = math.log2(ranks) if ranks > 1 else 0.0
     limit = int((120 - math.log2(PERIOD * (ranks + 1) ** 2)) / growth) if growth else MAX_CALLS
-    return max(2, min(MAX_CALLS, limit - 1, BLOCK_BYTES // nbytes))
+    return max(2, min(MAX_CALLS, limit - warm_calls(nbytes), BLOCK_BYTES // nbytes))
 
 
-def block(way: Way, comm: MPI.Comm, pattern: np.ndarray, calls: int, check_all: bool) -> float:
-    """Seconds per call. One call more goes before: it starts the ranks together and brings the data to where it lives.
+def warm_calls(nbytes: int) -> int:
+    """Calls that go before a block: until the order of operations is frozen, as it is in training all the time."""
+    return 12 if nbytes <= BLOCK_BYTES else 1
+
+
+def block(way: Way, comm: MPI.Comm, pattern: np.ndarray, calls: int, check_all: bool) -> tuple[float, float]:
+    """Seconds per call, and bytes that this host sent to others per call.
+
+    `warm_calls` go before the clock starts: they start the ranks together and bring the data to where it lives.
 
     Raises:
         AssertionError: a result is wrong.
@@ -187,49 +75,66 @@ def block(way: Way, comm: MPI.Comm, pattern: np.ndarray, calls: int, check_all: 
     part = way.array[:numel]
     np.multiply(pattern, np.float32(comm.rank + 1), out=part)
     way.prepare(numel)
+    sent = sent_by_host()
     meet(comm)
-    way.call()
+    warm = warm_calls(4 * numel)
+    for _ in range(warm):
+        way.call()
     start = time.perf_counter()
     for _ in range(calls):
         way.call()
     seconds = (time.perf_counter() - start) / calls
+    meet(comm)
+    sent = sent_by_host() - sent
     step = 1 if check_all else max(1, numel // 4096)
-    scale = np.float32(way.expected_scale(comm.size, calls + 1))
+    scale = np.float32(way.expected_scale(comm.size, calls + warm))
     # Powers of two are exact; with other numbers of ranks every call rounds once more.
     expected = pattern[::step] * scale
-    np.testing.assert_allclose(part[::step], expected, rtol=calls * 2e-7, err_msg=f"{way.label}, {numel}")
-    return seconds
+    np.testing.assert_allclose(part[::step], expected, rtol=(calls + warm) * 2e-7, err_msg=f"{way.label}, {numel}")
+    return seconds, sent / (calls + warm)
 
 
-def measure(found: Sequence[Way], comm: MPI.Comm, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+def sent_by_host() -> int:
+    """Bytes that this host has sent over its links so far, with all headers."""
+    counters = Path("/sys/class/net").glob("*/statistics/tx_bytes")
+    return sum(int(path.read_text()) for path in counters if path.parts[-3] != "lo")
+
+
+def measure(
+    found: Sequence[Way], comm: MPI.Comm, nbytes: int, rounds: int, calls: int, bound_us: float | None
+) -> list[dict[str, Any]]:
     """One row per way; a round more goes before to warm up, and checks every element of the result."""
     numel = nbytes // 4
     pattern = np.arange(numel, dtype=np.float32) % PERIOD
-    calls = calls_per_block(nbytes, comm.size)
-    seconds: list[list[float]] = [[] for _ in found]
-    for turn in range(rounds + 1):
-        for i in range(len(found)):
-            index = (turn + i) % len(found)
-            taken = block(found[index], comm, pattern, calls, check_all=turn == 0)
-            if turn > 0:
-                seconds[index].append(taken)
+    for way in found:
+        block(way, comm, pattern, calls, check_all=True)
+    taken: dict[str, list[tuple[float, float]]] = {way.label: [] for way in found}
+    for way in in_turns(found, rounds):
+        taken[way.label].append(block(way, comm, pattern, calls, check_all=False))
+    times = {label: slowest(comm, [seconds for seconds, _ in own]) * 1e6 for label, own in taken.items()}
     rows = []
-    for way, own in zip(found, seconds, strict=True):
-        median, p95 = summary(slowest(comm, own))
-        algbw = nbytes / median / 1e9
-        rows.append(
-            {
-                "way": way.label,
-                "is_peer": way.is_peer,
-                "bytes": nbytes,
-                "median_us": median * 1e6,
-                "p95_us": p95 * 1e6,
-                "algbw_gbps": algbw,
-                "busbw_gbps": None if isinstance(way, Memcpy) else algbw * 2 * (comm.size - 1) / comm.size,
-                "rounds": rounds,
-                "calls_per_round": calls,
-            }
-        )
+    for way in found:
+        median, p95 = summary(times[way.label])
+        algbw = nbytes / median / 1e3
+        row = {
+            "way": way.label,
+            "is_peer": way.is_peer,
+            "bytes": nbytes,
+            "median_us": median,
+            "p95_us": p95,
+            "algbw_gbps": algbw,
+            "busbw_gbps": None if way.is_bound else algbw * 2 * (comm.size - 1) / comm.size,
+            "rounds": rounds,
+            "calls_per_round": calls,
+        }
+        if not way.is_peer and not way.is_bound:
+            others = [other.label for other in found if other.is_peer or other.is_bound]
+            row["times_as_fast"] = {other: estimate(median_ratio, times[other], times[way.label]) for other in others}
+        if bound_us is not None:
+            row["of_bound"] = estimate(lambda taken: np.median(taken, axis=-1) / bound_us, times[way.label])
+        if len(hvdlite.runtime().topology.nodes) > 1:
+            row["sent_by_host_bytes"] = float(np.median([sent for _, sent in taken[way.label]]))
+        rows.append(row)
     return rows
 
 
@@ -241,26 +146,36 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
         ("median, microseconds", "median_us", 1),
         ("95th percentile, microseconds", "p95_us", 1),
         ("busbw, GB/s", "busbw_gbps", 3),
+        ("bytes that rank 0's host sends", "sent_by_host_bytes", 0),
     ):
-        shown = [label for label in labels if cell[label, sizes[0]][key] is not None]
-        print(f"\n{title}")
-        print(
-            table(
-                ["bytes", *shown],
-                [[_size(nbytes), *(f"{cell[label, nbytes][key]:.{digits}f}" for label in shown)] for nbytes in sizes],
-            )
-        )
-    own = [label for label in labels if label.startswith("hv")]
+        shown = [label for label in labels if cell[label, sizes[0]].get(key) is not None]
+        if shown:
+            print(f"\n{title}")
+            lines = [[size(n), *(f"{cell[label, n][key]:.{digits}f}" for label in shown)] for n in sizes]
+            print(table(["bytes", *shown], lines))
+    own = [label for label in labels if "times_as_fast" in cell[label, sizes[0]]]
+    if not own or not any(row["is_peer"] for row in rows):
+        return
     print("\nhow many times faster than the fastest peer (below 1: slower)")
     lines = []
     for nbytes in sizes:
         peer = min((row for row in rows if row["is_peer"] and row["bytes"] == nbytes), key=lambda row: row["median_us"])
-        ratios = [f"{peer['median_us'] / cell[label, nbytes]['median_us']:.2f}" for label in own]
-        lines.append([_size(nbytes), *ratios, peer["way"]])
+        ratios = [f"{cell[label, nbytes]['times_as_fast'][peer['way']]['value']:.2f}" for label in own]
+        lines.append([size(nbytes), *ratios, peer["way"]])
     print(table(["bytes", *own, "fastest peer"], lines))
 
 
-def _size(nbytes: int) -> str:
+def crossing(nbytes: int, hosts: int) -> float:
+    """Bytes that each of ``hosts`` must send to others, however the sum is computed (bandwidth-optimal)."""
+    return 2 * (hosts - 1) / hosts * nbytes
+
+
+def print_bounds(rows: Sequence[dict[str, Any]], link_gbit: float) -> None:
+    print(f"\ntime / (bytes that must cross / {link_gbit:g} Gbit/s); of that rate TCP has {100 * TCP_SHARE:.1f} %")
+    print(table(["bytes", "way", ""], [[size(row["bytes"]), row["way"], show(row["of_bound"], 3)] for row in rows]))
+
+
+def size(nbytes: int) -> str:
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes // unit} {name}"
@@ -269,10 +184,11 @@ def _size(nbytes: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--min-bytes", type=int, default=4, help="smallest size (default: %(default)s)")
-    parser.add_argument("--max-bytes", type=int, default=256 << 20, help="largest size (default: %(default)s)")
-    parser.add_argument("--factor", type=int, default=4, help="from one size to the next (default: %(default)s)")
+    parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, metavar="N", help="default: 4, 16, ... 256 MiB")
+    parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these (default: all)")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of each way and size (default: %(default)s)")
+    parser.add_argument("--calls", type=int, help="of each block (default: 2 to 60, by the size)")
+    parser.add_argument("--link-gbit", type=float, help="rate of each host's link, to compare times with")
     add_json_option(parser)
     options = parser.parse_args()
 
@@ -283,19 +199,26 @@ def main() -> None:
 
     comm = MPI.COMM_WORLD.Dup()
     start_gloo(comm)
+    keep_collector_out()
     facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     if comm.rank == 0:
         print(describe(facts), flush=True)
-    count = int(math.log(options.max_bytes / options.min_bytes, options.factor) + 1e-9) + 1
-    sizes = [options.min_bytes * options.factor**i for i in range(count)]
-    found = ways(comm, sizes[-1] // 4)
+    found = ways(comm, max(options.bytes) // 4)
+    unknown = {*(options.ways or ())} - {way.label for way in found}
+    if unknown:
+        parser.error(f"no such way here: {', '.join(unknown)}; there are {', '.join(way.label for way in found)}")
+    chosen = [way for way in found if not options.ways or way.label in options.ways]
     rows: list[dict[str, Any]] = []
-    for nbytes in sizes:
-        rows += measure(found, comm, nbytes, options.rounds)
+    for nbytes in options.bytes:
+        bound_us = options.link_gbit and crossing(nbytes, facts["nodes"]) * 8e-3 / options.link_gbit
+        calls = options.calls or calls_per_block(nbytes, comm.size)
+        rows += measure(chosen, comm, nbytes, options.rounds, calls, bound_us)
         if comm.rank == 0:
-            print(f"  {_size(nbytes)} done", flush=True)
+            print(f"  {size(nbytes)} done", flush=True)
     if comm.rank == 0:
         print_tables(rows)
+        if options.link_gbit:
+            print_bounds(rows, options.link_gbit)
         write_json(options.json, {"benchmark": "allreduce", **facts, "rows": rows})
     dist.destroy_process_group()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from hvdlite.collectives import plans
-from hvdlite.collectives.select import limits
+from hvdlite.collectives.select import limits_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
 from hvdlite.memory import shard_bounds
@@ -44,7 +44,7 @@ def traffic(topology: Topology, nbytes: int, config: Config) -> Traffic:
         return result
     begin, end = shard_bounds(nbytes // DTYPE.itemsize, rails, topology.local_rank, DTYPE.itemsize)
     numel = end - begin
-    algorithm = limits(config.small_bytes, nodes).algorithm(numel * DTYPE.itemsize)
+    algorithm = limits_of(config.small_bytes, nodes).algorithm(numel * DTYPE.itemsize)
     plan = plans.allreduce(algorithm, numel, DTYPE.itemsize, topology.node_index, nodes, config.segment_bytes)
     for sent in plan.outgoing:
         result.sent((sent.stop - sent.start) * DTYPE.itemsize)
@@ -57,7 +57,7 @@ def hierarchical_s(nodes: int, local_size: int, nbytes: int, machine: Machine, c
     """As hvdlite does it: reduce-scatter in each node, an allreduce across nodes by each rail, allgather in it."""
     rails = local_size if nbytes > config.small_bytes else 1
     share = nbytes / rails
-    algorithm = limits(config.small_bytes, nodes).algorithm(ceil(share))
+    algorithm = limits_of(config.small_bytes, nodes).algorithm(ceil(share))
     if algorithm is plans.Algorithm.DOUBLING:
         rounds = ceil(log2(nodes))
         across = rounds * (machine.latency_s + machine.piece_s + nbytes / machine.link_bytes_per_s)

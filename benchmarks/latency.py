@@ -9,7 +9,6 @@ Every call is timed, on every rank; the slowest rank counts. Ways take turns, as
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,19 @@ import torch.distributed as dist
 
 import hvdlite
 import hvdlite.torch as hvd
-from measure import add_json_option, describe, meet, provenance, slowest, table, write_json
+from measure import (
+    add_json_option,
+    describe,
+    estimate,
+    in_turns,
+    keep_collector_out,
+    median_ratio,
+    meet,
+    provenance,
+    slowest,
+    table,
+    write_json,
+)
 from peers import start_gloo
 
 if TYPE_CHECKING:
@@ -61,27 +72,31 @@ def burst_ways(count: int, nbytes: int) -> dict[str, Call]:
     return {"hvd.allreduce_async_": ours, "Gloo": gloo}
 
 
-def measure(
-    ways: dict[str, Call], comm: MPI.Comm, rounds: int, calls: int, warm_up: int
-) -> dict[str, dict[str, float]]:
-    """Of each way the median and the 99th percentile of all calls, in microseconds."""
-    seconds: dict[str, list[float]] = {label: [] for label in ways}
+def measure(ways: dict[str, Call], comm: MPI.Comm, rounds: int, calls: int, warm_up: int) -> dict[str, dict[str, Any]]:
+    """Of each way the median and the 99th percentile of all calls, in microseconds; of hvdlite's what peers take."""
+    seconds: dict[str, list[list[float]]] = {label: [] for label in ways}
     for way in ways.values():
         for _ in range(warm_up):
             way()
-    labels = list(ways)
-    for turn in range(rounds):
-        for label in labels[turn % len(labels) :] + labels[: turn % len(labels)]:
-            meet(comm)
+    for label in in_turns([*ways], rounds):
+        meet(comm)
+        ways[label]()
+        taken = []
+        for _ in range(calls):
+            start = time.perf_counter()
             ways[label]()
-            for _ in range(calls):
-                start = time.perf_counter()
-                ways[label]()
-                seconds[label].append(time.perf_counter() - start)
-    found = {}
-    for label, own in seconds.items():
-        worst = slowest(comm, own) * 1e6
-        found[label] = {"median_us": float(np.median(worst)), "p99_us": float(np.quantile(worst, 0.99))}
+            taken.append(time.perf_counter() - start)
+        seconds[label].append(taken)
+    times = {label: slowest(comm, own) * 1e6 for label, own in seconds.items()}
+    blocks = {label: np.median(own, axis=1) for label, own in times.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for label, own in times.items():
+        found[label] = {"median_us": float(np.median(own)), "p99_us": float(np.quantile(own, 0.99))}
+        if label.startswith("hvd"):
+            peers = [peer for peer in ways if not peer.startswith("hvd")]
+            found[label]["times_as_fast"] = {
+                peer: estimate(median_ratio, blocks[peer], blocks[label]) for peer in peers
+            }
     return found
 
 
@@ -99,8 +114,7 @@ def main() -> None:
 
     comm = MPI.COMM_WORLD.Dup()
     start_gloo(comm)
-    gc.collect()
-    gc.freeze()  # or Python looks through all that torch has imported, 150 ms each time, in every third burst
+    keep_collector_out()
     facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     report: dict[str, Any] = {
         "benchmark": "latency",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import json
 import os
 import platform
+import random
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +23,9 @@ from hvdlite import _native
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_NAP_S = 20e-6
+T = TypeVar("T")
+
+_RESAMPLES = 2000
 _PACKAGES = ("hvdlite", "numpy", "mpi4py", "torch")
 _SETTINGS = (
     *("HVDLITE_", "HOROVOD_", "OMP_", "MKL_", "GLOO_", "TORCH_", "MPICH_", "UCX_"),
@@ -29,15 +33,30 @@ _SETTINGS = (
 )
 
 
-def meet(comm: MPI.Comm) -> None:
+def meet(comm: MPI.Comm, nap_s: float = 20e-6) -> None:
     """A barrier in which waiting ranks sleep, so that no spinning rank takes a core from one that is still working."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(_NAP_S)
+        time.sleep(nap_s)
 
 
-def slowest(comm: MPI.Comm, seconds: Sequence[float]) -> np.ndarray:
-    """(n,) the time of the slowest rank for each of n measurements: a collective is done when the last rank is."""
+def in_turns(ways: Sequence[T], rounds: int) -> Iterator[T]:
+    """Each of ``ways`` once per round, in an order of its own in every round, which is the same on all ranks.
+
+    What disturbs the machine for a while disturbs all, and nobody always comes after the same one.
+    """
+    for turn in range(rounds):
+        yield from random.Random(turn).sample(ways, len(ways))
+
+
+def keep_collector_out() -> None:
+    """Python's garbage collector shall leave alone what was imported: torch's modules cost it 150 ms each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def slowest(comm: MPI.Comm, seconds: Sequence[float] | Sequence[Sequence[float]]) -> np.ndarray:
+    """The time of the slowest rank, for each of many measurements: a collective is done when the last rank is."""
     from mpi4py import MPI
 
     worst = np.array(seconds, dtype=np.float64)
@@ -48,6 +67,34 @@ def slowest(comm: MPI.Comm, seconds: Sequence[float]) -> np.ndarray:
 def summary(seconds: np.ndarray) -> tuple[float, float]:
     """(median, 95th percentile)."""
     return float(np.median(seconds)), float(np.quantile(seconds, 0.95))
+
+
+def estimate(statistic: Callable[..., np.ndarray], *columns: np.ndarray) -> dict[str, float]:
+    """``statistic`` of what was measured in pairs, with the 95 % interval that resampling the rounds gives (bootstrap).
+
+    Args:
+        statistic: takes arrays (..., rounds), one for each column, and returns (...).
+        columns: (rounds,) each.
+    """
+    rounds = len(columns[0])
+    picks = np.random.default_rng(0).integers(rounds, size=(_RESAMPLES, rounds))
+    low, high = np.quantile(statistic(*(column[picks] for column in columns)), [0.025, 0.975])
+    return {"value": float(statistic(*columns)), "low": float(low), "high": float(high)}
+
+
+def median_ratio(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """A statistic for `estimate`: of ratios within a round, which what disturbs a machine for longer leaves alone."""
+    return np.median(some / others, axis=-1)
+
+
+def median_difference(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """A statistic for `estimate`."""
+    return np.median(some - others, axis=-1)
+
+
+def show(found: dict[str, float], digits: int) -> str:
+    """An `estimate`, with its interval."""
+    return f"{found['value']:.{digits}f} ({found['low']:.{digits}f}, {found['high']:.{digits}f})"
 
 
 def provenance(comm: MPI.Comm, nodes: int) -> dict[str, Any]:
@@ -80,7 +127,7 @@ def provenance(comm: MPI.Comm, nodes: int) -> dict[str, Any]:
 
 
 def _mpi_version(text: str) -> str:
-    return text.replace("\0", "").splitlines()[0].split(",")[0].strip()
+    return " ".join(text.replace("\0", "").replace("Version:", "").split("\n")[0].split(",")[0].split())
 
 
 def _script() -> str:

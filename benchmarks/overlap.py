@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -25,10 +26,26 @@ import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.timeline.report import build_report
 from hvdlite.timeline.trace_file import read_trace
-from measure import add_json_option, describe, meet, provenance, slowest, summary, table, write_json
+from measure import (
+    add_json_option,
+    describe,
+    estimate,
+    in_turns,
+    keep_collector_out,
+    median_difference,
+    meet,
+    provenance,
+    show,
+    slowest,
+    summary,
+    table,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+WARM_UP = 8  # steps: until buckets are in the order of backward, and that order is frozen
 
 Step = Callable[[], None]
 
@@ -73,24 +90,22 @@ def make_steps(layers: int, width: int, rows: int) -> dict[str, Step]:
     return {"no communication": step_alone, "serial": step_serial, "overlapped": step_overlapped}
 
 
-def measure(steps: dict[str, Step], comm: MPI.Comm, rounds: int, count: int) -> dict[str, tuple[float, float]]:
-    """(median, 95th percentile) of a step in ms; a round more goes before, and a step before every block."""
-    seconds: dict[str, list[float]] = {label: [] for label in steps}
-    order = list(steps)
-    for turn in range(rounds + 1):
-        for label in order[turn % 3 :] + order[: turn % 3]:
-            meet(comm)
+def measure(steps: dict[str, Step], comm: MPI.Comm, rounds: int, count: int) -> dict[str, np.ndarray]:
+    """(rounds, count) ms of each way; some steps go before the first round, and one before every block."""
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step()
+    seconds: dict[str, list[list[float]]] = {label: [] for label in steps}
+    for label in in_turns([*steps], rounds):
+        meet(comm)
+        steps[label]()
+        taken = []
+        for _ in range(count):
+            start = time.perf_counter()
             steps[label]()
-            for _ in range(count):
-                start = time.perf_counter()
-                steps[label]()
-                if turn > 0:
-                    seconds[label].append(time.perf_counter() - start)
-    found = {}
-    for label, own in seconds.items():
-        median, p95 = summary(slowest(comm, own))
-        found[label] = (median * 1e3, p95 * 1e3)
-    return found
+            taken.append(time.perf_counter() - start)
+        seconds[label].append(taken)
+    return {label: slowest(comm, own) * 1e3 for label, own in seconds.items()}
 
 
 def record(step: Step, path: Path, count: int) -> dict[str, Any]:
@@ -116,8 +131,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="of width x width (default: %(default)s)")
     parser.add_argument("--width", type=int, default=768, help="default: %(default)s")
     parser.add_argument("--rows", type=int, default=1024, help="of a rank's batch (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="blocks of each way (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="of each block (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks of each way (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="of each block (default: %(default)s)")
     parser.add_argument("--timelines", type=Path, metavar="DIRECTORY", help="keep the timelines there")
     add_json_option(parser)
     options = parser.parse_args()
@@ -127,6 +142,7 @@ def main() -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
+    keep_collector_out()
     facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     mib = options.layers * options.width**2 * 4 / 2**20
     if comm.rank == 0:
@@ -145,33 +161,38 @@ def main() -> None:
         write_json(options.json, report)
 
 
-def summarize(times: dict[str, tuple[float, float]]) -> dict[str, Any]:
+def summarize(times: dict[str, np.ndarray]) -> dict[str, Any]:
     """``hidden_share`` is None where even the serial way exposes nothing that stands out from the noise."""
-    alone = times["no communication"][0]
-    rows = {
-        label: {"median_ms": median, "p95_ms": p95, "exposed_ms": median - alone}
-        for label, (median, p95) in times.items()
-    }
-    serial = rows["serial"]["exposed_ms"]
-    hidden = 1 - rows["overlapped"]["exposed_ms"] / serial if serial > 0.02 * alone else None
-    return {"steps": rows, "hidden_share": hidden}
+    blocks = {label: np.median(own, axis=1) for label, own in times.items()}
+    alone, serial, overlapped = (blocks[label] for label in ("no communication", "serial", "overlapped"))
+    rows = {}
+    for label, own in times.items():
+        median, p95 = summary(own)
+        exposed = estimate(median_difference, blocks[label], alone)
+        rows[label] = {"median_ms": median, "p95_ms": p95, "exposed_ms": exposed}
+    stands_out = rows["serial"]["exposed_ms"]["value"] > 0.02 * np.median(alone)
+    return {"steps": rows, "hidden_share": estimate(hidden, overlapped, serial, alone) if stands_out else None}
+
+
+def hidden(overlapped: np.ndarray, serial: np.ndarray, alone: np.ndarray) -> np.ndarray:
+    return 1 - median_difference(overlapped, alone) / median_difference(serial, alone)
 
 
 def print_report(report: dict[str, Any]) -> None:
-    print("\nstep time")
-    print_rows(report["steps"], ["median_ms", "p95_ms", "exposed_ms"])
-    hidden = report["hidden_share"]
+    rows = [
+        [label, f"{row['median_ms']:.2f}", f"{row['p95_ms']:.2f}", show(row["exposed_ms"], 2)]
+        for label, row in report["steps"].items()
+    ]
+    print("\n" + table(["step time", "median ms", "p95 ms", "exposed ms"], rows))
+    share = report["hidden_share"]
     print(
         "too little is exposed to say how much is hidden"
-        if hidden is None
-        else f"hidden share = 1 - exposed(overlapped) / exposed(serial) = {hidden:.0%}"
+        if share is None
+        else f"hidden share = 1 - exposed(overlapped) / exposed(serial) = {show(share, 2)}"
     )
-    print("\ntimeline")
-    print_rows(report["timeline"], ["step_ms", "communication_ms", "exposed_ms", "hidden_share"])
-
-
-def print_rows(rows: dict[str, dict[str, float]], keys: list[str]) -> None:
-    print(table(["", *keys], [[label, *(f"{row[key]:.2f}" for key in keys)] for label, row in rows.items()]))
+    keys = ["step_ms", "communication_ms", "exposed_ms", "hidden_share"]
+    rows = [[label, *(f"{row[key]:.2f}" for key in keys)] for label, row in report["timeline"].items()]
+    print("\n" + table(["timeline", *keys], rows))
 
 
 if __name__ == "__main__":

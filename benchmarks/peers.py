@@ -13,6 +13,8 @@ from hvdlite.interfaces import select
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+PIECE_BYTES = 4 << 20  # of a large Allreduce over MPI: few enough to fit into the cache, enough to be worth a call
+
 
 def start_gloo(comm: MPI.Comm) -> None:
     """Make torch.distributed's default process group: Gloo, between the ranks of ``comm``."""

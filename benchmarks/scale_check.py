@@ -1,9 +1,11 @@
-"""Whether real ranks say what virtual ones do (scale_model.py): the same buckets both ways, every count on every rank.
+"""What real ranks say, counted by themselves; and whether virtual ones say the same (scale_model.py).
 
     python -m hvdlite run -np 4 scale_check.py
-    python across_hosts.py --hosts 8 --ranks 4 scale_check.py     # 8 emulated hosts, needs root
+    python across_hosts.py --hosts 8 --ranks 4 --rate 10gbit scale_check.py     # needs root
 
-Buckets are reduced one at a time, and then all at once, where what carries the messages depends on when they are ready.
+The same buckets are reduced both ways, one at a time and then all at once, and every count of every rank is compared.
+Without --claims their order is frozen on the way. All at once, how many buckets share a message depends on when they
+are ready, so there are bounds for it.
 """
 
 from __future__ import annotations
@@ -11,17 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from math import prod
-from typing import TYPE_CHECKING
+from math import inf, prod
+from typing import TYPE_CHECKING, Any
 
 import hvdlite
 from data_path import Machine
-from hvdlite.coordinator import frozen_plan, negotiation
+from hvdlite.coordinator import frozen_plan, negotiation, plan_protocol
 from hvdlite.coordinator.handle import Handle
 from hvdlite.fusion.fusion_buffer import FusionBuffer, Home, slot_offsets
 from hvdlite.memory import TensorView, align_up
 from hvdlite.runtime import Runtime
-from measure import table
+from measure import add_json_option, provenance, table, write_json
 from schedules import Bucket, Schedule, bucket
 from virtual_ranks import VirtualJob
 
@@ -29,55 +31,82 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 ALONE_S = 0.1  # between two buckets, in virtual time: far more than it takes to agree on one
-WHENEVER = ("submissions", "claims_sent", "claims_heard", "responses", "messages_cached", "messages_spelled_out")
-"""What does not depend on when buckets are ready."""
-Pairs = dict[str, tuple[int, int]]
-"""(real, virtual) by name of a count."""
+SHARED = (
+    "batches",
+    "page_bytes_written",
+    "page_bytes_read",
+    *(f"tree_{what}_{way}" for what in ("messages", "bytes") for way in ("sent", "received")),
+)
+"""What there is less of where buckets are ready together."""
+Counts = dict[str, tuple[int, int, int]]
+"""(real, at least, at most) by name."""
 # Elements of each tensor of each bucket: below and above what recursive doubling takes, whole cache lines and not.
 TENSORS = [[16], [3, 35, 1], [192], [193, 7], [5000, 3], [100_000], [17, 300_000]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="the first spells requests out (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="the first spells requests out (default: %(default)s)")
+    parser.add_argument("--claims", action="store_true", help="freeze nothing")
+    add_json_option(parser)
     options = parser.parse_args()
-    # A leader that has waited for a second passes on what it has; with more ranks than cores that would be often.
-    negotiation._PATIENCE_S = float("inf")
-    frozen_plan._FREEZABLE = ()
+    patient()
+    if options.claims:
+        frozen_plan._FREEZABLE = ()
     hvdlite.init()
     from mpi4py import MPI
 
     comm, runtime = MPI.COMM_WORLD, hvdlite.runtime()
-    status = 0
-    for alone in (True, False):
-        steps = [*compare(runtime, comm, alone, options.steps)]
-        wrong = [f"step {i}: {text}" for i, step in enumerate(steps) for text in differences(step)]
-        everywhere = comm.gather((runtime.topology.is_leader, steps[-1], wrong))
-        if everywhere is None:
-            continue
-        print(f"{runtime.size} ranks on {len(runtime.topology.nodes)} node(s), {len(TENSORS)} buckets", end=" ")
-        print("one at a time" if alone else "at once")
-        print(last_step_table(everywhere))
-        by_rank = {rank: texts for rank, (_, _, texts) in enumerate(everywhere) if texts}
+    steps = [*compare(runtime, comm, not options.claims, options.steps)]
+    wrong = [f"step {i}: {text}" for i, (_, counts) in enumerate(steps) for text in differences(counts)]
+    everywhere = comm.gather((runtime.topology.is_leader, steps[options.steps - 1][1], steps[-1][1], wrong))
+    facts = provenance(comm, len(runtime.topology.nodes))
+    if everywhere is not None:
+        row: dict[str, Any] = {"fanout": runtime.config.tree_fanout, "buckets": len(TENSORS)}
+        print(f"{facts['ranks']} ranks on {facts['nodes']} node(s), {len(TENSORS)} buckets, in the last step at most")
+        for place, how in enumerate(("one at a time", "at once"), start=1):
+            row[how] = highest([(rank[0], rank[place]) for rank in everywhere])
+            print(f"\n{counts_table(how, row[how])}")
+        by_rank = {rank: texts for rank, (*_, texts) in enumerate(everywhere) if texts}
         print("\n".join(f"rank {rank}: {text}" for rank, texts in by_rank.items() for text in texts))
-        equal = f"all steps and ranks: {len(steps[0])} counts are equal"
-        print(f"{len(by_rank)} ranks differ\n" if by_rank else f"{equal}\n")
-        status |= bool(by_rank)
-    return int(comm.bcast(status))
+        print(f"{len(by_rank)} ranks differ" if by_rank else "all counts of all ranks are as computed, in every step")
+        wrong = list(by_rank.values())
+        if options.json:
+            write_json(options.json, {"benchmark": "scale_check", **facts, **row})
+    return int(comm.bcast(bool(wrong)))
 
 
-def differences(step: Pairs) -> list[str]:
-    return [f"{name} is {real}, not {virtual} as computed" for name, (real, virtual) in step.items() if real != virtual]
+def patient() -> None:
+    """Nobody gives up waiting for the others; with more ranks than cores that would be often, and more messages."""
+    negotiation._PATIENCE_S = inf
+    plan_protocol._WAIT_S = inf
 
 
-def last_step_table(everywhere: list[tuple[bool, Pairs, list[str]]]) -> str:
-    """What the root, the last leader and the last of the other ranks have counted."""
-    chosen = {"root": everywhere[0][1]}
-    last = {is_leader: step for is_leader, step, _ in everywhere[1:]}
-    chosen |= {who: last[leads] for who, leads in (("last leader", True), ("last other rank", False)) if leads in last}
-    names = everywhere[0][1]
-    rows = [[name, *(f"{step[name][0]}" for step in chosen.values())] for name in names]
-    return table(["in the last step", *chosen], rows)
+def differences(step: Counts) -> list[str]:
+    return [
+        f"{name} is {real}, not {least}{f' to {most}' if most > least else ''} as computed"
+        for name, (real, least, most) in step.items()
+        if not least <= real <= most
+    ]
+
+
+def highest(counts: list[tuple[bool, Counts]]) -> dict[str, dict[str, int]]:
+    """The highest counts of one rank: of the root, of other leaders, of other ranks, from (is a leader, counts)."""
+    members = {
+        "root": [counts[0][1]],
+        "other leaders": [own for is_leader, own in counts[1:] if is_leader],
+        "other ranks": [own for is_leader, own in counts[1:] if not is_leader],
+    }
+    return {
+        who: {name: max(own[name][0] for own in own_counts) for name in own_counts[0]}
+        for who, own_counts in members.items()
+        if own_counts
+    }
+
+
+def counts_table(how: str, by_member: dict[str, dict[str, int]]) -> str:
+    rows = [[name, *(f"{counts[name]}" for counts in by_member.values())] for name in by_member["root"]]
+    return table([how, *by_member], rows)
 
 
 def schedule(gap_s: float) -> Schedule:
@@ -86,18 +115,22 @@ def schedule(gap_s: float) -> Schedule:
     end = 0
     for i, numels in enumerate(TENSORS):
         tensors = [(f"layer{i}.{j}.weight", (numel,)) for j, numel in enumerate(numels)]
-        buckets.append(bucket(f"bucket{i}.{gap_s}", tensors, gap_s * (i + 1), end))
+        buckets.append(bucket(f"bucket{i}", tensors, gap_s * (i + 1), end))
         end += align_up(buckets[-1].nbytes)
     return Schedule("check", gap_s * (len(TENSORS) + 1), tuple(buckets))
 
 
-def compare(runtime: Runtime, comm: MPI.Comm, alone: bool, steps: int) -> Iterator[Pairs]:
-    """What this rank counts in each step. A collective call."""
-    made = schedule(ALONE_S if alone else 0.0)
-    job = VirtualJob(runtime.topology.nodes, made, Machine(), runtime.config, lambda nbytes: 1e-3)
+def compare(runtime: Runtime, comm: MPI.Comm, freezes: bool, steps: int) -> Iterator[tuple[bool, Counts]]:
+    """What this rank counts in each step, and what virtual ranks do; and whether buckets were reduced one at a time.
+
+    First they are, then they are reduced at once, ``steps`` steps each. A collective call.
+    """
+    made = schedule(ALONE_S)
+    job = VirtualJob(runtime.topology.nodes, made, Machine(), runtime.config, freezes=freezes)
     memory = runtime.group.allocate(sum(align_up(each.nbytes) for each in made.buckets))
     real, virtual = counted(runtime, comm), job.statistics(runtime.rank)
-    for _ in range(steps):
+    for i in range(2 * steps):
+        alone = i < steps
         handles = []
         for each in made.buckets:
             handles.append(reduce(runtime, memory, each))
@@ -105,10 +138,14 @@ def compare(runtime: Runtime, comm: MPI.Comm, alone: bool, steps: int) -> Iterat
                 handles[-1].wait()
         for handle in handles:
             handle.wait()
-        job.step()
+        job.step(lambda nbytes: 1e-3)
         real_after, virtual_after = counted(runtime, comm), job.statistics(runtime.rank)
-        names = virtual if alone else WHENEVER
-        yield {name: (real_after[name] - real[name], virtual_after[name] - virtual[name]) for name in names}
+        counts = {}
+        for name in virtual:
+            most = virtual_after[name] - virtual[name]
+            least = most if alone or name not in SHARED else most // len(made.buckets)
+            counts[name] = real_after[name] - real[name], least, most
+        yield alone, counts
         real, virtual = real_after, virtual_after
 
 

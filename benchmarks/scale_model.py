@@ -22,13 +22,15 @@ from typing import Any
 
 from data_path import Algorithm, Machine, flat_ring_s, halving_s, hierarchical_s
 from hvdlite import Config, __version__
+from hvdlite.torch.buckets import BUCKET_BYTES
 from measure import add_json_option, table, write_json
 from schedules import MODELS, Schedule, schedule
-from virtual_ranks import VirtualJob
+from virtual_ranks import AllreduceTime, VirtualJob
 
 RANKS = [2**k for k in range(1, 15)]
 ACROSS: dict[str, Algorithm] = {"hvdlite": hierarchical_s, "flat ring": flat_ring_s, "halving": halving_s}
 TIMES = ("latency", "wake", "cycle", "message", "send", "piece")  # of a `Machine`, in microseconds
+LONGEST_WARM_UP = 10  # steps; no order is frozen that has more operations than HVDLITE_CACHE_CAPACITY
 Row = dict[str, Any]
 
 
@@ -85,10 +87,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=numbers, default=RANKS, metavar="N,N", help="(default: 2,4,8,...,16384)")
     option("--ranks-per-node", 8)
     option("--fanout", config.tree_fanout, "of the tree of leaders")
-    option("--bucket-mib", config.bucket_bytes / 2**20)
+    option("--bucket-mib", BUCKET_BYTES / 2**20)
     option("--small-kib", config.small_bytes / 2**10, "up to this share of a rank, recursive doubling")
     parser.add_argument("--across", nargs="+", choices=ACROSS, default=[*ACROSS], help="between nodes (default: all)")
-    option("--steps", 2, "the last is reported; in the first no request is known")
+    parser.add_argument("--claims", action="store_true", help="as if no order ever repeated itself")
     option("--jitter", 0.0, "deviation of a rank's compute time as a share of it, 0.05 for 5 %%")
     option("--seed", 0, "of the jitter")
     option("--link-gbit", machine.link_bytes_per_s * 8e-9, "of a node")
@@ -108,44 +110,48 @@ def numbers(text: str) -> list[int]:
 
 
 def simulate(ranks: int, step: Schedule, machine: Machine, config: Config, options: argparse.Namespace) -> Row:
-    """The last step of a job of ``ranks``; with the first way across nodes, but for what communication adds to it."""
+    """A step of a job of ``ranks``, once it says no more than it will from then on.
+
+    With each way across nodes, what it adds to the step; everything else with the first.
+    """
     began = time.perf_counter()
     local_size = min(ranks, options.ranks_per_node)
     nodes = tuple(tuple(range(first, first + local_size)) for first in range(0, ranks, local_size))
+    job = VirtualJob(nodes, step, machine, config, freezes=not options.claims, jitter=options.jitter, seed=options.seed)
+
+    def time_of(way: str) -> AllreduceTime:
+        return lambda nbytes: ACROSS[way](len(nodes), local_size, nbytes, machine, config)
+
     speakers = {
         "root": [0],
         "other leaders": [members[0] for members in nodes[1:]],
         "other ranks": nodes[0][1:2],  # all alike
     }
-    row: Row = {"ranks": ranks, "nodes": len(nodes), "exposed_ms": {}}
-    for way in options.across:
-
-        def allreduce_s(nbytes: int, allreduce: Algorithm = ACROSS[way]) -> float:
-            return allreduce(len(nodes), local_size, nbytes, machine, config)
-
-        job = VirtualJob(nodes, step, machine, config, allreduce_s, options.jitter, options.seed)
-        for _ in range(options.steps - 1):
-            job.step()
-        before = {rank: job.control(rank) for members in speakers.values() for rank in members}
-        last = job.step()
-        row["exposed_ms"][way] = last.exposed_s * 1e3
-        if len(row["exposed_ms"]) > 1:
-            continue
-        after = {rank: job.control(rank) for rank in before}
-        row |= {
-            "step_ms": last.seconds * 1e3,
-            "compute_ms": last.compute_s * 1e3,
-            "batches": len(last.agreement_s),
-            "agreement_ms": {"median": median(last.agreement_s) * 1e3, "most": max(last.agreement_s) * 1e3},
-            "root_python_ms": last.root_cpu_s * 1e3,
-            "root_load": last.root_busy_s / last.seconds,
-            "most_counted": {
-                who: {name: max(after[rank][name] - before[rank][name] for rank in members) for name in after[0]}
-                for who, members in speakers.items()
-                if members
-            },
-        }
-    return row | {"simulated_in_s": time.perf_counter() - began}
+    way, *others = options.across
+    for _ in range(1 if options.claims else LONGEST_WARM_UP):
+        job.step(time_of(way))
+        if job.plans:
+            break
+    before = {rank: job.control(rank) for members in speakers.values() for rank in members}
+    steady = job.step(time_of(way))
+    after = {rank: job.control(rank) for rank in before}
+    return {
+        "ranks": ranks,
+        "nodes": len(nodes),
+        "exposed_ms": {way: steady.exposed_s * 1e3, **{o: job.step(time_of(o)).exposed_s * 1e3 for o in others}},
+        "step_ms": steady.seconds * 1e3,
+        "compute_ms": steady.compute_s * 1e3,
+        "batches": len(steady.agreement_s),
+        "agreement_ms": {"median": median(steady.agreement_s) * 1e3, "most": max(steady.agreement_s) * 1e3},
+        "root_python_ms": steady.root_cpu_s * 1e3,
+        "root_load": steady.root_busy_s / steady.seconds,
+        "most_counted": {
+            who: {name: max(after[rank][name] - before[rank][name] for rank in members) for name in after[0]}
+            for who, members in speakers.items()
+            if members
+        },
+        "simulated_in_s": time.perf_counter() - began,
+    }
 
 
 def times_table(rows: Sequence[Row]) -> str:

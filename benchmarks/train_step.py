@@ -2,8 +2,9 @@
 
     python -m hvdlite run -np 2 train_step.py
     mpirun -np 2 python train_step.py --json results/train_step.json
+    python train_step.py --threads 1                       # one rank: what hooks and coordinator cost
 
-The ways are measured in turns, a block of steps each, in an order that moves on by one from round to round.
+The ways take turns, a block of few steps each, and are compared within each round of turns.
 """
 
 from __future__ import annotations
@@ -11,115 +12,39 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite
 import hvdlite.torch as hvd
-from measure import add_json_option, describe, meet, provenance, slowest, summary, table, write_json
+from measure import (
+    add_json_option,
+    describe,
+    estimate,
+    in_turns,
+    keep_collector_out,
+    median_difference,
+    median_ratio,
+    meet,
+    provenance,
+    show,
+    slowest,
+    table,
+    write_json,
+)
 from models import MODELS, Task
 from peers import start_gloo
+from training import DDPS, SIMPLE, Alone, Hvdlite, Way
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-LR = 1e-3
-
-
-class Way(ABC):
-    """A copy of ``task``'s model and how it is trained.
-
-    Attributes:
-        is_reduced: whether ranks train one model.
-    """
-
-    label: str
-    is_reduced = True
-    optimizer: torch.optim.Optimizer
-
-    def __init__(self, task: Task, comm: MPI.Comm) -> None:
-        torch.manual_seed(0)
-        self.model = task.build()
-        torch.manual_seed(1 + comm.rank)
-        self._inputs, self._targets = task.batch()
-        self._loss = task.loss
-        self._comm = comm
-        self._forward = self.prepare()
-
-    @abstractmethod
-    def prepare(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Make ``optimizer``; return what maps inputs to outputs."""
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self._loss(self._forward(self._inputs), self._targets).backward()
-        self.reduce()
-        self.optimizer.step()
-
-    def reduce(self) -> None:
-        """What the user does between backward() and step()."""
-
-    def sgd(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=LR)
-
-
-class Alone(Way):
-    label = "no communication"
-    is_reduced = False
-
-    def prepare(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        self.optimizer = self.sgd()
-        return self.model
-
-
-class Hvdlite(Way):
-    label = "hvdlite"
-
-    def prepare(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        self.optimizer = hvd.DistributedOptimizer(self.sgd(), named_parameters=self.model.named_parameters())
-        return self.model
-
-
-class Ddp(Way):
-    label = "DDP"
-    views = False
-
-    def prepare(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        self.optimizer = self.sgd()
-        return DistributedDataParallel(self.model, gradient_as_bucket_view=self.views)
-
-
-class DdpViews(Ddp):
-    label = "DDP, views"
-    views = True
-
-
-class Mpi(Way):
-    """As one writes it by hand: an Allreduce per parameter after backward."""
-
-    label = "MPI"
-
-    def prepare(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        from mpi4py import MPI
-
-        self.optimizer = self.sgd()
-        self._in_place = MPI.IN_PLACE
-        return self.model
-
-    def reduce(self) -> None:
-        for parameter in self.model.parameters():
-            gradient = parameter.grad
-            assert gradient is not None
-            self._comm.Allreduce(self._in_place, gradient.numpy())
-            gradient /= self._comm.size
-
-
-WAYS: tuple[type[Way], ...] = (Alone, Hvdlite, Ddp, DdpViews, Mpi)
+LEAST_ROUNDS, MOST_ROUNDS = 8, 60
+WARM_UP = 8  # steps: until buckets are in the order of backward, and that order is frozen
 
 
 def block(way: Way, comm: MPI.Comm, steps: int) -> list[float]:
@@ -140,7 +65,7 @@ def check_equal(ways: Sequence[Way], comm: MPI.Comm) -> None:
     Raises:
         AssertionError: they have not.
     """
-    reduced = [way for way in ways if way.is_reduced]
+    reduced = [way for way in ways if way.is_reduced or comm.size == 1]
     reference = [parameter.detach() for parameter in reduced[-1].model.parameters()]
     expected = [comm.bcast(parameter if comm.rank == 0 else None) for parameter in reference]
     for way in reduced:
@@ -149,83 +74,111 @@ def check_equal(ways: Sequence[Way], comm: MPI.Comm) -> None:
             assert same, f"{way.label}: '{name}' differs on rank {comm.rank} by {(parameter - value).abs().max()}"
 
 
-def measure(task: Task, comm: MPI.Comm, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """One row per way; a round more goes before, after which the models are compared."""
-    ways = [kind(task, comm) for kind in WAYS]
-    seconds: list[list[float]] = [[] for _ in ways]
-    for turn in range(rounds + 1):
-        for i in range(len(ways)):
-            index = (turn + i) % len(ways)
-            taken = block(ways[index], comm, steps)
-            if turn > 0:
-                seconds[index] += taken
-        if turn == 0:
-            check_equal(ways, comm)
-    parameters = list(ways[0].model.parameters())
-    rows: list[dict[str, Any]] = []
-    for way, own in zip(ways, seconds, strict=True):
-        median, p95 = summary(slowest(comm, own))
-        rows.append(
-            {
-                "model": task.name,
-                "parameters": len(parameters),
-                "gradient_bytes": sum(parameter.nbytes for parameter in parameters),
-                "way": way.label,
-                "median_ms": median * 1e3,
-                "p95_ms": p95 * 1e3,
-                "steps": len(own),
+def measure(task: Task, comm: MPI.Comm, rounds: int | None, steps: int, seconds_in_all: float) -> dict[str, Any]:
+    """All ways of one model, and how they compare; the trained models are compared after warming up."""
+    kinds: tuple[type[Way], ...] = (Alone, Hvdlite, *DDPS, *SIMPLE) if comm.size > 1 else (Alone, Hvdlite)
+    ways = {kind.label: kind(task, comm) for kind in kinds}
+    round_s = sum((steps + 1) * float(np.median(block(way, comm, WARM_UP))) for way in ways.values())
+    rounds = rounds or comm.bcast(max(LEAST_ROUNDS, min(MOST_ROUNDS, round(seconds_in_all / round_s))))
+    check_equal([*ways.values()], comm)
+    before = hvd.statistics()
+    seconds: dict[str, list[list[float]]] = {label: [] for label in ways}
+    for label in in_turns([*ways], rounds):
+        seconds[label].append(block(ways[label], comm, steps))
+    after = hvd.statistics()
+    submitted, counted = (after[name] - before[name] for name in ("submissions", "counted"))
+    worst = {label: slowest(comm, own).reshape(rounds, steps) * 1e3 for label, own in seconds.items()}
+    parameters = list(ways[Alone.label].model.parameters())
+    return {
+        "model": task.name,
+        "parameters": len(parameters),
+        "gradient_bytes": sum(parameter.nbytes for parameter in parameters),
+        "rounds": rounds,
+        "steps_per_round": steps,
+        "frozen_share": counted / submitted if submitted else None,
+        **summarize(worst),
+    }
+
+
+def exposed_ratio(own: np.ndarray, peer: np.ndarray, alone: np.ndarray) -> np.ndarray:
+    return median_difference(own, alone) / median_difference(peer, alone)
+
+
+def summarize(times: dict[str, np.ndarray]) -> dict[str, Any]:
+    """What ``times``, (rounds, steps) in ms of each way, say: of each way, and of hvdlite against its best peers."""
+    blocks = {label: np.median(own, axis=1) for label, own in times.items()}
+    alone, own = blocks[Alone.label], blocks[Hvdlite.label]
+    rows = {
+        label: {
+            "median_ms": float(np.median(times[label])),
+            "p95_ms": float(np.quantile(times[label], 0.95)),
+            "exposed_ms": estimate(median_difference, mine, alone),
+            "relative": estimate(median_ratio, mine, alone),
+        }
+        for label, mine in blocks.items()
+    }
+    against = {}
+    for name, kinds in (("DDP", DDPS), ("simple MPI", SIMPLE)):
+        labels = [kind.label for kind in kinds if kind.label in blocks]
+        if labels:
+            best = min(labels, key=lambda label: rows[label]["exposed_ms"]["value"])
+            against[name] = {
+                "way": best,
+                "step": estimate(median_ratio, own, blocks[best]),
+                "exposed": estimate(exposed_ratio, own, blocks[best], alone),
             }
+    return {"ways": rows, "against_best": against}
+
+
+def print_model(found: dict[str, Any]) -> None:
+    mib = found["gradient_bytes"] / 2**20
+    print(f"\n{found['model']}: {found['parameters']} parameters, {mib:.1f} MiB of gradients")
+    lines = [
+        [label, f"{row['median_ms']:.2f}", f"{row['p95_ms']:.2f}", show(row["exposed_ms"], 2), show(row["relative"], 3)]
+        for label, row in found["ways"].items()
+    ]
+    print(table(["", "median ms", "p95 ms", "exposed ms", "relative"], lines))
+    for name, best in found["against_best"].items():
+        print(
+            f"hvdlite against the best {name} ({best['way']}): "
+            f"step {show(best['step'], 3)}, exposed {show(best['exposed'], 2)}"
         )
-    for row in rows:
-        row["exposed_ms"] = row["median_ms"] - rows[0]["median_ms"]
-        row["relative"] = row["median_ms"] / rows[1]["median_ms"]
-    return rows
-
-
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    first = rows[0]
-    mib = first["gradient_bytes"] / 2**20
-    print(f"\n{first['model']}: {first['parameters']} parameters, {mib:.1f} MiB of gradients")
-    print(
-        table(
-            ["", "median ms", "p95 ms", "exposed ms", "relative"],
-            [
-                [row["way"], *(f"{row[key]:.2f}" for key in ("median_ms", "p95_ms", "exposed_ms", "relative"))]
-                for row in rows
-            ],
-        ),
-        flush=True,
-    )
+    print(end="", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [task.name for task in MODELS]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
-    parser.add_argument("--rounds", type=int, default=8, help="blocks of each way and model (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="of each block (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=50.0, help="for each model, about (default: %(default)s)")
+    text = f"blocks of each way and model (default: {LEAST_ROUNDS} to {MOST_ROUNDS}, by what --seconds allows)"
+    parser.add_argument("--rounds", type=int, help=text)
+    parser.add_argument("--steps", type=int, default=3, help="of each block (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="of a rank's torch (default: as many as make a thread per core)")
     add_json_option(parser)
     options = parser.parse_args()
 
     hvd.init()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD.Dup()
     start_gloo(comm)
+    keep_collector_out()
     facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     if comm.rank == 0:
         print(describe(facts))
-        print("exposed: beyond the step without communication; relative: to hvdlite, above 1 is slower", flush=True)
-    rows: list[dict[str, Any]] = []
+        print(f"{torch.get_num_threads()} thread(s) per rank; exposed: beyond the step without communication; ", end="")
+        print("relative: to it; (from, to): 95 % interval", flush=True)
+    found = []
     for task in MODELS:
         if task.name in options.models:
-            found = measure(task, comm, options.rounds, options.steps)
-            rows += found
+            found.append(measure(task, comm, options.rounds, options.steps, options.seconds))
             if comm.rank == 0:
-                print_rows(found)
+                print_model(found[-1])
     if comm.rank == 0:
-        write_json(options.json, {"benchmark": "train_step", **facts, "rows": rows})
+        report = {"benchmark": "train_step", **facts, "threads": torch.get_num_threads(), "models": found}
+        write_json(options.json, report)
     dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "pack.h"
 #include "reduce.h"
 #include "signal.h"
+#include "socket_bell.h"
 #include "staged_allreduce.h"
 
 namespace py = pybind11;
@@ -158,6 +160,15 @@ void register_deadline(py::module_& m) {
       .def("cancel", &Deadline::cancel, WithoutGil());
 }
 
+void register_socket_bell(py::module_& m) {
+  py::class_<SocketBell>(m, "SocketBell")
+      .def(py::init([](const std::vector<int>& sockets, std::uintptr_t address, const py::object&) {
+             return std::make_unique<SocketBell>(sockets, doorbell_at(address));
+           }),
+           "sockets"_a, "address"_a, "memory"_a, py::keep_alive<1, 4>())
+      .def("close", &SocketBell::close, WithoutGil());
+}
+
 }  // namespace
 }  // namespace hvdlite
 
@@ -167,4 +178,5 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_pack(m);
   hvdlite::register_signal(m);
   hvdlite::register_deadline(m);
+  hvdlite::register_socket_bell(m);
 }

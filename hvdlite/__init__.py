@@ -218,7 +218,7 @@ def statistics() -> dict[str, int]:
     messages_spelled_out  claims and responses whose request the other end did not know yet
     page_bytes_written    control messages within the node: to the leader; by the leader, to all
     page_bytes_read       the same from the other end
-    tree_...              control messages between nodes, over MPI; leaders only
+    tree_...              control messages between nodes, over TCP; leaders only
     ring_...              data between nodes, over MPI: allreduce, allgather, broadcast
     alltoall_...          data of alltoall, over MPI, within the node too
     ===================== ============================================================================================

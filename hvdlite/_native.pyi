@@ -128,3 +128,16 @@ class Deadline:
 
     def __init__(self, seconds: float, message: str, exit_code: int) -> None: ...
     def cancel(self) -> None: ...
+
+class SocketBell:
+    """A native thread that rings the doorbell at ``address``, in ``memory``, whenever one of ``sockets`` has news.
+
+    News are bytes to read, its end, and room for bytes where there was none. It reads nothing itself, and needs no GIL.
+    Source: csrc/socket_bell.cpp.
+
+    Raises:
+        RuntimeError: the machine refuses a thread or a file descriptor.
+    """
+
+    def __init__(self, sockets: Sequence[int], address: int, memory: object) -> None: ...
+    def close(self) -> None: ...

@@ -68,8 +68,9 @@ class Config:
 
     fusion_threshold_bytes: int = _setting(128 << 20, _not_negative(int), "FUSION_THRESHOLD")
     """Most bytes that are fused into one collective; 0 disables fusion."""
-    bucket_bytes: int = _setting(8 << 20, _positive(int), "BUCKET_BYTES")
-    """Size of DistributedOptimizer's gradient buckets, never above ``fusion_threshold_bytes``."""
+    bucket_bytes: int = _setting(0, _not_negative(int), "BUCKET_BYTES")
+    """Size of DistributedOptimizer's gradient buckets, never above ``fusion_threshold_bytes``; 0: by what the nodes and
+    the network between them are like, see `hvdlite.torch.buckets.choose_bucket_bytes`."""
     staging_bytes: int = _setting(32 << 20, _positive(int), "STAGING_BYTES")
     """Size of each rank's copy of the fusion buffer for tensors from elsewhere; touched as it is used."""
     chunk_bytes: int = _setting(128 << 10, _positive(int), "CHUNK_BYTES")
@@ -81,6 +82,8 @@ class Config:
     the receiver's next look at MPI."""
     small_bytes: int = _setting(32 << 10, _not_negative(int), "SMALL_BYTES")
     """Up to this size an allreduce across nodes takes recursive doubling, above it the ring; more on many nodes."""
+    rails: int = _setting(0, _not_negative(int), "RAILS")
+    """Most ranks of a node that speak to other nodes, each for its share of the bytes; 0: as many as there can be."""
     cycle_ms: float = _setting(0.0, _not_negative(float), "CYCLE_TIME")
     """How long a ready tensor may wait for others to fuse with, in ms. Nothing polls, so 0 is a good default."""
     cache_capacity: int = _setting(1024, _not_negative(int), "CACHE_CAPACITY")
@@ -89,6 +92,19 @@ class Config:
     """Children of a node leader in the negotiation tree."""
     spin_us: int = _setting(50, _not_negative(int), "SPIN_MICROSECONDS")
     """How long a barrier inside a node spins before it sleeps; 0 where ranks outnumber cores."""
+
+    autotune: bool = _setting(False, _boolean, "AUTOTUNE")
+    """Choose settings by measured step time while DistributedOptimizer trains; see docs/autotuning.md."""
+    autotune_log: str = _setting("", str, "AUTOTUNE_LOG")
+    """Path of the log that rank 0 writes; empty means none."""
+    autotune_load: str = _setting("", str, "AUTOTUNE_LOAD")
+    """Path of an earlier log on rank 0's machine, whose choice is taken."""
+    autotune_warmup_samples: int = _setting(1, _not_negative(int), "AUTOTUNE_WARMUP_SAMPLES")
+    """Samples at the start that do not count."""
+    autotune_steps_per_sample: int = _setting(4, _positive(int), "AUTOTUNE_STEPS_PER_SAMPLE")
+    """Steps that are measured with the same settings, after some in which the job adapts to them."""
+    autotune_max_samples: int = _setting(14, _positive(int), "AUTOTUNE_MAX_SAMPLES", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES")
+    """Most samples in all."""
 
     network_interfaces: str = _setting("", str, "NETWORK_INTERFACES", "$NCCL_SOCKET_IFNAME", "$GLOO_SOCKET_IFNAME")
     """Interfaces to use, in NCCL's syntax: prefixes, ``^`` excludes, ``=`` is exact; empty means every interface."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hvdlite.autotune.settings import Settings
 from hvdlite.collectives.pairwise import PairwiseExchange
 from hvdlite.collectives.select import build_backend, spin_us
 from hvdlite.config import Config
@@ -21,6 +26,8 @@ from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import HorovodInternalError
 from hvdlite.fusion.fusion_buffer import FusionBuffer, FusionBuffers, Home
+from hvdlite.interfaces import select
+from hvdlite.leader_links import Door, Listener, connect_tree, new_token
 from hvdlite.memory import ALIGNMENT, TensorView, align_up
 from hvdlite.node import Node
 from hvdlite.timeline.recorder import Recorder
@@ -65,9 +72,11 @@ class Group:
         self.topology = topology
         self.ranks = topology.ranks
         self.node = node
-        self.config = config
+        self.config = config  # `configure` changes it
         self.recorder = recorder
+        self.joins = 0  # how often all ranks have joined
         self._comm = comm
+        self._administer_sets = administer
         self._check = check
         self._check_open = check_open
         self._counters: Counter[Kind] = Counter()
@@ -89,7 +98,7 @@ class Group:
         self._pairwise = PairwiseExchange(
             comm, self.ranks, timeout_s=config.collective_timeout_s, check=check, recorder=recorder
         )
-        executor = Executor(
+        self._executor = Executor(
             self._backend,
             self._pairwise,
             self._backend.allocate(staging_bytes, DType.UINT8),
@@ -98,25 +107,24 @@ class Group:
             self.buffers,
             topology,
             recorder,
-            administer,
+            self._administer,
         )
-        self._tree = Tree(
-            None if self.leaders is None else self.leaders.Dup(),
-            topology.parent(config.tree_fanout),
-            topology.children(config.tree_fanout),
-        )
+        page = ControlPage(node)
+        links = {} if self.leaders is None else _connect_leaders(self.leaders, topology, config)
+        self._tree = Tree(links, topology.parent(config.tree_fanout), topology.children(config.tree_fanout), check)
+        self._bell = page.ring_for(links.values()) if links else None
         self.coordinator = Coordinator(
             topology,
-            ControlPage(node),
+            page,
             self._tree,
-            executor,
+            self._executor,
             config,
             recorder,
             spin_us=spin_us(config, node),
             check=check,
             on_fatal=on_fatal,
             on_notice=on_notice,
-            on_joined=self._counters.clear,  # ranks that went on alone have counted more
+            on_joined=self._all_have_joined,
         )
 
     @property
@@ -127,6 +135,11 @@ class Group:
     def rank(self) -> int:
         """This process's place among `ranks`."""
         return self.ranks.index(self.topology.rank)
+
+    @property
+    def fastest_allreduce(self) -> float:
+        """Bytes per second of the fastest allreduce that took long enough to tell; 0: none did."""
+        return self._executor.fastest_allreduce
 
     def next_number(self) -> int:
         """0, 1, 2, ...: for names of what every rank makes in the same order."""
@@ -154,6 +167,7 @@ class Group:
         postscale: float = 1.0,
         wire_dtype: DType | None = None,
         home: Home | None = None,
+        needs_all: bool = False,
         background: bool = True,
     ) -> Handle:
         """``outputs[i] = postscale * op over ranks(prescale * inputs[i])``, all together or none.
@@ -165,6 +179,7 @@ class Group:
             names: of the tensors, for messages.
             wire_dtype: floats are cast to it on the way.
             home: where the group lives; its tensors are not copied as far as they are at their places already.
+            needs_all: it is an error where a rank has joined.
 
         Raises:
             ValueError: an element type that does not reduce.
@@ -181,6 +196,7 @@ class Group:
             postscale,
             wire_dtype,
             None if home is None else home.place,
+            needs_all,
         )
         return self._submit(Submission(request, sequence, inputs, outputs, home=home), background)
 
@@ -295,6 +311,11 @@ class Group:
         buffer: FusionBuffer = self._submit_bare(Kind.ALLOCATE, name, nbytes=int(nbytes)).wait()
         return buffer
 
+    def configure(self, settings: Settings) -> None:
+        """Change settings between the same two operations on all ranks; blocks until every rank asks for the same."""
+        values = tuple(asdict(settings).values())
+        self._submit_bare(Kind.CONFIGURE, background=False, settings=values).wait()
+
     # The end. On the coordinator thread, but for `fail`.
 
     def barrier(self) -> None:
@@ -304,7 +325,9 @@ class Group:
     def release(self) -> None:
         """Free the communicators; collective, the last thing that the coordinator threads do together."""
         self._backend.close()
-        self._tree.close(self._check)
+        self._tree.close()
+        if self._bell is not None:
+            self._bell.close()
         for comm in (self._rail, self.leaders, self._comm):
             if comm is not None:
                 comm.Free()
@@ -314,6 +337,19 @@ class Group:
         self.node.abort()
         self.coordinator.close(reason)
         self.coordinator.wake()
+
+    # On the coordinator thread, in the order of its log.
+
+    def _administer(self, request: Request) -> object:
+        if request.kind is not Kind.CONFIGURE:
+            return self._administer_sets(request)
+        self.config = Settings(*request.settings).within(self.config)
+        self._backend.configure(self.config)
+        return None
+
+    def _all_have_joined(self) -> None:
+        self._counters.clear()  # ranks that went on alone have counted more
+        self.joins += 1
 
     def _identify(self, kind: Kind, name: str | None) -> tuple[str, int]:
         """Names of unnamed operations count per operation, so that ranks that ran others meanwhile still agree."""
@@ -335,6 +371,7 @@ class Group:
         postscale: float,
         wire_dtype: DType | None,
         place: tuple[int, int] | None = None,
+        needs_all: bool = False,
     ) -> tuple[Request, int]:
         """The request of an operation that reduces, and its sequence number."""
         if any(view.dtype is DType.BOOL for view in inputs):
@@ -344,7 +381,8 @@ class Group:
         name, sequence = self._identify(kind, name)
         specs = _specs(name, names, inputs)
         scales = float(prescale), float(postscale)
-        return Request(kind, name, specs, op, *scales, wire_dtype=wire_dtype, place=place), sequence
+        request = Request(kind, name, specs, op, *scales, wire_dtype=wire_dtype, place=place, needs_all=needs_all)
+        return request, sequence
 
     def _submit_bare(self, kind: Kind, name: str | None = None, *, background: bool = True, **options: Any) -> Handle:
         name, sequence = self._identify(kind, name)
@@ -365,6 +403,16 @@ def _specs(
         TensorSpec(tensor_name, view.dtype, tuple(view.shape[skip_dims:]))
         for tensor_name, view in zip(names, views, strict=True)
     )
+
+
+def _connect_leaders(leaders: MPI.Comm, topology: Topology, config: Config) -> dict[int, socket.socket]:
+    """This leader's connections to its neighbours in the tree, by node index. Collective over ``leaders``."""
+    deadline_s = time.monotonic() + config.start_timeout_s
+    with closing(Listener()) as listener:
+        addresses = [(interface.address, listener.port) for interface in select(config.network_interfaces)]
+        token = leaders.bcast(new_token())
+        doors = leaders.allgather(Door(socket.gethostname(), addresses))
+        return connect_tree(doors, topology, config.tree_fanout, token, listener, deadline_s)
 
 
 def _split(comm: MPI.Comm, included: bool, color: int, key: int) -> MPI.Comm | None:

@@ -1,4 +1,4 @@
-"""TCP connections between node leaders, for the sentinel, over whichever network works.
+"""TCP connections between node leaders, for sentinels and coordinators, over whichever network works.
 
 A host may have interfaces that lead nowhere: a management network without a route, a bridge of containers with
 the same address everywhere. So a leader publishes all its addresses, its children in the tree try them all at
@@ -15,15 +15,26 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hvdlite.errors import StartupError
+from hvdlite.topology import Topology
 
 _HELLO = struct.Struct("<16sII")  # token of the job, node index of the sender, node index of the receiver
 _TAKEN = b"\x01"  # the child's last word: this is the connection that it keeps
 _TRY_S = 5.0  # how long a round of tries lasts before all addresses are tried anew
 _RETRY_S = 0.2
+_QUIET_S = 60  # a connection that is silent for longer is probed: what lies between may forget it otherwise
 
 Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a leader's `Listener` can be reached."""
+
+    hostname: str
+    addresses: list[Address]
 
 
 def new_token() -> bytes:
@@ -104,6 +115,39 @@ class Listener:
             return False
         self._links[child] = link
         return True
+
+
+def connect_tree(
+    doors: Sequence[Door], topology: Topology, fanout: int, token: bytes, listener: Listener, deadline_s: float
+) -> dict[int, socket.socket]:
+    """The connections of this leader to its parent and its children in the tree, by node index.
+
+    Args:
+        doors: of all leaders, by node index.
+        token: the root's, see `new_token`.
+        listener: behind this leader's door.
+
+    Raises:
+        StartupError: one of them cannot be reached, or did not come in time.
+    """
+    own, parent, children = topology.node_index, topology.parent(fanout), topology.children(fanout)
+    listener.accept_children(token, own, children, deadline_s)
+    links = {}
+    if parent is not None:
+        links[parent] = connect(doors[parent].addresses, token, own, parent, deadline_s)
+    links.update(listener.links())
+    for child in children:
+        if child not in links:
+            raise StartupError(
+                f"node {child} ({doors[child].hostname}) did not connect to node {own} ({doors[own].hostname}) in "
+                "time. Name an interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, or raise "
+                "HVDLITE_START_TIMEOUT."
+            )
+    for link in links.values():
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET_S)
+    return links
 
 
 def connect(

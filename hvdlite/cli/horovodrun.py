@@ -52,7 +52,6 @@ def _switch(names: str, setting: str = "", value: str = "", key: str = "", note:
     return Option(names, setting, key, arity=0, value=value, note=note)
 
 
-_NO_AUTOTUNE = "hvdlite does not tune itself yet; nothing is tuned"
 _NO_GLOO = "hvdlite communicates by shared memory and MPI, without Gloo; the job runs under mpirun"
 _NO_ELASTIC = "the number of ranks cannot change while a job runs; it runs with the ranks of -np"
 _NO_SSH = "mpirun's ssh reads ~/.ssh/config; put it there"
@@ -66,6 +65,12 @@ OPTIONS = (
     Option("timeline-filename", "TIMELINE", "timeline.filename"),
     _switch("timeline-mark-cycles", "TIMELINE_MARK_CYCLES", "1", "timeline.mark_cycles"),
     _switch("no-timeline-mark-cycles", "TIMELINE_MARK_CYCLES", "0", "not timeline.mark_cycles"),
+    _switch("autotune", "AUTOTUNE", "1", "autotune.enabled"),
+    _switch("no-autotune", "AUTOTUNE", "0", "not autotune.enabled"),
+    Option("autotune-log-file", "AUTOTUNE_LOG", "autotune.log_file"),
+    Option("autotune-warmup-samples", "AUTOTUNE_WARMUP_SAMPLES", "autotune.warmup_samples"),
+    Option("autotune-steps-per-sample", "AUTOTUNE_STEPS_PER_SAMPLE", "autotune.steps_per_sample"),
+    Option("autotune-bayes-opt-max-samples", "AUTOTUNE_MAX_SAMPLES", "autotune.bayes_opt_max_samples"),
     _switch("no-stall-check", "STALL_CHECK_DISABLE", "1", "not stall_check.enabled"),
     _switch("stall-check", "STALL_CHECK_DISABLE", "0", "stall_check.enabled"),
     Option("stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", "stall_check.warning_time_seconds"),
@@ -84,13 +89,11 @@ OPTIONS = (
     _switch("jsrun", note="hvdlite starts its ranks by mpirun, not by jsrun"),
     _switch("tcp", note="ignored; mpirun chooses: with Open MPI give --mca btl self,sm,tcp"),
     Option("gloo-timeout-seconds", key="library_options.gloo_timeout_seconds", note=_NO_GLOO),
-    _switch("autotune", key="autotune.enabled", note=_NO_AUTOTUNE),
-    _switch("no-autotune", key="not autotune.enabled"),  # as it is
-    Option("autotune-log-file", key="autotune.log_file", note=_NO_AUTOTUNE),
-    Option("autotune-warmup-samples", key="autotune.warmup_samples", note=_NO_AUTOTUNE),
-    Option("autotune-steps-per-sample", key="autotune.steps_per_sample", note=_NO_AUTOTUNE),
-    Option("autotune-bayes-opt-max-samples", key="autotune.bayes_opt_max_samples", note=_NO_AUTOTUNE),
-    Option("autotune-gaussian-process-noise", key="autotune.gaussian_process_noise", note=_NO_AUTOTUNE),
+    Option(
+        "autotune-gaussian-process-noise",
+        key="autotune.gaussian_process_noise",
+        note="hvdlite compares measured step times, without a Gaussian process; ignored",
+    ),
     _switch("hierarchical-allreduce", key="params.hierarchical_allreduce", note=_NO_CHOICE),
     _switch("no-hierarchical-allreduce", key="not params.hierarchical_allreduce", note=_NO_CHOICE),
     _switch("hierarchical-allgather", key="params.hierarchical_allgather", note=_NO_CHOICE),

@@ -24,6 +24,7 @@ from hvdlite.memory import Buffer
 
 if TYPE_CHECKING:
     from hvdlite._native import TensorList
+    from hvdlite.config import Config
 
 LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
 
@@ -101,6 +102,9 @@ class Backend(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+
+    def configure(self, config: Config) -> None:
+        """Take over what of ``config`` may change between two operations; the same on every rank."""
 
     @property
     def traffic(self) -> Traffic:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hvdlite.collectives.base import Backend, Range
 from hvdlite.collectives.ring import RingBackend
 from hvdlite.collectives.shm import ShmBackend, share_of
+from hvdlite.config import Config
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import Buffer, shard_bounds
@@ -26,6 +27,7 @@ class HierarchicalBackend(Backend):
         nodes: ranks of each node, in the order of local ranks.
         rank: of this process; one of ``nodes``.
         one_rail_bytes: up to this size only the leaders speak to other nodes.
+        rails: above it, at most so many ranks of a node; 0 for no limit.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class HierarchicalBackend(Backend):
         rank: int,
         *,
         one_rail_bytes: int = 0,
+        rails: int = 0,
     ) -> None:
         self.rank = rank
         self.size = sum(len(ranks) for ranks in nodes)
@@ -45,6 +48,7 @@ class HierarchicalBackend(Backend):
         self._index = next(index for index, ranks in enumerate(nodes) if rank in ranks)
         self._most_rails = min(len(ranks) for ranks in nodes)
         self._one_rail_bytes = one_rail_bytes
+        self._rails_limit = rails or self._most_rails
         assert (node.size, nodes[self._index][node.rank]) == (len(nodes[self._index]), rank)
         assert (cross is not None) == (node.rank < self._most_rails)
         assert cross is None or (cross.rank, cross.size) == (self._index, len(nodes))
@@ -130,6 +134,12 @@ class HierarchicalBackend(Backend):
             self._cross.barrier()
         self._node.barrier()
 
+    def configure(self, config: Config) -> None:
+        self._one_rail_bytes = config.small_bytes
+        self._rails_limit = config.rails or self._most_rails
+        if self._cross is not None:
+            self._cross.configure(config)
+
     def close(self) -> None:
         self._node.close()
         if self._cross is not None:
@@ -137,4 +147,4 @@ class HierarchicalBackend(Backend):
 
     def _rails(self, nbytes: int) -> int:
         """How many rails share ``nbytes``."""
-        return 1 if nbytes <= self._one_rail_bytes else self._most_rails
+        return 1 if nbytes <= self._one_rail_bytes else min(self._rails_limit, self._most_rails)

@@ -6,6 +6,7 @@ moves is `run`. The plans of each algorithm are in plans.py.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from hvdlite.collectives.requests import Endpoint
 
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 60e-6, 1e-3  # a shorter one takes as long, by the slack of the kernel's timers
 WINDOW = 8  # pieces on their way at a time, in each direction
 
 
@@ -165,18 +167,34 @@ class _Run:
         self._endpoint = endpoint
         self._scratch = scratch
         self._slot_bytes = slot_bytes
+        self._first_arrival_s = 0.0
 
     def run(self) -> None:
         for reduction in first_scale(self._plan, self._buf):
             _native.reduce(*reduction)
         for piece in self._arriving:
-            self._endpoint.until(self._next_is_here, piece.source)
+            if not self._next_is_here():
+                self._endpoint.until(self._next_is_here, piece.source, self._nap_s())
             self._receives.popleft()
+            if self._arrived == 0:
+                self._first_arrival_s = time.monotonic()
             for reduction in additions(piece, self._buf, self._slot(self._arrived)):
                 _native.reduce(*reduction)
             self._arrived += 1
         if self._outgoing:
             self._endpoint.until(self._all_is_sent, self._outgoing[-1].to)
+
+    def _nap_s(self) -> float:
+        """How long what has been posted keeps the network busy, with a margin; 0 where nobody knows, or it is short.
+
+        Kernels take in what comes meanwhile. Whoever looks more often takes time from backward and gains none.
+        """
+        left = len(self._arriving) - self._arrived
+        if self._arrived < 2:
+            return 0.0
+        per_piece_s = (time.monotonic() - self._first_arrival_s) / (self._arrived - 1)
+        nap_s = min(per_piece_s * min(left, WINDOW) / 4, _LONGEST_NAP_S)
+        return nap_s if nap_s > _SHORTEST_NAP_S else 0.0
 
     def _next_is_here(self) -> bool:
         self._send_ready()

@@ -112,8 +112,11 @@ class Endpoint:
         for request in requests:
             self.until(request.Test, peer)
 
-    def until(self, done: Callable[[], bool], peer: int) -> None:
+    def until(self, done: Callable[[], bool], peer: int, nap_s: float = 0.0) -> None:
         """Return once ``done()``, which tests requests, is true; it waits for ``peer``.
+
+        Args:
+            nap_s: between two looks while data moves, where it is known how fast; 0: look again and again at first.
 
         Raises:
             CollectiveError: ``peer`` did not come in time; or what ``check`` raises.
@@ -121,7 +124,7 @@ class Endpoint:
         if done():
             return
         start = now = time.monotonic()
-        while now - start < _SPIN_S and now >= self._spin_from:
+        while nap_s == 0.0 and now - start < _SPIN_S and now >= self._spin_from:
             for _ in range(_LOOKS):
                 if done():
                     return
@@ -129,11 +132,11 @@ class Endpoint:
             before, now = now, time.monotonic()
             if now - before > _BUSY_S:
                 self._spin_from = now + _COURTESY_S
-        self._nap_until(done, peer, start)
+        self._nap_until(done, peer, start, nap_s or _FIRST_NAP_S)
 
-    def _nap_until(self, done: Callable[[], bool], peer: int, start: float) -> None:
+    def _nap_until(self, done: Callable[[], bool], peer: int, start: float, nap: float) -> None:
         next_check = start + _CHECK_S
-        nap = _FIRST_NAP_S
+        longest = max(nap, self._nap_s)
         while not done():
             now = time.monotonic()
             if now >= next_check:
@@ -145,7 +148,7 @@ class Endpoint:
                     f"{self._timeout_s:g} s; if it is only slow, raise HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
                 )
             time.sleep(nap)
-            nap = min(2 * nap, self._nap_s if now - start < _MOVING_S else _IDLE_NAP_S)
+            nap = min(2 * nap, longest if now - start < _MOVING_S else _IDLE_NAP_S)
 
     def done(self) -> None:
         """An operation is over."""

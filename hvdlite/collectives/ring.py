@@ -16,6 +16,8 @@ from hvdlite.collectives import pipeline, plans
 from hvdlite.collectives.base import LARGEST_MESSAGE_BYTES, Backend, Range
 from hvdlite.collectives.bound import BoundPlans
 from hvdlite.collectives.requests import Endpoint
+from hvdlite.collectives.select import Limits, limits_of
+from hvdlite.config import Config
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory import ALIGNMENT, Buffer, align_up, shard_bounds
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hvdlite.collectives.pipeline import Plan
-    from hvdlite.collectives.select import Limits
 
 
 class RingBackend(Backend):
@@ -60,9 +61,16 @@ class RingBackend(Backend):
         self._endpoint = Endpoint(
             comm, ranks=range(comm.size) if ranks is None else ranks, timeout_s=timeout_s, check=check
         )
+        self._recorder = recorder
+        self._use(segment_bytes, limits)
+
+    def configure(self, config: Config) -> None:
+        self._bound.close()
+        self._use(config.segment_bytes, limits_of(config.small_bytes, self.size))
+
+    def _use(self, segment_bytes: int, limits: Limits) -> None:
         self._segment_bytes = max(ALIGNMENT, min(segment_bytes, LARGEST_MESSAGE_BYTES))
         self._limits = limits
-        self._recorder = recorder
         self._scratch = _aligned_memory(pipeline.WINDOW * self._segment_bytes)
         self._bound = BoundPlans(self._endpoint, self._scratch.ctypes.data, self._segment_bytes)
 

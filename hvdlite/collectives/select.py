@@ -5,12 +5,11 @@
     cpu     several  one on every node  ring
     cpu     several  otherwise          hierarchical: shm in the node, one ring per rail across
 
-Within a backend, bytes decide: across nodes, `limits`; hierarchical uses one rail up to ``small_bytes``.
+Within a backend, bytes decide: across nodes, `limits_of`; hierarchical uses one rail up to ``small_bytes``.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,7 +42,7 @@ class Limits:
         return Algorithm.HALVING if nbytes <= self.halving_bytes else Algorithm.RING
 
 
-def limits(small_bytes: int, nodes: int) -> Limits:
+def limits_of(small_bytes: int, nodes: int) -> Limits:
     """Those between ``nodes``, if recursive doubling pays up to ``small_bytes`` between four of them.
 
     A message that takes a, and b for each of its bytes, makes recursive doubling take d (a + bB), recursive halving and
@@ -64,7 +63,7 @@ def limits(small_bytes: int, nodes: int) -> Limits:
 
 def spin_us(config: Config, node: Node) -> int:
     """How long a rank may spin: one that spins keeps the core from the rank it waits for, where they share one."""
-    return config.spin_us if node.local_size <= len(os.sched_getaffinity(0)) else 0
+    return config.spin_us if node.local_size <= node.cores else 0
 
 
 def build_backend(
@@ -107,7 +106,7 @@ def build_backend(
             comm_rail,
             ranks=[ranks[node.local_rank] for ranks in nodes],
             segment_bytes=config.segment_bytes,
-            limits=limits(config.small_bytes, len(nodes)),
+            limits=limits_of(config.small_bytes, len(nodes)),
             timeout_s=config.collective_timeout_s,
             check=check,
             recorder=recorder,
@@ -116,4 +115,6 @@ def build_backend(
         return ring
     place = {rank: number for number, rank in enumerate(topology.ranks)}  # backends count their ranks from 0
     places = tuple(tuple(place[rank] for rank in ranks) for ranks in nodes)
-    return HierarchicalBackend(shm(), ring, places, place[topology.rank], one_rail_bytes=config.small_bytes)
+    return HierarchicalBackend(
+        shm(), ring, places, place[topology.rank], one_rail_bytes=config.small_bytes, rails=config.rails
+    )

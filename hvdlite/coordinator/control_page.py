@@ -7,6 +7,9 @@ covers them is stored with release order.
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterable
+
 from hvdlite import _native
 from hvdlite.node import Node
 
@@ -135,6 +138,11 @@ class ControlPage:
     def ring_self(self) -> None:
         """Wake this rank's coordinator, from any of its threads."""
         _native.doorbell_ring(self._doorbells[self._local_rank])
+
+    def ring_for(self, sockets: Iterable[socket.socket]) -> _native.SocketBell:
+        """From here on ring this rank's coordinator whenever one of ``sockets`` has something new."""
+        descriptors = [end.fileno() for end in sockets]
+        return _native.SocketBell(descriptors, self._doorbells[self._local_rank], self._segment)
 
     def rings(self) -> int:
         """How often this rank was rung; give it to `sleep` to miss none that came since."""

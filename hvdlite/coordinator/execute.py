@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
@@ -20,6 +21,8 @@ from hvdlite.topology import Topology
 
 Work = Sequence[tuple[Response, Submission]]
 
+_TELLING_BYTES = 256 << 10  # from here on bytes matter more than what every allreduce costs
+
 
 @dataclass(slots=True)
 class Executed:
@@ -36,7 +39,7 @@ class Executor:
         staging: a multiple of `ALIGNMENT` bytes where tensors from elsewhere pass through, ``chunk_bytes`` at a time.
             On one node a chunk should fit the cache; across nodes it should be large enough to fill the wire.
         topology: of the ranks between which the backend works.
-        administer: does what changes process sets, and returns what the user gets.
+        administer: does what changes process sets or settings, and returns what the user gets.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Executor:
         self._buffers = buffers
         self._recorder = recorder
         self.executed = Executed()
+        self.fastest_allreduce = 0.0  # bytes per second, of those that are not small
 
     def execute(self, work: Work) -> object:
         """Do one bucket; return the result of a request that has one (a bucket of several never has)."""
@@ -69,7 +73,12 @@ class Executor:
         label = work[0][1].label if len(work) == 1 else f"{work[0][1].label} and {len(work) - 1} more"
         self._backend.label = label
         if request.kind is Kind.ALLREDUCE:
+            before = self.executed.reduced_bytes
+            start_s = time.monotonic()
             self._allreduce(work, label)
+            nbytes = self.executed.reduced_bytes - before
+            if nbytes >= _TELLING_BYTES:
+                self.fastest_allreduce = max(self.fastest_allreduce, nbytes / (time.monotonic() - start_s))
         elif request.kind is Kind.ALLGATHER:
             self._allgather(work[0][0], work[0][1], label)
         elif request.kind is Kind.BROADCAST:
@@ -82,7 +91,7 @@ class Executor:
             self._reducescatter(request, work[0][1], label)
         elif request.kind is Kind.JOIN:
             return work[0][0].sizes[0][0]
-        elif request.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET):
+        elif request.kind in (Kind.ADD_PROCESS_SET, Kind.REMOVE_PROCESS_SET, Kind.CONFIGURE):
             return self._administer(request)
         # A barrier is done once it is agreed on.
         return None

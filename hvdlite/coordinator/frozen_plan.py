@@ -46,6 +46,8 @@ class OrderWatch:
 
     def saw(self, response: Response) -> None:
         """The next response of the log."""
+        if response.request.kind is Kind.CONFIGURE:
+            self._patience = 1  # the order changes on purpose: that this plan ends says nothing about the next one
         if response.request.kind not in _FREEZABLE or len(self._history) >= self._longest * (_LONGEST_PATIENCE + 2):
             self._restart()
             return
@@ -121,7 +123,7 @@ class FrozenPlan:
 
     def contradicts(self, submission: Submission) -> bool:
         """Of something that the plan does not take: whether the plan will not come true therefore."""
-        return submission.request.kind is Kind.JOIN or submission.request.name in self._names
+        return submission.request.kind in (Kind.JOIN, Kind.CONFIGURE) or submission.request.name in self._names
 
     def take(self, count: int) -> list[Response]:
         """What all ranks are ready for, up to operation ``count``; this rank does it now."""

@@ -37,6 +37,7 @@ class Kind(IntEnum):
     JOIN = 7
     ADD_PROCESS_SET = 8
     REMOVE_PROCESS_SET = 9
+    CONFIGURE = 10
 
     @property
     def label(self) -> str:
@@ -69,6 +70,7 @@ class Request:
     place: tuple[int, int] | None = None
     ranks: tuple[int, ...] = ()  # of a process set
     needs_all: bool = False  # an error where a rank has joined
+    settings: tuple[int, ...] = ()  # of a CONFIGURE
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class Request:
             [
                 self.kind, self.name, [[t.name, t.dtype, t.shape] for t in self.tensors], self.op,
                 self.prescale, self.postscale, self.root, self.wire_dtype, self.nbytes, self.device, self.place,
-                self.ranks, self.needs_all,
+                self.ranks, self.needs_all, self.settings,
             ]
         ).encode()  # fmt: skip
 
@@ -98,11 +100,12 @@ class Request:
     def from_json(cls, data: bytes) -> Request:
         (
             kind, name, tensors, op, prescale, postscale, root, wire_dtype, nbytes, device, place, ranks, needs_all,
+            settings,
         ) = json.loads(data)  # fmt: skip
         return cls(
             Kind(kind), name, tuple(TensorSpec(n, DType(d), tuple(s)) for n, d, s in tensors), ReduceOp(op),
             prescale, postscale, root, None if wire_dtype is None else DType(wire_dtype), nbytes, device,
-            None if place is None else (place[0], place[1]), tuple(ranks), needs_all,
+            None if place is None else (place[0], place[1]), tuple(ranks), needs_all, tuple(settings),
         )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
 from hvdlite.coordinator.submission import has_identity
 
-_PATIENCE_S = 1.0  # after which a leader passes on what it has, complete or not
-_LOOK_S = 0.25
+LOOK_S = 0.25  # how often a leader looks who is late, while claims wait
+_PATIENCE_S = 1.0  # after which it passes on what it has, complete or not
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Negotiation:
             self._gathering.clear()
         elif now_s >= self._next_look_s:
             # After a long collective nobody is late: the ranks below could not speak meanwhile either.
-            was_away = now_s - self._next_look_s > _LOOK_S
-            self._next_look_s = now_s + _LOOK_S
+            was_away = now_s - self._next_look_s > LOOK_S
+            self._next_look_s = now_s + LOOK_S
             for (_, sequence), gathering in self._gathering.items():
                 if gathering.claims and now_s - gathering.since_s > _PATIENCE_S and not was_away:
                     claims += _as_claims(gathering, sequence, False)
@@ -239,6 +239,7 @@ def _option_rows(a: Request, b: Request) -> list[_Difference]:
         ("", "compression", wire(a), wire(b), f"Pass the same compression {same}"),
         ("", "ranks of the process set", a.ranks, b.ranks, f"Name the same ranks {same}"),
         ("", "size in bytes", a.nbytes, b.nbytes, f"Ask for the same size {same}"),
+        ("", "settings", a.settings, b.settings, f"Choose the same settings {same}"),
         ("", "device", a.device, b.device, f"Keep the tensor on the same kind of device {same}"),
     ]
 

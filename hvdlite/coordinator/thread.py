@@ -7,8 +7,7 @@ What it guarantees, and what the rest relies on:
 - Every rank executes the same buckets in the same order: the order of the root's log.
 - User threads append to a queue and ring the doorbell; they wait on their handles, never on this thread.
 - A submission is completed exactly once, by whoever takes it out of ``_in_flight``.
-- It sleeps on a futex whenever there is nothing to do. Only a node leader with links to other nodes wakes by
-  itself, since MPI cannot wake it, and ever more rarely the longer nothing comes.
+- It sleeps on a futex whenever there is nothing to do. What comes from other nodes rings the same doorbell.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from hvdlite.coordinator.messages import (
     PlanMessage,
     Response,
 )
-from hvdlite.coordinator.negotiation import Negotiation
+from hvdlite.coordinator.negotiation import LOOK_S, Negotiation
 from hvdlite.coordinator.plan import plan_buckets
 from hvdlite.coordinator.plan_protocol import PlanLeader, PlanMember
 from hvdlite.coordinator.stall import StallWatch, status_of
@@ -49,7 +48,6 @@ from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.topology import Topology
 
 _IDLE_S = 5.0  # nothing can come but through the doorbell; a wake-up that finds nothing costs microseconds
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 50e-6, 10e-3
 _FULL_STREAM_S = 1e-3
 
 
@@ -138,7 +136,6 @@ class Coordinator:
             self._speaks_for.values(),
             OrderWatch(config.cache_capacity) if self._tree.parent is None else None,
         )
-        self._busy_until_s = time.monotonic()
 
     # From user threads.
 
@@ -334,8 +331,6 @@ class Coordinator:
                 self._claims.send(claim)
         else:
             self._judge(now_s)
-        if busy:
-            self._busy_until_s = now_s
         return busy
 
     def _hear(self, message: Message, sender_ranks: tuple[int, ...], now_s: float) -> None:
@@ -404,11 +399,7 @@ class Coordinator:
             return _FULL_STREAM_S if self._claims.outbox else _IDLE_S
         if self._log_outbox:
             return _FULL_STREAM_S
-        if self._tree.has_links:
-            # Waiting an eighth longer than the others took costs little; polling a slow rank would cost a core.
-            waited_s = time.monotonic() - self._busy_until_s
-            return min(max(waited_s / 8, _SHORTEST_POLL_S), _LONGEST_POLL_S)
-        return 1.0 if self._negotiation.is_waiting else _IDLE_S
+        return LOOK_S if self._negotiation.is_waiting else _IDLE_S
 
     def _obey(self, message: Message) -> None:
         """Do what the log says."""

@@ -2,12 +2,13 @@
 
 Of a sparse gradient the rows that a rank has travel; the rest of this is about dense ones.
 
-A gradient that autograd accumulates into a view of its slot is reduced where it is. After ``zero_grad()``, whose
-default drops the views, autograd hands over a fresh tensor instead, which is copied into the slot once, and
-`Bucket.deliver` makes ``p.grad`` the view again. Dropping is the cheaper of the two: keeping means to write zeros, and
-then to read slot and fresh gradient and write their sum (4 passes over memory, 6.3 ms for 16 MiB on top of 10.2 ms of
-backward, on one busy core); dropping means to read the fresh gradient and write the slot (2 passes, 4.4 ms), and for
-all but small tensors the coordinator thread does that while backward goes on.
+After ``zero_grad()``, whose default drops gradients, autograd hands over a fresh tensor in every step. On one node
+that tensor is reduced where it is: it passes the shared memory in windows that stay in cache. To copy it into a home
+first and reduce that takes half as long again (14 MiB: 3.7 ms against 2.7), and its memory twice. Across nodes, where
+what travels has to be in one place, it is copied into its home once, and `Bucket.deliver` makes that ``p.grad``.
+
+Gradients that stay (``zero_grad(set_to_none=False)``) live in their homes, and nothing is copied. Dropping is the
+cheaper of the two: keeping means to write zeros, and then to read home and fresh gradient and write their sum.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from hvdlite import _native
@@ -256,49 +258,39 @@ class CompressedBucket(DenseBucket):
         self._compressed = []
 
 
-class HomeBucket(DenseBucket):
-    """Gradients that live in the fusion buffer: first the large ones, each a tensor to the runtime, then the small
-    ones, which are one tensor to it."""
+class BlockBucket(DenseBucket):
+    """Large gradients where autograd has left them, each a tensor to the runtime; and small ones in a block, where they
+    stay, and which is one tensor to it."""
 
-    def __init__(self, name: str, slots: Sequence[Slot], buffer: FusionBuffer, offset_bytes: int) -> None:
-        large, small, offsets = _home_layout(slots)
-        super().__init__(name, [*large, *small])
-        self.home = Home(buffer, offset_bytes)
-        self._large = large
-        self._small = small
-        for slot, offset in zip(self.slots, offsets, strict=True):
-            start = offset_bytes + offset * slot.param.element_size()
-            # A storage for each: whoever copies or pickles one gradient does not take the buffer along.
-            storage = torch.from_numpy(buffer.memory[start : start + slot.nbytes]).untyped_storage()
-            slot.view = torch.empty(0, dtype=slot.dtype).set_(storage, 0, slot.param.shape, slot.strides)
-        self._views = [view_of(slot.view, slot.shape) for slot in large if slot.view is not None]
-        self._zeros = [TensorView(0, view.shape, view.dtype, None) for view in self._views]
-        if small:
-            first = offsets[len(large)]
-            self._offsets = [offset - first for offset in offsets[len(large) :]]
-            self._numels = [slot.numel for slot in small]
-            self._dtype = dtype_of(slots[0].dtype)
-            self._block = self._block_view(buffer, offset_bytes + first * self._dtype.itemsize)
-            self._views.append(self._block)
-            self.names = [*self.names[: len(large)], _range_name(small)]
-
-    def _block_view(self, buffer: FusionBuffer, start: int) -> TensorView:
+    def __init__(self, name: str, slots: Sequence[Slot], block: np.ndarray | None = None) -> None:
+        """
+        Args:
+            block: memory for the small ones, (`block_bytes` of them,) uint8; its own if None.
+        """
+        self._large, self._small = _by_size(slots)
+        super().__init__(name, [*self._large, *self._small])
+        if not self._small:
+            return
+        self._dtype = dtype_of(self._small[0].dtype)
+        self._numels = [slot.numel for slot in self._small]
+        self._offsets, _ = slot_offsets(self._numels, self._dtype.itemsize)
+        memory = np.zeros(block_bytes(self._small), np.uint8) if block is None else block
+        for slot, offset in zip(self._small, self._offsets, strict=True):
+            slot.view = _view_into(memory, offset * self._dtype.itemsize, slot)
         numel = self._offsets[-1] + self._numels[-1]
-        return TensorView(buffer.address + start, (numel,), self._dtype, buffer.memory)
+        self._block = TensorView(memory.ctypes.data, (numel,), self._dtype, memory)
+        self.names = [*self.names[: len(self._large)], _range_name(self._small)]
 
     def load(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
-        inputs = list(self._views)
-        for i, slot in enumerate(self._large):
-            gradient = slot.param.grad
-            if gradient is None or not slot.active:
-                inputs[i] = self._zeros[i]
-                continue
-            slot.version = gradient._version
-            if gradient is not slot.view:
-                inputs[i] = view_of(slot.laid_out(gradient), slot.shape)
-        if self._small:
-            self._pack_small()
-        return inputs, self._views
+        inputs, outputs = self._load_large()
+        if not self._small:
+            return inputs, outputs
+        self._pack_small()
+        return [*inputs, self._block], [*outputs, self._block]
+
+    def _load_large(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
+        views = [view_of(slot.dense_gradient(), slot.shape) for slot in self._large]
+        return views, views
 
     def _pack_small(self) -> None:
         addresses = []
@@ -321,23 +313,62 @@ class HomeBucket(DenseBucket):
             if slot.active:
                 gradient = slot.param.grad
                 slot.warn_if_changed(gradient)
-                if gradient is not slot.view:
+                if slot.view is not None and gradient is not slot.view:
                     slot.param.grad = slot.view
 
 
-def _home_layout(slots: Sequence[Slot]) -> tuple[list[Slot], list[Slot], list[int]]:
-    """(large slots, small slots, offset of each in elements), as `slot_offsets` places the large ones and the block
-    of the small ones, and within that block the small ones."""
+class HomeBucket(BlockBucket):
+    """Gradients that live in the fusion buffer: the large ones, and behind them the block of the small ones."""
+
+    def __init__(self, name: str, slots: Sequence[Slot], buffer: FusionBuffer, offset_bytes: int) -> None:
+        large, small = _by_size(slots)
+        starts, end = _home_layout(large, offset_bytes)
+        super().__init__(name, slots, buffer.memory[end : end + block_bytes(small)] if small else None)
+        self.home = Home(buffer, offset_bytes)
+        for slot, start in zip(large, starts, strict=True):
+            slot.view = _view_into(buffer.memory, start, slot)
+        self._views = [view_of(slot.view, slot.shape) for slot in large if slot.view is not None]
+        self._zeros = [TensorView(0, view.shape, view.dtype, None) for view in self._views]
+
+    def _load_large(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
+        inputs = list(self._views)
+        for i, slot in enumerate(self._large):
+            gradient = slot.param.grad
+            if gradient is None or not slot.active:
+                inputs[i] = self._zeros[i]
+                continue
+            slot.version = gradient._version
+            if gradient is not slot.view:
+                inputs[i] = view_of(slot.laid_out(gradient), slot.shape)
+        return inputs, self._views
+
+
+def _by_size(slots: Sequence[Slot]) -> tuple[list[Slot], list[Slot]]:
+    """(large, small)."""
     large = [slot for slot in slots if slot.nbytes > _SMALL_BYTES]
-    small = [slot for slot in slots if slot.nbytes <= _SMALL_BYTES]
-    offsets, _ = slot_offsets([slot.numel for slot in (*large, *small)], slots[0].param.element_size())
-    return large, small, offsets
+    return large, [slot for slot in slots if slot.nbytes <= _SMALL_BYTES]
 
 
-def home_bytes(slots: Sequence[Slot]) -> int:
-    """Bytes that a `HomeBucket` of ``slots`` takes in its fusion buffer; the next one can follow."""
+def _view_into(memory: np.ndarray, start: int, slot: Slot) -> torch.Tensor:
+    """A tensor laid out like the gradient of ``slot`` from byte ``start`` of ``memory`` on."""
+    # A storage for each: whoever copies or pickles one gradient does not take all memory along.
+    storage = torch.from_numpy(memory[start : start + slot.nbytes]).untyped_storage()
+    return torch.empty(0, dtype=slot.dtype).set_(storage, 0, slot.param.shape, slot.strides)
+
+
+def block_bytes(slots: Sequence[Slot]) -> int:
+    """Bytes of a block of ``slots``, of one dtype."""
     itemsize = slots[0].param.element_size()
     return slot_offsets([slot.numel for slot in slots], itemsize)[1] * itemsize
+
+
+def _home_layout(large: Sequence[Slot], offset_bytes: int) -> tuple[list[int], int]:
+    """(where each of ``large`` starts, where the block of the small ones does), in bytes, as `slot_offsets` has it."""
+    if not large:
+        return [], offset_bytes
+    itemsize = large[0].param.element_size()
+    offsets, numel = slot_offsets([slot.numel for slot in large], itemsize)
+    return [offset_bytes + offset * itemsize for offset in offsets], offset_bytes + numel * itemsize
 
 
 def _range_name(slots: Sequence[Slot]) -> str:

@@ -4,13 +4,15 @@ A gradient's way: `_on_gradient` counts it; the last one of its bucket calls `_s
 coordinator thread; `synchronize`, from ``optimizer.step()``, waits and makes ``p.grad`` the reduced gradient.
 
 The first step guesses that gradients arrive in the reverse of the order of the parameters. At its end the order in
-which they did arrive on rank 0 is made everybody's plan, and homes for the gradients are allocated. By then the ranks
-have also agreed on which gradients are sparse; buckets with one that may be wait for that.
+which they did arrive on rank 0 is made everybody's plan, with buckets of the size that suits nodes and network. By
+then the ranks have also agreed on which gradients are sparse; buckets with one that may be wait for that. Homes for
+gradients are allocated where they are of use: across nodes at once, on one node after the second step if they stay.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,15 +22,18 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 import hvdlite
+from hvdlite.autotune.tuner import Tuner, start_tuning
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
+from hvdlite.fusion.fusion_buffer import FusionBuffer
 from hvdlite.group import Group
 from hvdlite.timeline.recorder import Lane, Recorder
 from hvdlite.torch.allreduce import Average, Max, Sum, allreduce_
 from hvdlite.torch.broadcast import start_broadcast
-from hvdlite.torch.buckets import plan_buckets, split_evenly
+from hvdlite.torch.buckets import BUCKET_BYTES, choose_bucket_bytes, plan_buckets, split_evenly
 from hvdlite.torch.compression import AnyCompressor, is_custom, wire_dtype
 from hvdlite.torch.gradients import (
+    BlockBucket,
     Bucket,
     CompressedBucket,
     DenseBucket,
@@ -36,11 +41,19 @@ from hvdlite.torch.gradients import (
     LooseBucket,
     Slot,
     SparseBucket,
-    home_bytes,
+    block_bytes,
 )
 from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.sparse import SparseReduction
 from hvdlite.torch.tensor_view import dtype_of
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the first rank decides for all. ``bucket_bytes`` is for where the settings name none."""
+
+    bucket_bytes: int
+    has_homes: bool
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,11 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
         self._plans = 0
+        self._is_settled = False  # whether the plan is the last one, as long as the parameters stay the same
+        self._first_gradients: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []  # large ones, after the first step
+        self._order: list[int] = []  # of arrival, as the ranks have agreed on it
+        self._buffers: dict[torch.dtype, FusionBuffer] = {}  # of all homes
+        self._tuner: Tuner | None = None
         self._arrived: list[Slot] = []  # since the last synchronize(), in the order of their hooks
         self._late: dict[Slot, None] = {}  # were switched on since then, so that no bucket counts on them
         self._paused = False
@@ -179,6 +197,7 @@ class GradientReducer:
             self._attach(group)
         if self._plans == 0 and self.is_distributed:
             self._number = self.reduction.process_set.next_number()
+            self._layout = _Layout(BUCKET_BYTES, has_homes=False)
             self._plan(self._registration_order())
         if self.recorder.enabled:
             now_ns = time.monotonic_ns()
@@ -222,7 +241,7 @@ class GradientReducer:
             elif slot.passes_left == self._passes:  # switched off before backward, not after it
                 self._switch_off(slot)
         late = list(self._late)
-        replans = self._plans == 1 or any(slot.bucket is None for slot in late)
+        replans = not self._is_settled or any(slot.bucket is None for slot in late)
         if replans and self.reduction.keeps_sparse:
             self._agree_on_sparse()
         buckets = [bucket for bucket in self._buckets if any(slot.active for slot in bucket.slots)]
@@ -242,6 +261,8 @@ class GradientReducer:
                 elif slot.active:
                     self._switch_off(slot)
             self._reset()
+        if self._tuner is not None and not self._tuner.after_step():
+            self._tuner = None
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -290,7 +311,11 @@ class GradientReducer:
         self._group = group
         self._is_member = self.reduction.process_set.included()
         self._buckets = []
+        self._buffers = {}
+        self._tuner = None
         self._plans = 0
+        self._is_settled = False
+        self._first_gradients = []
         self.close()
         for slot in self._slots:
             slot.bucket = slot.view = None
@@ -319,19 +344,13 @@ class GradientReducer:
             slot.measure()
             slot.bucket = slot.view = None
             slot.active = False
-        config = self._group.config
-        plan = plan_buckets(
-            [slot.nbytes for slot in self._slots],
-            [slot.dtype for slot in self._slots],
-            order,
-            min(config.bucket_bytes, config.fusion_threshold_bytes),
-            split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
-        )
-        parts = [[self._slots[index] for index in indices] for indices in plan]
-        if self._plans == 1 or self._wire_dtype is not None or is_custom(self.reduction.compression):
+        parts = self._parts(order, self._group.config.bucket_bytes or self._layout.bucket_bytes)
+        if self._layout.has_homes:
+            self._buckets = self._homes(parts)
+        elif self._plans == 1:
             self._buckets = [self._bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
         else:
-            self._buckets = self._homes(parts)
+            self._buckets = [self._block_bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
         self._buckets += [self._sparse_bucket(slot) for slot in sparse]
         for bucket in self._buckets:
             for slot in bucket.slots:
@@ -339,9 +358,26 @@ class GradientReducer:
                 slot.active = slot.param.requires_grad
             bucket.missing = sum(slot.active for slot in bucket.slots)
 
+    def _parts(self, order: Sequence[int], bucket_bytes: int) -> list[list[Slot]]:
+        """The slots of ``order``, by bucket."""
+        most_bytes = self._group.config.fusion_threshold_bytes
+        plan = plan_buckets(
+            [slot.nbytes for slot in self._slots],
+            [slot.dtype for slot in self._slots],
+            order,
+            min(bucket_bytes, most_bytes),
+            split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
+            most_bytes if bucket_bytes >= most_bytes else None,  # nothing is to overlap
+        )
+        return [[self._slots[index] for index in indices] for indices in plan]
+
     def _bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
         compression = self.reduction.compression
         return CompressedBucket(name, slots, compression) if is_custom(compression) else LooseBucket(name, slots)
+
+    def _block_bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
+        compression = self.reduction.compression
+        return CompressedBucket(name, slots, compression) if is_custom(compression) else BlockBucket(name, slots)
 
     def _sparse_bucket(self, slot: Slot) -> Bucket:
         factor = self.reduction.predivide_factor
@@ -395,17 +431,16 @@ class GradientReducer:
         """Buckets with homes, in one fusion buffer per dtype."""
         totals: dict[torch.dtype, int] = {}
         for part in parts:
-            totals[part[0].dtype] = totals.get(part[0].dtype, 0) + home_bytes(part)
-        buffers = {
-            dtype: self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
-            for dtype, nbytes in totals.items()
-        }
+            totals[part[0].dtype] = totals.get(part[0].dtype, 0) + block_bytes(part)
+        for dtype, nbytes in totals.items():
+            if dtype not in self._buffers or self._buffers[dtype].nbytes != nbytes:
+                self._buffers[dtype] = self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
         offsets = dict.fromkeys(totals, 0)
         buckets: list[Bucket] = []
         for i, part in enumerate(parts):
             dtype = part[0].dtype
-            buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, buffers[dtype], offsets[dtype]))
-            offsets[dtype] += home_bytes(part)
+            buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, self._buffers[dtype], offsets[dtype]))
+            offsets[dtype] += block_bytes(part)
         return buckets
 
     def _replan(self) -> None:
@@ -414,14 +449,53 @@ class GradientReducer:
         arrived = list(dict.fromkeys(slot.index for slot in reversed(self._arrived)))[::-1]
         seen = set(arrived)
         order = arrived + [index for index in self._registration_order() if index not in seen]
-        sent = torch.full((len(self._slots),), -1)
-        sent[: len(order)] = torch.tensor(order)
+        layout = self._choose_layout()
+        sent = torch.full((2 + len(self._slots),), -1)
+        sent[: 2 + len(order)] = torch.tensor([layout.bucket_bytes, layout.has_homes, *order])
         process_set = self.reduction.process_set
         start_broadcast(
             [sent], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
         ).synchronize()
-        gradients = [slot.param.grad for slot in self._slots]
-        self._plan([index for index in sent.tolist() if index >= 0])
-        for slot, gradient in zip(self._slots, gradients, strict=True):
+        bucket_bytes, has_homes, *order = sent.tolist()
+        self._order = [index for index in order if index >= 0]
+        if self._plans == 1:
+            self._tuner = start_tuning(
+                hvdlite.runtime(),
+                self._group,
+                self._number,
+                sum(self._slots[index].nbytes for index in self._order),
+                bucket_bytes,
+                lambda nbytes: tuple(sum(slot.nbytes for slot in part) for part in self._parts(self._order, nbytes)),
+                self._rearrange,
+            )
+        self._layout = _Layout(bucket_bytes, bool(has_homes))
+        self._rearrange()
+        large = [slot for slot in self._slots if slot.active and slot.view is None and not slot.is_sparse]
+        self._first_gradients = [(slot, weakref.ref(slot.param.grad)) for slot in large if slot.param.grad is not None]
+        self._is_settled = self._plans > 2 or self._layout.has_homes or not self._could_have_homes or not large
+
+    def _rearrange(self) -> None:
+        """Make new buckets, to which the gradients move; when nothing is in flight."""
+        for slot in self._slots:
+            if slot.view is not None and slot.param.grad is slot.view:
+                slot.param.grad = slot.view.clone()  # its place may be another's in the new buckets
+        self._plan(self._order)
+        for slot in self._slots:
+            gradient = slot.param.grad
             if slot.view is not None and gradient is not None and slot.active:
                 slot.param.grad = slot.view.copy_(gradient)
+
+    @property
+    def _could_have_homes(self) -> bool:
+        return self._wire_dtype is None and not is_custom(self.reduction.compression)
+
+    def _choose_layout(self) -> _Layout:
+        group = self._group
+        nodes = len(group.topology.nodes)
+        threads = group.node.local_size * torch.get_num_threads()
+        bucket_bytes = choose_bucket_bytes(nodes, group.node.cores, threads, group.fastest_allreduce)
+        stay = bool(self._first_gradients) and all(
+            gradient() is not None and slot.param.grad is gradient() for slot, gradient in self._first_gradients
+        )
+        has_homes = self._could_have_homes and (nodes > 1 or stay or self._layout.has_homes)
+        return _Layout(group.config.fusion_threshold_bytes if bucket_bytes is None else bucket_bytes, has_homes)

@@ -1,4 +1,4 @@
-"""What a bucket costs in messages between hosts, and that more ranks on them do not make it more."""
+"""What a bucket costs in messages between hosts, and that more ranks on them do not make it more; what ends a plan."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from lab import Lab
 Hosts = Callable[..., Lab]
 
 STEPS, BUCKETS = 3, 5
-COUNT = f"""
+UNTIL_FROZEN = 3 * BUCKETS + 1  # operations that must be claimed: the order comes again twice
+WORTH_IT, LATER = 10, 4  # steps; a plan that ends sooner makes the next come later
+START = f"""
 import json, sys
 import numpy as np
 import hvdlite
 import hvdlite.coordinator.frozen_plan as frozen_plan
 import hvdlite.coordinator.negotiation as negotiation
+import hvdlite.coordinator.plan_protocol as plan_protocol
 from hvdlite import TensorView
 from hvdlite.fusion.fusion_buffer import Home
 
-negotiation._PATIENCE_S = 1e9  # a leader that has waited long passes on what it has: more messages on a busy machine
+negotiation._PATIENCE_S = plan_protocol._WAIT_S = 1e9  # who has waited long says so: more messages on a busy machine
 freezes = sys.argv[1:] == ["frozen"]
 if not freezes:
     frozen_plan._FREEZABLE = ()
@@ -32,9 +35,9 @@ group = hvdlite.runtime().group
 slots = [group.allocate(1 << 14) for _ in range({BUCKETS})]
 views = [TensorView.of_numpy(slot.memory.view(np.float32)) for slot in slots]
 
-def step():
-    for i, (slot, view) in enumerate(zip(slots, views)):
-        group.allreduce_async([view], [view], name=f"bucket.{{i}}", home=Home(slot, 0)).wait()
+def step(order=range({BUCKETS})):
+    for i in order:
+        group.allreduce_async([views[i]], [views[i]], name=f"bucket.{{i}}", home=Home(slots[i], 0)).wait()
 
 def counted():
     MPI.COMM_WORLD.Barrier()  # before, some may still be at it, and after the second others may have gone on
@@ -42,14 +45,42 @@ def counted():
     MPI.COMM_WORLD.Barrier()
     return counts
 
+def difference(do, *arguments):
+    before = counted()
+    do(*arguments)
+    after = counted()
+    return {{name: after[name] - before[name] for name in after}}
+
+def steps(count, order=range({BUCKETS})):
+    for _ in range(count):
+        step(order)
+
+def report(value):
+    print(json.dumps(value), flush=True)
+
 step()
 while freezes and not MPI.COMM_WORLD.allreduce(hvdlite.statistics()["plans"], MPI.MIN):
     step()
-before = counted()
-for _ in range({STEPS}):
-    step()
-after = counted()
-print(json.dumps({{name: after[name] - before[name] for name in after}}), flush=True)
+"""
+COUNT = f"{START}\nreport(difference(steps, {STEPS}))"
+DEVIATE = f"""{START}
+last = MPI.COMM_WORLD.size - 1
+
+def join():
+    if hvdlite.rank() < last:
+        step()
+    group.join_async().wait()
+
+another = [1, 0, *range(2, {BUCKETS})]
+steps({WORTH_IT})
+found = {{"changed": difference(step, another), "changed, later": difference(steps, {LATER}, another)}}
+steps({WORTH_IT}, another)
+found["back"] = difference(step)
+found["back, later"] = difference(steps, {LATER})
+steps({WORTH_IT})
+found["joined"] = difference(join)
+found["joined, later"] = difference(steps, {LATER})
+report(found)
 """
 
 
@@ -79,3 +110,22 @@ def test_two_messages_per_bucket_and_edge_of_the_tree(
         assert counted["claims_sent"] == (rounds if rank and not frozen else 0)
         assert counted["counted"] == (rounds if frozen else 0)
         assert (counted["messages_cached"], counted["messages_spelled_out"]) == (0 if frozen else rounds, 0), rank
+
+
+def test_what_ends_a_plan_and_when_the_next_begins(hosts: Hosts) -> None:
+    """On two hosts: an order that changes, and changes back; a rank that joins."""
+    result = hosts(2).launch(DEVIATE, "frozen", ranks_per_host=[2, 2]).check()
+    for rank, found in enumerate(json.loads(rank.stdout) for rank in result.ranks):
+        for change, operations in {"changed": BUCKETS, "back": BUCKETS, "joined": BUCKETS + 1}.items():
+            counts, later = found[change], found[f"{change}, later"]
+            assert (counts["responses"], counts["counted"]) == (operations, 0), (rank, change)
+            claims = UNTIL_FROZEN - (0 if change == "joined" else BUCKETS)
+            assert (later["responses"], later["counted"]) == (claims, LATER * BUCKETS - claims), (rank, change)
+            assert later["claims_sent"] == (claims if rank else 0), (rank, change)
+            assert later["plans"] == 1, (rank, change)
+            # Of the tree's only edge: what ends a plan is a word down, an answer up, and another word down.
+            sent, received = (later[f"tree_messages_{way}"] for way in ("sent", "received"))
+            assert sent == received == (LATER * BUCKETS + 1 if rank in (0, 2) else 0), (rank, change)
+            if change != "joined" and rank in (0, 2):
+                both = counts["tree_messages_sent"] + counts["tree_messages_received"]
+                assert 2 * operations + 3 <= both <= 2 * operations + 3 + 4, (rank, change)  # up to four complaints

@@ -62,6 +62,7 @@ class FakeNode(Node):
         self.ranks = tuple(ranks)
         self.local_rank = comm.rank
         self.local_size = comm.size
+        self.cores = comm.size
         self._page = self.share(4096)
         self.abort_address = self._page.address
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -146,3 +147,25 @@ class Gathered:
         if tensor.view.shape != shape:
             return f"{what}: shape {tensor.view.shape} instead of {shape}"
         return tensor.problem(expected, what)
+
+
+class Difference(Counter[str]):
+    """What this rank counts in a ``with`` block, in which all ranks begin and end together."""
+
+    def __init__(self, statistics: Callable[[], dict[str, int]], world: MPI.Intracomm) -> None:
+        super().__init__()
+        self._statistics, self._world = statistics, world
+
+    def __enter__(self) -> Difference:
+        self._world.Barrier()
+        self.update(self._statistics())
+        self._world.Barrier()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._world.Barrier()
+        after = self._statistics()
+        self._world.Barrier()
+        assert list(after) == list(self)
+        for name, count in after.items():
+            self[name] = count - self[name]

@@ -14,18 +14,16 @@ from mpi4py import MPI
 
 import hvdlite.torch as hvd
 from backend_lab import RANK, SIZE
-from hvdlite.coordinator import frozen_plan
 from hvdlite.dtypes import DType
 from hvdlite.memory import TensorView
 from hvdlite.runtime import Runtime
 from hvdlite.topology import Topology
-from runtime_lab import LAYOUTS, TINY, Tensor, agree, allreduce, machines, running
+from runtime_lab import LAYOUTS, TINY, Difference, Tensor, agree, allreduce, machines, running
 
 BUCKETS = {"first": 16, "second": 1024, "third": 5008}  # numel; whole cache lines of float32
 TREE = ["tree_messages_sent", "tree_bytes_sent", "tree_messages_received", "tree_bytes_received"]
 CACHED = 17  # bytes of a message that names its request by a number
 VERDICT = 2 * CACHED  # a response and the end of its batch
-FREEZABLE = frozen_plan._FREEZABLE
 
 
 @pytest.fixture(scope="module")
@@ -49,28 +47,6 @@ def runtime(world: MPI.Intracomm, request: pytest.FixtureRequest, fanout: int) -
         patch.setattr("hvdlite.coordinator.frozen_plan._FREEZABLE", ())
         with running(world, replace(TINY, tree_fanout=fanout), request.param) as made:
             yield made
-
-
-class Difference(Counter[str]):
-    """What is counted in a ``with`` block, in which all ranks begin and end together."""
-
-    def __init__(self, runtime: Runtime, world: MPI.Intracomm) -> None:
-        super().__init__()
-        self._runtime, self._world = runtime, world
-
-    def __enter__(self) -> Difference:
-        self._world.Barrier()
-        self.update(self._runtime.statistics())
-        self._world.Barrier()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._world.Barrier()
-        after = self._runtime.statistics()
-        self._world.Barrier()
-        assert list(after) == list(self)
-        for name, count in after.items():
-            self[name] = count - self[name]
 
 
 def reduce_all(runtime: Runtime, at_once: bool = False) -> None:
@@ -108,7 +84,7 @@ def test_a_bucket_in_steady_state(runtime: Runtime, world: MPI.Intracomm, fanout
     """At most ``fanout`` + 1 messages each way per rank and bucket between nodes, however many ranks there are."""
     reduce_all(runtime)
     steps = 4
-    with Difference(runtime, world) as counted:
+    with Difference(runtime.statistics, world) as counted:
         for _ in range(steps):
             reduce_all(runtime)
     count = steps * len(BUCKETS)
@@ -122,40 +98,10 @@ def test_a_bucket_in_steady_state(runtime: Runtime, world: MPI.Intracomm, fanout
         assert not any(counted[name] for name in TREE)
 
 
-def test_a_bucket_of_a_frozen_plan(world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two counts per edge of the tree; inside a node the leader's word to all, and nothing to the leader."""
-    monkeypatch.setattr("hvdlite.coordinator.plan_protocol._WAIT_S", 1e9)
-    monkeypatch.setattr("hvdlite.coordinator.frozen_plan._FREEZABLE", FREEZABLE)
-    for machine_of in LAYOUTS:
-        with running(world, replace(TINY, cache_capacity=16), machine_of) as runtime:
-            while not world.allreduce(runtime.statistics()["plans"], MPI.MIN):
-                reduce_all(runtime)
-            with Difference(runtime, world) as counted:
-                for _ in range(4):
-                    reduce_all(runtime)
-            topology = runtime.topology
-            edges = len(topology.children(TINY.tree_fanout)) + (topology.node_index > 0) if topology.is_leader else 0
-            count = 4 * len(BUCKETS)
-            expected = {
-                "claims_sent": 0,
-                "responses": 0,
-                "counted": count,
-                "messages_cached": 0,
-                "messages_spelled_out": 0,
-                "page_bytes_written": CACHED * count * topology.is_leader,
-                "page_bytes_read": CACHED * count,
-                "tree_messages_sent": edges * count,
-                "tree_bytes_sent": CACHED * edges * count,
-                "plans": 0,
-            }
-            found = {name: counted[name] for name in expected}
-            agree(world, None if found == expected else f"{machine_of}: {found} instead of {expected}")
-
-
 def test_buckets_that_are_ready_together_share_messages(runtime: Runtime, world: MPI.Intracomm, fanout: int) -> None:
     """Claims and responses are as many; only what carries them may be less."""
     reduce_all(runtime)
-    with Difference(runtime, world) as counted:
+    with Difference(runtime.statistics, world) as counted:
         reduce_all(runtime, at_once=True)
     expected = {name: len(BUCKETS) * number for name, number in per_bucket(runtime.topology, fanout).items()}
     for name in ("submissions", "claims_sent", "claims_heard", "responses", "messages_cached"):
@@ -167,9 +113,9 @@ def test_buckets_that_are_ready_together_share_messages(runtime: Runtime, world:
 
 def test_a_request_is_spelled_out_once(runtime: Runtime, world: MPI.Intracomm) -> None:
     """By a leader to its parent, by the root in the log, by any other rank to its leader."""
-    with Difference(runtime, world) as first:
+    with Difference(runtime.statistics, world) as first:
         allreduce(runtime, Tensor.input(3, DType.FLOAT32), name="new to all").wait()
-    with Difference(runtime, world) as second:
+    with Difference(runtime.statistics, world) as second:
         allreduce(runtime, Tensor.input(3, DType.FLOAT32), name="new to all").wait()
     assert (first["messages_spelled_out"], first["messages_cached"]) == (1, 0)
     assert (second["messages_spelled_out"], second["messages_cached"]) == (0, 1)
@@ -180,7 +126,7 @@ def test_data_between_nodes(runtime: Runtime, world: MPI.Intracomm) -> None:
     """A ring takes each byte over 2(n-1) links, whoever of a node has sent it."""
     nodes = len(runtime.topology.nodes)
     tensor = Tensor.input(5003, DType.FLOAT32)
-    with Difference(runtime, world) as counted:
+    with Difference(runtime.statistics, world) as counted:
         allreduce(runtime, tensor, name="large").wait()
     sums = world.allreduce(Counter(counted))
     assert counted["reduced_bytes"] == tensor.view.nbytes
@@ -190,7 +136,7 @@ def test_data_between_nodes(runtime: Runtime, world: MPI.Intracomm) -> None:
 
 
 def test_contradictions_and_alltoall(runtime: Runtime, world: MPI.Intracomm) -> None:
-    with Difference(runtime, world) as counted:
+    with Difference(runtime.statistics, world) as counted:
         handle = allreduce(runtime, Tensor.input(2 + (RANK > 0), DType.FLOAT32), name="contradiction")
         with pytest.raises(hvd.HorovodInternalError) if SIZE > 1 else nullcontext():
             handle.wait()

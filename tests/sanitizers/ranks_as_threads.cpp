@@ -2,6 +2,9 @@
 // into. The data that they exchange is plain, so every order that csrc/ promises and does not keep is a data race.
 //
 // ranks_as_threads CASE exits with 0, or says on stderr what failed; without a case it names all.
+#include <sys/socket.h>
+#include <unistd.h>
+
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -19,6 +22,7 @@
 #include "elements.h"
 #include "pack.h"
 #include "signal.h"
+#include "socket_bell.h"
 #include "staged_allreduce.h"
 
 namespace {
@@ -180,6 +184,37 @@ void doorbell_wakes_all() {
   }
 }
 
+// What arrives through sockets, and the rings of other threads, with bells that come and go.
+void socket_bell() {
+  int ends[2];
+  REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  Doorbell bell = {};
+  int letter = 0;
+  for (std::uint32_t turn = 1; turn <= 300; ++turn) {
+    SocketBell relay({ends[1]}, bell);
+    on_ranks(3, [&](int rank) {
+      char byte = 0;
+      if (rank == 0) {
+        letter = static_cast<int>(turn);
+        REQUIRE(write(ends[0], &byte, 1) == 1);
+      } else if (rank == 1) {
+        bell.ring();
+      } else {
+        std::uint32_t seen = load<std::uint32_t>(address_of(&bell.count));
+        while (recv(ends[1], &byte, 1, MSG_DONTWAIT) != 1) {
+          bell.wait_once(seen, time_after(kLongS));
+          seen = load<std::uint32_t>(address_of(&bell.count));
+        }
+        REQUIRE(letter == static_cast<int>(turn));
+      }
+    });
+    if (turn % 2 == 0) relay.close();
+  }
+  REQUIRE(bell.sleepers == 0);
+  close(ends[0]);
+  close(ends[1]);
+}
+
 // The protocol of ByteStream in hvdlite/coordinator/control_page.py: bytes, then the head or tail that covers them.
 void byte_stream() {
   constexpr std::uint64_t kBytes = 20000, kCapacity = 61;
@@ -299,6 +334,7 @@ const std::map<std::string, std::function<void()>> kCases{
     {"doorbell ping-pong", doorbell_ping_pong},
     {"doorbell assistants", doorbell_assistants},
     {"doorbell wakes all", doorbell_wakes_all},
+    {"socket bell", socket_bell},
     {"byte stream", byte_stream},
     {"allreduce of 1", [] { allreduce(1); }},
     {"allreduce of 2", [] { allreduce(2); }},

@@ -28,6 +28,7 @@ UNIT_TESTS = [
     "test_native_staged_allreduce.py",
     "test_native_instruction_sets.py",
     "test_native_signal.py",
+    "test_native_socket_bell.py",
     "test_control_page.py",
 ]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import hvdlite
+from hvdlite.autotune.settings import Settings
 from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.fusion_buffer import FusionBuffer, Home, slot_offsets
 from hvdlite.memory import TensorView
 from hvdlite.timeline.recorder import Recorder
+from hvdlite.topology import Topology
 
 _NUMPY = {DType.FLOAT32: np.float32, DType.FLOAT64: np.float64, DType.FLOAT16: np.float16, DType.INT64: np.int64}
 
@@ -52,18 +55,24 @@ class FakeHandle:
 
 
 class FakeRuntime:
-    """Rank 0 of ``size``; rank r sends r + 1 times what rank 0 sends.
+    """Rank 0 of ``size`` on ``nodes`` nodes; rank r sends r + 1 times what rank 0 sends.
 
     So a sum is n(n+1)/2 times the input, an average (n+1)/2 times, Min once and Max n times (of positive inputs).
     """
 
-    def __init__(self, size: int = 2, **config: Any) -> None:
+    def __init__(self, size: int = 2, nodes: int = 2, **config: Any) -> None:
         self.size = size
         self.rank = 0
         self.group = self
         self.ranks = range(size)
+        self.topology = SimpleNamespace(nodes=[()] * nodes, rails=1)
+        self.node = SimpleNamespace(cores=64, local_size=size)
+        self.fastest_allreduce = 0.0
         self._numbers = itertools.count()
         self.config = Config(**config)
+        self.choice: Any = None
+        self.joins = 0
+        self.topology = Topology(0, tuple(tuple(self.ranks[node::nodes]) for node in range(nodes)))
         self.recorder = Recorder()
         self.calls: list[dict[str, Any]] = []
         self.handles: list[FakeHandle] = []
@@ -97,6 +106,7 @@ class FakeRuntime:
         postscale: float = 1.0,
         wire_dtype: DType | None = None,
         home: Home | None = None,
+        needs_all: bool = False,
         background: bool = True,
     ) -> FakeHandle:
         at_place = self._check_home(outputs, home)
@@ -171,6 +181,10 @@ class FakeRuntime:
                 ctypes.memmove(result.address, data, len(data))
 
         return self._handle(work)
+
+    def configure(self, settings: Settings) -> None:
+        self.calls.append({"kind": "configure", "name": None})
+        self.config = settings.within(self.config)
 
     def barrier_async(self, *, background: bool = True) -> FakeHandle:
         self.calls.append({"kind": "barrier", "name": None})

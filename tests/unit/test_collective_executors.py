@@ -94,7 +94,7 @@ class FakeEndpoint:
         request.Start()
         return request
 
-    def until(self, done: Callable[[], bool], peer: int) -> None:
+    def until(self, done: Callable[[], bool], peer: int, nap_s: float = 0.0) -> None:
         while not done():
             time.sleep(0)
 

@@ -10,7 +10,7 @@ import pytest
 from hvdlite.collectives import plans
 from hvdlite.collectives.pipeline import Plan
 from hvdlite.collectives.plans import Algorithm
-from hvdlite.collectives.select import limits
+from hvdlite.collectives.select import limits_of
 from hvdlite.collectives.shm import share_of
 from hvdlite.memory import shard_bounds
 
@@ -87,19 +87,19 @@ def test_each_algorithm_is_taken_where_its_steps_and_bytes_cost_least() -> None:
         exchanges = rounds if nodes == 1 << rounds else rounds + 1
         return [exchanges * (8192 + nbytes), 2 * rounds * 8192 + 2 * (nodes - 1) / nodes * nbytes]
 
-    assert limits(32768, 2).doubling_bytes == limits(32768, 4).doubling_bytes == 32768
+    assert limits_of(32768, 2).doubling_bytes == limits_of(32768, 4).doubling_bytes == 32768
     for nodes in (3, 4, 5, 6, 7, 8, 9, 100, 128, 1000, 2048):
-        limit = limits(32768, nodes).doubling_bytes
+        limit = limits_of(32768, nodes).doubling_bytes
         doubling, halving = costs(nodes, limit)
         assert doubling == pytest.approx(halving, rel=1e-3)
         assert costs(nodes, 2 * limit)[0] > costs(nodes, 2 * limit)[1]
 
 
 def test_limits_grow_with_the_nodes_and_0_leaves_the_ring() -> None:
-    assert [limits(0, nodes).algorithm(1) for nodes in (2, 3, 2048)] == [Algorithm.RING] * 3
+    assert [limits_of(0, nodes).algorithm(1) for nodes in (2, 3, 2048)] == [Algorithm.RING] * 3
     for nodes in (2, 8, 2048):
-        made = limits(32768, nodes)
+        made = limits_of(32768, nodes)
         order = [made.algorithm(nbytes) for nbytes in (0, made.doubling_bytes, made.halving_bytes)]
         assert order == [Algorithm.DOUBLING, Algorithm.DOUBLING, Algorithm.HALVING]
         assert made.algorithm(made.halving_bytes + 1) is Algorithm.RING
-        assert made.halving_bytes / nodes == limits(32768, 2).halving_bytes / 2
+        assert made.halving_bytes / nodes == limits_of(32768, 2).halving_bytes / 2

@@ -35,6 +35,13 @@ def test_an_error_names_variable_and_value(name, text):
     assert isinstance(caught.value, ValueError)
 
 
+def test_autotuning_is_set_by_horovods_names_too():
+    config = Config.from_env({"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "20"})
+    assert (config.autotune, config.autotune_max_samples) == (True, 20)
+    both = {"HVDLITE_AUTOTUNE_MAX_SAMPLES": "10", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "20"}
+    assert Config.from_env(both).autotune_max_samples == 10
+
+
 def test_interfaces_fall_back_to_those_of_nccl_and_gloo():
     assert Config.from_env({"GLOO_SOCKET_IFNAME": "eth1"}).network_interfaces == "eth1"
     assert Config.from_env({"GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b"}).network_interfaces == "b"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hvdlite.coordinator.messages import NAMED, Claim, Encoder, EndOfBatch, Kind, Notice, Request, Response, Written
-from hvdlite.coordinator.tree import Tree
 from hvdlite.counters import Traffic
 
 
@@ -40,7 +39,3 @@ def test_without_a_codebook_everything_is_spelled_out() -> None:
     encoder.send(claim("a"))
     encoder.send(claim("a"))
     assert encoder.written == Written(claims=2, cached=0, spelled_out=2)
-
-
-def test_a_node_without_links_has_no_traffic() -> None:
-    assert Tree(None, None, ()).traffic == Traffic()

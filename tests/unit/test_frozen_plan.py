@@ -62,6 +62,27 @@ def test_who_was_wrong_waits_longer() -> None:
     assert waits[3] == first
 
 
+@pytest.mark.parametrize("told_first", [True, False])
+def test_an_order_that_changes_on_purpose_is_found_again_at_once(told_first: bool) -> None:
+    watch = OrderWatch(longest=10)
+    configure = Response(submission("settings", kind=Kind.CONFIGURE).request, 0)
+    for periods in (20, 2, 0, 2):  # however short the plan was
+        if told_first:
+            watch.saw(configure)
+        watch.broken(periods)
+        if not told_first:
+            watch.saw(configure)
+        for name in "abababa":
+            watch.saw(Response(submission(name).request, NAMED))
+        assert watch.period() == 2
+
+
+def test_settings_that_change_end_a_plan() -> None:
+    entry = submission("a")
+    plan = FrozenPlan([(entry.request, entry.sequence)])
+    assert plan.contradicts(submission("settings", kind=Kind.CONFIGURE))
+
+
 def test_a_plan_counts_in_its_own_order() -> None:
     entries = [submission(name, sequence=at) for name, at in [("a", NAMED), ("u", 7), ("b", NAMED), ("u", 8)]]
     plan = FrozenPlan([(entry.request, entry.sequence) for entry in entries])

@@ -40,6 +40,12 @@ def parse(*words: str) -> run.Arguments:
         ("--log-level DEBUG", "LOG_LEVEL", "DEBUG"),
         ("--log-hide-timestamp", "LOG_HIDE_TIME", "1"),
         ("--mpi-threads-disable", "MPI_THREADS_DISABLE", "1"),
+        ("--autotune", "AUTOTUNE", "1"),
+        ("--autotune --no-autotune", "AUTOTUNE", "0"),
+        ("--autotune-log-file log.csv", "AUTOTUNE_LOG", "log.csv"),
+        ("--autotune-warmup-samples 0", "AUTOTUNE_WARMUP_SAMPLES", "0"),
+        ("--autotune-steps-per-sample 10", "AUTOTUNE_STEPS_PER_SAMPLE", "10"),
+        ("--autotune-bayes-opt-max-samples 20", "AUTOTUNE_MAX_SAMPLES", "20"),
     ],
 )
 def test_settings(words: str, variable: str, value: str) -> None:
@@ -55,7 +61,7 @@ def test_every_setting_exists() -> None:
 
 
 def test_every_option_does_or_says_something() -> None:
-    as_it_is = {"mpi", "no-autotune"}
+    as_it_is = {"mpi"}
     silent = [option.names for option in OPTIONS if not (option.setting or option.note or option.to_mpirun)]
     assert set(silent) == as_it_is
 
@@ -70,7 +76,7 @@ def test_no_name_stands_twice() -> None:
     ("words", "text"),
     [
         ("--gloo", "--gloo: hvdlite communicates by shared memory and MPI"),
-        ("--autotune --autotune-log-file log", "--autotune-log-file: hvdlite does not tune itself yet"),
+        ("--autotune-gaussian-process-noise 0.5", "--autotune-gaussian-process-noise: hvdlite compares measured"),
         ("--min-np 1", "--min-np: the number of ranks cannot change"),
         ("--max-num-proc 4", "--max-np: the number of ranks cannot change"),
         ("--blacklist-cooldown-range 60 300", "--blacklist-cooldown-range: the number of ranks"),
@@ -150,6 +156,7 @@ class TestConfigFile:
         assert effects.settings == {
             "HVDLITE_FUSION_THRESHOLD": str(32 << 20),
             "HVDLITE_CYCLE_TIME": "5.5",
+            "HVDLITE_AUTOTUNE": "0",
             "HVDLITE_TIMELINE": "t.json",
             "HVDLITE_TIMELINE_MARK_CYCLES": "1",
             "HVDLITE_STALL_CHECK_DISABLE": "1",

@@ -59,10 +59,10 @@ class TestRun:
         assert sorted(err.getvalue()) == sorted("a complaint\n" * 2)  # and not a word of ours
 
     def test_verbose_prints_the_command(self, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-        hvdlite.run(int, num_proc=2, options=[*options, "--autotune"], verbose=True)
+        hvdlite.run(int, num_proc=2, options=[*options, "--gloo"], verbose=True)
         errors = capsys.readouterr().err
         assert f"{options[1]} " in errors and "remote_call.main()" in errors
-        assert "--autotune: hvdlite does not tune" in errors
+        assert "--gloo: hvdlite communicates by" in errors
 
     def test_an_exception_with_its_rank_and_traceback(self, options: list[str]) -> None:
         def loses() -> None:

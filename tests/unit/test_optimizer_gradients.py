@@ -11,9 +11,9 @@ from hvdlite.dtypes import DType
 from optimizer_lab import FACTOR, Scales, expected, reduced, wrap
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    return install(monkeypatch, FakeRuntime(3, bucket_bytes=4096))
+@pytest.fixture(params=[1, 2], ids=["1 node", "2 nodes"])
+def runtime(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeRuntime:
+    return install(monkeypatch, FakeRuntime(3, nodes=request.param, bucket_bytes=4096))
 
 
 class _Halves(hvd.Compressor):
@@ -44,7 +44,8 @@ def test_steps(runtime: FakeRuntime, set_to_none: bool, dtype: torch.dtype) -> N
     assert model.p[1][0].item() == -2 * FACTOR * (1 + 2 + 3 + 4)
 
 
-def test_the_first_step_plans_and_later_ones_live_in_the_buffer(runtime: FakeRuntime) -> None:
+def test_across_nodes_the_first_step_plans_and_later_ones_live_in_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, FakeRuntime(3, nodes=2, bucket_bytes=4096))
     model = Scales(*SHAPES)
     optimizer = wrap(model)
     homes = []
@@ -61,6 +62,64 @@ def test_the_first_step_plans_and_later_ones_live_in_the_buffer(runtime: FakeRun
     assert len(runtime.allocated) == 1
     assert all(pointer % 64 == 0 for pointer in homes[0])
     assert [call["name"] for call in runtime.calls if call["kind"] == "broadcast"] == ["optimizer0.plan1.order"]
+
+
+def test_on_one_node_gradients_are_reduced_where_autograd_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, FakeRuntime(3, nodes=1))
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    small = []
+    for _ in range(4):
+        runtime.calls.clear()
+        model.loss().backward()
+        before = [p.grad.data_ptr() for p in model.p]
+        optimizer.step()
+        assert model.p[2].grad.data_ptr() == before[2]
+        small.append(model.p[6].grad.data_ptr())
+        optimizer.zero_grad()
+    assert [(call["home"], call["loose"]) for call in runtime.calls] == [(False, 0)]
+    assert runtime.allocated == []
+    assert small[2] == small[3]  # in the block of the last plan
+
+
+def test_on_one_node_gradients_that_stay_move_into_homes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, FakeRuntime(3, nodes=1))
+    model = Scales((40, 400), (300, 300), (5,))
+    optimizer = wrap(model)
+    homes = []
+    for _ in range(4):
+        runtime.calls.clear()
+        model.loss().backward()
+        optimizer.synchronize()
+        assert reduced(model) == expected(model, FACTOR)
+        homes.append(runtime.calls[0]["home"])
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert homes == [False, False, True, True]
+    assert len(runtime.allocated) == 1
+    assert [call["loose"] for call in runtime.calls] == [0]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spare_cores", "bytes_per_s", "calls"),
+    [(1, 0, 0.0, 1), (1, 1, 0.0, 5), (2, 0, 0.0, 5), (2, 0, 100e6, 20), (2, 0, 100e9, 5)],
+)
+def test_bucket_sizes(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, spare_cores: int, bytes_per_s: float, calls: int
+) -> None:
+    """20 MiB, in one bucket, in buckets of 8 MiB with small ones before and after, or in one of 1 MiB for each."""
+    runtime = install(monkeypatch, FakeRuntime(3, nodes=nodes))
+    runtime.node.cores = 3 * torch.get_num_threads() + spare_cores
+    runtime.fastest_allreduce = bytes_per_s
+    model = Scales(*20 * [(1 << 18,)])
+    optimizer = wrap(model)
+    for _ in range(3):
+        runtime.calls.clear()
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(runtime.calls) == calls
 
 
 def test_buckets_go_while_backward_runs(runtime: FakeRuntime) -> None:

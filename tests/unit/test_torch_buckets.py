@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hvdlite.torch.buckets import plan_buckets, split_evenly
+from hvdlite.torch.buckets import choose_bucket_bytes, plan_buckets, split_evenly
 
 
 def test_edges_are_small_and_the_middle_is_full() -> None:
@@ -14,6 +14,27 @@ def test_edges_are_small_and_the_middle_is_full() -> None:
     buckets = plan_buckets([100] * 32, ["f"] * 32, range(32), 800)
     assert [len(bucket) for bucket in buckets] == [1, 8, 8, 8, 6, 1]
     assert [tensor for bucket in buckets for tensor in bucket] == list(range(32))
+
+
+def test_without_edges() -> None:
+    assert plan_buckets([100] * 3, ["f"] * 3, range(3), 1000, edge_bytes=1000) == [[0, 1, 2]]
+    assert plan_buckets([100] * 3, ["f"] * 3, range(3), 200, edge_bytes=200) == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cores", "threads", "bytes_per_s", "expected"),
+    [
+        (1, 2, 2, 0, None),
+        (1, 2, 1, 0, 8 << 20),
+        (1, 2, 2, 1e9, None),
+        (2, 2, 2, 0, 8 << 20),
+        (2, 2, 1, 250e6, 2_000_000),
+        (2, 2, 1, 1e6, 1 << 20),
+        (2, 2, 1, 12.5e9, 8 << 20),
+    ],
+)
+def test_bucket_bytes(nodes: int, cores: int, threads: int, bytes_per_s: float, expected: int | None) -> None:
+    assert choose_bucket_bytes(nodes, cores, threads, bytes_per_s) == expected
 
 
 def test_follows_the_order_of_arrival() -> None:

@@ -1,0 +1,96 @@
+"""What recording a timeline costs: steps with it on and off, in turns, of one model and one optimizer.
+
+python -m hvdlite run -np 2 timeline_cost.py
+mpirun -np 2 python timeline_cost.py --json results/timeline_cost.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from measure import (
+    add_json_option,
+    describe,
+    estimate,
+    in_turns,
+    keep_collector_out,
+    median_ratio,
+    meet,
+    provenance,
+    show,
+    slowest,
+    table,
+    write_json,
+)
+from models import MODELS, Task
+from train_step import WARM_UP, block
+from training import Hvdlite
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def measure(task: Task, comm: MPI.Comm, rounds: int, steps: int, path: Path) -> dict[str, Any]:
+    """Medians with the timeline off and on, and how many events a step records, over all ranks."""
+    way = Hvdlite(task, comm)
+    block(way, comm, WARM_UP)
+    seconds: dict[bool, list[list[float]]] = {False: [], True: []}
+    events = []
+    for recorded in in_turns((False, True), rounds):
+        if recorded:
+            hvd.start_timeline(str(path))
+        seconds[recorded].append(block(way, comm, steps))
+        meet(comm)
+        if recorded:
+            hvd.stop_timeline()
+            events.append(path.read_text().count('"ph"') if comm.rank == 0 else 0)
+    off, on = (np.median(slowest(comm, seconds[key]), axis=1) * 1e3 for key in (False, True))
+    return {
+        "off_ms": float(np.median(off)),
+        "on_ms": float(np.median(on)),
+        "relative": estimate(median_ratio, on, off),
+        "events_per_step": float(np.median(events)) / (steps + 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [task.name for task in MODELS]
+    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
+    parser.add_argument("--rounds", type=int, default=12, help="blocks with and without (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="of each block (default: %(default)s)")
+    add_json_option(parser)
+    options = parser.parse_args()
+
+    hvd.init()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    keep_collector_out()
+    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "timeline.json")
+        chosen = [task for task in MODELS if task.name in options.models]
+        found = {task.name: measure(task, comm, options.rounds, options.steps, path) for task in chosen}
+    if comm.rank == 0:
+        print(describe(facts))
+        rows = [
+            [name, *(f"{row[key]:.2f}" for key in ("off_ms", "on_ms", "events_per_step")), show(row["relative"], 3)]
+            for name, row in found.items()
+        ]
+        print(table(["timeline", "off, ms", "on, ms", "events per step", "on / off"], rows))
+        write_json(options.json, {"benchmark": "timeline_cost", **facts, "models": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+// Rings a doorbell for what comes from other hosts, so that one sleep waits for them and for the ranks of this node.
+#pragma once
+
+#include <pthread.h>
+#include <sys/types.h>
+
+#include <vector>
+
+#include "signal.h"
+
+namespace hvdlite {
+
+// A thread of its own that needs no GIL and never reads: it rings `bell` whenever bytes arrive at one of `sockets`, its
+// other end closes, or it takes bytes again after it has refused some. In a forked child, which has no such thread,
+// it does nothing. Sockets stay open at least until `close`.
+class SocketBell {
+ public:
+  SocketBell(const std::vector<int>& sockets, Doorbell& bell);
+  ~SocketBell() { close(); }
+  SocketBell(const SocketBell&) = delete;
+  SocketBell& operator=(const SocketBell&) = delete;
+
+  void close();
+
+ private:
+  static void* watch(void* self);
+
+  Doorbell& bell_;
+  int epoll_;
+  int stop_;
+  pid_t owner_;
+  pthread_t thread_;
+  bool is_open_ = false;
+};
+
+}  // namespace hvdlite

@@ -1,0 +1,194 @@
+"""What `python -m benchmarks` makes of its reports: each target of benchmarks/targets.py, and the page's table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from measure import estimate, in_turns, median_ratio
+from targets import Target, lines, markdown, targets
+
+MIB = 1 << 20
+
+
+def exactly(value: float) -> dict[str, float]:
+    return {"value": value, "low": value, "high": value}
+
+
+def allreduce(sizes: list[int], own: dict[str, float], others: dict[str, float], **more: Any) -> dict[str, Any]:
+    """A report in which each way takes so many microseconds per MiB."""
+    rows: list[dict[str, Any]] = []
+    for nbytes in sizes:
+        for way, time in {**own, **others}.items():
+            row: dict[str, Any] = {"way": way, "bytes": nbytes, "median_us": time * nbytes / MIB}
+            if way in own:
+                row["times_as_fast"] = {other: exactly(others[other] / time) for other in others}
+            rows.append(row | more)
+    return {"rows": rows}
+
+
+def found(reports: dict[str, Any], what: str) -> dict[str, tuple[float, bool]]:
+    """Of the target that begins like ``what``: its figures, and whether each is met."""
+    (target,) = (each for each in targets(reports) if each.what.startswith(what))
+    return {each.label: (pytest.approx(each.value), each.is_met) for each in target.figures}
+
+
+OWN = {"hvdlite backend": 2.0, "hvd, in its slot": 2.5, "hvd, elsewhere": 6.0}
+OPEN_MPI = allreduce(
+    [4 * MIB, 16 * MIB, 64 * MIB],
+    OWN,
+    {"memcpy": 2.0, "MPI": 8.0, "MPI coll/sm": 7.0, "MPI, pieces": 5.0, "Gloo": 12.0},
+)
+MPICH = allreduce([16 * MIB], OWN, {"memcpy": 2.0, "MPI": 5.5})
+
+
+def test_allreduce_against_memcpy() -> None:
+    reports = {"allreduce": OPEN_MPI}
+    assert found(reports, "allreduce of 64 MiB in its slot") == {"time / memcpy's": (1.25, False)}
+    assert found(reports, "the same from elsewhere") == {"time / memcpy's": (3.0, True)}
+
+
+def test_allreduce_against_the_fastest_mpi() -> None:
+    reports = {"allreduce": OPEN_MPI, "allreduce_mpich": MPICH}
+    assert found(reports, "node backend") == {
+        "one call, Open MPI, least at 4 MiB": (3.5, True),
+        "one call, MPICH, least at 16 MiB": (2.75, False),
+        "or in 4 MiB pieces, Open MPI, least at 4 MiB": (2.5, True),  # nothing is wanted of it
+        "or in 4 MiB pieces, MPICH, least at 16 MiB": (2.75, True),
+    }
+    figures = found(reports, "hvd.allreduce_, times as fast as MPI")
+    assert figures["hvd, in its slot, from 16 MiB, Open MPI, least at 16 MiB"] == (2.8, False)
+    assert figures["hvd, elsewhere, from 4 MiB, MPICH, least at 16 MiB"] == (5.5 / 6, False)
+    assert figures["hvd, elsewhere, from 4 MiB, Open MPI, least at 4 MiB"] == (7 / 6, True)
+
+
+def test_allreduce_against_gloo_is_least_where_it_is_least() -> None:
+    report = allreduce([MIB], OWN, {"Gloo": 20.0})
+    report["rows"] += allreduce([4 * MIB], OWN, {"Gloo": 10.0})["rows"]
+    report["rows"] += allreduce([1 << 17], OWN, {"Gloo": 1.0})["rows"]  # too small to count
+    assert found({"allreduce": report}, "hvd.allreduce_, times as fast as Gloo") == {
+        "hvd, in its slot, least at 4 MiB": (4.0, False),
+        "hvd, elsewhere, least at 4 MiB": (10 / 6, False),
+    }
+
+
+def test_slots() -> None:
+    ways = {"float32, 2 ranks": 1.0, "float16, 2 ranks": 1.25, "bfloat16, 2 ranks": 1.3, "float32, 4 ranks": 2.4}
+    report = {"ranks": 4, "few": 2, "ways": {label: {"time_of_first": exactly(time)} for label, time in ways.items()}}
+    assert found({"slot": report}, "16-bit") == {"float16": (0.8, True), "bfloat16": (1 / 1.3, False)}
+    assert found({"slot": report}, "more ranks than cores") == {"time of 4 ranks / of 2": (2.4, True)}
+
+
+def test_small_operations() -> None:
+    report = {
+        "blocking, 4 B": {"hvd.allreduce": {"median_us": 81, "p99_us": 400}},
+        "10 at once, 4 KiB": {"hvd.allreduce_async_": {"times_as_fast": {"Gloo": exactly(6.0)}}},
+    }
+    assert found({"latency": report}, "one blocking") == {"median, us": (81, False), "99th percentile, us": (400, True)}
+    assert found({"latency": report}, "many small") == {"10 at once, 4 KiB": (6.0, True)}
+
+
+def model(name: str, own: float, mpi: float, step: float, exposed: float) -> dict[str, Any]:
+    """Steps relative to those without communication, and hvdlite's to MPI's; what is exposed, to DDP's."""
+    return {
+        "model": name,
+        "ways": {"hvdlite": {"relative": exactly(own)}, "MPI": {"relative": exactly(mpi)}},
+        "against_best": {
+            "DDP": {"way": "DDP", "exposed": exactly(exposed)},
+            "simple MPI": {"way": "MPI", "step": exactly(step)},
+        },
+    }
+
+
+def test_steps() -> None:
+    models = [model("transformer", 1.01, 1.01, 1.0, 0.5), model("400 tiny parameters", 1.05, 1.2, 1.1, 0.6)]
+    reports = {"train_step": {"models": models}, "one_rank": {"models": models}}
+    assert found(reports, "step time, against DDP") == {
+        "transformer, exposed / DDP's": (0.5, True),
+        "400 tiny parameters, exposed / DDP's": (0.6, False),
+        "transformer, where MPI costs 1.0 %": (1.0, True),
+        "400 tiny parameters, step / that of MPI": (1.1, False),
+    }
+    assert found(reports, "step of compute-bound") == {"transformer": (1.01, True)}
+    assert found(reports, "step with 1 rank") == {"transformer": (1.01, True), "400 tiny parameters": (1.05, True)}
+
+
+def test_costs() -> None:
+    waiting = [{"shares": [0.01, 0.02]}, {"shares": [0.04, 0.01]}]
+    memory = {
+        "big": {"gradient_bytes": 320 * MIB, "at_rest_bytes": 4 * MIB, "at_peak_bytes": 40 * MIB},
+        "small": {"gradient_bytes": 0, "at_rest_bytes": 4 * MIB, "at_peak_bytes": 8 * MIB},
+    }
+    reports = {
+        "costs": {"idle": [0.001, 0.004], "waiting": waiting, "memory": memory},
+        "costs_hosts": {"idle": [0.01], "waiting": waiting[:1]},
+    }
+    assert found(reports, "processor time of an idle") == {"one node, %": (0.4, True), "two hosts, %": (1.0, False)}
+    assert found(reports, "processor time while") == {"one node, %": (4.0, False), "two hosts, %": (2.0, True)}
+    assert found(reports, "memory") == {
+        "between steps, 4.0 MiB for small: of what is allowed": (4 / 16, True),
+        "during a step, 40.0 MiB for big: of what is allowed": (40 / 32, False),
+    }
+
+
+def test_hosts() -> None:
+    own = {"hvd, in its slot": 10.0, "hvdlite backend": 9.0}
+    report = allreduce([64 * MIB], own, {"TCP": 8.0, "MPI": 14.0}, of_bound=exactly(1.09))
+    assert found({"hosts_2x2": report | {"ranks": 4, "nodes": 2}}, "2 hosts x 2 ranks") == {
+        "hvd, in its slot, time / bound": (1.09, False),
+        "hvdlite backend, time / bound": (1.09, True),
+        "TCP, time / bound": (1.09, True),
+        "times as fast as MPI": (1.4, False),  # a flat ring sends 1.5 times as much
+    }
+    alone = found({"hosts_4x1": report | {"ranks": 4, "nodes": 4}}, "4 hosts x 1 rank")
+    assert alone["hvd, in its slot, time / bound"] == (1.09, True)
+    assert "times as fast as MPI" not in alone
+    small = allreduce([4, 64], own, {"MPI": 7.5})
+    assert found({"hosts_small": small}, "4 hosts, 4 B") == {
+        "hvd, in its slot, time / MPI's, most at 4 B": (4 / 3, False),
+        "hvdlite backend, time / MPI's, most at 4 B": (1.2, True),
+    }
+
+
+def test_hidden_share_and_timeline() -> None:
+    assert found({"overlap": {"hidden_share": exactly(0.8)}}, "2 hosts, 1 Gbit/s: comm") == {
+        "hidden share": (0.8, False)
+    }
+    assert found({"overlap": {"hidden_share": None}}, "2 hosts, 1 Gbit/s: comm") == {}
+    reports = {"timeline_cost": {"models": {"transformer": {"relative": exactly(1.02)}}}}
+    assert found(reports, "step with the timeline") == {"transformer": (1.02, True)}
+
+
+def test_tables_have_a_row_for_every_target() -> None:
+    nothing = targets({})
+    assert len(nothing) == 20
+    assert [row[0] for row in lines(nothing)] == [target.what for target in nothing]
+    assert {target.verdict for target in nothing} == {"not measured"}
+    some: list[Target] = targets({"allreduce": OPEN_MPI})
+    table = markdown(some).splitlines()
+    assert len(table) == 2 + 20
+    assert table[2].endswith("| ≤ 1.1 | time / memcpy's: **1.25 (1.25, 1.25)** | NO |")
+    assert table[3].endswith("| ≤ 3 | time / memcpy's: 3 (3, 3) | yes |")
+
+
+def test_an_estimate_is_of_pairs() -> None:
+    """What doubles all times of a round leaves ratios alone."""
+    disturbed = np.repeat([1.0, 2.0], 10)
+    assert estimate(median_ratio, 3 * disturbed, 2 * disturbed) == exactly(1.5)
+    ratios = estimate(median_ratio, np.arange(1.0, 101), np.ones(100))
+    assert ratios["value"] == 50.5
+    assert 30 < ratios["low"] < 50.5 < ratios["high"] < 70
+
+
+def test_turns() -> None:
+    order = list(in_turns("abcd", 50))
+    rounds = ["".join(order[i : i + 4]) for i in range(0, 200, 4)]
+    assert all(sorted(turn) == list("abcd") for turn in rounds)
+    assert len(set(rounds)) > 10
+    assert order == list(in_turns("abcd", 50))  # all ranks have the same
