@@ -131,10 +131,14 @@ class RingBackend(Backend):
         self._run(plan, Lane.RING, "reduce_scatter", buf)
 
     def allgather(self, buf: Buffer, blocks: Sequence[Sequence[Range]]) -> None:
-        """By recursive doubling of what a rank has, or around the ring."""
+        """By recursive doubling of what a rank has, or around the ring.
+
+        Recursive doubling sends a block log2(n) times from its own rank, so the largest one counts.
+        """
         assert len(blocks) == self.size, (len(blocks), self.size)
         itemsize = buf.dtype.itemsize
-        algorithm = self._limits.algorithm(itemsize * sum(stop - start for ranges in blocks for start, stop in ranges))
+        largest = max(sum(stop - start for start, stop in ranges) for ranges in blocks)
+        algorithm = self._limits.algorithm(largest * itemsize * self.size)
         plan = plans.allgather(algorithm, blocks, self.rank, self._segment_bytes // itemsize)
         self._run(plan, Lane.ALLGATHER, "allgather", buf)
 
