@@ -79,23 +79,36 @@ class Page:
 
 
 class Tree:
-    """What `hvdlite.coordinator.tree.Tree` is, between leaders of this process."""
+    """What `hvdlite.coordinator.tree.Tree` is, between leaders of this process.
+
+    Attributes:
+        is_full: the kernel takes nothing more of what this leader sends.
+    """
 
     def __init__(self, links: dict[tuple[int, int], deque[bytes]], index: int, topology: Topology, fanout: int) -> None:
         self.parent = topology.parent(fanout)
         self.children = topology.children(fanout)
         self.sent = 0
+        self.is_full = False
         self._links = links
         self._index = index
+        self._unsent: deque[tuple[int, bytes]] = deque()
 
     def send(self, node_index: int, data: bytes) -> None:
         self.sent += 1
-        self._links.setdefault((self._index, node_index), deque()).append(data)
+        self._unsent.append((node_index, data))
+        self._flush()
 
     def unsent(self, node_index: int) -> int:
-        return 0
+        return sum(target == node_index for target, _ in self._unsent)
+
+    def _flush(self) -> None:
+        while self._unsent and not self.is_full:
+            target, data = self._unsent.popleft()
+            self._links.setdefault((self._index, target), deque()).append(data)
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
+        self._flush()
         for (source, target), queue in list(self._links.items()):
             if target == self._index and queue:
                 yield source, queue.popleft()
