@@ -138,7 +138,7 @@ def test_latency(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_timeline_cost(launch: Launch, tmp_path: Path) -> None:
-    short = ("--rounds=2", "--steps=1", "--models", "transformer")
+    short = ("--rounds=2", "--seconds=0.1", "--models", "transformer")
     report = run(launch, 2, "timeline_cost.py", tmp_path / "t.json", *short)
     assert report["models"]["transformer"]["events_per_step"] > 4
 
