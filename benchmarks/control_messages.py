@@ -19,15 +19,17 @@ from typing import Any
 from measure import add_json_option, table, write_json
 
 HERE = Path(__file__).resolve().parent
-LAYOUTS = [(1, 2), (2, 1), (2, 2), (4, 2), (8, 2), (8, 4), (16, 2)]  # (hosts, ranks of each)
+LAYOUTS = ["1x2", "2x1", "2x2", "4x2", "8x2", "8x4", "16x2"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="HxR", help="hosts x ranks of each")
     add_json_option(parser)
     options = parser.parse_args()
     rows = []
-    for hosts, ranks in LAYOUTS:
+    for layout in options.layouts:
+        hosts, ranks = layout.split("x")
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "row.json")
             where = ["across_hosts.py", f"--hosts={hosts}", f"--ranks={ranks}", "--rate=10gbit"]

@@ -30,7 +30,7 @@ class Machine:
     wake_s: float = 30e-6  # from a ring of a rank's doorbell until its coordinator runs
     cycle_s: float = 10e-6  # of a coordinator's look at everything it serves
     message_s: float = 5e-6  # to read or write a control message
-    send_s: float = 5e-6  # to hand a control message to MPI
+    send_s: float = 5e-6  # to hand a control message to the kernel
     piece_s: float = 12e-6  # to send, receive and add one message of a ring
 
 
@@ -75,9 +75,9 @@ def flat_ring_s(nodes: int, local_size: int, nbytes: int, machine: Machine, conf
     return _ring_s(nodes * local_size, nbytes, machine.link_bytes_per_s, machine, config)
 
 
-def halving_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:
-    """`hierarchical_s`, but recursive halving and doubling across nodes whatever the size."""
-    across = _halving_s(nodes, nbytes / local_size, machine.link_bytes_per_s / local_size, machine, config)
+def rings_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:
+    """`hierarchical_s`, but a ring across nodes for each rail, whatever the size."""
+    across = _ring_s(nodes, nbytes / local_size, machine.link_bytes_per_s / local_size, machine, config)
     return _in_node_s(local_size, nbytes, machine) + across
 
 

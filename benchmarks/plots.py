@@ -115,10 +115,10 @@ def scaling(reports: dict[str, Report]) -> Figure:
     """What communication adds to a step, against ranks, as the model has it."""
     report = reports["scale_model"]
     rows = report["rows"]
-    colours = {"hvdlite": BLUE, "flat ring": VERMILION, "halving": GREEN}
+    colours = {"hvdlite": BLUE, "flat ring": VERMILION, "rings": GREEN}
     found: list[Line] = [
         (
-            {"hvdlite": "hvdlite: hierarchical", "halving": "halving and doubling"}.get(way, way),
+            {"hvdlite": "hvdlite: hierarchical", "rings": "hierarchical, rings"}.get(way, way),
             colours.get(way, PURPLE),
             "-",
             [row["ranks"] for row in rows],

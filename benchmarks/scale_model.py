@@ -3,7 +3,7 @@
     python scale_model.py
     python scale_model.py --model gpt2 --ranks 512,16384 --jitter 0.05 --link-gbit 25 --json scale.json
 
-One process, without MPI. The negotiation is hvdlite's own code (virtual_ranks.py), so messages and bytes are exact, and
+One process, without MPI. What ranks say is hvdlite's own code (virtual_node.py), so messages and bytes are exact, and
 the root's Python is measured. Times follow from the model of a machine (data_path.py), which options change.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from data_path import Algorithm, Machine, flat_ring_s, halving_s, hierarchical_s
+from data_path import Algorithm, Machine, flat_ring_s, hierarchical_s, rings_s
 from hvdlite import Config, __version__
 from hvdlite.torch.buckets import BUCKET_BYTES
 from measure import add_json_option, table, write_json
@@ -28,7 +28,7 @@ from schedules import MODELS, Schedule, schedule
 from virtual_ranks import AllreduceTime, VirtualJob
 
 RANKS = [2**k for k in range(1, 15)]
-ACROSS: dict[str, Algorithm] = {"hvdlite": hierarchical_s, "flat ring": flat_ring_s, "halving": halving_s}
+ACROSS: dict[str, Algorithm] = {"hvdlite": hierarchical_s, "rings": rings_s, "flat ring": flat_ring_s}
 TIMES = ("latency", "wake", "cycle", "message", "send", "piece")  # of a `Machine`, in microseconds
 LONGEST_WARM_UP = 10  # steps; no order is frozen that has more operations than HVDLITE_CACHE_CAPACITY
 Row = dict[str, Any]
@@ -185,7 +185,7 @@ def messages_table(rows: Sequence[Row]) -> str:
             nbytes = sum(count for name, count in counts.items() if name.startswith(("tree_bytes", "page_bytes")))
             cells += [f"{messages}", f"{nbytes}"]
         lines.append([*cells, f"{row['root_python_ms']:.2f}", f"{row['root_load']:.2%}"])
-    header = ["ranks", "root: MPI messages", "bytes", "other leaders", "bytes", "other ranks", "bytes"]
+    header = ["ranks", "root: messages", "bytes", "other leaders", "bytes", "other ranks", "bytes"]
     return table([*header, "root: Python ms", "load"], lines)
 
 

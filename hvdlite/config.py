@@ -81,7 +81,7 @@ class Config:
     MPI sends messages below its eager limit, 64 KiB over TCP, without asking the receiver first, which would wait for
     the receiver's next look at MPI."""
     small_bytes: int = _setting(32 << 10, _not_negative(int), "SMALL_BYTES")
-    """Up to this size an allreduce across nodes takes recursive doubling, above it the ring; more on many nodes."""
+    """Up to this size an allreduce across four nodes takes recursive doubling; the sizes of other cases follow."""
     rails: int = _setting(0, _not_negative(int), "RAILS")
     """Most ranks of a node that speak to other nodes, each for its share of the bytes; 0: as many as there can be."""
     cycle_ms: float = _setting(0.0, _not_negative(float), "CYCLE_TIME")

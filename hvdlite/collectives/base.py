@@ -6,8 +6,8 @@ A backend moves and reduces the bytes of buffers that come from its own `allocat
   sees to that). A call returns when this rank's copy of the result is complete and may be overwritten.
 - The result is the same to the last bit on every rank, and does not depend on timing.
 - Sizes of 0 and 1 element work. Element counts are 64-bit.
-- 16-bit floats are summed in fp32 and rounded once in a node and once per hop across nodes; integers wrap; integer
-  scales are applied in fp64 and truncated.
+- 16-bit floats are summed in fp32 and rounded once in a node and after every addition across nodes; integers wrap;
+  integer scales are applied in fp64 and truncated.
 - Only one thread calls a backend. Where a peer does not come, the call raises `CollectiveError` (naming the
   ranks) once the runtime is aborted or ``collective_timeout_s`` has passed; it never waits silently.
 """

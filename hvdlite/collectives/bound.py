@@ -60,10 +60,10 @@ class BoundPlan:
     def fits(plan: Plan) -> bool:
         return max(len(plan.outgoing), len(plan.arriving)) <= WINDOW
 
-    def run(self, activity: str, *memory: object) -> None:
+    def run(self, name: str, label: str, *memory: object) -> None:
         """Execute the plan as an operation; see `Endpoint.operation`. Raises like `Endpoint.until`."""
         endpoint, reduce = self._endpoint, _native.reduce
-        endpoint.activity = activity
+        endpoint.begin(name, label)
         try:
             for receive in self._posted:
                 receive.Start()
@@ -118,9 +118,7 @@ class BoundPlans:
         self._scratch = scratch
         self._slot_bytes = slot_bytes
         self._plans: dict[Hashable, BoundPlan | None] = {}  # None: called once
-
-    def get(self, call: Hashable) -> BoundPlan | None:
-        return self._plans.get(call)
+        self.get = self._plans.get
 
     def called(self, call: Hashable, plan: Plan, buf: Buffer) -> None:
         """``call``, in which the address of ``buf`` is named, took ``plan``."""

@@ -68,7 +68,7 @@ class PairwiseExchange:
                 return
             rank, size = self._endpoint.rank, self._endpoint.size
             _native.copy(arrivals[rank], departures[rank], sends[rank])
-            with self._endpoint.operation(f"alltoall '{label}'", owner):
+            with self._endpoint.operation("alltoall", label, owner):
                 for distance in range(1, size):
                     ahead, behind = (rank + distance) % size, (rank - distance) % size
                     incoming = [

@@ -55,7 +55,7 @@ class Endpoint:
         self.rank = comm.rank
         self.size = comm.size
         self.traffic = Traffic()
-        self.activity = ""
+        self._name = self._label = ""
         self._comm = comm
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
@@ -66,16 +66,24 @@ class Endpoint:
         self._sends: list[MPI.Request] = []
         self._lost: list[object] = []
 
-    def operation(self, activity: str, *memory: object) -> AbstractContextManager[None]:
-        """The ``with`` block sends and receives, and waits for all of it; ``activity`` is what errors call it.
+    def operation(self, name: str, label: str, *memory: object) -> AbstractContextManager[None]:
+        """The ``with`` block sends and receives, and waits for all of it; errors call it by ``name`` and ``label``.
 
         Where it fails, ``memory`` is kept alive, in case that a message still arrives.
 
         Raises:
             CollectiveError: MPI failed. The reason that ``check`` gives has precedence.
         """
-        self.activity = activity
+        self.begin(name, label)
         return _Operation(self, memory)
+
+    def begin(self, name: str, label: str) -> None:
+        """An operation begins, which `fail` ends if it fails."""
+        self._name, self._label = name, label
+
+    @property
+    def _activity(self) -> str:
+        return f"{self._name} '{self._label}'" if self._label else self._name
 
     def send(self, address: int, nbytes: int, to: int) -> MPI.Request:
         """Start sending; the memory stays as it is until the request is done. Messages to a rank arrive in order."""
@@ -136,7 +144,7 @@ class Endpoint:
                 next_check = now + _CHECK_S
             if now - start > self._timeout_s:
                 raise CollectiveError(
-                    f"{self.activity}: rank {self._ranks[peer]} did not send or take its part within "
+                    f"{self._activity}: rank {self._ranks[peer]} did not send or take its part within "
                     f"{self._timeout_s:g} s; if it is only slow, raise HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
                 )
             time.sleep(nap)
@@ -168,7 +176,7 @@ class Endpoint:
         while time.monotonic() < deadline:
             self._check()
             time.sleep(_CHECK_S)
-        return CollectiveError(f"{self.activity}: MPI failed: {error}")
+        return CollectiveError(f"{self._activity}: MPI failed: {error}")
 
 
 class _Operation:

@@ -96,8 +96,11 @@ class RingBackend(Backend):
         call = (buf.address, buf.numel, buf.dtype, op, prescale, postscale)
         bound = self._bound.get(call)
         if bound is not None:
+            if not self._recorder.enabled:
+                bound.run("allreduce", self.label, buf.owner, self._scratch)
+                return
             with self._span(Lane.RING, buf):
-                bound.run(self._activity("allreduce"), buf.owner, self._scratch)
+                bound.run("allreduce", self.label, buf.owner, self._scratch)
             return
         algorithm = self._limits.algorithm(buf.nbytes)
         plan = plans.allreduce(
@@ -128,10 +131,14 @@ class RingBackend(Backend):
         self._run(plan, Lane.RING, "reduce_scatter", buf)
 
     def allgather(self, buf: Buffer, blocks: Sequence[Sequence[Range]]) -> None:
-        """By recursive doubling of what a rank has, or around the ring."""
+        """By recursive doubling of what a rank has, or around the ring.
+
+        Recursive doubling sends a block log2(n) times from its own rank, so the largest one counts.
+        """
         assert len(blocks) == self.size, (len(blocks), self.size)
         itemsize = buf.dtype.itemsize
-        algorithm = self._limits.algorithm(itemsize * sum(stop - start for ranges in blocks for start, stop in ranges))
+        largest = max(sum(stop - start for start, stop in ranges) for ranges in blocks)
+        algorithm = self._limits.algorithm(largest * itemsize * self.size)
         plan = plans.allgather(algorithm, blocks, self.rank, self._segment_bytes // itemsize)
         self._run(plan, Lane.ALLGATHER, "allgather", buf)
 
@@ -143,7 +150,7 @@ class RingBackend(Backend):
 
     def barrier(self) -> None:
         """Dissemination: log2(n) rounds (Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320)."""
-        with self._endpoint.operation(self._activity("barrier")):
+        with self._endpoint.operation("barrier", self.label):
             distance = 1
             while distance < self.size:
                 ahead = (self.rank + distance) % self.size
@@ -158,17 +165,12 @@ class RingBackend(Backend):
         self._bound.close()
 
     def _run(self, plan: Plan, lane: Lane, operation: str, buf: Buffer) -> None:
-        scratch = self._scratch
-        with self._span(lane, buf), self._endpoint.operation(self._activity(operation), buf.owner, scratch):
-            pipeline.run(plan, buf, self._endpoint, scratch.ctypes.data, self._segment_bytes)
+        memory = self._scratch
+        with self._span(lane, buf), self._endpoint.operation(operation, self.label, buf.owner, memory):
+            pipeline.run(plan, buf, self._endpoint, memory.ctypes.data, self._segment_bytes)
 
     def _span(self, lane: Lane, buf: Buffer) -> AbstractContextManager[None]:
-        if not self._recorder.enabled:
-            return self._recorder.span(lane, "")
         return self._recorder.span(lane, self.label, buf.nbytes, buf.dtype.label)
-
-    def _activity(self, operation: str) -> str:
-        return f"{operation} '{self.label}'" if self.label else operation
 
 
 def _scale(buf: Buffer, prescale: float, postscale: float) -> None:

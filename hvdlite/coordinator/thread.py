@@ -128,6 +128,7 @@ class Coordinator:
         self._mailboxes = {i: Decoder() for i in range(1, topology.local_size)}
         self._links = {child: Decoder() for child in self._tree.children}
         self._speaks_for = {child: topology.subtree_ranks(child, config.tree_fanout) for child in self._tree.children}
+        self._passed_down: deque[bytes] = deque()  # of the log, what is not in this node's yet
         self._log_outbox = bytearray()
         self._verdicts = Encoder(config.cache_capacity)  # the root's pen for the log
         self._stall = StallWatch(config, topology.ranks) if self._tree.parent is None else None
@@ -371,8 +372,8 @@ class Coordinator:
             self._verdicts.outbox.clear()
 
     def _pass_down(self, data: bytes) -> None:
-        """A leader appends to its node's log, and to its children's."""
-        self._log_outbox += data
+        """A leader appends to its children's logs, and to its node's, see `_flush`."""
+        self._passed_down.append(data)
         for child in self._tree.children:
             self._tree.send(child, data)
 
@@ -385,6 +386,10 @@ class Coordinator:
             assert self._tree.parent is not None
             self._tree.send(self._tree.parent, bytes(self._claims.outbox))
             self._claims.outbox.clear()
+        # This node may begin what other nodes will hear of while it is busy with that, and sends nothing more.
+        unsent = max(map(self._tree.unsent, self._tree.children), default=0)
+        while len(self._passed_down) > unsent:
+            self._log_outbox += self._passed_down.popleft()
         if self._log_outbox:
             self._page.publish(self._log_outbox)
 
@@ -397,7 +402,7 @@ class Coordinator:
     def _link_patience_s(self) -> float:
         if not self._topology.is_leader:
             return _FULL_STREAM_S if self._claims.outbox else _IDLE_S
-        if self._log_outbox:
+        if self._log_outbox or self._passed_down:
             return _FULL_STREAM_S
         return LOOK_S if self._negotiation.is_waiting else _IDLE_S
 

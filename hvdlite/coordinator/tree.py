@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -30,7 +31,16 @@ class _Link:
     socket: socket.socket
     inbox: bytearray = field(default_factory=bytearray)
     outbox: bytearray = field(default_factory=bytearray)  # what the kernel's buffer did not take yet
+    unsent: deque[int] = field(default_factory=deque)  # bytes in the outbox of each message that is there, in part too
     at_end: bool = False
+
+    def took(self, count: int) -> None:
+        """The kernel has taken ``count`` bytes of the outbox."""
+        del self.outbox[:count]
+        while self.unsent and count >= self.unsent[0]:
+            count -= self.unsent.popleft()
+        if self.unsent:
+            self.unsent[0] -= count
 
 
 class Tree:
@@ -63,8 +73,13 @@ class Tree:
         """Send to a neighbour; messages keep their order."""
         link = self._links[node_index]
         link.outbox += _LENGTH.pack(len(data)) + data
+        link.unsent.append(_LENGTH.size + len(data))
         self.traffic.sent(len(data))
         self._flush(link)
+
+    def unsent(self, node_index: int) -> int:
+        """How many messages to a neighbour, the last ones, would not arrive if this rank did nothing more."""
+        return len(self._links[node_index].unsent)
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
         """(node index, bytes) of the messages that have arrived; moves on what waits to be sent.
@@ -103,23 +118,14 @@ class Tree:
 
     def _flush(self, link: _Link) -> None:
         try:
-            del link.outbox[: link.socket.send(link.outbox, _NEVER_WAIT)]
+            link.took(link.socket.send(link.outbox, _NEVER_WAIT))
         except BlockingIOError:
             pass
         except OSError as error:
             self._lose(link, error)
 
     def _take(self, link: _Link) -> Iterator[tuple[int, bytes]]:
-        try:
-            data = link.socket.recv(_MOST_AT_ONCE, _NEVER_WAIT)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._lose(link, error)
-        if not data:  # the other node has closed in order, or its leader is dead, which the sentinel finds
-            link.at_end = True
-            self._readable.unregister(link.socket)
-        link.inbox += data
+        self._read(link)
         start = 0
         while len(link.inbox) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(link.inbox, start)
@@ -130,6 +136,21 @@ class Tree:
             yield link.node_index, bytes(link.inbox[start + _LENGTH.size : end])
             start = end
         del link.inbox[:start]
+
+    def _read(self, link: _Link) -> None:
+        """Everything that is there: nobody rings again for what is left."""
+        while True:
+            try:
+                data = link.socket.recv(_MOST_AT_ONCE, _NEVER_WAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(link, error)
+            link.inbox += data
+            if not data:  # the other node has closed in order, or its leader is dead, which the sentinel finds
+                link.at_end = True
+                self._readable.unregister(link.socket)
+                return
 
     def _lose(self, link: _Link, error: OSError) -> NoReturn:
         """Raise the reason why the job failed, where there is one: the connection to a dead process breaks too."""

@@ -12,7 +12,7 @@ import hvdlite
 from hvdlite import TensorView
 from hvdlite.collectives import plans
 from hvdlite.collectives.plans import Algorithm
-from hvdlite.collectives.select import limits
+from hvdlite.collectives.select import limits_of
 
 hvdlite.init()
 rank, size, config = hvdlite.rank(), hvdlite.size(), hvdlite.runtime().config
@@ -27,7 +27,7 @@ for numel in (0, 1, size - 1, 100, 1000, 2001, 30_000):
             sent = hvdlite.statistics()["ring_messages_sent"] - before
             expected = (np.arange(numel) % 7 + time) * size + size * (size - 1) // 2
             assert np.array_equal(array, expected.astype(dtype)), (numel, dtype, time)
-            algorithm = limits(config.small_bytes, size).algorithm(array.nbytes)
+            algorithm = limits_of(config.small_bytes, size).algorithm(array.nbytes)
             plan = plans.allreduce(algorithm, numel, array.itemsize, rank, size, config.segment_bytes)
             assert sent == len(plan.outgoing), (numel, dtype, algorithm, sent)
             taken.add(algorithm)

@@ -14,7 +14,7 @@ from hvdlite.dtypes import DType
 from runtime_lab import LAYOUTS, Machines, Tensor, agree, allreduce, running
 
 WINDOW_S = 1.5
-MOST_OF_A_CORE = 0.2  # coarse: what is measured is 0.1 % on one node, and 3 % for a leader of several
+MOST_OF_A_CORE = 0.2  # coarse: what is measured is 0.1 %
 
 
 def used_s() -> float:

@@ -84,7 +84,6 @@ class Tree:
     def __init__(self, links: dict[tuple[int, int], deque[bytes]], index: int, topology: Topology, fanout: int) -> None:
         self.parent = topology.parent(fanout)
         self.children = topology.children(fanout)
-        self.has_links = self.parent is not None or bool(self.children)
         self.sent = 0
         self._links = links
         self._index = index
@@ -92,6 +91,9 @@ class Tree:
     def send(self, node_index: int, data: bytes) -> None:
         self.sent += 1
         self._links.setdefault((self._index, node_index), deque()).append(data)
+
+    def unsent(self, node_index: int) -> int:
+        return 0
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
         for (source, target), queue in list(self._links.items()):

@@ -54,7 +54,6 @@ class FakeEndpoint:
 
     def __init__(self, network: Network, rank: int) -> None:
         self.traffic = Traffic()
-        self.activity = ""
         self._network, self._rank = network, rank
         self._leaving: deque[Request] = deque()
         self._waiting: defaultdict[int, deque[Request]] = defaultdict(deque)  # by source, in the order of messages
@@ -99,6 +98,9 @@ class FakeEndpoint:
         while not done():
             time.sleep(0)
 
+    def begin(self, name: str, label: str) -> None:
+        pass
+
     def fail(self, error: BaseException, *kept: object) -> None:
         raise error
 
@@ -131,7 +133,7 @@ def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
                 pipeline.run(plan, buf, endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
                 bound.called(numel, plan, buf)
             else:
-                again.run("allreduce")
+                again.run("allreduce", "")
             expected = 15 * sum(contribution(rank, numel, salt) for rank in range(size))
             if not np.array_equal(memory[:numel], expected):
                 problems.append(f"wrong sum of {numel}, time {salt}")

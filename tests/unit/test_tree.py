@@ -48,6 +48,32 @@ def close(*trees: Tree) -> None:
         assert not thread.is_alive()
 
 
+def test_what_the_kernel_has_not_taken_counts_as_unsent() -> None:
+    with parent_and_child() as (parent, child):
+        parent.send(1, b"small")
+        assert parent.unsent(1) == 0
+        parent.send(1, bytes(10 * LARGE))
+        parent.send(1, b"small")
+        assert parent.unsent(1) == 2
+        heard = []
+        while len(heard) < 3:
+            heard += [len(message) for _, message in child.receive()]
+            assert list(parent.receive()) == []
+        assert heard == [5, 10 * LARGE, 5]
+        assert parent.unsent(1) == 0
+        close(parent, child)
+
+
+def test_one_look_takes_all_that_is_there() -> None:
+    """The bell rings for what arrives, and never again for what was left."""
+    with parent_and_child() as (parent, child):
+        parent.send(1, bytes(300_000))
+        while parent.unsent(1):
+            list(parent.receive())
+        assert [len(message) for _, message in child.receive()] == [300_000]
+        close(parent, child)
+
+
 def test_messages_arrive_whole_and_in_order() -> None:
     generator = random.Random(0)
     sizes = [0, 1, 17, 34, 1000, LARGE, 5, 70_000, 3]
