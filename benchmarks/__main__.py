@@ -93,7 +93,8 @@ def run(name: str, directory: Path, rounds: int | None, mpich_python: Path) -> i
     if HAS_EXTENSION:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     python = mpich_python if program.needs_mpich else sys.executable
-    command = [str(python), *program.arguments, f"--json={(directory / name).with_suffix('.json')}"]
+    report = os.path.relpath(directory / f"{name}.json", HERE)  # it ends up in the report, as part of the command
+    command = [str(python), *program.arguments, f"--json={report}"]
     if program.takes_turns and rounds is not None:
         command.append(f"--rounds={rounds}")
     status = subprocess.run(command, cwd=HERE, env=environment).returncode

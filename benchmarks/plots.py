@@ -1,7 +1,9 @@
-"""Pictures of the reports in results/: bandwidth against size, step times, scaling. Needs matplotlib.
+"""Pictures of the reports in results/: bandwidth against size, step times, scaling.
 
-python plots.py                     # results/*.json to results/*.png
-python plots.py --results DIRECTORY
+    python plots.py                     # results/*.json to results/*.png
+    python plots.py --results DIRECTORY
+
+Needs matplotlib.
 """
 
 from __future__ import annotations

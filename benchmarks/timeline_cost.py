@@ -1,12 +1,15 @@
 """What recording a timeline costs: steps with it on and off, in turns, of one model and one optimizer.
 
-python -m hvdlite run -np 2 timeline_cost.py
-mpirun -np 2 python timeline_cost.py --json results/timeline_cost.json
+    python -m hvdlite run -np 2 timeline_cost.py
+    mpirun -np 2 python timeline_cost.py --json results/timeline_cost.json
+
+Blocks are so long that the timeline is written several times in each.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -39,10 +42,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def measure(task: Task, comm: MPI.Comm, rounds: int, steps: int, path: Path) -> dict[str, Any]:
+def measure(task: Task, comm: MPI.Comm, rounds: int, block_s: float, path: Path) -> dict[str, Any]:
     """Medians with the timeline off and on, and how many events a step records, over all ranks."""
     way = Hvdlite(task, comm)
-    block(way, comm, WARM_UP)
+    steps = comm.bcast(math.ceil(block_s / float(np.median(block(way, comm, WARM_UP)))))
     seconds: dict[bool, list[list[float]]] = {False: [], True: []}
     events = []
     for recorded in in_turns((False, True), rounds):
@@ -58,6 +61,8 @@ def measure(task: Task, comm: MPI.Comm, rounds: int, steps: int, path: Path) -> 
         "off_ms": float(np.median(off)),
         "on_ms": float(np.median(on)),
         "relative": estimate(median_ratio, on, off),
+        "rounds": rounds,
+        "steps_per_round": steps,
         "events_per_step": float(np.median(events)) / (steps + 1),
     }
 
@@ -66,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [task.name for task in MODELS]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
-    parser.add_argument("--rounds", type=int, default=12, help="blocks with and without (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="of each block (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="blocks with and without (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each block, at least (default: %(default)s)")
     add_json_option(parser)
     options = parser.parse_args()
 
@@ -81,7 +86,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "timeline.json")
         chosen = [task for task in MODELS if task.name in options.models]
-        found = {task.name: measure(task, comm, options.rounds, options.steps, path) for task in chosen}
+        found = {task.name: measure(task, comm, options.rounds, options.seconds, path) for task in chosen}
     if comm.rank == 0:
         print(describe(facts))
         rows = [

@@ -132,7 +132,7 @@ def summarize(times: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def print_model(found: dict[str, Any]) -> None:
     mib = found["gradient_bytes"] / 2**20
-    print(f"\n{found['model']}: {found['parameters']} parameters, {mib:.1f} MiB of gradients")
+    print(f"\n{found['model']}: {found['parameters']} parameters, {mib:.1f} MiB of gradients; {found['rounds']} rounds")
     lines = [
         [label, f"{row['median_ms']:.2f}", f"{row['p95_ms']:.2f}", show(row["exposed_ms"], 2), show(row["relative"], 3)]
         for label, row in found["ways"].items()
@@ -143,7 +143,8 @@ def print_model(found: dict[str, Any]) -> None:
             f"hvdlite against the best {name} ({best['way']}): "
             f"step {show(best['step'], 3)}, exposed {show(best['exposed'], 2)}"
         )
-    print(end="", flush=True)
+    if found["frozen_share"] is not None:
+        print(f"hvdlite's order was frozen for {found['frozen_share']:.0%} of its operations", flush=True)
 
 
 def main() -> None:

@@ -160,7 +160,7 @@ def test_latency(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_timeline_cost(launch: Launch, tmp_path: Path) -> None:
-    short = ("--rounds=2", "--steps=1", "--models", "transformer")
+    short = ("--rounds=2", "--seconds=0.1", "--models", "transformer")
     report = run(launch, 2, "timeline_cost.py", tmp_path / "t.json", *short)
     assert report["models"]["transformer"]["events_per_step"] > 4
 
@@ -193,6 +193,6 @@ def test_all_of_them_and_their_targets(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "latency", "speed"]
     wrong = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2 and "no such program: speed" in wrong.stderr
-    command = [sys.executable, "-m", "benchmarks", "allreduce_mpich", "--mpich-python", "nowhere"]
+    command = [sys.executable, "-m", "benchmarks", "allreduce_mpich", "--mpich-python=nowhere", f"--results={tmp_path}"]
     skipped = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=60)
     assert skipped.returncode == 0 and "skipped: there is no" in skipped.stdout

@@ -94,11 +94,15 @@ def test_small_operations() -> None:
     assert found({"latency": report}, "many small") == {"10 at once, 4 KiB": (6.0, True)}
 
 
-def model(name: str, own: float, mpi: float, step: float, exposed: float) -> dict[str, Any]:
+def model(name: str, own: float, mpi: float, step: float, exposed: float, ddp_ms: float = 9.0) -> dict[str, Any]:
     """Steps relative to those without communication, and hvdlite's to MPI's; what is exposed, to DDP's."""
     return {
         "model": name,
-        "ways": {"hvdlite": {"relative": exactly(own)}, "MPI": {"relative": exactly(mpi)}},
+        "ways": {
+            "hvdlite": {"relative": exactly(own), "exposed_ms": exactly(2.0)},
+            "DDP": {"exposed_ms": {"value": ddp_ms, "low": ddp_ms - 5, "high": ddp_ms + 5}},
+            "MPI": {"relative": exactly(mpi)},
+        },
         "against_best": {
             "DDP": {"way": "DDP", "exposed": exactly(exposed)},
             "simple MPI": {"way": "MPI", "step": exactly(step)},
@@ -107,16 +111,26 @@ def model(name: str, own: float, mpi: float, step: float, exposed: float) -> dic
 
 
 def test_steps() -> None:
-    models = [model("transformer", 1.01, 1.01, 1.0, 0.5), model("400 tiny parameters", 1.05, 1.2, 1.1, 0.6)]
+    models = [
+        model("transformer", 1.01, 1.01, 1.0, 0.5),
+        model("400 tiny parameters", 1.05, 1.2, 1.1, 0.6),
+        model("convolutional", 1.02, 1.03, 0.9, -70.0, ddp_ms=4.0),
+    ]
     reports = {"train_step": {"models": models}, "one_rank": {"models": models}}
     assert found(reports, "step time, against DDP") == {
         "transformer, exposed / DDP's": (0.5, True),
         "400 tiny parameters, exposed / DDP's": (0.6, False),
+        "convolutional, where what DDP exposes is within the noise, exposed ms": (2.0, True),
         "transformer, where MPI costs 1.0 %": (1.0, True),
         "400 tiny parameters, step / that of MPI": (1.1, False),
+        "convolutional, step / that of MPI": (0.9, True),
     }
-    assert found(reports, "step of compute-bound") == {"transformer": (1.01, True)}
-    assert found(reports, "step with 1 rank") == {"transformer": (1.01, True), "400 tiny parameters": (1.05, True)}
+    assert found(reports, "step of compute-bound") == {"transformer": (1.01, True), "convolutional": (1.02, False)}
+    assert found(reports, "step with 1 rank") == {
+        "transformer": (1.01, True),
+        "400 tiny parameters": (1.05, True),
+        "convolutional": (1.02, False),
+    }
 
 
 def test_costs() -> None:
