@@ -2,7 +2,7 @@
 
     python -m benchmarks                       # in the root of the repository; writes benchmarks/results/
     python -m benchmarks allreduce latency     # only these
-    python -m benchmarks --readme              # none: plots, and the table of README.md, of the reports that are there
+    python -m benchmarks --readme              # none: plots, and tables of both READMEs, of what is there
 
 Takes a quarter of an hour on two cores that have nothing else to do. What goes across emulated hosts needs root; what
 is measured with MPICH, an environment that has it beside hvdlite (tests/run.py makes one); plots, matplotlib.
@@ -29,10 +29,10 @@ if not HAS_EXTENSION:  # hvdlite is installed elsewhere; the sources here, which
 sys.path.insert(0, str(HERE))
 
 from measure import table  # noqa: E402 (the line above makes it importable)
-from targets import lines, markdown, targets  # noqa: E402
+from pages import allreduce_table, refresh, steps_table, targets_table  # noqa: E402
+from targets import lines, targets  # noqa: E402
 
 SKIPPED = 77  # the exit status of what cannot run here
-BEGIN, END = "<!-- targets -->\n", "<!-- /targets -->\n"
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,6 @@ def draw(results: Path) -> None:
         print(f"drawn: {path}")
 
 
-def refresh(page: Path, content: str) -> None:
-    """Put ``content`` between the two marks of ``page``."""
-    before, rest = page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}{content}\n{END}{after}")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -129,7 +122,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="of what takes turns; default: each program's own")
     mpich = ROOT / ".venv-mpich" / "bin" / "python"
     parser.add_argument("--mpich-python", type=Path, default=mpich, help="of an environment with MPICH and hvdlite")
-    parser.add_argument("--readme", action="store_true", help="run nothing; refresh plots and the table of README.md")
+    parser.add_argument("--readme", action="store_true", help="run nothing; refresh plots and tables of READMEs")
     options = parser.parse_args()
     unknown = {*options.programs} - PROGRAMS.keys()
     if unknown:
@@ -143,12 +136,16 @@ def main() -> int:
         status = {name: run(name, results, options.rounds, options.mpich_python.absolute()) for name in chosen}
     done = [name for name in status if status[name] == 0]
     failed = [name for name in status if status[name] not in (0, SKIPPED)]
-    found = targets({name: json.loads((results / f"{name}.json").read_text()) for name in done})
+    reports = {name: json.loads((results / f"{name}.json").read_text()) for name in done}
+    found = targets(reports)
     shown = [target for target in found if target.figures or not options.programs]
     print("\n" + table(["target", "measured", "wanted", "met"], lines(shown)))
     draw(results)
     if options.readme:
-        refresh(HERE / "README.md", markdown(found))
+        refresh(HERE / "README.md", "targets", targets_table(found))
+        for name, fill in (("allreduce", allreduce_table), ("train_step", steps_table)):
+            if name in reports:
+                refresh(ROOT / "README.md", name, fill(reports[name]))
     print(f"{len(done)} programs in {time.monotonic() - start:.0f} s" + "".join(f"; {name} failed" for name in failed))
     return 1 if failed else 0
 

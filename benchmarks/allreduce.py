@@ -33,6 +33,7 @@ from measure import (
     meet,
     provenance,
     show,
+    size,
     slowest,
     summary,
     table,
@@ -173,13 +174,6 @@ def crossing(nbytes: int, hosts: int) -> float:
 def print_bounds(rows: Sequence[dict[str, Any]], link_gbit: float) -> None:
     print(f"\ntime / (bytes that must cross / {link_gbit:g} Gbit/s); of that rate TCP has {100 * TCP_SHARE:.1f} %")
     print(table(["bytes", "way", ""], [[size(row["bytes"]), row["way"], show(row["of_bound"], 3)] for row in rows]))
-
-
-def size(nbytes: int) -> str:
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
 
 
 def main() -> None:

@@ -140,6 +140,13 @@ def _processor() -> str:
         return next(names, platform.machine())
 
 
+def size(nbytes: int) -> str:
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns: the first to the left, the others to the right."""
     lines = [header, *rows]

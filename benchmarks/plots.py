@@ -20,6 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from measure import size
+
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, GREY = (
     *("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"),
@@ -186,13 +188,6 @@ def with_caption(figure: Figure, report: Report) -> Figure:
     text = f"{report['command'].split(' --json')[0]}\n{where}{said}".strip()
     figure.text(0.01, 0.01, text, fontsize=7, color="#555555", va="bottom")
     return figure
-
-
-def size(nbytes: int) -> str:
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes // unit} {name}"
-    return f"{nbytes} B"
 
 
 PLOTS: dict[str, Callable[[dict[str, Report]], Figure]] = {

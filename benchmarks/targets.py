@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from measure import size
+
 KIB, MIB = 1 << 10, 1 << 20
 BACKEND, IN_SLOT, ELSEWHERE = "hvdlite backend", "hvd, in its slot", "hvd, elsewhere"
 COMPUTE_BOUND = ("convolutional", "transformer")
@@ -70,19 +72,6 @@ def lines(found: Iterable[Target]) -> list[list[str]]:
     return rows
 
 
-def markdown(found: Iterable[Target]) -> str:
-    """The targets as a table of a page, a line each; what misses its target is bold."""
-    rows = ["| | wanted | measured | met |", "|---|---|---|---|"]
-    for target in found:
-        wanted = ", ".join(dict.fromkeys(each.wanted for each in target.figures if each.limit is not None))
-        cells = []
-        for each in target.figures:
-            cells.append(f"{each.label}: " + (each.measured if each.is_met else f"**{each.measured}**"))
-        rows.append(f"| {target.what} | {wanted.replace('<=', '≤').replace('>=', '≥')} | " + "; ".join(cells))
-        rows[-1] += f" | {target.verdict} |"
-    return "\n".join(rows)
-
-
 def _figure(label: str, measured: float | Estimate, limit: float | None = None, *, at_most: bool = True) -> Figure:
     if isinstance(measured, dict):
         return Figure(label, measured["value"], (measured["low"], measured["high"]), limit, at_most)
@@ -91,10 +80,6 @@ def _figure(label: str, measured: float | Estimate, limit: float | None = None, 
 
 def _inverse(found: Estimate) -> Estimate:
     return {"value": 1 / found["value"], "low": 1 / found["high"], "high": 1 / found["low"]}
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB" if nbytes >= KIB else f"{nbytes} B"
 
 
 # Allreduce.
@@ -124,7 +109,7 @@ def _faster(
         found = _against(reports[name], own, peers, low) if name in reports else None
         if found is not None:
             label = called if peers is GLOO else f"{called}, {mpi}"
-            yield _figure(f"{label}, least at {_size(found[0])}", found[1], limit, at_most=False)
+            yield _figure(f"{label}, least at {size(found[0])}", found[1], limit, at_most=False)
 
 
 def _memcpy(own: str, limit: float) -> Callable[[Reports], Iterator[Figure]]:
@@ -279,7 +264,7 @@ def _small(reports: Reports) -> Iterator[Figure]:
     for way in (IN_SLOT, ELSEWHERE, BACKEND):
         found = _against(reports["hosts_small"], way, ("MPI",), 0) if "hosts_small" in reports else None
         if found is not None:
-            yield _figure(f"{way}, time / MPI's, most at {_size(found[0])}", _inverse(found[1]), 1.3)
+            yield _figure(f"{way}, time / MPI's, most at {size(found[0])}", _inverse(found[1]), 1.3)
 
 
 def _hidden(reports: Reports) -> Iterator[Figure]:

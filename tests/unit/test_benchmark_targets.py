@@ -12,7 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from measure import estimate, in_turns, median_ratio
-from targets import Target, lines, markdown, targets
+from pages import allreduce_table, refresh, steps_table, targets_table
+from targets import Target, lines, targets
 
 MIB = 1 << 20
 
@@ -185,10 +186,38 @@ def test_tables_have_a_row_for_every_target() -> None:
     assert [row[0] for row in lines(nothing)] == [target.what for target in nothing]
     assert {target.verdict for target in nothing} == {"not measured"}
     some: list[Target] = targets({"allreduce": OPEN_MPI})
-    table = markdown(some).splitlines()
+    table = targets_table(some).splitlines()
     assert len(table) == 2 + 20
     assert table[2].endswith("| ≤ 1.1 | time / memcpy's: **1.25 (1.25, 1.25)** | NO |")
     assert table[3].endswith("| ≤ 3 | time / memcpy's: 3 (3, 3) | yes |")
+
+
+def test_tables_of_the_page() -> None:
+    rows = [
+        {"way": "memcpy", "bytes": 4 * MIB, "median_us": 310.4},
+        {"way": "Gloo", "bytes": 4 * MIB, "median_us": 1e6},
+    ]
+    table = allreduce_table({"rows": rows}).splitlines()
+    first = [row.split(" | ")[0] for row in table[2:]]
+    assert first == ["| 16 KiB", "| 256 KiB", "| 4 MiB", "| 16 MiB", "| 64 MiB", "| 256 MiB"]
+    assert table[1].count("---") == 9
+    assert table[4] == "| 4 MiB | 0.31 |  |  |  |  |  |  | 1000 |"
+    ways = {
+        "no communication": {"median_ms": 59.85},
+        "DDP": {"relative": {"value": 1.4563, "low": 1.37, "high": 1.486}},
+    }
+    model = {"model": "transformer", "gradient_bytes": 14 * MIB, "ways": ways}
+    *_, row = steps_table({"models": [model]}).splitlines()
+    assert row == "| transformer, 14 MiB | 60 ms |  | 1.456 (1.37, 1.49) |  |  |  |  |"
+
+
+def test_a_page_is_refreshed_between_its_marks(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("before\n<!-- a -->\nold\n<!-- /a -->\nafter\n")
+    refresh(page, "a", "| new |")
+    assert page.read_text() == "before\n<!-- a -->\n| new |\n<!-- /a -->\nafter\n"
+    with pytest.raises(ValueError, match="unpack"):
+        refresh(page, "b", "| new |")
 
 
 def test_an_estimate_is_of_pairs() -> None:

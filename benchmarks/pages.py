@@ -1,0 +1,90 @@
+"""Tables of the two README pages, from the reports of the benchmarks; each lies between marks with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import size
+from targets import ELSEWHERE, IN_SLOT, KIB, MIB, Target
+
+Report = dict[str, Any]
+
+ALLREDUCE_BYTES = (16 * KIB, 256 * KIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+ALLREDUCE_WAYS = {
+    "memcpy": "memcpy on both ranks",
+    "hvdlite backend": "node backend",
+    IN_SLOT: "`hvd.allreduce_`, in its slot",
+    ELSEWHERE: "`hvd.allreduce_`, elsewhere",
+    "MPI": "MPI_Allreduce",
+    "MPI, pieces": "in 4 MiB pieces",
+    "MPI coll/sm": "coll/sm",
+    "Gloo": "Gloo",
+}
+STEP_WAYS = {
+    "hvdlite": "hvdlite",
+    "DDP": "DDP over Gloo",
+    "DDP, views": "DDP, `gradient_as_bucket_view`",
+    "MPI": "MPI_Allreduce per parameter",
+    "MPI, pieces": "in 4 MiB pieces",
+    "MPI, one buffer": "of one buffer",
+}
+
+
+def refresh(page: Path, name: str, table: str) -> None:
+    """Put ``table`` between the marks ``name`` of ``page``.
+
+    Raises:
+        ValueError: the page does not have both marks, once each.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}{table}\n{end}{after}")
+
+
+def targets_table(found: Iterable[Target]) -> str:
+    """A line for each target; what misses it is bold."""
+    rows = []
+    for target in found:
+        wanted = ", ".join(dict.fromkeys(each.wanted for each in target.figures if each.limit is not None))
+        cells = []
+        for each in target.figures:
+            cells.append(f"{each.label}: " + (each.measured if each.is_met else f"**{each.measured}**"))
+        rows.append([target.what, wanted.replace("<=", "≤").replace(">=", "≥"), "; ".join(cells), target.verdict])
+    return _table(["", "wanted", "measured", "met"], rows)
+
+
+def allreduce_table(report: Report) -> str:
+    """Medians in milliseconds, of some sizes; a cell is empty where a way has not been measured."""
+    medians = {(row["way"], row["bytes"]): row["median_us"] / 1e3 for row in report["rows"]}
+    rows = []
+    for nbytes in ALLREDUCE_BYTES:
+        times = [medians.get((way, nbytes)) for way in ALLREDUCE_WAYS]
+        rows.append([size(nbytes), *("" if ms is None else _two_digits(ms) for ms in times)])
+    return _table(["bytes", *ALLREDUCE_WAYS.values()], rows)
+
+
+def steps_table(report: Report) -> str:
+    """How many times as long as without communication a step takes, of every model."""
+    rows = []
+    for model in report["models"]:
+        alone = model["ways"]["no communication"]["median_ms"]
+        cells = [f"{model['model']}, {_two_digits(model['gradient_bytes'] / MIB)} MiB", f"{_two_digits(alone)} ms"]
+        for way in STEP_WAYS:
+            found = model["ways"].get(way)
+            ratio = None if found is None else found["relative"]
+            cells.append("" if ratio is None else f"{ratio['value']:.3f} ({ratio['low']:.2f}, {ratio['high']:.2f})")
+        rows.append(cells)
+    return _table(["model, bytes of gradients", "no communication", *STEP_WAYS.values()], rows)
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.2g}"
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in [titles, *rows]]
+    lines.insert(1, "|---" * len(titles) + "|")
+    return "\n".join(lines)
