@@ -48,6 +48,7 @@ class FusionBuffer:
         self._segment_memory = segment_memory
         self._index = index
         self._stride = stride
+        self._start = int(segment_memory.ctypes.data)
 
     @property
     def memory(self) -> np.ndarray:
@@ -58,12 +59,12 @@ class FusionBuffer:
     @property
     def address(self) -> int:
         """Of this rank's own copy."""
-        return int(self._segment_memory.ctypes.data) + self._index * self._stride
+        return self._start + self._index * self._stride
 
     def buffer(self, offset_bytes: int, numel: int, dtype: DType) -> Buffer:
         """``numel`` elements of every local rank's copy, from ``offset_bytes`` on."""
         assert offset_bytes + numel * dtype.itemsize <= self.nbytes, (offset_bytes, numel, dtype, self.nbytes)
-        start = int(self._segment_memory.ctypes.data) + offset_bytes
+        start = self._start + offset_bytes
         copies = tuple(range(start, start + len(self._segment_memory), self._stride))
         return Buffer(copies, self._index, numel, dtype, self._segment_memory)
 
