@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -129,8 +129,10 @@ class Coordinator:
         self._links = {child: Decoder() for child in self._tree.children}
         self._speaks_for = {child: topology.subtree_ranks(child, config.tree_fanout) for child in self._tree.children}
         self._passed_down: deque[bytes] = deque()  # of the log, what is not in this node's yet
-        self._log_outbox = bytearray()
         self._verdicts = Encoder(config.cache_capacity)  # the root's pen for the log
+        # Where no other node shall have it first, the root writes straight into its node's log.
+        self._is_alone = self._tree.parent is None and not self._tree.children
+        self._log_outbox = self._verdicts.outbox if self._is_alone else bytearray()
         self._stall = StallWatch(config, topology.ranks) if self._tree.parent is None else None
         self._plan_leader = PlanLeader(
             [*((rank,) for rank in topology.local_ranks), *self._speaks_for.values()],
@@ -272,12 +274,11 @@ class Coordinator:
             self._recorder.mark(Lane.CYCLE, "CYCLE_START")
         if self._queue:
             self._drain()
-        busy = False
-        complaint = self._plan.complaint(time.monotonic()) if self._plan.plan is not None else None
-        if complaint is not None:
-            self._send_up(complaint)
-        if self._topology.is_leader:
-            busy = self._negotiate()
+        elif self._plan.plan is not None:
+            complaint = self._plan.complaint(time.monotonic())
+            if complaint is not None:
+                self._send_up(complaint)
+        busy = self._negotiate() if self._topology.is_leader else False
         self._flush()
         data = self._page.read_log()
         if data:
@@ -320,13 +321,8 @@ class Coordinator:
                 busy = True
                 for message in decoder.feed(data):
                     self._hear(message, (self._topology.local_ranks[local_rank],), now_s)
-        for node_index, data in self._tree.receive():
-            busy = True
-            if node_index == self._tree.parent:
-                self._pass_down(data)
-            else:
-                for message in self._links[node_index].feed(data):
-                    self._hear(message, self._speaks_for[node_index], now_s)
+        if not self._is_alone:
+            busy |= self._hear_nodes(now_s)
         if self._plan.plan is not None:
             self._pass_on(self._plan_leader.ready(self._page.ready(self._plan.number)))
         if self._tree.parent is not None:
@@ -334,6 +330,18 @@ class Coordinator:
                 self._claims.send(claim)
         else:
             self._judge(now_s)
+        return busy
+
+    def _hear_nodes(self, now_s: float) -> bool:
+        """Take what the parent and the children have sent; whether there was anything."""
+        busy = False
+        for node_index, data in self._tree.receive():
+            busy = True
+            if node_index == self._tree.parent:
+                self._pass_down(data)
+            else:
+                for message in self._links[node_index].feed(data):
+                    self._hear(message, self._speaks_for[node_index], now_s)
         return busy
 
     def _hear(self, message: Message, sender_ranks: tuple[int, ...], now_s: float) -> None:
@@ -369,7 +377,7 @@ class Coordinator:
         query = self._stall.look(self._negotiation.waiting, now_s)
         if query is not None:
             self._verdicts.send(query)
-        if self._verdicts.outbox:
+        if self._verdicts.outbox and not self._is_alone:
             self._pass_down(bytes(self._verdicts.outbox))
             self._verdicts.outbox.clear()
 
@@ -388,10 +396,11 @@ class Coordinator:
             assert self._tree.parent is not None
             self._tree.send(self._tree.parent, bytes(self._claims.outbox))
             self._claims.outbox.clear()
-        # This node may begin what other nodes will hear of while it is busy with that, and sends nothing more.
-        unsent = max(map(self._tree.unsent, self._tree.children), default=0)
-        while len(self._passed_down) > unsent:
-            self._log_outbox += self._passed_down.popleft()
+        if self._passed_down:
+            # This node may begin what other nodes will hear of while it is busy with that, and sends nothing more.
+            unsent = max(map(self._tree.unsent, self._tree.children), default=0)
+            while len(self._passed_down) > unsent:
+                self._log_outbox += self._passed_down.popleft()
         if self._log_outbox:
             self._page.publish(self._log_outbox)
 
@@ -442,7 +451,7 @@ class Coordinator:
         if step.responses:
             self._execute_fused(step.responses)
 
-    def _execute_fused(self, responses: list[Response]) -> None:
+    def _execute_fused(self, responses: Sequence[Response]) -> None:
         for bucket in plan_buckets(responses, self._config.fusion_threshold_bytes):
             self._execute(bucket)
 
