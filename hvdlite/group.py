@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.autotune.settings import Settings
@@ -35,6 +36,8 @@ from hvdlite.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_KNOWN_REQUESTS = 4096  # most operations whose requests are remembered
 
 
 class Group:
@@ -358,7 +361,7 @@ class Group:
         with self._counters_lock:
             sequence = self._counters[kind]
             self._counters[kind] += 1
-        return f"{kind.label}.noname", sequence
+        return _unnamed(kind), sequence
 
     def _reduction(
         self,
@@ -374,15 +377,21 @@ class Group:
         needs_all: bool = False,
     ) -> tuple[Request, int]:
         """The request of an operation that reduces, and its sequence number."""
-        if any(view.dtype is DType.BOOL for view in inputs):
-            raise ValueError(f"{kind.label} of bool is not defined; convert to uint8, and use Max for or, Min for and")
         if op is ReduceOp.ADASUM:
             raise NotImplementedError("Adasum is not one reduction; use hvdlite.torch.allreduce(op=Adasum)")
-        name, sequence = self._identify(kind, name)
-        specs = _specs(name, names, inputs)
-        scales = float(prescale), float(postscale)
-        request = Request(kind, name, specs, op, *scales, wire_dtype=wire_dtype, place=place, needs_all=needs_all)
-        return request, sequence
+        request = _reduction_request(
+            kind,
+            _unnamed(kind) if name is None else name,
+            None if names is None else tuple(names),
+            tuple([(view.dtype, view.shape) for view in inputs]),
+            op,
+            float(prescale),
+            float(postscale),
+            wire_dtype,
+            place,
+            needs_all,
+        )
+        return request, self._identify(kind, name)[1]
 
     def _submit_bare(self, kind: Kind, name: str | None = None, *, background: bool = True, **options: Any) -> Handle:
         name, sequence = self._identify(kind, name)
@@ -394,14 +403,46 @@ class Group:
         return submission.handle
 
 
+def _unnamed(kind: Kind) -> str:
+    return f"{kind.label}.noname"
+
+
+@lru_cache(maxsize=_KNOWN_REQUESTS)
+def _reduction_request(
+    kind: Kind,
+    name: str,
+    names: tuple[str, ...] | None,
+    tensors: tuple[tuple[DType, tuple[int, ...]], ...],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    wire_dtype: DType | None,
+    place: tuple[int, int] | None,
+    needs_all: bool,
+) -> Request:
+    """The request of an operation that reduces ``tensors`` of these dtypes and shapes.
+
+    Remembered: an operation that comes again, as in every step of training, has the same request, not an equal one, and
+    who looks for it compares addresses, not contents.
+    """
+    if any(dtype is DType.BOOL for dtype, _ in tensors):
+        raise ValueError(f"{kind.label} of bool is not defined; convert to uint8, and use Max for or, Min for and")
+    if names is None:
+        names = _tensor_names(name, len(tensors))
+    specs = tuple(TensorSpec(own, dtype, shape) for own, (dtype, shape) in zip(names, tensors, strict=True))
+    return Request(kind, name, specs, op, prescale, postscale, wire_dtype=wire_dtype, place=place, needs_all=needs_all)
+
+
+def _tensor_names(name: str, count: int) -> tuple[str, ...]:
+    return (name,) if count == 1 else tuple(f"{name}.{i}" for i in range(count))
+
+
 def _specs(
     name: str, names: Sequence[str] | None, views: Sequence[TensorView], skip_dims: int = 0
 ) -> tuple[TensorSpec, ...]:
-    if names is None:
-        names = [name] if len(views) == 1 else [f"{name}.{i}" for i in range(len(views))]
     return tuple(
         TensorSpec(tensor_name, view.dtype, tuple(view.shape[skip_dims:]))
-        for tensor_name, view in zip(names, views, strict=True)
+        for tensor_name, view in zip(names or _tensor_names(name, len(views)), views, strict=True)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +13,7 @@ from hvdlite.dtypes import DType
 ALIGNMENT = 64  # bytes: one cache line, one AVX-512 register; every slot and shard starts on one
 
 
-@dataclass(frozen=True, slots=True)
-class TensorView:
+class TensorView(NamedTuple):
     """A contiguous tensor: where it is, what it holds, and who keeps it alive.
 
     Args:

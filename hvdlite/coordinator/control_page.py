@@ -32,7 +32,8 @@ class ByteStream:
         data = _LINE_BYTES * (1 + readers)
         self._data = memory[data : data + capacity]
         self._capacity = capacity
-        self.bytes_written = 0  # at this end, by this process
+        self._room_until = capacity  # what readers have left free when the writer looked last
+        self.bytes_written = 0  # at this end, by this process: also where it is, since nobody else writes
         self.bytes_read = 0
 
     @staticmethod
@@ -41,18 +42,20 @@ class ByteStream:
 
     def write(self, outbox: bytearray) -> bool:
         """Move bytes from the front of ``outbox`` into the stream; whether any were."""
-        head = _native.load64(self._head)
-        free = self._capacity - (head - min(map(_native.load64, self._tails)))
-        count = min(free, len(outbox))
+        head = self.bytes_written
+        if head + len(outbox) > self._room_until:
+            self._room_until = self._capacity + min(map(_native.load64, self._tails))
+        count = min(self._room_until - head, len(outbox))
         if count == 0:
             return False
         start = head % self._capacity
         first = min(count, self._capacity - start)
         self._data[start : start + first] = outbox[:first]
-        self._data[: count - first] = outbox[first:count]
+        if first < count:
+            self._data[: count - first] = outbox[first:count]
         del outbox[:count]
-        _native.store64(self._head, head + count)
         self.bytes_written += count
+        _native.store64(self._head, self.bytes_written)
         return True
 
     def read(self, reader: int) -> bytes:
@@ -62,8 +65,9 @@ class ByteStream:
         if count == 0:
             return b""
         start = tail % self._capacity
-        first = min(count, self._capacity - start)
-        data = bytes(self._data[start : start + first]) + bytes(self._data[: count - first])
+        data = bytes(self._data[start : start + count])
+        if len(data) < count:
+            data += bytes(self._data[: count - len(data)])
         _native.store64(self._tails[reader], tail + count)
         self.bytes_read += count
         return data

@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
@@ -21,6 +22,7 @@ from hvdlite.topology import Topology
 
 Work = Sequence[tuple[Response, Submission]]
 
+_KNOWN_REQUESTS = 4096  # most of which it is remembered how their tensors lie
 _TELLING_BYTES = 256 << 10  # from here on bytes matter more than what every allreduce costs
 
 
@@ -60,7 +62,8 @@ class Executor:
         self._administer = administer
         self._staging = staging
         # A whole number of elements of every type, whatever the setting says.
-        self._chunk_bytes = max(ALIGNMENT, min(chunk_bytes, staging.nbytes) // ALIGNMENT * ALIGNMENT)
+        chunk = staging.narrow(0, max(ALIGNMENT, min(chunk_bytes, staging.nbytes) // ALIGNMENT * ALIGNMENT))
+        self._chunks = {dtype: chunk.as_dtype(dtype) for dtype in DType}
         self._buffers = buffers
         self._recorder = recorder
         self.executed = Executed()
@@ -70,7 +73,9 @@ class Executor:
         """Do one bucket; return the result of a request that has one (a bucket of several never has)."""
         self.executed.buckets += 1
         request = work[0][0].request
-        label = work[0][1].label if len(work) == 1 else f"{work[0][1].label} and {len(work) - 1} more"
+        label = work[0][1].label
+        if len(work) > 1:
+            label = f"{label} and {len(work) - 1} more"
         self._backend.label = label
         if request.kind is Kind.ALLREDUCE:
             before = self.executed.reduced_bytes
@@ -97,20 +102,25 @@ class Executor:
         return None
 
     def _allreduce(self, work: Work, label: str) -> None:
-        request = work[0][0].request
-        inputs = [view for _, submission in work for view in submission.inputs]
-        outputs = [view for _, submission in work for view in submission.outputs]
-        home = work[0][1].home
-        if request.place is not None and home is not None:
-            numel = _layout(inputs, inputs[0].dtype.itemsize)[2]
-            target = home.buffer.buffer(home.offset_bytes, numel, inputs[0].dtype)
-            self._reduce_through(target, inputs, outputs, request, label)
+        response, submission = work[0]
+        request, inputs, outputs = response.request, submission.inputs, submission.outputs
+        if request.place is not None and submission.home is not None:
+            home = submission.home
+            (layout,) = _layouts(request, True)
+            target = home.buffer.buffer(home.offset_bytes, layout.end, layout.dtype)
+            self._reduce_through(target, inputs, outputs, layout, request, label)
             return
-        for dtype, indices in _by_dtype(inputs):
-            wire = request.wire_dtype if request.wire_dtype is not None and dtype.is_floating else dtype
-            staging = self._staging.narrow(0, self._chunk_bytes).as_dtype(wire)
+        layouts = _layouts(request, False)
+        if len(work) > 1:
+            inputs = [view for _, submission in work for view in submission.inputs]
+            outputs = [view for _, submission in work for view in submission.outputs]
+            layouts = (_one_behind_the_other([_layouts(response.request, False)[0] for response, _ in work]),)
+        for layout in layouts:
+            own_inputs, own_outputs = inputs, outputs
+            if len(layouts) > 1:
+                own_inputs, own_outputs = [inputs[i] for i in layout.indices], [outputs[i] for i in layout.indices]
             self._reduce_through(
-                staging, [inputs[i] for i in indices], [outputs[i] for i in indices], request, label, is_home=False
+                self._chunks[layout.wire], own_inputs, own_outputs, layout, request, label, is_home=False
             )
 
     def _reduce_through(
@@ -118,6 +128,7 @@ class Executor:
         buffer: Buffer,
         inputs: Sequence[TensorView],
         outputs: Sequence[TensorView],
+        layout: _Layout,
         request: Request,
         label: str,
         is_home: bool = True,
@@ -126,11 +137,11 @@ class Executor:
 
         Tensors that live where ``buffer`` has them are not copied.
         """
-        wire, dtype = buffer.dtype, inputs[0].dtype
-        numels, offsets, total = _layout(inputs, wire.itemsize)
+        wire, dtype, total = layout.wire, layout.dtype, layout.end
         self.executed.reduced_bytes += total * wire.itemsize
-        sources = _native.TensorList([view.address for view in inputs], numels, offsets)
-        targets = _native.TensorList([view.address for view in outputs], numels, offsets)
+        sources = targets = _native.TensorList([view.address for view in inputs], layout.numels, layout.offsets)
+        if outputs is not inputs:
+            targets = _native.TensorList([view.address for view in outputs], layout.numels, layout.offsets)
         op, prescale, postscale = self._scales(request, wire)
         if not is_home and self._backend.allreduce_tensors(
             sources, targets, total, dtype, wire, op=op, prescale=prescale, postscale=postscale
@@ -250,17 +261,50 @@ def row_bounds(rows: int, size: int) -> list[int]:
     return [rank * share + min(rank, more) for rank in range(size + 1)]
 
 
-def _layout(views: Sequence[TensorView], itemsize: int) -> tuple[list[int], list[int], int]:
-    """(numels, offsets, end of the last tensor) of a fused layout, in elements."""
-    numels = [view.numel for view in views]
-    offsets, _ = slot_offsets(numels, itemsize)
-    return numels, offsets, offsets[-1] + numels[-1] if views else 0
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Tensors of one type as they lie in a fusion buffer; all but ``indices`` in elements of it."""
+
+    dtype: DType
+    wire: DType  # of the buffer
+    indices: Sequence[int]  # which tensors these are
+    numels: Sequence[int]
+    offsets: Sequence[int]
+    end: int  # of the last tensor
+    following: int  # where another tensor would start
 
 
-def _by_dtype(views: Sequence[TensorView]) -> Iterator[tuple[DType, list[int]]]:
-    order = sorted(range(len(views)), key=lambda i: views[i].dtype)
-    for dtype, indices in groupby(order, key=lambda i: views[i].dtype):
-        yield dtype, list(indices)
+@lru_cache(maxsize=_KNOWN_REQUESTS)
+def _layouts(request: Request, at_home: bool) -> tuple[_Layout, ...]:
+    """How the tensors of an allreduce lie in the buffer that they go through, for each type; remembered.
+
+    Args:
+        at_home: the tensors live there, so they travel as they are.
+    """
+    by_dtype: dict[DType, list[int]] = {}
+    for i, spec in enumerate(request.tensors):
+        by_dtype.setdefault(spec.dtype, []).append(i)
+    layouts = []
+    for dtype, indices in sorted(by_dtype.items()):
+        casts = request.wire_dtype is not None and dtype.is_floating and not at_home
+        wire = request.wire_dtype if casts and request.wire_dtype is not None else dtype
+        numels = [math.prod(request.tensors[i].shape) for i in indices]
+        offsets, following = slot_offsets(numels, wire.itemsize)
+        layouts.append(_Layout(dtype, wire, indices, numels, offsets, offsets[-1] + numels[-1], following))
+    return tuple(layouts)
+
+
+def _one_behind_the_other(layouts: Sequence[_Layout]) -> _Layout:
+    """Layouts of the same types as one."""
+    numels: list[int] = []
+    offsets: list[int] = []
+    end = following = 0
+    for layout in layouts:
+        numels += layout.numels
+        offsets += [following + offset for offset in layout.offsets]
+        end = following + layout.end
+        following += layout.following
+    return _Layout(layouts[0].dtype, layouts[0].wire, range(len(numels)), numels, offsets, end, following)
 
 
 def _windows(total: int, width: int) -> Iterator[tuple[int, int]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import NAMED, Kind, Request, Response
 from hvdlite.coordinator.submission import Submission
@@ -77,6 +78,15 @@ class OrderWatch:
         self._restart()
 
 
+@dataclass(slots=True)
+class _Turns:
+    """Of a request: where it is in the plan's period, and how often it was submitted so far."""
+
+    found_by: Request
+    positions: list[int] = field(default_factory=list)
+    offered: int = 0
+
+
 class FrozenPlan:
     """What this rank has of a plan. Operations count from 0, on and on through the periods.
 
@@ -89,49 +99,54 @@ class FrozenPlan:
         self.told = 0  # of these, those that the leader knows of
         self.done = 0
         self._entries = entries
-        self._positions: dict[Request, list[int]] = {}
+        self._turns: dict[Request, _Turns] = {}
         for position, (request, _) in enumerate(entries):
-            self._positions.setdefault(request, []).append(position)
-        self._offered: Counter[Request] = Counter()
-        self._names = {request.name for request, _ in entries}
+            self._turns.setdefault(request, _Turns(request)).positions.append(position)
         self._per_period = Counter(request.name for request, _ in entries)
+        self._named = [Response(request, NAMED) for request, _ in entries]
         self._pending: dict[int, Submission] = {}
 
     def offer(self, submission: Submission) -> bool:
         """Whether it is an operation of the plan, and the one that comes next of its kind."""
-        request = submission.request
-        positions = self._positions.get(request)
-        if positions is None and request.place is not None:  # not all ranks have it in the same place
-            request = request.at(None)
-            positions = self._positions.get(request)
-        if positions is None:
+        turns = self._turns_of(submission.request)
+        if turns is None:
             return False
-        turn, which = divmod(self._offered[request], len(positions))
-        index = turn * len(self._entries) + positions[which]
-        if submission.sequence != self._sequence(index):
+        turn, which = divmod(turns.offered, len(turns.positions))
+        position = turns.positions[which]
+        request, sequence = self._entries[position]
+        if sequence != NAMED:
+            sequence += (turn + 1) * self._per_period[request.name]
+        if submission.sequence != sequence:
             return False
-        self._offered[request] += 1
-        self._pending[index] = submission
+        turns.offered += 1
+        self._pending[turn * len(self._entries) + position] = submission
         while self.ready in self._pending:
             self.ready += 1
         return True
 
-    def _sequence(self, index: int) -> int:
-        turn, position = divmod(index, len(self._entries))
-        request, sequence = self._entries[position]
-        return sequence if sequence == NAMED else sequence + (turn + 1) * self._per_period[request.name]
+    def _turns_of(self, request: Request) -> _Turns | None:
+        turns = self._turns.get(request)
+        if turns is None:  # unless not all ranks have it in the same place
+            return None if request.place is None else self._turns.get(request.at(None))
+        if turns.found_by is not request:
+            # From now on without a comparison of contents, as long as the same operation has the same request.
+            del self._turns[request]
+            self._turns[request] = turns
+            turns.found_by = request
+        return turns
 
     def contradicts(self, submission: Submission) -> bool:
         """Of something that the plan does not take: whether the plan will not come true therefore."""
-        return submission.request.kind in (Kind.JOIN, Kind.CONFIGURE) or submission.request.name in self._names
+        return submission.request.kind in (Kind.JOIN, Kind.CONFIGURE) or submission.request.name in self._per_period
 
     def take(self, count: int) -> list[Response]:
         """What all ranks are ready for, up to operation ``count``; this rank does it now."""
         assert self.done <= count <= self.ready, (self.done, count, self.ready)
         responses = []
         for index in range(self.done, count):
+            response = self._named[index % len(self._entries)]
             sequence = self._pending.pop(index).sequence
-            responses.append(Response(self._entries[index % len(self._entries)][0], sequence))
+            responses.append(response if sequence == NAMED else Response(response.request, sequence))
         self.done = count
         return responses
 

@@ -187,6 +187,7 @@ class PlanMessage:
 Message = Claim | Response | Fault | Notice | EndOfBatch | PlanMessage
 
 _FRAME = struct.Struct("<BIqI")  # tag, slot, sequence, bytes of payload
+_VERBS = tuple(Verb)
 _DEFINE, _CLAIM, _RESPONSE, _FAULT, _NOTICE, _END_OF_BATCH, _PLAN = range(7)
 
 
@@ -209,7 +210,9 @@ class Encoder:
         self._slots: OrderedDict[Request, int] = OrderedDict()  # least recently used first
 
     def send(self, message: Message) -> None:
-        if isinstance(message, Claim):
+        if isinstance(message, PlanMessage):
+            self._frame(_PLAN, b"", message.verb, message.count)
+        elif isinstance(message, Claim):
             self.written.claims += 1
             varies = message.ranks is not None or message.sizes
             payload = json.dumps([message.ranks, message.sizes]).encode() if varies else b""
@@ -221,8 +224,6 @@ class Encoder:
             self._frame(_FAULT, json.dumps([*message.key, message.text]).encode())
         elif isinstance(message, Notice):
             self._frame(_NOTICE, json.dumps(message.content).encode())
-        elif isinstance(message, PlanMessage):
-            self._frame(_PLAN, b"", message.verb, message.count)
         else:
             self._frame(_END_OF_BATCH, b"")
 
@@ -250,25 +251,28 @@ class Decoder:
     """The receiving end of a link."""
 
     def __init__(self) -> None:
-        self._inbox = bytearray()
+        self._inbox = b""  # what has no end yet
         self._requests: dict[int, Request] = {}
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """The messages that ``data`` completes; exhaust it before the next call."""
-        self._inbox += data
+        if self._inbox:
+            data = self._inbox + data
         start = 0
-        while len(self._inbox) - start >= _FRAME.size:
-            tag, slot, sequence, length = _FRAME.unpack_from(self._inbox, start)
+        while len(data) - start >= _FRAME.size:
+            tag, slot, sequence, length = _FRAME.unpack_from(data, start)
             end = start + _FRAME.size + length
-            if end > len(self._inbox):
+            if end > len(data):
                 break
-            payload = bytes(self._inbox[start + _FRAME.size : end])
+            payload = data[start + _FRAME.size : end]
             start = end
-            if tag == _DEFINE:
+            if tag == _PLAN:
+                yield PlanMessage(_VERBS[slot], sequence)
+            elif tag == _DEFINE:
                 self._requests[slot] = Request.from_json(payload)
             else:
                 yield self._message(tag, slot, sequence, payload)
-        del self._inbox[:start]
+        self._inbox = data[start:]
 
     def _message(self, tag: int, slot: int, sequence: int, payload: bytes) -> Message:
         if tag == _CLAIM:
@@ -285,7 +289,5 @@ class Decoder:
             return Fault((name, number), text)
         if tag == _NOTICE:
             return Notice(json.loads(payload))
-        if tag == _PLAN:
-            return PlanMessage(Verb(slot), sequence)
         assert tag == _END_OF_BATCH, tag
         return EndOfBatch()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 
 from hvdlite.coordinator.messages import Kind, Request, Response
 from hvdlite.dtypes import DType
+
+_KNOWN_REQUESTS = 4096  # most of which it is remembered how they fuse
 
 
 def plan_buckets(responses: Sequence[Response], threshold_bytes: int) -> list[list[Response]]:
@@ -15,14 +19,15 @@ def plan_buckets(responses: Sequence[Response], threshold_bytes: int) -> list[li
     together they have at most ``threshold_bytes``; a later small one may still join an earlier bucket (Horovod's
     look-ahead). Everything else, and tensors that live in their slots, goes alone.
     """
+    if len(responses) == 1:
+        return [[*responses]]
     buckets: list[list[Response]] = []
     open_buckets: dict[tuple[object, ...], tuple[list[Response], int]] = {}
     for response in responses:
-        key = _fusion_key(response.request)
+        key, nbytes = _fusion(response.request)
         if key is None:
             buckets.append([response])
             continue
-        nbytes = request_bytes(response.request)
         bucket, filled = open_buckets.get(key, ([], 0))
         if not bucket or filled + nbytes > threshold_bytes:
             bucket, filled = [], 0
@@ -32,22 +37,13 @@ def plan_buckets(responses: Sequence[Response], threshold_bytes: int) -> list[li
     return buckets
 
 
-def request_bytes(request: Request) -> int:
-    """Bytes of all tensors, as the user holds them (without dimension 0 of an allgather)."""
-    total = 0
-    for tensor in request.tensors:
-        numel = 1
-        for extent in tensor.shape:
-            numel *= extent
-        total += numel * tensor.dtype.itemsize
-    return total
-
-
-def _fusion_key(request: Request) -> tuple[object, ...] | None:
-    """What must be equal for two requests to be fused; None where a request goes alone."""
+@lru_cache(maxsize=_KNOWN_REQUESTS)
+def _fusion(request: Request) -> tuple[tuple[object, ...] | None, int]:
+    """What must be equal for two requests to be fused, None where one goes alone; and how much this one fills."""
     if request.kind is not Kind.ALLREDUCE or request.place is not None:
-        return None
+        return None, 0
     dtypes: set[DType] = {tensor.dtype for tensor in request.tensors}
     if len(dtypes) != 1:
-        return None
-    return (*dtypes, request.op, request.prescale, request.postscale, request.wire_dtype)
+        return None, 0
+    nbytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in request.tensors)
+    return (*dtypes, request.op, request.prescale, request.postscale, request.wire_dtype), nbytes

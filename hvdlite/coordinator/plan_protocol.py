@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from hvdlite.coordinator.frozen_plan import FrozenPlan, OrderWatch
 from hvdlite.coordinator.messages import PlanMessage, Request, Response, Verb
@@ -24,12 +24,12 @@ Sender = tuple[int, ...]
 """The ranks that a sender speaks for."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """What a rank does because of a message of the log."""
 
-    responses: list[Response] = field(default_factory=list)
-    again: list[Submission] = field(default_factory=list)  # submit these once more
+    responses: Sequence[Response] = ()
+    again: Sequence[Submission] = ()  # submit these once more
     answer: PlanMessage | None = None
 
 
@@ -105,7 +105,7 @@ class PlanMember:
             elif verb is Verb.END:
                 assert self.plan is not None
                 step.responses = self.plan.take(message.count)
-                step.again = self.plan.leftovers() + step.again
+                step.again = [*self.plan.leftovers(), *step.again]
                 self.plan = None
         return step
 

@@ -30,10 +30,10 @@ class Submission:
     allocate: Allocate | None = None
     handle: Handle = field(default_factory=Handle)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
+    key: Key = field(init=False)
 
-    @property
-    def key(self) -> Key:
-        return self.request.name, self.sequence
+    def __post_init__(self) -> None:
+        self.key = self.request.name, self.sequence
 
     @property
     def label(self) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -129,8 +129,10 @@ class Coordinator:
         self._links = {child: Decoder() for child in self._tree.children}
         self._speaks_for = {child: topology.subtree_ranks(child, config.tree_fanout) for child in self._tree.children}
         self._passed_down: deque[bytes] = deque()  # of the log, what is not in this node's yet
-        self._log_outbox = bytearray()
         self._verdicts = Encoder(config.cache_capacity)  # the root's pen for the log
+        # Where no other node shall have it first, the root writes straight into its node's log.
+        self._is_alone = self._tree.parent is None and not self._tree.children
+        self._log_outbox = self._verdicts.outbox if self._is_alone else bytearray()
         self._stall = StallWatch(config, topology.ranks) if self._tree.parent is None else None
         self._plan_leader = PlanLeader(
             [*((rank,) for rank in topology.local_ranks), *self._speaks_for.values()],
@@ -265,28 +267,29 @@ class Coordinator:
             return False
 
     def _cycle(self) -> bool:
-        """Drain, negotiate, execute; whether there was anything to do."""
+        """Drain, negotiate, execute; whether something was heard, which may be followed by more to do."""
         self._check()
         self._progress.cycles += 1
         if self._recorder.mark_cycles:
             self._recorder.mark(Lane.CYCLE, "CYCLE_START")
-        busy = self._drain()
-        complaint = self._plan.complaint(time.monotonic()) if self._plan.plan is not None else None
-        if complaint is not None:
-            self._send_up(complaint)
-        if self._topology.is_leader:
-            busy |= self._negotiate()
+        if self._queue:
+            self._drain()
+        elif self._plan.plan is not None:
+            complaint = self._plan.complaint(time.monotonic())
+            if complaint is not None:
+                self._send_up(complaint)
+        busy = self._negotiate() if self._topology.is_leader else False
         self._flush()
-        for message in self._log.feed(self._page.read_log()):
+        data = self._page.read_log()
+        if data:
             busy = True
-            self._obey(message)
-            if self._stopped:  # several ranks may have announced the end
-                break
+            for message in self._log.feed(data):
+                self._obey(message)
+                if self._stopped:  # several ranks may have announced the end
+                    break
         return busy
 
-    def _drain(self) -> bool:
-        if not self._queue:
-            return False
+    def _drain(self) -> None:
         if self._config.cycle_ms:
             time.sleep(self._config.cycle_ms / 1e3)
         now_s = time.monotonic()
@@ -300,7 +303,6 @@ class Coordinator:
         if plan is not None and plan.ready > plan.told:
             plan.told = plan.ready
             self._page.set_ready(self._plan.number, plan.told)
-        return True
 
     def _send_up(self, message: Message) -> None:
         """To the leader of this node, be it another rank or this one."""
@@ -314,17 +316,13 @@ class Coordinator:
         now_s = time.monotonic()
         busy = False
         for local_rank, decoder in self._mailboxes.items():
-            rank = self._topology.local_ranks[local_rank]
-            for message in decoder.feed(self._page.receive(local_rank)):
+            data = self._page.receive(local_rank)
+            if data:
                 busy = True
-                self._hear(message, (rank,), now_s)
-        for node_index, data in self._tree.receive():
-            busy = True
-            if node_index == self._tree.parent:
-                self._pass_down(data)
-            else:
-                for message in self._links[node_index].feed(data):
-                    self._hear(message, self._speaks_for[node_index], now_s)
+                for message in decoder.feed(data):
+                    self._hear(message, (self._topology.local_ranks[local_rank],), now_s)
+        if not self._is_alone:
+            busy |= self._hear_nodes(now_s)
         if self._plan.plan is not None:
             self._pass_on(self._plan_leader.ready(self._page.ready(self._plan.number)))
         if self._tree.parent is not None:
@@ -332,6 +330,18 @@ class Coordinator:
                 self._claims.send(claim)
         else:
             self._judge(now_s)
+        return busy
+
+    def _hear_nodes(self, now_s: float) -> bool:
+        """Take what the parent and the children have sent; whether there was anything."""
+        busy = False
+        for node_index, data in self._tree.receive():
+            busy = True
+            if node_index == self._tree.parent:
+                self._pass_down(data)
+            else:
+                for message in self._links[node_index].feed(data):
+                    self._hear(message, self._speaks_for[node_index], now_s)
         return busy
 
     def _hear(self, message: Message, sender_ranks: tuple[int, ...], now_s: float) -> None:
@@ -367,7 +377,7 @@ class Coordinator:
         query = self._stall.look(self._negotiation.waiting, now_s)
         if query is not None:
             self._verdicts.send(query)
-        if self._verdicts.outbox:
+        if self._verdicts.outbox and not self._is_alone:
             self._pass_down(bytes(self._verdicts.outbox))
             self._verdicts.outbox.clear()
 
@@ -386,10 +396,11 @@ class Coordinator:
             assert self._tree.parent is not None
             self._tree.send(self._tree.parent, bytes(self._claims.outbox))
             self._claims.outbox.clear()
-        # This node may begin what other nodes will hear of while it is busy with that, and sends nothing more.
-        unsent = max(map(self._tree.unsent, self._tree.children), default=0)
-        while len(self._passed_down) > unsent:
-            self._log_outbox += self._passed_down.popleft()
+        if self._passed_down:
+            # This node may begin what other nodes will hear of while it is busy with that, and sends nothing more.
+            unsent = max(map(self._tree.unsent, self._tree.children), default=0)
+            while len(self._passed_down) > unsent:
+                self._log_outbox += self._passed_down.popleft()
         if self._log_outbox:
             self._page.publish(self._log_outbox)
 
@@ -408,7 +419,9 @@ class Coordinator:
 
     def _obey(self, message: Message) -> None:
         """Do what the log says."""
-        if isinstance(message, Response):
+        if isinstance(message, PlanMessage):
+            self._obey_plan(message)
+        elif isinstance(message, Response):
             self._progress.responses += 1
             self._batch.append(message)
             self._plan.logged(message)
@@ -416,8 +429,6 @@ class Coordinator:
             self._progress.batches += 1
             batch, self._batch = self._batch, []
             self._execute_fused(batch)
-        elif isinstance(message, PlanMessage):
-            self._obey_plan(message)
         elif isinstance(message, Fault):
             self._progress.faults += 1
             submission = self._take(message.key)
@@ -433,24 +444,30 @@ class Coordinator:
         if step.responses:
             self._progress.counted += len(step.responses)
             self._progress.batches += 1
-        self._queue.extendleft(reversed(step.again))
+        if step.again:
+            self._queue.extendleft(reversed(step.again))
         if step.answer is not None:
             self._send_up(step.answer)
-        self._execute_fused(step.responses)
+        if step.responses:
+            self._execute_fused(step.responses)
 
-    def _execute_fused(self, responses: list[Response]) -> None:
+    def _execute_fused(self, responses: Sequence[Response]) -> None:
         for bucket in plan_buckets(responses, self._config.fusion_threshold_bytes):
             self._execute(bucket)
 
     def _execute(self, bucket: list[Response]) -> None:
         now_ns = time.monotonic_ns()
         with self._lock:
-            work = [(response, self._in_flight[response.key]) for response in bucket if response.key in self._in_flight]
-            if self._has_joined:  # the others go on without this rank
-                work = [(response, self._in_flight.get(response.key) or absent(response)) for response in bucket]
-        if len(work) != len(bucket):  # closed meanwhile; the reason is on its way to every rank
-            self._check()
-            return
+            found = [self._in_flight.get(response.key) for response in bucket]
+            has_joined = self._has_joined
+        work = []
+        for response, submission in zip(bucket, found, strict=True):
+            if submission is None:
+                if not has_joined:  # closed meanwhile; the reason is on its way to every rank
+                    self._check()
+                    return
+                submission = absent(response)  # the others go on without this rank
+            work.append((response, submission))
         if self._recorder.enabled:
             for response, submission in work:
                 kind = response.request.kind.label
@@ -459,10 +476,11 @@ class Coordinator:
         if bucket[0].request.kind is Kind.JOIN:
             self._end_join()
         result = self._executor.execute(work)
-        for _, submission in work:
-            taken = self._take(submission.key)
-            if taken is not None:
-                taken.handle.succeed(result)
+        with self._lock:
+            done = [self._in_flight.pop(response.key, None) for response in bucket]
+        for submission in done:
+            if submission is not None:  # not taken meanwhile by whoever closes
+                submission.handle.succeed(result)
 
     def _end_join(self) -> None:
         """Every rank has joined, and every rank goes on."""

@@ -48,6 +48,7 @@ class FusionBuffer:
         self._segment_memory = segment_memory
         self._index = index
         self._stride = stride
+        self._start = int(segment_memory.ctypes.data)
 
     @property
     def memory(self) -> np.ndarray:
@@ -58,12 +59,12 @@ class FusionBuffer:
     @property
     def address(self) -> int:
         """Of this rank's own copy."""
-        return int(self._segment_memory.ctypes.data) + self._index * self._stride
+        return self._start + self._index * self._stride
 
     def buffer(self, offset_bytes: int, numel: int, dtype: DType) -> Buffer:
         """``numel`` elements of every local rank's copy, from ``offset_bytes`` on."""
         assert offset_bytes + numel * dtype.itemsize <= self.nbytes, (offset_bytes, numel, dtype, self.nbytes)
-        start = int(self._segment_memory.ctypes.data) + offset_bytes
+        start = self._start + offset_bytes
         copies = tuple(range(start, start + len(self._segment_memory), self._stride))
         return Buffer(copies, self._index, numel, dtype, self._segment_memory)
 
@@ -90,8 +91,9 @@ class FusionBuffers:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._made = 0
-        # (id, segment, stride, nbytes). Replaced as a whole: user threads search it while the coordinator adds.
-        self._known: tuple[tuple[int, weakref.ref[np.ndarray], int, int], ...] = ()
+        # (id, segment, address of this rank's copy, stride, nbytes). Replaced as a whole: user threads search it while
+        # the coordinator adds.
+        self._known: tuple[tuple[int, weakref.ref[np.ndarray], int, int, int], ...] = ()
 
     def make(self, nbytes: int) -> FusionBuffer:
         """A collective call of the coordinator threads, in the agreed order."""
@@ -99,17 +101,16 @@ class FusionBuffers:
         memory = self._node.share(self._node.local_size * stride).memory
         buffer = FusionBuffer(self._made, memory, self._node.local_rank, stride, nbytes)
         alive = [entry for entry in self._known if entry[1]() is not None]
-        self._known = (*alive, (self._made, weakref.ref(memory), stride, nbytes))
+        self._known = (*alive, (self._made, weakref.ref(memory), buffer.address, stride, nbytes))
         self._made += 1
         return buffer
 
     def find(self, address: int, nbytes: int) -> Home | None:
         """The home of a tensor by its address; None where it lives elsewhere."""
-        for buffer_id, reference, stride, size in self._known:
-            memory = reference()
-            if memory is None:
-                continue
-            offset = address - int(memory.ctypes.data) - self._node.local_rank * stride
+        for buffer_id, reference, start, stride, size in self._known:
+            offset = address - start
             if 0 <= offset <= size - nbytes:
-                return Home(FusionBuffer(buffer_id, memory, self._node.local_rank, stride, size), offset)
+                memory = reference()
+                if memory is not None:
+                    return Home(FusionBuffer(buffer_id, memory, self._node.local_rank, stride, size), offset)
         return None

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +26,7 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """How tensors are combined: everything about an operation that reduces but the tensors and the name."""
 
     op: ReduceOp
@@ -72,6 +70,8 @@ def check_op(op: int) -> ReduceOp:
     Raises:
         ValueError: it is none of Average, Sum, Adasum, Min, Max, Product.
     """
+    if type(op) is ReduceOp:
+        return op
     try:
         return ReduceOp(op)
     except ValueError:
@@ -128,12 +128,15 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, reduction: Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
+        reduction: Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.reduction, ctx.grouped = reduction, grouped
         return tuple(
             _start_allreduce(tensors, name, reduction, in_place=False, grouped=grouped, background=False).synchronize()
         )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.reduction, _, ctx.grouped = inputs[:3]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -151,10 +154,23 @@ def reduce_compressed(
 ) -> list[torch.Tensor]:
     """Apply ``function``, a differentiable reduction; a compressor of the user's works before and after it."""
     if not is_custom(compression):
-        return list(function.apply(reduction, name, grouped, *tensors))  # type: ignore[no-untyped-call]
+        return _applied(function, reduction, name, grouped, tensors)
     compressed = [compression.compress(tensor) for tensor in tensors]
-    reduced = function.apply(reduction, name, grouped, *(tensor for tensor, _ in compressed))  # type: ignore[no-untyped-call]
+    reduced = _applied(function, reduction, name, grouped, [tensor for tensor, _ in compressed])
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
+
+
+def _applied(
+    function: type[torch.autograd.Function],
+    reduction: Reduction,
+    name: str | None,
+    grouped: bool,
+    tensors: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """``function`` of ``tensors``; through autograd, which takes 10 us, where a gradient may be asked for."""
+    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
+        return list(function.apply(reduction, name, grouped, *tensors))  # type: ignore[no-untyped-call]
+    return list(function.forward(reduction, name, grouped, *tensors))
 
 
 def allreduce(

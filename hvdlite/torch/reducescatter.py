@@ -23,10 +23,13 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, reduction: Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
+        reduction: Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.reduction, ctx.grouped = reduction, grouped
         return tuple(_start_reducescatter(tensors, name, reduction, grouped=grouped).synchronize())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.reduction = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

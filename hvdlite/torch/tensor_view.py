@@ -44,14 +44,15 @@ def check_tensor(tensor: object, what: str) -> torch.Tensor:
         raise ValueError(f"{what}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what}: the layout is {tensor.layout}; pass tensor.to_dense()")
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(
             f"{what}: the tensor is on {tensor.device}, hvdlite communicates CPU tensors; pass tensor.cpu()"
         )
-    try:
-        dtype_of(tensor.dtype)
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from None
+    if tensor.dtype not in _DTYPES:
+        try:
+            dtype_of(tensor.dtype)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
     return tensor
 
 
@@ -66,7 +67,8 @@ def view_of(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Tenso
 
 def contiguous_block(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """``tensor`` without its history, where it lies contiguously; else a contiguous copy."""
-    return check_tensor(tensor, what).detach().contiguous()
+    tensor = check_tensor(tensor, what)
+    return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
 
 
 def copied_back(tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
