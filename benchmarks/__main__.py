@@ -68,7 +68,7 @@ PROGRAMS = {
     ),
     "slot": Program(on_ranks(4, "slot.py")),
     "latency": Program(on_ranks(2, "latency.py")),
-    "train_step": Program(on_ranks(2, "train_step.py", "--seconds=50")),
+    "train_step": Program(on_ranks(2, "train_step.py")),
     "one_rank": Program(("train_step.py", "--threads=1", "--seconds=10")),
     "timeline_cost": Program(on_ranks(2, "timeline_cost.py")),
     "costs": Program(on_ranks(2, "costs.py"), takes_turns=False),

@@ -26,7 +26,7 @@ from torch import nn
 import hvdlite
 import hvdlite.torch as hvd
 from measure import add_json_option, describe, keep_collector_out, meet, provenance, table, write_json
-from models import MODELS, Task
+from models import SHORT, Task
 from training import Alone, Hvdlite, Way
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def print_memory(found: dict[str, dict[str, Any]], start_bytes: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    names = [task.name for task in MODELS]
+    names = [task.name for task in SHORT]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help="for memory")
     parser.add_argument("--idle-s", type=float, default=10.0, help="default: %(default)s")
     parser.add_argument("--wait-s", type=float, default=5.0, help="default: %(default)s")
@@ -193,7 +193,7 @@ def main() -> None:
 def measure(comm: MPI.Comm, options: argparse.Namespace, way: Way, start_bytes: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "memory" in options.what:
-        chosen = [task for task in MODELS if task.name in options.models]
+        chosen = [task for task in SHORT if task.name in options.models]
         found["memory"] = {task.name: memory(comm, task, start_bytes) for task in chosen}
         found["start_bytes"] = start_bytes
         if comm.rank == 0:

@@ -89,9 +89,13 @@ def step_times(reports: dict[str, Report]) -> Figure:
     """Of each model and way, the step without communication and what communication adds."""
     report = reports["train_step"]
     models = report["models"]
-    figure = Figure(figsize=(2.6 * len(models) + 1.2, 3.3))
-    grid = figure.subplots(1, len(models), sharey=True, squeeze=False)
-    for axes, model in zip(grid[0], models, strict=True):
+    columns = min(len(models), 3)
+    rows = -(-len(models) // columns)
+    figure = Figure(figsize=(2.9 * columns + 1.2, 2.8 * rows + 0.6))
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for axes in grid.flat[len(models) :]:
+        axes.set_axis_off()
+    for axes, model in zip(grid.flat, models, strict=False):
         ways = [*model["ways"]]
         alone = model["ways"][ways[0]]["median_ms"]
         exposed = [model["ways"][way]["exposed_ms"] for way in ways]

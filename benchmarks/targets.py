@@ -10,7 +10,8 @@ from measure import size
 
 KIB, MIB = 1 << 10, 1 << 20
 BACKEND, IN_SLOT, ELSEWHERE = "hvdlite backend", "hvd, in its slot", "hvd, elsewhere"
-COMPUTE_BOUND = ("convolutional", "transformer")
+COMPUTE_BOUND = ("ResNet-50", "small GPT")
+HARDER = ("convolutional", "transformer")  # communicate twice as much per time of compute
 TINY = "400 tiny parameters"
 COUNTS = 1.02  # simple MPI is to be beaten where it makes a step so much longer
 MEMORY_SHARE, MEMORY_BYTES = 0.05, 16 * MIB  # of the gradients, and besides
@@ -194,8 +195,9 @@ def _exposed(reports: Reports) -> Iterator[Figure]:
 
 def _compute_bound(reports: Reports) -> Iterator[Figure]:
     for model, found in _models(reports, "train_step"):
-        if model in COMPUTE_BOUND:
-            yield _figure(model, found["ways"]["hvdlite"]["relative"], 1.015)
+        if model in COMPUTE_BOUND + HARDER:
+            limit = 1.015 if model in COMPUTE_BOUND else None
+            yield _figure(model, found["ways"]["hvdlite"]["relative"], limit)
 
 
 def _one_rank(reports: Reports) -> Iterator[Figure]:

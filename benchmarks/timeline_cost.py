@@ -34,8 +34,8 @@ from measure import (
     table,
     write_json,
 )
-from models import MODELS, Task
-from train_step import WARM_UP, block
+from models import SHORT, Task
+from train_step import CHECKED, UNTIL_FROZEN, block
 from training import Hvdlite
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def measure(task: Task, comm: MPI.Comm, rounds: int, block_s: float, path: Path) -> dict[str, Any]:
     """Medians with the timeline off and on, and how many events a step records, over all ranks."""
     way = Hvdlite(task, comm)
-    steps = comm.bcast(math.ceil(block_s / float(np.median(block(way, comm, WARM_UP)))))
+    steps = comm.bcast(math.ceil(block_s / float(np.median(block(way, comm, CHECKED + UNTIL_FROZEN)))))
     seconds: dict[bool, list[list[float]]] = {False: [], True: []}
     events = []
     for recorded in in_turns((False, True), rounds):
@@ -69,7 +69,7 @@ def measure(task: Task, comm: MPI.Comm, rounds: int, block_s: float, path: Path)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [task.name for task in MODELS]
+    names = [task.name for task in SHORT]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
     parser.add_argument("--rounds", type=int, default=10, help="blocks with and without (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of each block, at least (default: %(default)s)")
@@ -85,7 +85,7 @@ def main() -> None:
     facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "timeline.json")
-        chosen = [task for task in MODELS if task.name in options.models]
+        chosen = [task for task in SHORT if task.name in options.models]
         found = {task.name: measure(task, comm, options.rounds, options.seconds, path) for task in chosen}
     if comm.rank == 0:
         print(describe(facts))

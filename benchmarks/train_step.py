@@ -4,7 +4,8 @@
     mpirun -np 2 python train_step.py --json results/train_step.json
     python train_step.py --threads 1                       # one rank: what hooks and coordinator cost
 
-The ways take turns, a block of few steps each, and are compared within each round of turns.
+The ways take turns, a block of few steps each, and are compared within each round of turns. A long step is a
+block of its own.
 """
 
 from __future__ import annotations
@@ -36,21 +37,25 @@ from measure import (
     table,
     write_json,
 )
-from models import MODELS, Task
+from models import LONG, SHORT, Task
 from peers import start_gloo
 from training import DDPS, SIMPLE, Alone, Hvdlite, Way
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-LEAST_ROUNDS, MOST_ROUNDS = 8, 60
-WARM_UP = 8  # steps: until buckets are in the order of backward, and that order is frozen
+MODELS = (*LONG, *SHORT)
+LEAST_ROUNDS, MOST_ROUNDS = 7, 60
+LONG_S = 0.1  # so long a step is a block of its own: what ran before it, and who starts first, no longer matters
+CHECKED = 3  # steps: until buckets are in the order of backward
+UNTIL_FROZEN = 6  # more: until that order is frozen
 
 
-def block(way: Way, comm: MPI.Comm, steps: int) -> list[float]:
-    """Seconds of each of ``steps`` steps. One step more goes before, to start the ranks together."""
+def block(way: Way, comm: MPI.Comm, steps: int, *, led: bool = True) -> list[float]:
+    """Seconds of each of ``steps`` steps. If ``led`` one step more goes before, to start the ranks together."""
     meet(comm)
-    way.step()
+    if led:
+        way.step()
     seconds = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -74,17 +79,22 @@ def check_equal(ways: Sequence[Way], comm: MPI.Comm) -> None:
             assert same, f"{way.label}: '{name}' differs on rank {comm.rank} by {(parameter - value).abs().max()}"
 
 
-def measure(task: Task, comm: MPI.Comm, rounds: int | None, steps: int, seconds_in_all: float) -> dict[str, Any]:
+def measure(task: Task, comm: MPI.Comm, rounds: int | None, steps: int | None, seconds_in_all: float) -> dict[str, Any]:
     """All ways of one model, and how they compare; the trained models are compared after warming up."""
     kinds: tuple[type[Way], ...] = (Alone, Hvdlite, *DDPS, *SIMPLE) if comm.size > 1 else (Alone, Hvdlite)
     ways = {kind.label: kind(task, comm) for kind in kinds}
-    round_s = sum((steps + 1) * float(np.median(block(way, comm, WARM_UP))) for way in ways.values())
-    rounds = rounds or comm.bcast(max(LEAST_ROUNDS, min(MOST_ROUNDS, round(seconds_in_all / round_s))))
+    step_s = [float(np.median(block(way, comm, CHECKED, led=False))) for way in ways.values()]
     check_equal([*ways.values()], comm)
+    block(ways[Hvdlite.label], comm, UNTIL_FROZEN, led=False)
+    led = comm.bcast(min(step_s) < LONG_S)
+    steps = steps or (3 if led else 1)
+    rounds = rounds or comm.bcast(
+        max(LEAST_ROUNDS, min(MOST_ROUNDS, round(seconds_in_all / ((steps + led) * sum(step_s)))))
+    )
     before = hvd.statistics()
     seconds: dict[str, list[list[float]]] = {label: [] for label in ways}
     for label in in_turns([*ways], rounds):
-        seconds[label].append(block(ways[label], comm, steps))
+        seconds[label].append(block(ways[label], comm, steps, led=led))
     after = hvd.statistics()
     submitted, counted = (after[name] - before[name] for name in ("submissions", "counted"))
     worst = {label: slowest(comm, own).reshape(rounds, steps) * 1e3 for label, own in seconds.items()}
@@ -150,11 +160,12 @@ def print_model(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [task.name for task in MODELS]
-    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
-    parser.add_argument("--seconds", type=float, default=50.0, help="for each model, about (default: %(default)s)")
+    text = f"{', '.join(names)} (default: all; on one rank not the first {len(LONG)})"
+    parser.add_argument("--models", nargs="+", choices=names, metavar="MODEL", help=text)
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each model, about (default: %(default)s)")
     text = f"blocks of each way and model (default: {LEAST_ROUNDS} to {MOST_ROUNDS}, by what --seconds allows)"
     parser.add_argument("--rounds", type=int, help=text)
-    parser.add_argument("--steps", type=int, default=3, help="of each block (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help=f"of each block (default: 3, or 1 of more than {LONG_S} s)")
     parser.add_argument("--threads", type=int, help="of a rank's torch (default: as many as make a thread per core)")
     add_json_option(parser)
     options = parser.parse_args()
@@ -172,8 +183,8 @@ def main() -> None:
         print(f"{torch.get_num_threads()} thread(s) per rank; exposed: beyond the step without communication; ", end="")
         print("relative: to it; (from, to): 95 % interval", flush=True)
     found = []
-    for task in MODELS:
-        if task.name in options.models:
+    for task in MODELS if comm.size > 1 or options.models else SHORT:
+        if options.models is None or task.name in options.models:
             found.append(measure(task, comm, options.rounds, options.steps, options.seconds))
             if comm.rank == 0:
                 print_model(found[-1])

@@ -71,6 +71,11 @@ class Slot:
             self.shape = tuple(self.shape[dim] for dim in by_stride)
 
     @property
+    def is_large(self) -> bool:
+        """Whether its gradient is a tensor of its own to the coordinator."""
+        return self.nbytes > _SMALL_BYTES
+
+    @property
     def could_be_sparse(self) -> bool:
         """Whether its gradient on this rank is one to be reduced as a sparse one: of rows, as embeddings have them."""
         gradient = self.param.grad
@@ -79,6 +84,15 @@ class Slot:
             and gradient.layout is torch.sparse_coo
             and gradient.sparse_dim() == 1
             and not self.sparse_as_dense
+        )
+
+    def fits(self, gradient: torch.Tensor) -> bool:
+        """Whether `laid_out` would return ``gradient`` itself, as it would in almost all cases; False may be wrong."""
+        return (
+            gradient.layout is torch.strided
+            and gradient.dtype is self.dtype
+            and gradient.numel() == self.numel
+            and gradient.stride() == self.strides
         )
 
     def laid_out(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -154,14 +168,19 @@ class Bucket(ABC):
         self.slots = slots
         self.names = [slot.name for slot in slots]
         self.missing = 0  # active slots whose gradients are not complete yet
+        self.loaded: Any = None  # what `load` took, until it is submitted
         self.pending: Pending | None = None  # from submission to synchronize()
 
     @abstractmethod
+    def load(self) -> None:
+        """Set `loaded`: the gradients as they are; a parameter without one contributes zeros."""
+
+    @abstractmethod
     def submit(self, allreduce: Callable[..., Pending]) -> None:
-        """Set `pending`; a parameter without gradient contributes zeros.
+        """Set `pending`, a reduction of what was loaded.
 
         Args:
-            allreduce: `Runtime.allreduce_async` with the options that all buckets share.
+            allreduce: `Group.allreduce_async` with the options that all buckets share.
         """
 
     @abstractmethod
@@ -181,7 +200,7 @@ class SparseBucket(Bucket):
         self._reduction = reduction
         self._reduced: SparseReduction | None = None
 
-    def submit(self, allreduce: Callable[..., Pending]) -> None:
+    def load(self) -> None:
         slot = self.slots[0]
         gradient = slot.param.grad if slot.active else None
         if gradient is None:
@@ -191,7 +210,11 @@ class SparseBucket(Bucket):
             slot.version = gradient._version
             if not slot.could_be_sparse:  # a dense one, after another way through the model
                 gradient = gradient.to_dense().to_sparse(1)
-        self.pending = self._reduced = self._reduction(gradient, self.name)
+        self.loaded = gradient
+
+    def submit(self, allreduce: Callable[..., Pending]) -> None:
+        self.pending = self._reduced = self._reduction(self.loaded, self.name)
+        self.loaded = None
 
     def deliver(self) -> None:
         slot = self.slots[0]
@@ -206,9 +229,13 @@ class DenseBucket(Bucket):
 
     home: Home | None = None
 
+    def load(self) -> None:
+        self.loaded = self._tensors()
+
     def submit(self, allreduce: Callable[..., Pending]) -> None:
-        inputs, outputs = self.load()
+        inputs, outputs = self.loaded
         self.pending = allreduce(inputs, outputs, name=self.name, names=self.names, home=self.home)
+        self.loaded = None
 
     def leave_out(self, slot: Slot) -> None:
         """Go without ``slot``; before submission, and not where slots have homes."""
@@ -216,14 +243,14 @@ class DenseBucket(Bucket):
         self.names = [other.name for other in self.slots]
 
     @abstractmethod
-    def load(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
-        """(inputs, outputs) of the allreduce."""
+    def _tensors(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
+        """(inputs, outputs) of the allreduce of the gradients as they are."""
 
 
 class LooseBucket(DenseBucket):
     """Gradients in memory of their own, which come and go through the runtime's staging buffer."""
 
-    def load(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
+    def _tensors(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
         views = [view_of(slot.dense_gradient(), slot.shape) for slot in self.slots]
         return views, views
 
@@ -241,7 +268,7 @@ class CompressedBucket(DenseBucket):
         self._compression = compression
         self._compressed: list[tuple[torch.Tensor, Any]] = []
 
-    def load(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
+    def _tensors(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
         self._compressed = []
         for slot in self.slots:
             tensor, ctx = self._compression.compress(slot.dense_gradient())
@@ -281,7 +308,7 @@ class BlockBucket(DenseBucket):
         self._block = TensorView(memory.ctypes.data, (numel,), self._dtype, memory)
         self.names = [*self.names[: len(self._large)], _range_name(self._small)]
 
-    def load(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
+    def _tensors(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
         inputs, outputs = self._load_large()
         if not self._small:
             return inputs, outputs
@@ -301,7 +328,7 @@ class BlockBucket(DenseBucket):
                 addresses.append(0)
                 continue
             slot.version = gradient._version
-            if gradient is not slot.view:
+            if not slot.fits(gradient):
                 gradient = slot.laid_out(gradient)
                 kept.append(gradient)
             addresses.append(gradient.data_ptr())
@@ -312,7 +339,8 @@ class BlockBucket(DenseBucket):
         for slot in self.slots:
             if slot.active:
                 gradient = slot.param.grad
-                slot.warn_if_changed(gradient)
+                if gradient is None or gradient._version != slot.version:
+                    slot.warn_if_changed(gradient)
                 if slot.view is not None and gradient is not slot.view:
                     slot.param.grad = slot.view
 
@@ -327,11 +355,11 @@ class HomeBucket(BlockBucket):
         self.home = Home(buffer, offset_bytes)
         for slot, start in zip(large, starts, strict=True):
             slot.view = _view_into(buffer.memory, start, slot)
-        self._views = [view_of(slot.view, slot.shape) for slot in large if slot.view is not None]
-        self._zeros = [TensorView(0, view.shape, view.dtype, None) for view in self._views]
+        self._places = [view_of(slot.view, slot.shape) for slot in large if slot.view is not None]
+        self._zeros = [TensorView(0, view.shape, view.dtype, None) for view in self._places]
 
     def _load_large(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
-        inputs = list(self._views)
+        inputs = list(self._places)
         for i, slot in enumerate(self._large):
             gradient = slot.param.grad
             if gradient is None or not slot.active:
@@ -340,13 +368,13 @@ class HomeBucket(BlockBucket):
             slot.version = gradient._version
             if gradient is not slot.view:
                 inputs[i] = view_of(slot.laid_out(gradient), slot.shape)
-        return inputs, self._views
+        return inputs, self._places
 
 
 def _by_size(slots: Sequence[Slot]) -> tuple[list[Slot], list[Slot]]:
     """(large, small)."""
-    large = [slot for slot in slots if slot.nbytes > _SMALL_BYTES]
-    return large, [slot for slot in slots if slot.nbytes <= _SMALL_BYTES]
+    large = [slot for slot in slots if slot.is_large]
+    return large, [slot for slot in slots if not slot.is_large]
 
 
 def _view_into(memory: np.ndarray, start: int, slot: Slot) -> torch.Tensor:

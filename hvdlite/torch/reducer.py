@@ -1,12 +1,14 @@
 """GradientReducer: takes each gradient from autograd's hook to the runtime while backward runs, and waits for all.
 
-A gradient's way: `_on_gradient` counts it; the last one of its bucket calls `_submit`, which hands the bucket to the
-coordinator thread; `synchronize`, from ``optimizer.step()``, waits and makes ``p.grad`` the reduced gradient.
+A gradient's way: `_on_gradient` counts it; the last one of its bucket has the bucket loaded and, where there are
+several buckets, handed to the coordinator thread by `_submit`; `synchronize`, from ``optimizer.step()``, submits what
+is left, waits, and makes ``p.grad`` the reduced gradient.
 
 The first step guesses that gradients arrive in the reverse of the order of the parameters. At its end the order in
 which they did arrive on rank 0 is made everybody's plan, with buckets of the size that suits nodes and network. By
 then the ranks have also agreed on which gradients are sparse; buckets with one that may be wait for that. Homes for
-gradients are allocated where they are of use: across nodes at once, on one node after the second step if they stay.
+gradients are allocated where they are of use: across nodes at once, and for buckets of small ones; for others on one
+node after the second step, if they stay.
 """
 
 from __future__ import annotations
@@ -188,7 +190,7 @@ class GradientReducer:
         assert bucket is not None
         bucket.missing -= 1
         if bucket.missing == 0:
-            self._submit(bucket)
+            self._complete(bucket)
 
     def _begin(self) -> None:
         """The first gradient of a step."""
@@ -203,8 +205,18 @@ class GradientReducer:
             now_ns = time.monotonic_ns()
             self._backward_ns = (now_ns, now_ns)
 
-    def _submit(self, bucket: Bucket) -> None:
-        """Hand ``bucket`` to the coordinator thread."""
+    def _complete(self, bucket: Bucket) -> None:
+        """All gradients of ``bucket`` are there."""
+        bucket.load()
+        # The only bucket of a plan by the order of arrival has nothing to overlap: step() reduces it itself.
+        if self._plans == 1 or len(self._buckets) > 1:
+            self._submit(bucket)
+        if self.recorder.enabled:
+            self.recorder.mark(Lane.BACKWARD, bucket.name)
+            self._backward_ns = (self._backward_ns[0], time.monotonic_ns())
+
+    def _submit(self, bucket: Bucket, background: bool = True) -> None:
+        """Hand ``bucket`` to the coordinator thread; or to this one, if it waits for it at once."""
         factor = self.reduction.predivide_factor
         allreduce = partial(
             self._group.allreduce_async,
@@ -212,15 +224,15 @@ class GradientReducer:
             prescale=1.0 / factor,
             postscale=factor,
             wire_dtype=self._wire_dtype,
+            background=background,
         )
         try:
+            if bucket.loaded is None:  # some of its parameters took no part in backward on this rank
+                bucket.load()
             bucket.submit(allreduce)
         except HorovodInternalError:
             self._reset()
             raise
-        if self.recorder.enabled:
-            self.recorder.mark(Lane.BACKWARD, bucket.name)
-            self._backward_ns = (self._backward_ns[0], time.monotonic_ns())
 
     # In step().
 
@@ -265,9 +277,9 @@ class GradientReducer:
             self._tuner = None
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.pending is None:  # some of its parameters took no part in backward on this rank
-                self._submit(bucket)
+        left = [bucket for bucket in buckets if bucket.pending is None]
+        for bucket in left:
+            self._submit(bucket, background=bucket is not left[-1])
         failure: HorovodInternalError | None = None
         for bucket in buckets:
             try:
@@ -293,7 +305,7 @@ class GradientReducer:
         for slot in self._slots:
             slot.passes_left = self._passes
         for bucket in self._buckets:
-            bucket.pending = None
+            bucket.loaded = bucket.pending = None
             bucket.missing = sum(slot.active for slot in bucket.slots)
 
     # Plans.
@@ -345,12 +357,11 @@ class GradientReducer:
             slot.bucket = slot.view = None
             slot.active = False
         parts = self._parts(order, self._group.config.bucket_bytes or self._layout.bucket_bytes)
-        if self._layout.has_homes:
-            self._buckets = self._homes(parts)
-        elif self._plans == 1:
-            self._buckets = [self._bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
+        named = [(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
+        if self._plans == 1:
+            self._buckets = [self._bucket(name, part) for name, part in named]
         else:
-            self._buckets = [self._block_bucket(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
+            self._buckets = self._placed(named)
         self._buckets += [self._sparse_bucket(slot) for slot in sparse]
         for bucket in self._buckets:
             for slot in bucket.slots:
@@ -427,19 +438,27 @@ class GradientReducer:
                 slot.bucket = self._sparse_bucket(slot)
                 self._buckets.append(slot.bucket)
 
-    def _homes(self, parts: Sequence[Sequence[Slot]]) -> list[Bucket]:
-        """Buckets with homes, in one fusion buffer per dtype."""
+    def _has_home(self, part: Sequence[Slot]) -> bool:
+        """Small gradients are copied into a block in any case, so that may as well be in the fusion buffer."""
+        return self._layout.has_homes or (self._could_have_homes and not any(slot.is_large for slot in part))
+
+    def _placed(self, named: Sequence[tuple[str, Sequence[Slot]]]) -> list[Bucket]:
+        """The buckets of these names and slots, those with a home in one fusion buffer per dtype."""
         totals: dict[torch.dtype, int] = {}
-        for part in parts:
-            totals[part[0].dtype] = totals.get(part[0].dtype, 0) + block_bytes(part)
+        for _, part in named:
+            if self._has_home(part):
+                totals[part[0].dtype] = totals.get(part[0].dtype, 0) + block_bytes(part)
         for dtype, nbytes in totals.items():
             if dtype not in self._buffers or self._buffers[dtype].nbytes != nbytes:
                 self._buffers[dtype] = self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
         offsets = dict.fromkeys(totals, 0)
         buckets: list[Bucket] = []
-        for i, part in enumerate(parts):
+        for name, part in named:
+            if not self._has_home(part):
+                buckets.append(self._block_bucket(name, part))
+                continue
             dtype = part[0].dtype
-            buckets.append(HomeBucket(f"{self._prefix}.bucket{i}", part, self._buffers[dtype], offsets[dtype]))
+            buckets.append(HomeBucket(name, part, self._buffers[dtype], offsets[dtype]))
             offsets[dtype] += block_bytes(part)
         return buckets
 

@@ -117,6 +117,7 @@ class FakeRuntime:
                 "names": names,
                 "op": op,
                 "home": home is not None,
+                "background": background,
                 "shapes": [view.shape for view in inputs],
                 "wire_dtype": wire_dtype,
                 "prescale": prescale,
