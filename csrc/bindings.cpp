@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,7 +35,9 @@ void register_reduce(py::module_& m) {
       "reduce",
       [](const Addresses& destinations, const Addresses& sources, std::uint64_t numel, int dtype, int op,
          double prescale, double postscale) {
-        reduce(destinations, sources, numel, static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale);
+        if (sources.empty()) throw std::invalid_argument("reduce: at least one source is needed");
+        const Reducer reducer(static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale);
+        reducer.reduce(destinations, sources, 0, numel);
       },
       "destinations"_a, "sources"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a = 1.0, "postscale"_a = 1.0,
       WithoutGil());

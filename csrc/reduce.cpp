@@ -10,14 +10,14 @@
 #include "scaled_integer.h"
 
 namespace hvdlite {
-namespace {
 
 struct Reduction {
   const char* const* sources;
   std::size_t source_count;
   char* const* destinations;
   std::size_t destination_count;
-  std::uint64_t nbytes;  // of each array
+  std::uint64_t begin;  // in bytes, of each array
+  std::uint64_t end;
   double prescale;
   double postscale;
   double divisor;  // to divide by instead of multiplying with postscale; 0 where there is none
@@ -25,7 +25,6 @@ struct Reduction {
 
 using ReduceKernel = void (*)(const Reduction&);
 
-}  // namespace
 }  // namespace hvdlite
 
 #define HVDLITE_KERNELS "reduce_kernels.h"
@@ -58,22 +57,24 @@ double divisor_of(double factor) {
 
 }  // namespace
 
-void require_reducible(DType dtype, Op op) {
-  if (kernel_for(dtype, op, false) == nullptr) {
+Reducer::Reducer(DType dtype, Op op, double prescale, double postscale)
+    : kernel_(kernel_for(dtype, op, prescale != 1.0 || postscale != 1.0)),
+      prescale_(prescale),
+      postscale_(postscale),
+      divisor_(divisor_of(postscale)) {
+  if (kernel_ == nullptr) {
     throw std::invalid_argument("dtype " + std::to_string(static_cast<int>(dtype)) + " with op " +
                                 std::to_string(static_cast<int>(op)) + " does not reduce");
   }
+  item_bytes_ = item_bytes(dtype);
 }
 
-void reduce(const std::vector<std::uintptr_t>& destinations, const std::vector<std::uintptr_t>& sources,
-            std::uint64_t numel, DType dtype, Op op, double prescale, double postscale) {
-  if (sources.empty()) throw std::invalid_argument("reduce: at least one source is needed");
-  require_reducible(dtype, op);
+void Reducer::reduce(const std::vector<std::uintptr_t>& destinations, const std::vector<std::uintptr_t>& sources,
+                     std::uint64_t begin, std::uint64_t end) const {
   const auto* from = reinterpret_cast<const char* const*>(sources.data());
   const auto* to = reinterpret_cast<char* const*>(destinations.data());
-  const ReduceKernel kernel = kernel_for(dtype, op, prescale != 1.0 || postscale != 1.0);
-  kernel({from, sources.size(), to, destinations.size(), numel * item_bytes(dtype), prescale, postscale,
-          divisor_of(postscale)});
+  kernel_({from, sources.size(), to, destinations.size(), begin * item_bytes_, end * item_bytes_, prescale_, postscale_,
+           divisor_});
 }
 
 }  // namespace hvdlite

@@ -103,8 +103,8 @@ void reduce_arrays(const Reduction& reduction) {
   const Reduction r = reduction;  // a copy of its own: the stores below could alias the caller's
   using Step = Chunk<E, Combine, kScaled>;
   Step chunk;
-  std::uint64_t at = 0;
-  for (; r.nbytes - at >= Step::kBytes; at += Step::kBytes) {
+  std::uint64_t at = r.begin;
+  for (; r.end - at >= Step::kBytes; at += Step::kBytes) {
     chunk.start(r.sources[0] + at, r.prescale);
     for (std::size_t i = 1; i < r.source_count; ++i) chunk.combine(r.sources[i] + at, r.prescale);
     chunk.finish(r.postscale, r.divisor);
@@ -112,7 +112,7 @@ void reduce_arrays(const Reduction& reduction) {
   }
 
   // The rest goes through the same instructions, padded, so that no element depends on where an array ends.
-  const std::size_t rest = r.nbytes - at;
+  const std::size_t rest = r.end - at;
   if (rest == 0) return;
   char padded[Step::kBytes] = {};
   __builtin_memcpy(padded, r.sources[0] + at, rest);

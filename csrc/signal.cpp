@@ -180,19 +180,16 @@ WaitStatus Barrier::allreduce(const std::vector<std::uintptr_t>& copies, std::ui
                               double prescale, double postscale, double timeout_s) {
   // Before anybody waits: a rank that raised between the barriers would leave the others at the second one.
   if (copies.size() != size_) throw std::invalid_argument("Barrier.allreduce: one copy per rank is needed");
-  require_reducible(dtype, op);
-  const std::uint64_t bytes = item_bytes(dtype);
+  const Reducer reducer(dtype, op, prescale, postscale);
   // Shards start on cache lines, so no line is written by two ranks.
-  const std::uint64_t per_line = kCacheLine / bytes;
+  const std::uint64_t per_line = kCacheLine / item_bytes(dtype);
   const std::uint64_t share = ((numel + size_ - 1) / size_ + per_line - 1) / per_line * per_line;
   const std::uint64_t start = std::min(numel, share * rank_);
   const std::uint64_t stop = std::min(numel, start + share);
-  std::vector<std::uintptr_t> shards(copies);
-  for (std::uintptr_t& shard : shards) shard += start * bytes;
 
   const WaitStatus filled = wait(timeout_s);
   if (filled != WaitStatus::kOk) return filled;
-  reduce(shards, shards, stop - start, dtype, op, prescale, postscale);
+  reducer.reduce(copies, copies, start, stop);
   return wait(timeout_s);
 }
 

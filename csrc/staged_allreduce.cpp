@@ -1,6 +1,7 @@
 #include "staged_allreduce.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
 #include "reduce.h"
@@ -8,86 +9,130 @@
 namespace hvdlite {
 namespace {
 
-struct Range {
-  std::uint64_t begin;
-  std::uint64_t end;
-  bool empty() const { return begin == end; }
+// Small enough that a line which unpacking has just fetched from another core is still in the L1 cache when packing
+// writes to it, and that the two and the reduction, which wait for other lines, overlap (2 cores, 16 MiB of fp32:
+// 1.39 ms with blocks of 1 KiB, 1.46 with 2 KiB, 1.54 with 64 KiB; 1.40 with one loop for all three).
+constexpr std::uint64_t kBlockBytes = 1024;
+
+// One rank's shard of a window: `numel` elements from `begin` on.
+struct Shard {
+  std::uint64_t begin = 0;
+  std::uint64_t numel = 0;
+  std::uintptr_t staged = 0;  // in this rank's staging memory
+  std::uintptr_t tensor = 0;  // where one tensor has it as it travels; 0 if none does
 };
+
+std::uint64_t divide_up(std::uint64_t value, std::uint64_t by) { return (value + by - 1) / by; }
 
 class Run {
  public:
   Run(std::uint64_t rank, const StagedAllreduce& job)
-      : job_(job), rank_(rank), size_(job.staging.size()), bytes_(item_bytes(job.wire_dtype)), sources_(size_) {}
-
-  std::uint64_t windows() const { return (job_.numel + job_.window_numel - 1) / job_.window_numel; }
-
-  void pack(std::uint64_t k) const {
-    const Range all = window(k), mine = shard(k, rank_);
-    if (input_address(mine) == 0) {
-      pack_range(k, all);
-    } else {
-      pack_range(k, {all.begin, mine.begin});
-      pack_range(k, {mine.end, all.end});
-    }
+      : job_(job),
+        rank_(rank),
+        size_(job.staging.size()),
+        bytes_(item_bytes(job.wire_dtype)),
+        block_(kBlockBytes / bytes_),
+        reducer_(job.wire_dtype, job.op, job.prescale, job.postscale),
+        leaving_(size_),
+        entering_(size_) {
+    if (job.numel == 0) return;
+    const std::uint64_t per_line = kCacheLine / bytes_;
+    const auto whole_lines = [&](std::uint64_t numel) { return divide_up(numel, per_line) * per_line; };
+    const std::uint64_t fewest = divide_up(job.numel, job.window_numel);
+    width_ = std::min(job.window_numel, whole_lines(divide_up(job.numel, fewest)));
+    share_ = whole_lines(divide_up(width_, size_));
+    windows_ = divide_up(job.numel, width_);
   }
 
-  void reduce_shard(std::uint64_t k) {
-    const Range mine = shard(k, rank_);
-    if (mine.empty()) return;
-    for (std::uint64_t rank = 0; rank < size_; ++rank) sources_[rank] = packed(k, rank, mine.begin);
-    std::vector<std::uintptr_t> destinations{reduced(k, rank_, mine.begin)};
-    if (const std::uintptr_t own = input_address(mine)) {
-      sources_[rank_] = own;
-      destinations.push_back(job_.outputs.address_of(mine.begin, mine.end, bytes_));
-    }
-    reduce(destinations, sources_, mine.end - mine.begin, job_.wire_dtype, job_.op, job_.prescale, job_.postscale);
-  }
+  std::uint64_t windows() const { return windows_; }
 
-  void unpack(std::uint64_t k) const {
-    for (std::uint64_t i = 0; i < size_; ++i) {
-      const std::uint64_t rank = (rank_ + i) % size_;  // not all at the same one first
-      const Range range = shard(k, rank);
-      if (range.empty() || (rank == rank_ && input_address(range) != 0)) continue;
-      job_.outputs.unpack(reduced(k, rank, range.begin), range.begin, range.end, job_.wire_dtype, job_.dtype, 1.0);
+  void phase(std::uint64_t k) {
+    for (std::uint64_t rank = 0; rank < size_; ++rank) {
+      leaving_[rank] = k >= 2 && !stays(k - 2, rank) ? shard(k - 2, rank, job_.outputs) : Shard{};
+      entering_[rank] = !stays(k, rank) ? shard(k, rank, job_.inputs) : Shard{};
+    }
+    const std::uint64_t reducing = k >= 1 ? prepare_reduction(k - 1) : 0;
+    for (std::uint64_t at = 0; at < share_; at += block_) {
+      for (std::uint64_t rank = 0; rank < size_; ++rank) {
+        unpack(leaving_[rank], at);
+        pack(entering_[rank], at);
+      }
+      if (at < reducing) reducer_.reduce(destinations_, sources_, at, std::min(at + block_, reducing));
     }
   }
 
  private:
-  Range window(std::uint64_t k) const {
-    return {k * job_.window_numel, std::min((k + 1) * job_.window_numel, job_.numel)};
+  Shard shard(std::uint64_t k, std::uint64_t rank, const TensorList& tensors) const {
+    const std::uint64_t end = std::min({job_.numel, (k + 1) * width_, k * width_ + (rank + 1) * share_});
+    Shard result;
+    result.begin = std::min(end, k * width_ + rank * share_);
+    result.numel = end - result.begin;
+    if (result.numel == 0) return result;
+    result.staged = staged(k, rank_, rank);
+    if (job_.wire_dtype == job_.dtype) result.tensor = tensors.address_of(result.begin, end, bytes_);
+    return result;
   }
 
-  Range shard(std::uint64_t k, std::uint64_t rank) const {
-    const Range all = window(k);
-    const std::uint64_t per_line = kCacheLine / bytes_;
-    const std::uint64_t share = ((all.end - all.begin + size_ - 1) / size_ + per_line - 1) / per_line * per_line;
-    return {std::min(all.begin + rank * share, all.end), std::min(all.begin + (rank + 1) * share, all.end)};
+  // Where `rank` stages the shard of `owner`.
+  std::uintptr_t staged(std::uint64_t k, std::uint64_t rank, std::uint64_t owner) const {
+    return job_.staging[rank] + (k % kStagingWindows * job_.window_numel + owner * share_) * bytes_;
   }
 
-  // Where `range` of inputs and outputs can be used as it is; else 0.
-  std::uintptr_t input_address(Range range) const {
-    if (job_.wire_dtype != job_.dtype || job_.outputs.address_of(range.begin, range.end, bytes_) == 0) return 0;
-    return job_.inputs.address_of(range.begin, range.end, bytes_);
+  // Whether this is our own shard, and can be reduced where its tensors have it.
+  bool stays(std::uint64_t k, std::uint64_t rank) const {
+    return rank == rank_ && shard(k, rank, job_.inputs).tensor != 0 && shard(k, rank, job_.outputs).tensor != 0;
   }
 
-  std::uintptr_t packed(std::uint64_t k, std::uint64_t rank, std::uint64_t element) const {
-    return job_.staging[rank] + (k % 2 * job_.window_numel + element - window(k).begin) * bytes_;
-  }
-  std::uintptr_t reduced(std::uint64_t k, std::uint64_t rank, std::uint64_t element) const {
-    return packed(k, rank, element) + 2 * job_.window_numel * bytes_;
-  }
-
-  void pack_range(std::uint64_t k, Range range) const {
-    if (!range.empty()) {
-      job_.inputs.pack(packed(k, rank_, range.begin), range.begin, range.end, job_.dtype, job_.wire_dtype, 1.0);
+  // Returns how many elements there are to reduce.
+  std::uint64_t prepare_reduction(std::uint64_t k) {
+    sources_.clear();
+    for (std::uint64_t rank = 0; rank < size_; ++rank) sources_.push_back(staged(k, rank, rank_));
+    destinations_ = sources_;
+    const Shard input = shard(k, rank_, job_.inputs);
+    if (stays(k, rank_)) {
+      sources_[rank_] = input.tensor;
+      destinations_[rank_] = shard(k, rank_, job_.outputs).tensor;
     }
+    return input.numel;
+  }
+
+  void pack(const Shard& shard, std::uint64_t at) const {
+    if (at >= shard.numel) return;
+    const std::uint64_t numel = std::min(block_, shard.numel - at), begin = shard.begin + at;
+    if (shard.tensor != 0) {
+      copy(shard.staged + at * bytes_, shard.tensor + at * bytes_, numel);
+    } else {
+      job_.inputs.pack(shard.staged + at * bytes_, begin, begin + numel, job_.dtype, job_.wire_dtype, 1.0);
+    }
+  }
+
+  void unpack(const Shard& shard, std::uint64_t at) const {
+    if (at >= shard.numel) return;
+    const std::uint64_t numel = std::min(block_, shard.numel - at), begin = shard.begin + at;
+    if (shard.tensor != 0) {
+      copy(shard.tensor + at * bytes_, shard.staged + at * bytes_, numel);
+    } else {
+      job_.outputs.unpack(shard.staged + at * bytes_, begin, begin + numel, job_.wire_dtype, job_.dtype, 1.0);
+    }
+  }
+
+  void copy(std::uintptr_t destination, std::uintptr_t source, std::uint64_t numel) const {
+    std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numel * bytes_);
   }
 
   const StagedAllreduce& job_;
   std::uint64_t rank_;
   std::uint64_t size_;
   std::uint64_t bytes_;
+  std::uint64_t block_;
+  Reducer reducer_;
+  std::uint64_t width_ = 0;  // of a window, in elements; the last one may be narrower
+  std::uint64_t share_ = 0;  // of a rank in a window; the same in all, so that a block enters where one has left
+  std::uint64_t windows_ = 0;
+  std::vector<Shard> leaving_;
+  std::vector<Shard> entering_;
   std::vector<std::uintptr_t> sources_;
+  std::vector<std::uintptr_t> destinations_;
 };
 
 }  // namespace
@@ -96,13 +141,10 @@ WaitStatus staged_allreduce(Barrier& barrier, const StagedAllreduce& job, double
   // Before anybody waits: a rank that raised between the barriers would leave the others at the next one.
   if (job.staging.size() != barrier.size()) throw std::invalid_argument("one staging address per rank is needed");
   if (job.window_numel == 0) throw std::invalid_argument("window_numel must be above 0");
-  require_reducible(job.wire_dtype, job.op);
   Run run(barrier.rank(), job);
   const std::uint64_t windows = run.windows();
   for (std::uint64_t k = 0; windows > 0 && k < windows + 2; ++k) {
-    if (k < windows) run.pack(k);
-    if (k >= 1 && k <= windows) run.reduce_shard(k - 1);
-    if (k >= 2) run.unpack(k - 2);
+    run.phase(k);
     if (k <= windows) {
       const WaitStatus status = barrier.wait(timeout_s);
       if (status != WaitStatus::kOk) return status;

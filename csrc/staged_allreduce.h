@@ -10,17 +10,17 @@
 
 namespace hvdlite {
 
-// Every rank's staging memory holds four windows: two that it packs into, two that it reduces into.
-constexpr std::uint64_t kStagingWindows = 4;
+// Every rank's staging memory holds two windows.
+constexpr std::uint64_t kStagingWindows = 2;
 
 struct StagedAllreduce {
   const TensorList& inputs;
   const TensorList& outputs;
   std::vector<std::uintptr_t> staging;  // one address per rank
-  std::uint64_t window_numel;
-  std::uint64_t numel;  // of the fused layout
-  DType dtype;          // of the tensors
-  DType wire_dtype;     // in which they travel
+  std::uint64_t window_numel;           // at most
+  std::uint64_t numel;                  // of the fused layout
+  DType dtype;                          // of the tensors
+  DType wire_dtype;                     // in which they travel
   Op op;
   double prescale;
   double postscale;
@@ -28,12 +28,14 @@ struct StagedAllreduce {
 
 // Runs `job` together with all other ranks of `barrier`. A barrier per window, and one more.
 //
-// In phase k a rank packs window k, reduces its shard of window k - 1 and fetches the others' shards of window k - 2;
-// a barrier ends the phase. Each window is used again two phases later, when nobody reads it any more; so no barrier is
-// needed at the end, provided that the staging memory is used for nothing else.
+// In phase k a rank unpacks window k - 2 from its own staging memory, packs window k into the same place, and reduces
+// its shard of window k - 1 where it lies in everybody's staging memory; a barrier ends the phase. Nobody else touches
+// what a rank packs or unpacks, so no barrier is needed at the end, provided that the memory is used for nothing else.
 //
-// What crosses from core to core is 2(n-1)/n of the bytes, the least there is. A rank's own shard does not even pass
-// through shared memory where one tensor has all of the window and no cast is asked for.
+// What crosses from core to core is 2(n-1)/n of the bytes, the least there is, and each line of it travels there and
+// back: who fetches it writes into it, and so never has to take it away from a core that only read it. (Results in
+// windows of their own, which others fetched: 1.5 times as long.) A rank's own shard does not even pass through shared
+// memory where one tensor has all of the shard and no cast is asked for.
 WaitStatus staged_allreduce(Barrier& barrier, const StagedAllreduce& job, double timeout_s);
 
 }  // namespace hvdlite

@@ -67,11 +67,12 @@ class Result:
 class Ranks:
     """``size`` ranks of one node: a barrier, an abort word and windows, each with memory of its own."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, window_bytes: int = WINDOW_BYTES) -> None:
         self.size = size
+        self._window_bytes = window_bytes
         self._page = np.zeros(64 + _native.Barrier.bytes_needed(size) + 64, np.uint8)
         self.abort_address = self._page.ctypes.data + -self._page.ctypes.data % 64
-        self._staging = [np.zeros(_native.Barrier.STAGING_WINDOWS * WINDOW_BYTES, np.uint8) for _ in range(size)]
+        self._staging = [np.zeros(_native.Barrier.STAGING_WINDOWS * window_bytes, np.uint8) for _ in range(size)]
 
     def barrier(self, rank: int) -> _native.Barrier:
         return _native.Barrier(self.abort_address + 64, rank, self.size, self.abort_address, 5)
@@ -89,7 +90,7 @@ class Ranks:
             listed(inputs, case.no_input),
             listed(outputs, case.no_output),
             [staging.ctypes.data for staging in self._staging],
-            WINDOW_BYTES // case.wire.itemsize,
+            self._window_bytes // case.wire.itemsize,
             case.total,
             case.dtype,
             case.wire,
@@ -104,9 +105,9 @@ class Ranks:
         return not (any(staging.any() for staging in self._staging) or self._page.any())
 
 
-def check(size: int, cases: Sequence[Case]) -> None:
+def check(size: int, cases: Sequence[Case], window_bytes: int = WINDOW_BYTES) -> None:
     """Every rank runs all cases, one after the other, without meeting in between."""
-    ranks = Ranks(size)
+    ranks = Ranks(size, window_bytes)
 
     def work(rank: int) -> list[Result]:
         barrier = ranks.barrier(rank)
@@ -137,6 +138,14 @@ def test_several_tensors_of_which_some_are_not_stored(size: int, dtype: DType, w
     numels = [3, 500, 1, 64, 0, 131, 1000]
     options = itertools.product([0, 5], [True, False], [(-1, -1), (3, 5), (1, 6)])
     check(size, [Case(numels, dtype, wire, gap=g, in_place=p, no_input=i, no_output=o) for g, p, (i, o) in options])
+
+
+@pytest.mark.parametrize("wire", [DType.FLOAT32, DType.BFLOAT16], ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_windows_of_several_blocks(size: int, wire: DType) -> None:
+    layouts = [[5000], [12289], [3000, 17, 4000, 0, 2500]]
+    cases = [Case(numels, DType.FLOAT32, wire, in_place=here) for numels in layouts for here in (True, False)]
+    check(size, cases, window_bytes=8192)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.label)
