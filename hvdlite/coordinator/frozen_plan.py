@@ -73,9 +73,15 @@ class OrderWatch:
             self._restart()
 
     def broken(self, periods: int) -> None:
-        """A plan was ended after so many periods: wait longer before the next, unless it was worth it."""
-        self._patience = 2 if periods >= _WORTH_IT * self._patience else min(2 * self._patience, _LONGEST_PATIENCE)
-        self._restart()
+        """A plan was ended after so many periods: wait longer before the next, unless it was worth it.
+
+        In that case what has repeated itself beside it counts for the next: it may be all that is left to wait for.
+        """
+        if periods >= _WORTH_IT * self._patience:
+            self._patience = 2
+        else:
+            self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+            self._restart()
 
 
 @dataclass(slots=True)

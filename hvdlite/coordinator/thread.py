@@ -173,9 +173,10 @@ class Coordinator:
             submission.handle.assist = self._assist
             self._in_flight[submission.key] = submission
             self._queue.append(submission)
+            is_first = len(self._queue) == 1  # others' rings have not been heard yet, or their callers do the work
             self._last_submitted = submission.label
             self._progress.submissions += 1
-        if background:
+        if background and is_first:
             self._page.ring_self()
 
     def announce(self, content: dict[str, Any]) -> None:

@@ -55,11 +55,24 @@ def test_who_was_wrong_waits_longer() -> None:
 
     first = found_after()
     waits = []
-    for periods in (0, 1, 0, 100):
+    for periods in (0, 1, 0):
         watch.broken(periods)
         waits.append(found_after())
     assert first < waits[0] < waits[1] < waits[2]
-    assert waits[3] == first
+    watch.broken(100)
+    watch.forget()
+    assert found_after() == first
+
+
+@pytest.mark.parametrize(("periods", "next_period"), [(100, 2), (1, 0)])
+def test_what_has_repeated_itself_beside_a_plan_is_the_next_unless_the_plan_was_a_mistake(
+    periods: int, next_period: int
+) -> None:
+    watch = OrderWatch(longest=10)
+    for name in "abababa":
+        watch.saw(Response(submission(name).request, NAMED))
+    watch.broken(periods)
+    assert watch.period() == next_period
 
 
 @pytest.mark.parametrize("told_first", [True, False])
