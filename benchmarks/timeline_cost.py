@@ -71,8 +71,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [task.name for task in SHORT]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
-    parser.add_argument("--rounds", type=int, default=10, help="blocks with and without (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each block, at least (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="blocks with and without (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each block, at least (default: %(default)s)")
     add_json_option(parser)
     options = parser.parse_args()
 

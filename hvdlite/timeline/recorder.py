@@ -106,6 +106,11 @@ class Recorder:
         if self.enabled:
             self._append((next(self._sequence), lane, name, time.monotonic_ns(), INSTANT, 0, ""))
 
+    @property
+    def held(self) -> int:
+        """Events in the ring."""
+        return len(self._ring)
+
     def drain(self) -> tuple[list[Event], int]:
         """Take all events out of the ring, for one thread at a time; also how many were dropped since the last call."""
         was_full = len(self._ring) == self._max_events

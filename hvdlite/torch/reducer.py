@@ -13,9 +13,10 @@ node after the second step, if they stay.
 
 from __future__ import annotations
 
+import operator
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +105,9 @@ class GradientReducer:
         self._buffers: dict[torch.dtype, FusionBuffer] = {}  # of all homes
         self._tuner: Tuner | None = None
         self._arrived: list[Slot] = []  # since the last synchronize(), in the order of their hooks
+        self._uncounted: list[torch.Tensor] = []  # parameters whose gradients arrived, and are to be counted yet
+        self._inner: list[Slot] = []  # those whose hooks only append to that, in the order in which they should arrive
+        self._inner_parameters: list[torch.Tensor] = []
         self._late: dict[Slot, None] = {}  # were switched on since then, so that no bucket counts on them
         self._paused = False
         self._backward_ns = (0, 0)
@@ -124,7 +128,7 @@ class GradientReducer:
     @property
     def has_pending(self) -> bool:
         """Whether there were gradients since the last synchronize()."""
-        return bool(self._arrived)
+        return bool(self._arrived or self._uncounted)
 
     @property
     def passes(self) -> int:
@@ -144,7 +148,7 @@ class GradientReducer:
             slot.passes_left = self._passes
             self._slots.append(slot)
             if self.is_distributed:
-                self._hook(slot)
+                self._hook(slot, partial(self._on_gradient, slot))
 
     def close(self) -> None:
         """Leave the parameters alone from now on."""
@@ -155,11 +159,15 @@ class GradientReducer:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Gradients of backward passes in this context accumulate on their own rank, and are not counted."""
-        before, self._paused = self._paused, True
+        before = self._paused
+        if not before:
+            self._count()
+        self._paused = True
         try:
             yield
         finally:
             self._paused = before
+            self._uncounted.clear()
 
     # In backward.
 
@@ -191,6 +199,33 @@ class GradientReducer:
         bucket.missing -= 1
         if bucket.missing == 0:
             self._complete(bucket)
+
+    def _on_last(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """The gradient that should arrive last, of the only bucket."""
+        if not self._paused:
+            self._count()
+        self._on_gradient(slot, parameter)
+
+    def _count(self) -> None:
+        """Count the gradients whose hooks only made a note: together if they arrived as planned, else one by one."""
+        uncounted = self._uncounted.copy()
+        if not uncounted:
+            return
+        self._uncounted.clear()
+        if (
+            len(uncounted) == len(self._inner)
+            and self._passes == 1
+            and self._buckets[0].missing == len(uncounted) + 1  # the first was counted, and all take part
+            and all(map(operator.is_, uncounted, self._inner_parameters))
+        ):
+            self._arrived += self._inner
+            for slot in self._inner:
+                slot.passes_left = 0
+            self._buckets[0].missing = 1
+            return
+        slots = {id(slot.param): slot for slot in self._slots}
+        for parameter in uncounted:
+            self._on_gradient(slots[id(parameter)], parameter)
 
     def _begin(self) -> None:
         """The first gradient of a step."""
@@ -242,6 +277,7 @@ class GradientReducer:
         Raises:
             HorovodInternalError: a bucket was not reduced; says why. The next step can go on after a MismatchError.
         """
+        self._count()
         if not self._arrived:
             self._begin()
         if not self.is_distributed:
@@ -300,6 +336,7 @@ class GradientReducer:
     def _reset(self) -> None:
         """Nothing has arrived, nothing is in flight."""
         self._arrived.clear()
+        self._uncounted.clear()
         self._late.clear()
         self._backward_ns = (0, 0)
         for slot in self._slots:
@@ -328,18 +365,34 @@ class GradientReducer:
         self._plans = 0
         self._is_settled = False
         self._first_gradients = []
-        self.close()
         for slot in self._slots:
             slot.bucket = slot.view = None
             slot.is_sparse = False
-            if self.is_distributed:
-                self._hook(slot)
+        self._hook_all([])
 
-    def _hook(self, slot: Slot) -> None:
+    def _hook_all(self, order: Sequence[Slot]) -> None:
+        """Register hooks anew.
+
+        Args:
+            order: of the slots of the only bucket. Between the first and the last nothing is to be done before the last
+                has come, so hooks of those in between call no Python.
+        """
+        self._inner = list(order[1:-1])
+        self._inner_parameters = [slot.param for slot in self._inner]
+        self.close()
+        if not self.is_distributed:
+            return
+        inner = set(self._inner)
+        for slot in self._slots:
+            if slot in inner:
+                self._hook(slot, self._uncounted.append)
+            else:
+                self._hook(slot, partial(self._on_last if order and slot is order[-1] else self._on_gradient, slot))
+
+    def _hook(self, slot: Slot, hook: Callable[[torch.Tensor], None]) -> None:
         param = slot.param
         switched_on = param.requires_grad
         param.requires_grad_(True)  # torch refuses hooks otherwise, and keeps them when it is switched off
-        hook = partial(self._on_gradient, slot)
         self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         param.requires_grad_(switched_on)
 
@@ -368,6 +421,9 @@ class GradientReducer:
                 slot.bucket = bucket
                 slot.active = slot.param.requires_grad
             bucket.missing = sum(slot.active for slot in bucket.slots)
+        only = self._plans > 1 and len(self._buckets) == 1
+        if only or self._inner:
+            self._hook_all([self._slots[index] for index in order] if only else [])
 
     def _parts(self, order: Sequence[int], bucket_bytes: int) -> list[list[Slot]]:
         """The slots of ``order``, by bucket."""

@@ -159,6 +159,27 @@ def test_the_only_bucket_goes_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [call["background"] for call in runtime.calls] == [False]  # by the thread that waits for it
 
 
+def test_gradients_of_the_only_bucket_count_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks of those between the first and the last only make a note."""
+    install(monkeypatch, FakeRuntime(3, nodes=1, bucket_bytes=1 << 30))
+    model = Scales((3,), (4,), (5,), (6,), (20000,))
+    optimizer = wrap(model)
+    for order in [(0, 1, 2, 3, 4)] * 3 + [(4, 0, 2, 1, 3), (2, 4, 3, 0, 1), (1, 2, 3)]:
+        with optimizer.no_sync():
+            model.loss(10).backward()
+        for i in order:
+            model.loss(leave_out=tuple({0, 1, 2, 3, 4} - {i})).backward()
+            with pytest.raises(AssertionError, match=r"zero_grad\(\).*synchronize"):
+                optimizer.zero_grad()
+        optimizer.synchronize()
+        assert reduced(model) == [(i + 1) * FACTOR * (11.0 if i in order else 10.0) for i in range(5)]
+        optimizer.zero_grad()
+    model.loss(leave_out=(0, 3, 4)).backward()
+    model.loss(leave_out=(0, 3, 4)).backward()
+    with pytest.raises(AssertionError, match=r"'p\.\d' was computed 2 times"):
+        optimizer.step()
+
+
 def test_small_gradients_live_in_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied into a block in any case."""
     runtime = install(monkeypatch, FakeRuntime(3, nodes=1))
