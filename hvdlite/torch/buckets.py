@@ -68,9 +68,7 @@ def plan_buckets(
         edge_bytes = bucket_bytes // _EDGE_FRACTION
     buckets = list(together.values())
     for tensors in apart.values():
-        buckets += _cut(
-            tensors, nbytes, bucket_bytes, bucket_bytes // _EDGE_FRACTION if edge_bytes is None else edge_bytes
-        )
+        buckets += _cut(tensors, nbytes, bucket_bytes, edge_bytes)
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 

@@ -83,7 +83,8 @@ def test_train_step(launch: Launch, tmp_path: Path, ranks: int) -> None:
 def test_overlap(launch: Launch, tmp_path: Path) -> None:
     small = ("--layers=3", "--width=64", "--rows=8", "--rounds=1", "--steps=2", f"--timelines={tmp_path / 'traces'}")
     report = run(launch, 2, "overlap.py", tmp_path / "o.json", *small)
-    assert set(report["steps"]) == {"no communication", "serial", "overlapped"}
+    assert set(report["steps"]) == set(report["asleep"]["steps"]) == {"no communication", "serial", "overlapped"}
+    assert report["tcp"] is None  # one node
     assert all(row["communication_ms"] > 0 for row in report["timeline"].values())
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["overlapped.json", "serial.json"]
 
@@ -130,6 +131,7 @@ def test_across_hosts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert (report["ranks"], report["nodes"]) == (2, 2)
+    assert set(report["tcp"]["steps"]) == {"no communication", "TCP, serial", "TCP, overlapped"}
 
 
 def test_control_messages(tmp_path: Path) -> None:
