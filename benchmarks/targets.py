@@ -270,9 +270,15 @@ def _small(reports: Reports) -> Iterator[Figure]:
 
 
 def _hidden(reports: Reports) -> Iterator[Figure]:
-    share = reports.get("overlap", {}).get("hidden_share")
+    report = reports.get("overlap", {})
+    besides = (("plain TCP, which adds nothing", "tcp"), ("hidden behind a backward that sleeps", "asleep"))
+    share = report.get("hidden_share")
     if share is not None:
         yield _figure("hidden share", share, 0.85, at_most=False)
+    for label, key in besides:
+        share = (report.get(key) or {}).get("hidden_share")
+        if share is not None:
+            yield _figure(label, share)
 
 
 _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {

@@ -183,6 +183,11 @@ def test_hidden_share_and_timeline() -> None:
     assert found({"overlap": {"hidden_share": exactly(0.8)}}, "2 hosts, 1 Gbit/s: comm") == {
         "hidden share": (0.8, False)
     }
+    shares = {"hidden_share": exactly(0.8), "tcp": None, "asleep": {"hidden_share": exactly(0.9)}}
+    assert found({"overlap": shares}, "2 hosts, 1 Gbit/s: comm") == {
+        "hidden share": (0.8, False),
+        "hidden behind a backward that sleeps": (0.9, True),
+    }
     assert found({"overlap": {"hidden_share": None}}, "2 hosts, 1 Gbit/s: comm") == {}
     reports = {"timeline_cost": {"models": {"transformer": {"relative": exactly(1.02)}}}}
     assert found(reports, "step with the timeline") == {"transformer": (1.02, True)}
