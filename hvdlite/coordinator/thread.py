@@ -105,6 +105,7 @@ class Coordinator:
         self._lock = threading.Lock()  # guards _in_flight and _closed
         self._at_work = threading.Lock()  # held by whoever negotiates and executes
         self._queue: deque[Submission | Notice] = deque()
+        self._has_rung = False  # for submissions, which the next cycle will find
         self._in_flight: dict[Key, Submission] = {}
         self._closed: HorovodInternalError | None = None
         self._progress = Progress()
@@ -173,10 +174,12 @@ class Coordinator:
             submission.handle.assist = self._assist
             self._in_flight[submission.key] = submission
             self._queue.append(submission)
-            is_first = len(self._queue) == 1  # others' rings have not been heard yet, or their callers do the work
+            rings = background and not self._has_rung
+            if rings:
+                self._has_rung = True
             self._last_submitted = submission.label
             self._progress.submissions += 1
-        if background and is_first:
+        if rings:
             self._page.ring_self()
 
     def announce(self, content: dict[str, Any]) -> None:
@@ -273,6 +276,7 @@ class Coordinator:
         self._progress.cycles += 1
         if self._recorder.mark_cycles:
             self._recorder.mark(Lane.CYCLE, "CYCLE_START")
+        self._has_rung = False
         if self._queue:
             self._drain()
         elif self._plan.plan is not None:
