@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 from hvdlite.collectives import plans
-from hvdlite.collectives.select import limits_of
+from hvdlite.collectives.select import PART_BYTES, limits_of, parts_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
 from hvdlite.memory import shard_bounds
@@ -42,30 +42,38 @@ def traffic(topology: Topology, nbytes: int, config: Config) -> Traffic:
         rails = 1
     if nodes == 1 or topology.local_rank >= rails:
         return result
-    begin, end = shard_bounds(nbytes // DTYPE.itemsize, rails, topology.local_rank, DTYPE.itemsize)
-    numel = end - begin
-    algorithm = limits_of(config.small_bytes, nodes).algorithm(numel * DTYPE.itemsize)
-    plan = plans.allreduce(algorithm, numel, DTYPE.itemsize, topology.node_index, nodes, config.segment_bytes)
-    for sent in plan.outgoing:
-        result.sent((sent.stop - sent.start) * DTYPE.itemsize)
-    for received in plan.arriving:
-        result.received((received.stop - received.start) * DTYPE.itemsize)
+    limits = limits_of(config.small_bytes, nodes)
+    parts = parts_of(nbytes, rails, PART_BYTES, limits.halving_bytes) if topology.size > nodes else 1
+    for part in range(parts):
+        first, last = shard_bounds(nbytes // DTYPE.itemsize, parts, part, DTYPE.itemsize)
+        begin, end = shard_bounds(last - first, rails, topology.local_rank, DTYPE.itemsize)
+        numel = end - begin
+        algorithm = limits.algorithm(numel * DTYPE.itemsize)
+        plan = plans.allreduce(algorithm, numel, DTYPE.itemsize, topology.node_index, nodes, config.segment_bytes)
+        for sent in plan.outgoing:
+            result.sent((sent.stop - sent.start) * DTYPE.itemsize)
+        for received in plan.arriving:
+            result.received((received.stop - received.start) * DTYPE.itemsize)
     return result
 
 
 def hierarchical_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:
     """As hvdlite does it: reduce-scatter in each node, an allreduce across nodes by each rail, allgather in it."""
     rails = local_size if nbytes > config.small_bytes else 1
-    share = nbytes / rails
-    algorithm = limits_of(config.small_bytes, nodes).algorithm(ceil(share))
+    limits = limits_of(config.small_bytes, nodes)
+    parts = parts_of(nbytes, rails, PART_BYTES, limits.halving_bytes) if local_size > 1 else 1
+    share = nbytes / parts / rails
+    algorithm = limits.algorithm(ceil(share))
     if algorithm is plans.Algorithm.DOUBLING:
         rounds = ceil(log2(nodes))
-        across = rounds * (machine.latency_s + machine.piece_s + nbytes / machine.link_bytes_per_s)
+        across = rounds * (machine.latency_s + machine.piece_s + share * rails / machine.link_bytes_per_s)
     elif algorithm is plans.Algorithm.HALVING:
         across = _halving_s(nodes, share, machine.link_bytes_per_s / rails, machine, config)
     else:
         across = _ring_s(nodes, share, machine.link_bytes_per_s / rails, machine, config)
-    return _in_node_s(local_size, nbytes, machine) + across
+    # While one part is between nodes, the nodes work on its neighbours.
+    in_node = _in_node_s(local_size, nbytes // parts, machine)
+    return in_node + across + (parts - 1) * max(in_node, across)
 
 
 def flat_ring_s(nodes: int, local_size: int, nbytes: int, machine: Machine, config: Config) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from hvdlite.collectives.base import Backend, Range
 from hvdlite.collectives.ring import RingBackend
+from hvdlite.collectives.select import PART_BYTES, limits_of, parts_of
 from hvdlite.collectives.shm import ShmBackend, share_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
@@ -28,6 +29,9 @@ class HierarchicalBackend(Backend):
         rank: of this process; one of ``nodes``.
         one_rail_bytes: up to this size only the leaders speak to other nodes.
         rails: above it, at most so many ranks of a node; 0 for no limit.
+        part_bytes: an allreduce of so much or more is cut into parts of at least so much, so that the node reduces one
+            while the network has another.
+        share_bytes: what a rail carries of a part, at least: where a ring takes as long as other algorithms.
     """
 
     def __init__(
@@ -39,6 +43,8 @@ class HierarchicalBackend(Backend):
         *,
         one_rail_bytes: int = 0,
         rails: int = 0,
+        part_bytes: int = PART_BYTES,
+        share_bytes: int = 0,
     ) -> None:
         self.rank = rank
         self.size = sum(len(ranks) for ranks in nodes)
@@ -49,6 +55,8 @@ class HierarchicalBackend(Backend):
         self._most_rails = min(len(ranks) for ranks in nodes)
         self._one_rail_bytes = one_rail_bytes
         self._rails_limit = rails or self._most_rails
+        self._part_bytes = part_bytes
+        self._share_bytes = share_bytes
         assert (node.size, nodes[self._index][node.rank]) == (len(nodes[self._index]), rank)
         assert (cross is not None) == (node.rank < self._most_rails)
         assert cross is None or (cross.rank, cross.size) == (self._index, len(nodes))
@@ -77,15 +85,32 @@ class HierarchicalBackend(Backend):
         """Reduce-scatter in the node, allreduce of each shard on its rail, allgather in the node: two barriers in all.
 
         With n nodes and k rails a rank sends 2(n-1)/n * nbytes/k to other nodes. 16-bit floats are rounded once
-        in the node and then on the rail.
+        in the node and then on the rail. What is large is cut into parts: while one is between the nodes, the next is
+        reduced within each node, and the one before is gathered there.
         """
         rails = self._rails(buf.nbytes)
-        self._node.open_reduce_scatter(buf, parts=rails, op=op, prescale=prescale)
-        mine: list[Range] = []
-        if self._cross is not None and self._node.rank < rails:
-            mine = [shard_bounds(buf.numel, rails, self._node.rank, buf.dtype.itemsize)]
-            self._cross.allreduce(buf.narrow(*mine[0]), op=op, postscale=postscale)
-        self._node.close_allgather(buf, mine)
+        count = parts_of(buf.nbytes, rails, self._part_bytes, self._share_bytes)
+        itemsize = buf.dtype.itemsize
+        parts = [buf.narrow(*shard_bounds(buf.numel, count, number, itemsize)) for number in range(count)]
+        carries = self._node.rank < rails
+        shards = [shard_bounds(part.numel, rails, self._node.rank, itemsize) if carries else (0, 0) for part in parts]
+
+        def reduce_in_node(number: int) -> None:
+            self._node.open_reduce_scatter(parts[number], parts=rails, op=op, prescale=prescale)
+
+        def gather_in_node(number: int) -> None:
+            self._node.close_allgather(parts[number], [shards[number]] if carries else [])
+
+        if carries:
+            assert self._cross is not None
+            own = [part.narrow(*shard) for part, shard in zip(parts, shards, strict=True)]
+            self._cross.allreduce_each(own, op=op, postscale=postscale, prepare=reduce_in_node, deliver=gather_in_node)
+            return
+        reduce_in_node(0)
+        for number in range(1, count):
+            reduce_in_node(number)
+            gather_in_node(number - 1)
+        gather_in_node(count - 1)
 
     def reduce_scatter(
         self,
@@ -137,6 +162,7 @@ class HierarchicalBackend(Backend):
     def configure(self, config: Config) -> None:
         self._one_rail_bytes = config.small_bytes
         self._rails_limit = config.rails or self._most_rails
+        self._share_bytes = limits_of(config.small_bytes, len(self._nodes)).halving_bytes
         if self._cross is not None:
             self._cross.configure(config)
 

@@ -141,16 +141,18 @@ def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
 
 
 def run(plan: Plan, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
-    """Execute ``plan`` on this rank's copy of ``buf``. Raises like `Endpoint.until`.
+    """Execute ``plan`` on this rank's copy of ``buf``: a `Run` from start to finish."""
+    execution = Run(plan, buf, endpoint, scratch, slot_bytes)
+    execution.start()
+    execution.finish()
+
+
+class Run:
+    """The execution of a plan on this rank's copy of ``buf``: how far sends and receives have come.
 
     Args:
-        scratch: address of `WINDOW` slots of ``slot_bytes``, each at least a piece.
+        scratch: address of `WINDOW` slots of ``slot_bytes``, each at least a piece; used until `finish` returns.
     """
-    _Run(plan, buf, endpoint, scratch, slot_bytes).run()
-
-
-class _Run:
-    """The state of one run: how far sends and receives have come."""
 
     def __init__(self, plan: Plan, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
         self._plan = plan
@@ -169,9 +171,15 @@ class _Run:
         self._slot_bytes = slot_bytes
         self._first_arrival_s = 0.0
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Put the first pieces on their way."""
         for reduction in first_scale(self._plan, self._buf):
             _native.reduce(*reduction)
+        self._send_ready()
+        self._post_receives()
+
+    def finish(self) -> None:
+        """Return once all that this rank does is done. Raises like `Endpoint.until`."""
         for piece in self._arriving:
             if not self._next_is_here():
                 self._endpoint.until(self._next_is_here, piece.source, self._nap_s())

@@ -102,12 +102,52 @@ class RingBackend(Backend):
             with self._span(Lane.RING, buf):
                 bound.run("allreduce", self.label, buf.owner, self._scratch)
             return
-        algorithm = self._limits.algorithm(buf.nbytes)
-        plan = plans.allreduce(
-            algorithm, buf.numel, buf.dtype.itemsize, self.rank, self.size, self._segment_bytes, op, prescale, postscale
-        )
+        plan = self._allreduce_plan(buf, op, prescale, postscale)
         self._run(plan, Lane.RING, "allreduce", buf)
         self._bound.called(call, plan, buf)
+
+    def allreduce_each(
+        self,
+        bufs: Sequence[Buffer],
+        *,
+        op: ReduceOp = ReduceOp.SUM,
+        postscale: float = 1.0,
+        prepare: Callable[[int], None],
+        deliver: Callable[[int], None],
+    ) -> None:
+        """Allreduce each of ``bufs``, and while one is on its way prepare the next and deliver the one before.
+
+        Args:
+            prepare: called with the number of a buffer before it is sent.
+            deliver: called with the number of a buffer once it is reduced, after the next has been prepared.
+
+        Raises:
+            CollectiveError: as `allreduce`; or what the two raise.
+        """
+        if len(bufs) == 1:
+            prepare(0)
+            self.allreduce(bufs[0], op=op, postscale=postscale)
+            deliver(0)
+            return
+        memory, first = self._scratch, bufs[0]
+        with (
+            self._recorder.span(Lane.RING, self.label, sum(buf.nbytes for buf in bufs), first.dtype.label),
+            self._endpoint.operation("allreduce", self.label, first.owner, memory),
+        ):
+            on_its_way: pipeline.Run | None = None
+            for number, buf in enumerate(bufs):
+                plan = self._allreduce_plan(buf, op, 1.0, postscale)
+                prepare(number)
+                if on_its_way is not None:
+                    on_its_way.finish()
+                following = pipeline.Run(plan, buf, self._endpoint, memory.ctypes.data, self._segment_bytes)
+                following.start()
+                if on_its_way is not None:
+                    deliver(number - 1)
+                on_its_way = following
+            assert on_its_way is not None
+            on_its_way.finish()
+            deliver(len(bufs) - 1)
 
     def reduce_scatter(
         self,
@@ -163,6 +203,12 @@ class RingBackend(Backend):
 
     def close(self) -> None:
         self._bound.close()
+
+    def _allreduce_plan(self, buf: Buffer, op: ReduceOp, prescale: float, postscale: float) -> Plan:
+        algorithm, itemsize = self._limits.algorithm(buf.nbytes), buf.dtype.itemsize
+        return plans.allreduce(
+            algorithm, buf.numel, itemsize, self.rank, self.size, self._segment_bytes, op, prescale, postscale
+        )
 
     def _run(self, plan: Plan, lane: Lane, operation: str, buf: Buffer) -> None:
         memory = self._scratch

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _RING_STEP = 8  # times ``small_bytes``: the shortest step of a ring in which bytes hide the latency
+PART_BYTES = 2 << 20
+"""A node takes longer to reduce so much than to meet."""
+_MOST_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,17 @@ def limits_of(small_bytes: int, nodes: int) -> Limits:
     doublings = halvings if nodes & (nodes - 1) == 0 else halvings + 1
     times = (2 * halvings - doublings) / (doublings - 2 * (nodes - 1) / nodes)
     return Limits(int(small_bytes / 4 * times), halving_bytes, small_bytes)
+
+
+def parts_of(nbytes: int, rails: int, part_bytes: int, share_bytes: int) -> int:
+    """Into how many parts a hierarchical allreduce is cut: the node works on one while another is between nodes.
+
+    Args:
+        part_bytes: of a part, at least.
+        share_bytes: of a part, what each rail carries at least. Each part takes the steps of its algorithm, which cost
+            little only where bytes cost more.
+    """
+    return max(1, min(_MOST_PARTS, nbytes // max(part_bytes, rails * share_bytes)))
 
 
 def spin_us(config: Config, node: Node) -> int:
@@ -100,13 +114,14 @@ def build_backend(
     from hvdlite.collectives.hierarchical import HierarchicalBackend
     from hvdlite.collectives.ring import RingBackend
 
+    limits = limits_of(config.small_bytes, len(nodes))
     ring = None
     if comm_rail is not None:
         ring = RingBackend(
             comm_rail,
             ranks=[ranks[node.local_rank] for ranks in nodes],
             segment_bytes=config.segment_bytes,
-            limits=limits_of(config.small_bytes, len(nodes)),
+            limits=limits,
             timeout_s=config.collective_timeout_s,
             check=check,
             recorder=recorder,
@@ -116,5 +131,11 @@ def build_backend(
     place = {rank: number for number, rank in enumerate(topology.ranks)}  # backends count their ranks from 0
     places = tuple(tuple(place[rank] for rank in ranks) for ranks in nodes)
     return HierarchicalBackend(
-        shm(), ring, places, place[topology.rank], one_rail_bytes=config.small_bytes, rails=config.rails
+        shm(),
+        ring,
+        places,
+        place[topology.rank],
+        one_rail_bytes=config.small_bytes,
+        rails=config.rails,
+        share_bytes=limits.halving_bytes,
     )

@@ -126,7 +126,12 @@ class Lab:
     def hierarchical(self, nodes: Layout, one_rail_bytes: int) -> HierarchicalBackend:
         node, rail = self.shm(nodes), self.rail(nodes)
         return HierarchicalBackend(
-            node, None if rail is None else self.ring(rail), nodes, RANK, one_rail_bytes=one_rail_bytes
+            node,
+            None if rail is None else self.ring(rail),
+            nodes,
+            RANK,
+            one_rail_bytes=one_rail_bytes,
+            part_bytes=2 * SMALL,
         )
 
     def build(self, kind: str) -> Backend:

@@ -70,7 +70,7 @@ def take(backend: Backend) -> Take:
 
 def sizes(dtype: DType) -> list[int]:
     """Element counts on both sides of every decision that depends on size."""
-    edges = [SMALL // 2, SMALL, SEGMENT * SIZE, SEGMENT * SIZE * 3]
+    edges = [SMALL // 2, SMALL, 4 * SMALL, 6 * SMALL, SEGMENT * SIZE, SEGMENT * SIZE * 3]
     counts = {0, 1, 7, 4099} | {edge // dtype.itemsize + shift for edge in edges for shift in (-1, 0, 1)}
     return sorted(counts)
 
@@ -93,6 +93,31 @@ def test_allreduce_sums_at_every_size(backend: Backend, take: Take) -> None:
             backend.allreduce(buf)
             problems.append(difference(buf, reduced(ReduceOp.SUM, numel, dtype)))
     assert_none(*problems)
+
+
+def test_neighbours_are_at_work_while_one_is_on_its_way(lab: Lab, comm: MPI.Intracomm) -> None:
+    """What is prepared late, by the call, is reduced all the same."""
+    ring = lab.ring(MPI.COMM_WORLD.Dup())
+    buffers = [ring.allocate(numel, DType.INT64) for numel in (3000, 5, 0, 700)]
+    for count in range(1, len(buffers) + 1):
+        calls: list[str] = []
+
+        def prepare(number: int, calls: list[str] = calls) -> None:
+            calls.append(f"prepare {number}")
+            fill(buffers[number], values_of(RANK, buffers[number].numel))
+
+        def deliver(number: int, calls: list[str] = calls) -> None:
+            calls.append(f"deliver {number}")
+            buf = buffers[number]
+            assert_none(difference(buf, reduced(ReduceOp.SUM, buf.numel, DType.INT64)))
+            fill(buf, np.zeros(buf.numel))
+
+        ring.allreduce_each(buffers[:count], prepare=prepare, deliver=deliver)
+        expected = ["prepare 0"]
+        for number in range(1, count):
+            expected += [f"prepare {number}", f"deliver {number - 1}"]
+        assert calls == [*expected, f"deliver {count - 1}"]
+    ring.close()
 
 
 def test_allreduce_combines_with_every_operation(backend: Backend, take: Take) -> None:

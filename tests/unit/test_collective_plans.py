@@ -10,7 +10,7 @@ import pytest
 from hvdlite.collectives import plans
 from hvdlite.collectives.pipeline import Plan
 from hvdlite.collectives.plans import Algorithm
-from hvdlite.collectives.select import limits_of
+from hvdlite.collectives.select import limits_of, parts_of
 from hvdlite.collectives.shm import share_of
 from hvdlite.memory import shard_bounds
 
@@ -103,3 +103,11 @@ def test_limits_grow_with_the_nodes_and_0_leaves_the_ring() -> None:
         assert order == [Algorithm.DOUBLING, Algorithm.DOUBLING, Algorithm.HALVING]
         assert made.algorithm(made.halving_bytes + 1) is Algorithm.RING
         assert made.halving_bytes / nodes == limits_of(32768, 2).halving_bytes / 2
+
+
+def test_parts_are_neither_short_nor_many() -> None:
+    def parts(nbytes: int, rails: int = 2, share_bytes: int = 0) -> int:
+        return parts_of(nbytes, rails, part_bytes=100, share_bytes=share_bytes)
+
+    assert [parts(nbytes) for nbytes in (0, 1, 199, 200, 299, 300, 800, 10**9)] == [1, 1, 1, 2, 2, 3, 8, 8]
+    assert [parts(1000, rails, share_bytes=125) for rails in (1, 2, 4, 8)] == [8, 4, 2, 1]
