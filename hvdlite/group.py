@@ -20,7 +20,7 @@ from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.execute import Executor
 from hvdlite.coordinator.handle import Handle
-from hvdlite.coordinator.messages import NAMED, Kind, Request, TensorSpec
+from hvdlite.coordinator.messages import KNOWN_REQUESTS, NAMED, Kind, Request, TensorSpec
 from hvdlite.coordinator.submission import Allocate, Submission
 from hvdlite.coordinator.thread import Coordinator
 from hvdlite.coordinator.tree import Tree
@@ -36,8 +36,6 @@ from hvdlite.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_KNOWN_REQUESTS = 4096  # most operations whose requests are remembered
 
 
 class Group:
@@ -407,7 +405,7 @@ def _unnamed(kind: Kind) -> str:
     return f"{kind.label}.noname"
 
 
-@lru_cache(maxsize=_KNOWN_REQUESTS)
+@lru_cache(maxsize=KNOWN_REQUESTS)
 def _reduction_request(
     kind: Kind,
     name: str,

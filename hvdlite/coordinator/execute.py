@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.pairwise import PairwiseExchange
-from hvdlite.coordinator.messages import Kind, Request, Response
+from hvdlite.coordinator.messages import KNOWN_REQUESTS, Kind, Request, Response
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.fusion.fusion_buffer import FusionBuffers, slot_offsets
@@ -22,7 +22,6 @@ from hvdlite.topology import Topology
 
 Work = Sequence[tuple[Response, Submission]]
 
-_KNOWN_REQUESTS = 4096  # most of which it is remembered how their tensors lie
 _TELLING_BYTES = 256 << 10  # from here on bytes matter more than what every allreduce costs
 
 
@@ -274,7 +273,7 @@ class _Layout:
     following: int  # where another tensor would start
 
 
-@lru_cache(maxsize=_KNOWN_REQUESTS)
+@lru_cache(maxsize=KNOWN_REQUESTS)
 def _layouts(request: Request, at_home: bool) -> tuple[_Layout, ...]:
     """How the tensors of an allreduce lie in the buffer that they go through, for each type; remembered.
 

@@ -25,6 +25,9 @@ from hvdlite.dtypes import DType, ReduceOp
 NAMED = -1
 """Sequence number of an operation that the user named; unnamed ones count per operation."""
 
+KNOWN_REQUESTS = 1024
+"""The most operations of which it is remembered what follows from their requests, as they come again in every step."""
+
 
 class Kind(IntEnum):
     ALLREDUCE = 0

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-from hvdlite.coordinator.messages import Kind, Request, Response
+from hvdlite.coordinator.messages import KNOWN_REQUESTS, Kind, Request, Response
 from hvdlite.dtypes import DType
-
-_KNOWN_REQUESTS = 4096  # most of which it is remembered how they fuse
 
 
 def plan_buckets(responses: Sequence[Response], threshold_bytes: int) -> list[list[Response]]:
@@ -37,7 +35,7 @@ def plan_buckets(responses: Sequence[Response], threshold_bytes: int) -> list[li
     return buckets
 
 
-@lru_cache(maxsize=_KNOWN_REQUESTS)
+@lru_cache(maxsize=KNOWN_REQUESTS)
 def _fusion(request: Request) -> tuple[tuple[object, ...] | None, int]:
     """What must be equal for two requests to be fused, None where one goes alone; and how much this one fills."""
     if request.kind is not Kind.ALLREDUCE or request.place is not None:
