@@ -322,7 +322,7 @@ class Runtime:
         self._last_words = _native.Deadline(
             self.config.failure_grace_s,
             f"\nhvdlite: rank {self.rank} ends, since it did not end by itself within "
-            f"{self.config.failure_grace_s:.0f} s (HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
+            f"{self.config.failure_grace_s:g} s (HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
             1,
         )
 
