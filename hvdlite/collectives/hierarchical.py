@@ -99,17 +99,17 @@ class HierarchicalBackend(Backend):
             self._node.open_reduce_scatter(parts[number], parts=rails, op=op, prescale=prescale)
 
         def gather_in_node(number: int) -> None:
-            self._node.close_allgather(parts[number], [shards[number]] if carries else [])
+            self._node.close_allgather(parts[number], [shards[number]])
 
         if carries:
             assert self._cross is not None
             own = [part.narrow(*shard) for part, shard in zip(parts, shards, strict=True)]
             self._cross.allreduce_each(own, op=op, postscale=postscale, prepare=reduce_in_node, deliver=gather_in_node)
             return
-        reduce_in_node(0)
-        for number in range(1, count):
+        for number in range(count):
             reduce_in_node(number)
-            gather_in_node(number - 1)
+            if number > 0:
+                gather_in_node(number - 1)
         gather_in_node(count - 1)
 
     def reduce_scatter(
