@@ -18,14 +18,10 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-HAS_EXTENSION = any((ROOT / "hvdlite" / f"_native{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
-if not HAS_EXTENSION:  # hvdlite is installed elsewhere; the sources here, which `-m` puts first, cannot be imported
-    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 sys.path.insert(0, str(HERE))
 
 from measure import table  # noqa: E402 (the line above makes it importable)
@@ -90,8 +86,7 @@ def run(name: str, directory: Path, rounds: int | None, mpich_python: Path) -> i
         return SKIPPED
     start = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as many threads as cores, in all
-    if HAS_EXTENSION:
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     python = mpich_python if program.needs_mpich else sys.executable
     report = os.path.relpath(directory / f"{name}.json", HERE)  # it ends up in the report, as part of the command
     command = [str(python), *program.arguments, f"--json={report}"]

@@ -1,6 +1,6 @@
 """What an allreduce costs across nodes: exact messages and bytes of a rank, and a model of the time.
 
-Messages come from the plans that hvdlite executes (hvdlite/collectives/plans.py). Times are those of LogGP
+Messages come from the schedules that hvdlite executes (hvdlite/collectives/algorithms.py). Times are those of LogGP
 (Alexandrov et al. 1995, doi:10.1145/215399.215427): latency, overhead per message, time per byte.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, log2
 
-from hvdlite.collectives import plans
-from hvdlite.collectives.select import PART_BYTES, limits_of, parts_of
+from hvdlite.collectives import algorithms
+from hvdlite.collectives.thresholds import PART_BYTES, limits_of, parts_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
-from hvdlite.memory import shard_bounds
+from hvdlite.memory.layout import shard_bounds
 from hvdlite.topology import Topology
 from schedules import DTYPE
 
@@ -49,10 +49,12 @@ def traffic(topology: Topology, nbytes: int, config: Config) -> Traffic:
         begin, end = shard_bounds(last - first, rails, topology.local_rank, DTYPE.itemsize)
         numel = end - begin
         algorithm = limits.algorithm(numel * DTYPE.itemsize)
-        plan = plans.allreduce(algorithm, numel, DTYPE.itemsize, topology.node_index, nodes, config.segment_bytes)
-        for sent in plan.outgoing:
+        schedule = algorithms.allreduce(
+            algorithm, numel, DTYPE.itemsize, topology.node_index, nodes, config.segment_bytes
+        )
+        for sent in schedule.outgoing:
             result.sent((sent.stop - sent.start) * DTYPE.itemsize)
-        for received in plan.arriving:
+        for received in schedule.arriving:
             result.received((received.stop - received.start) * DTYPE.itemsize)
     return result
 
@@ -64,10 +66,10 @@ def hierarchical_s(nodes: int, local_size: int, nbytes: int, machine: Machine, c
     parts = parts_of(nbytes, rails, PART_BYTES, limits.halving_bytes) if local_size > 1 else 1
     share = nbytes / parts / rails
     algorithm = limits.algorithm(ceil(share))
-    if algorithm is plans.Algorithm.DOUBLING:
+    if algorithm is algorithms.Algorithm.DOUBLING:
         rounds = ceil(log2(nodes))
         across = rounds * (machine.latency_s + machine.piece_s + share * rails / machine.link_bytes_per_s)
-    elif algorithm is plans.Algorithm.HALVING:
+    elif algorithm is algorithms.Algorithm.HALVING:
         across = _halving_s(nodes, share, machine.link_bytes_per_s / rails, machine, config)
     else:
         across = _ring_s(nodes, share, machine.link_bytes_per_s / rails, machine, config)

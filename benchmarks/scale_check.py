@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import hvdlite
 from data_path import Machine
-from hvdlite.coordinator import frozen_plan
-from hvdlite.coordinator.handle import Handle
-from hvdlite.fusion.fusion_buffer import FusionBuffer, Home, slot_offsets
-from hvdlite.memory import TensorView, align_up
+from hvdlite.coordinator.plan_leader import OrderWatch
+from hvdlite.coordinator.submission import Submission
+from hvdlite.memory.base import FusionBuffer, Home
+from hvdlite.memory.layout import align_up, slot_offsets
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.runtime import Runtime
 from measure import add_json_option, provenance, table, write_json
 from schedules import Bucket, Schedule, bucket
@@ -54,7 +57,7 @@ def main() -> int:
     # Who has waited long says so, for the stall check; with more ranks than cores that would be often.
     os.environ["HVDLITE_STALL_CHECK_DISABLE"] = "1"
     if options.claims:
-        frozen_plan._FREEZABLE = ()
+        OrderWatch.period = lambda watch: 0  # type: ignore[method-assign]
     hvdlite.init()
     from mpi4py import MPI
 
@@ -123,7 +126,7 @@ def compare(runtime: Runtime, comm: MPI.Comm, freezes: bool, steps: int) -> Iter
     """
     made = schedule(ALONE_S)
     job = VirtualJob(runtime.topology.nodes, made, Machine(), runtime.config, freezes=freezes)
-    memory = runtime.group.allocate(sum(align_up(each.nbytes) for each in made.buckets))
+    memory = allocate(runtime.group, sum(align_up(each.nbytes) for each in made.buckets))
     real, virtual = counted(runtime, comm), job.statistics(runtime.rank)
     for i in range(2 * steps):
         alone = i < steps
@@ -153,7 +156,7 @@ def counted(runtime: Runtime, comm: MPI.Comm) -> dict[str, int]:
     return counts
 
 
-def reduce(runtime: Runtime, memory: FusionBuffer, made: Bucket) -> Handle:
+def reduce(runtime: Runtime, memory: FusionBuffer, made: Bucket) -> Submission:
     """Allreduce ``made`` where it lives in ``memory``."""
     request = made.request
     assert request.place is not None
@@ -165,7 +168,7 @@ def reduce(runtime: Runtime, memory: FusionBuffer, made: Bucket) -> Handle:
         for offset, spec in zip(offsets, request.tensors, strict=True)
     ]
     names = [spec.name for spec in request.tensors]
-    return runtime.group.allreduce_async(views, views, name=request.name, names=names, op=request.op, home=home)
+    return allreduce_async(runtime.group, views, views, request.reduction, name=request.name, names=names, home=home)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 from data_path import Algorithm, Machine, flat_ring_s, hierarchical_s, rings_s
 from hvdlite import Config, __version__
-from hvdlite.torch.buckets import BUCKET_BYTES
+from hvdlite.torch.bucketing import BUCKET_BYTES
 from measure import add_json_option, table, write_json
 from schedules import MODELS, Schedule, schedule
 from virtual_ranks import AllreduceTime, VirtualJob

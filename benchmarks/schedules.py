@@ -9,9 +9,10 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 
-from hvdlite.coordinator.messages import Kind, Request, TensorSpec
-from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.fusion.fusion_buffer import slot_offsets
+from hvdlite.coordinator.request import TensorSpec
+from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.memory.layout import Layout
+from hvdlite.operations.allreduce import Allreduce
 
 DTYPE = DType.FLOAT32
 _FORWARD_SHARE = 1 / 3  # of a step's compute: backward computes two products where forward computes one
@@ -21,7 +22,7 @@ _FORWARD_SHARE = 1 / 3  # of a step's compute: backward computes two products wh
 class Bucket:
     """An allreduce of gradients in their home, and when it is ready, in seconds from the begin of the step."""
 
-    request: Request
+    request: Allreduce
     nbytes: int
     ready_s: float
 
@@ -45,16 +46,9 @@ class _Operation:
 
 def bucket(name: str, tensors: Sequence[tuple[str, tuple[int, ...]]], ready_s: float, offset_bytes: int = 0) -> Bucket:
     """Of float32 ``tensors``, (name, shape) of each, that live in a fusion buffer from ``offset_bytes`` on."""
-    request = Request(
-        Kind.ALLREDUCE,
-        name,
-        tuple(TensorSpec(tensor, DTYPE, shape) for tensor, shape in tensors),
-        ReduceOp.AVERAGE,
-        place=(0, offset_bytes),
-    )
-    numels = [prod(shape) for _, shape in tensors]
-    offsets, _ = slot_offsets(numels, DTYPE.itemsize)
-    return Bucket(request, (offsets[-1] + numels[-1]) * DTYPE.itemsize, ready_s)
+    specs = tuple(TensorSpec(tensor, DTYPE, shape) for tensor, shape in tensors)
+    request = Allreduce(name, specs, Reduction(ReduceOp.AVERAGE), place=(0, offset_bytes))
+    return Bucket(request, Layout.of([prod(shape) for _, shape in tensors], DTYPE, DTYPE).nbytes, ready_s)
 
 
 def schedule(model: str, bucket_bytes: int) -> Schedule:
@@ -73,7 +67,8 @@ def schedule(model: str, bucket_bytes: int) -> Schedule:
 
 
 def _cut(name: str, operations: Sequence[_Operation], compute_s: float, bucket_bytes: int) -> Schedule:
-    from hvdlite.torch.buckets import plan_buckets  # brings torch along, for which ranks that only count need not wait
+    # Brings torch along, for which ranks that only count need not wait.
+    from hvdlite.torch.bucketing import assign_buckets
 
     parameters: list[tuple[str, tuple[int, ...]]] = []
     arrivals: list[float] = []
@@ -85,7 +80,7 @@ def _cut(name: str, operations: Sequence[_Operation], compute_s: float, bucket_b
     nbytes = [prod(shape) * DTYPE.itemsize for _, shape in parameters]
     buckets = []
     end = 0
-    for i, members in enumerate(plan_buckets(nbytes, [0] * len(nbytes), range(len(nbytes)), bucket_bytes)):
+    for i, members in enumerate(assign_buckets(nbytes, [0] * len(nbytes), range(len(nbytes)), bucket_bytes)):
         made = bucket(f"bucket{i}", [parameters[member] for member in members], arrivals[members[-1]], end)
         buckets.append(made)
         end += made.nbytes

@@ -20,8 +20,10 @@ from hvdlite.collectives.select import build_backend
 from hvdlite.config import Config
 from hvdlite.dtypes import DType
 from hvdlite.interfaces import select
+from hvdlite.memory.host import HostMemory
 from hvdlite.node import discover
-from hvdlite.timeline.recorder import Recorder
+from hvdlite.operations.allocate import allocate
+from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 from peers import PIECE_BYTES, with_coll_sm
 
@@ -139,16 +141,22 @@ class HvdliteBackend(Way):
             takes_part = topology.local_rank < topology.rails
             rail = comm.Split(topology.local_rank if takes_part else MPI.UNDEFINED, topology.node_index)
         self._backend: Backend = build_backend(
-            node, rail if rail != MPI.COMM_NULL else None, topology, runtime.config, runtime.check, Recorder()
+            node,
+            HostMemory(node),
+            rail if rail != MPI.COMM_NULL else None,
+            topology,
+            runtime.config,
+            runtime.check,
+            Recorder(),
         )
-        self._all = self._backend.allocate(numel, DType.FLOAT32)
+        self._all = self._backend.memory.allocate(4 * numel).buffer(0, numel, DType.FLOAT32)
         self.array = np.ctypeslib.as_array((ctypes.c_float * numel).from_address(self._all.address))
 
     def prepare(self, numel: int) -> None:
         self._buffer = self._all.narrow(0, numel)
 
     def call(self) -> None:
-        self._backend.allreduce(self._buffer)
+        self._backend.allreduce(self._buffer).wait()
 
 
 class Hvdlite(Way):
@@ -214,7 +222,7 @@ def ways(comm: MPI.Comm, numel: int) -> list[Way]:
     """All that this job can run; a collective call."""
     runtime = hvdlite.runtime()
     elsewhere = np.empty(numel, np.float32)
-    slot = runtime.group.allocate(4 * numel).memory.view(np.float32)
+    slot = allocate(runtime.group, 4 * numel).memory.view(np.float32)
     found: list[Way] = [Memcpy(comm.rank, numel)]
     if len(runtime.topology.nodes) > 1:
         found.append(Wire(comm, runtime.topology, elsewhere))

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.config import Config
-from hvdlite.coordinator.frozen_plan import OrderWatch
 from hvdlite.coordinator.messages import Claim, Decoder, Encoder, EndOfBatch, Message, PlanMessage, Response, Written
 from hvdlite.coordinator.negotiation import Negotiation
-from hvdlite.coordinator.plan_protocol import PlanLeader, PlanMember, Sender
+from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader, Sender
+from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.submission import Submission
 from hvdlite.counters import Traffic
+from hvdlite.operations import decode
 from hvdlite.topology import Topology
 
 
@@ -37,7 +38,7 @@ class Letters:
 
     def __init__(self, capacity: int) -> None:
         self._pen = Encoder(capacity)
-        self._decoder = Decoder()
+        self._decoder = Decoder(decode)
         self._claims: dict[str, Letter] = {}
 
     def new_step(self) -> None:
@@ -92,8 +93,8 @@ class VirtualNode:
         self.negotiation = Negotiation(below, config.stall_patience_s)
         self._senders: list[Sender] = [(rank,) for rank in nodes[index]]
         self._speaks_for = {child: self.topology.subtree_ranks(child, config.tree_fanout) for child in self.children}
-        self._links = {child: Decoder() for child in self.children}
-        self._mailboxes = [Decoder() for _ in nodes[index]]
+        self._links = {child: Decoder(decode) for child in self.children}
+        self._mailboxes = [Decoder(decode) for _ in nodes[index]]
         self._pen = Encoder(config.cache_capacity)  # to the parent, or, of the root, the log
         self._letters = letters
         watch = OrderWatch(config.cache_capacity if freezes else 0) if self.parent is None else None
@@ -129,12 +130,12 @@ class VirtualNode:
         letters: list[tuple[int, Letter]] = []
         responses: list[Response] = []
         for local_rank, rank in enumerate(self.ranks):
-            step = rank.member.obey(message, now_s)
-            assert local_rank == 0 or len(step.responses) == len(responses)
-            responses = step.responses
-            answers = [(local_rank, step.answer)] if step.answer is not None else []
+            reaction = rank.member.obey(message, now_s)
+            assert local_rank == 0 or len(reaction.responses) == len(responses)
+            responses = list(reaction.responses)
+            answers = [(local_rank, reaction.answer)] if reaction.answer is not None else []
             letters += self._written(answers, now_s)
-            for submission in step.again:
+            for submission in reaction.again:
                 letter = self.submit(local_rank, submission, now_s)
                 letters += [(local_rank, letter)] if letter is not None else []
         return responses, letters
@@ -161,10 +162,12 @@ class VirtualNode:
             self._hear(message, self._speaks_for[node_index], now_s)
 
     def say(self, now_s: float) -> bytes:
-        """What goes to the parent now, or, of the root, into the log: see `Coordinator._negotiate`."""
+        """What goes to the parent now, or, of the root, into the log: see `Leader.negotiate`."""
         if self.has_plan:
-            number, count = min(rank.word for rank in self.ranks)
-            self._pass_on(self._plan_leader.ready(count if number == self.ranks[0].member.number else 0))
+            plan = self.ranks[0].member.number
+            self._pass_on(
+                self._plan_leader.ready(min(n if of == plan else 0 for of, n in (r.word for r in self.ranks)))
+            )
         if self.parent is None:
             self._judge()
         else:
@@ -178,7 +181,7 @@ class VirtualNode:
         """What `hvdlite.statistics` says of this rank's control messages.
 
         Args:
-            log_bytes: of the whole log so far, which every rank has read.
+            log_bytes: of the whole log so far, which every rank but the leader has read from the page.
         """
         rank, leads = self.ranks[local_rank], local_rank == 0
         written = self._pen.written if leads else rank.written
@@ -188,8 +191,8 @@ class VirtualNode:
             "claims_sent": written.claims,
             "messages_cached": written.cached,
             "messages_spelled_out": written.spelled_out,
-            "page_bytes_written": log_bytes if leads else rank.nbytes,
-            "page_bytes_read": log_bytes + (self._mail_bytes if leads else 0),
+            "page_bytes_written": log_bytes * (len(self.ranks) > 1) if leads else rank.nbytes,
+            "page_bytes_read": self._mail_bytes if leads else log_bytes,
             **(self.traffic if leads else Traffic()).named("tree"),
         }
 

@@ -24,11 +24,13 @@ import numpy as np
 
 from data_path import Machine, traffic
 from hvdlite.config import Config
-from hvdlite.coordinator.messages import NAMED, Decoder, EndOfBatch, PlanMessage, Response
+from hvdlite.coordinator.fusion import fuse
+from hvdlite.coordinator.messages import Decoder, EndOfBatch, PlanMessage, Response
 from hvdlite.coordinator.negotiation import LOOK_S
-from hvdlite.coordinator.plan import plan_buckets
+from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Submission
 from hvdlite.counters import Traffic
+from hvdlite.operations import decode
 from hvdlite.topology import Topology
 from schedules import Schedule
 from virtual_node import Letter, Letters, VirtualNode
@@ -140,7 +142,7 @@ class VirtualJob:
         self._nbytes = {bucket.request.name: bucket.nbytes for bucket in schedule.buckets}
         # Whoever has nothing left to compute waits, and does what its coordinator thread would have to be woken for.
         self._wakes_s = [machine.wake_s * (bucket.ready_s < schedule.compute_s) for bucket in schedule.buckets]
-        self._log_decoder = Decoder()
+        self._log_decoder = Decoder(decode)
         self._log_bytes = 0
         self._batch: list[Response] = []
         self._submitted = 0  # by each rank, and done
@@ -385,7 +387,7 @@ class VirtualJob:
     def _plan_items(self, responses: list[Response], is_counted: bool) -> range:
         """The root has read that all are ready for these, so everybody will do them."""
         first = len(self._items)
-        items = plan_buckets(responses, self._config.fusion_threshold_bytes)
+        items = fuse(responses, self._config.fusion_threshold_bytes)
         if items:
             self._batch_starts.append(first)
         self._items += items

@@ -31,6 +31,7 @@ using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 void register_reduce(py::module_& m) {
   m.def("instruction_set", &instruction_set_name);
+  m.def("use_instruction_set", &use_instruction_set, "name"_a);
   m.def(
       "reduce",
       [](const Addresses& destinations, const Addresses& sources, std::uint64_t numel, int dtype, int op,
@@ -176,7 +177,6 @@ void register_socket_bell(py::module_& m) {
 }  // namespace hvdlite
 
 PYBIND11_MODULE(_native, m) {
-  hvdlite::instruction_set();  // a wrong HVDLITE_INSTRUCTION_SET is an error of the import, not of some later call
   hvdlite::register_reduce(m);
   hvdlite::register_pack(m);
   hvdlite::register_signal(m);

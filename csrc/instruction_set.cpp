@@ -4,9 +4,7 @@
 #include <cpuid.h>
 #endif
 
-#include <cstdlib>
 #include <stdexcept>
-#include <string>
 
 namespace hvdlite {
 namespace {
@@ -34,25 +32,27 @@ InstructionSet widest() {
 #endif
 }
 
-InstructionSet choose() {
-  const InstructionSet best = widest();
-  const char* wish = std::getenv("HVDLITE_INSTRUCTION_SET");
-  if (wish == nullptr || *wish == '\0') return best;
-  for (int i = 0; i <= static_cast<int>(best); ++i) {
-    if (kNames[i] == std::string(wish)) return static_cast<InstructionSet>(i);
-  }
-  throw std::runtime_error("HVDLITE_INSTRUCTION_SET=" + std::string(wish) +
-                           ": must be plain, avx2 or avx512, and at most " + kNames[static_cast<int>(best)] +
-                           " on this processor");
+InstructionSet& chosen() {
+  static InstructionSet set = widest();
+  return set;
 }
 
 }  // namespace
 
-InstructionSet instruction_set() {
-  static const InstructionSet chosen = choose();
-  return chosen;
-}
+InstructionSet instruction_set() { return chosen(); }
 
 const char* instruction_set_name() { return kNames[static_cast<int>(instruction_set())]; }
+
+void use_instruction_set(const std::string& name) {
+  const auto best = static_cast<int>(widest());
+  for (int i = 0; i <= best; ++i) {
+    if (name == kNames[i]) {
+      chosen() = static_cast<InstructionSet>(i);
+      return;
+    }
+  }
+  throw std::invalid_argument("must be plain, avx2 or avx512, and at most " + std::string(kNames[best]) +
+                              " on this processor");
+}
 
 }  // namespace hvdlite

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parent
-sys.path.insert(0, str(EXAMPLES.parent / "tools"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
 
 from environment import SetupError, make  # noqa: E402 (the line above makes it importable)
 
@@ -21,12 +21,11 @@ def main() -> int:
     except SetupError as error:
         print(f"\nquickstart: {error}", file=sys.stderr)
         return 1
-    command = [str(python), "-m", "hvdlite", "run", "-np", "2", "02_digits.py", *sys.argv[1:]]
-    # In examples/, because in the repository's root Python would import the source tree, which has no compiled part.
-    print(f"==> in examples/: {' '.join(command)}", flush=True)
-    status = subprocess.run(command, cwd=EXAMPLES).returncode
+    command = [str(python), "-m", "hvdlite", "run", "-np", "2", "examples/02_digits.py", *sys.argv[1:]]
+    print(f"==> {' '.join(command)}", flush=True)
+    status = subprocess.run(command, cwd=ROOT).returncode
     if status == 0:
-        print("==> done; with 4 ranks: cd examples; ../.venv/bin/python -m hvdlite run -np 4 02_digits.py")
+        print("==> done; with 4 ranks: . .venv/bin/activate; hvdliterun -np 4 examples/02_digits.py")
     return status
 
 

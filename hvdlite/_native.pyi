@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 def instruction_set() -> str:
-    """The path the kernels take on this machine: 'avx512', 'avx2' or 'plain'."""
+    """The path the kernels take: 'avx512', 'avx2' or 'plain'; the widest of this processor unless told otherwise."""
+
+def use_instruction_set(name: str) -> None:
+    """Let the kernels take another path; to be called before any of them runs.
+
+    Raises:
+        ValueError: there is no such path, or this processor cannot take it; says which it can.
+    """
 
 def reduce(
     destinations: Sequence[int],

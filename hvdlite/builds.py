@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hvdlite
 from hvdlite import mpi
+from hvdlite.default_runtime import is_initialized
 from hvdlite.errors import NotInitializedError
 
 
@@ -13,7 +13,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         NotInitializedError: before init().
     """
-    if not hvdlite.is_initialized():
+    if not is_initialized():
         raise NotInitializedError
     return not mpi.is_running() or mpi.allows_threads()
 

@@ -1,13 +1,16 @@
-"""Settings. The only reader of os.environ: ``HVDLITE_X`` first, then ``HOROVOD_X``, then the default."""
+"""Every setting that exists, with its meaning: `Config` has the settings of a job, `OTHER_VARIABLES` the rest.
+
+``HVDLITE_X`` goes before ``HOROVOD_X``, and ``HOROVOD_X`` before the default.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
+from hvdlite import environment
 from hvdlite.errors import ConfigError
 
 T = TypeVar("T")
@@ -24,6 +27,20 @@ def _boolean(text: str) -> bool:
     if word in _FALSE:
         return False
     raise ValueError("must be 1, true, yes, on, or 0, false, no, off")
+
+
+def _number(text: str) -> float:
+    value = _number_or_inf(text)
+    if math.isinf(value):
+        raise ValueError("must be finite")
+    return value
+
+
+def _number_or_inf(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):
+        raise ValueError("must be a number")
+    return value
 
 
 def _positive(convert: Callable[[str], T]) -> Callable[[str], T]:
@@ -65,13 +82,13 @@ def _setting(default: T, parse: Callable[[str], T], *names: str) -> T:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that can be set. Build it in code, or from the environment with `Config.from_env`."""
+    """The settings of a job. Build them in code, or from the environment with `Config.from_env`."""
 
     fusion_threshold_bytes: int = _setting(128 << 20, _not_negative(int), "FUSION_THRESHOLD")
     """Most bytes that are fused into one collective; 0 disables fusion."""
     bucket_bytes: int = _setting(0, _not_negative(int), "BUCKET_BYTES")
     """Size of DistributedOptimizer's gradient buckets, never above ``fusion_threshold_bytes``; 0: by what the nodes and
-    the network between them are like, see `hvdlite.torch.buckets.choose_bucket_bytes`."""
+    the network between them are like, see `hvdlite.torch.bucketing.choose_bucket_bytes`."""
     staging_bytes: int = _setting(32 << 20, _positive(int), "STAGING_BYTES")
     """Size of each rank's copy of the fusion buffer for tensors from elsewhere; touched as it is used."""
     chunk_bytes: int = _setting(128 << 10, _positive(int), "CHUNK_BYTES")
@@ -85,7 +102,7 @@ class Config:
     """Up to this size an allreduce across four nodes takes recursive doubling; the sizes of other cases follow."""
     rails: int = _setting(0, _not_negative(int), "RAILS")
     """Most ranks of a node that speak to other nodes, each for its share of the bytes; 0: as many as there can be."""
-    cycle_ms: float = _setting(0.0, _not_negative(float), "CYCLE_TIME")
+    cycle_ms: float = _setting(0.0, _not_negative(_number), "CYCLE_TIME")
     """How long a ready tensor may wait for others to fuse with, in ms. Nothing polls, so 0 is a good default."""
     cache_capacity: int = _setting(1024, _not_negative(int), "CACHE_CAPACITY")
     """Requests that are remembered so that later submissions send their number only; 0 spells out every one."""
@@ -93,6 +110,9 @@ class Config:
     """Children of a node leader in the negotiation tree."""
     spin_us: int = _setting(50, _not_negative(int), "SPIN_MICROSECONDS")
     """How long a barrier inside a node spins before it sleeps; 0 where ranks outnumber cores."""
+
+    idle_s: float = _setting(5.0, _positive(_number_or_inf), "IDLE_SECONDS")
+    """Longest that a coordinator thread sleeps. Whatever happens wakes it, so any length will do, ``inf`` as well."""
 
     autotune: bool = _setting(False, _boolean, "AUTOTUNE")
     """Choose settings by measured step time while DistributedOptimizer trains; see docs/autotuning.md."""
@@ -109,13 +129,13 @@ class Config:
 
     network_interfaces: str = _setting("", str, "NETWORK_INTERFACES", "$NCCL_SOCKET_IFNAME", "$GLOO_SOCKET_IFNAME")
     """Interfaces to use, in NCCL's syntax: prefixes, ``^`` excludes, ``=`` is exact; empty means every interface."""
-    start_timeout_s: float = _setting(30.0, _positive(float), "START_TIMEOUT")
+    start_timeout_s: float = _setting(30.0, _positive(_number), "START_TIMEOUT")
     """Longest that init() may take."""
-    heartbeat_timeout_s: float = _setting(30.0, _positive(float), "HEARTBEAT_TIMEOUT_SECONDS")
+    heartbeat_timeout_s: float = _setting(30.0, _positive(_number), "HEARTBEAT_TIMEOUT_SECONDS")
     """A neighbour that is silent for longer counts as failed."""
-    collective_timeout_s: float = _setting(600.0, _positive(float), "COLLECTIVE_TIMEOUT_SECONDS")
+    collective_timeout_s: float = _setting(600.0, _positive(_number), "COLLECTIVE_TIMEOUT_SECONDS")
     """Longest that a rank waits inside a running collective."""
-    failure_grace_s: float = _setting(5.0, _not_negative(float), "FAILURE_GRACE_SECONDS")
+    failure_grace_s: float = _setting(5.0, _not_negative(_number), "FAILURE_GRACE_SECONDS")
     """After a rank failed, how long the others may take to raise and end before they are ended."""
     mpi_threads_disable: bool = _setting(False, _boolean, "MPI_THREADS_DISABLE")
     """Accept an MPI without MPI_THREAD_MULTIPLE; then no other thread may call MPI."""
@@ -128,13 +148,16 @@ class Config:
     """Most events that a rank keeps until they are written; older ones are dropped and counted."""
 
     stall_check_disable: bool = _setting(False, _boolean, "STALL_CHECK_DISABLE")
-    stall_check_time_s: float = _setting(60.0, _not_negative(float), "STALL_CHECK_TIME_SECONDS")
+    """Neither report tensors that wait for ranks nor end the job for them."""
+    stall_check_time_s: float = _setting(60.0, _not_negative(_number), "STALL_CHECK_TIME_SECONDS")
     """After this long a tensor that waits for ranks is reported; 0 disables."""
-    stall_shutdown_time_s: float = _setting(0.0, _not_negative(float), "STALL_SHUTDOWN_TIME_SECONDS")
+    stall_shutdown_time_s: float = _setting(0.0, _not_negative(_number), "STALL_SHUTDOWN_TIME_SECONDS")
     """After this long the job ends; 0 means never."""
 
     log_level: str = _setting("warning", _log_level, "LOG_LEVEL")
+    """Least severe log lines that are written: trace, debug, info, warning, error or fatal."""
     log_hide_time: bool = _setting(False, _boolean, "LOG_HIDE_TIME")
+    """Write log lines without the time."""
 
     @property
     def stall_patience_s(self) -> float:
@@ -143,12 +166,13 @@ class Config:
         return max(1.0, min(limits) / 10) if limits and not self.stall_check_disable else math.inf
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """Read the settings.
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Read the settings from ``environ``, by default this process's environment.
 
         Raises:
             ConfigError: a variable does not parse; names the variable, its value and what it may be.
         """
+        environ = environment.variables() if environ is None else environ
         values: dict[str, Any] = {}
         for item in fields(cls):
             variable = _first_set(environ, item.metadata["names"])
@@ -161,6 +185,23 @@ class Config:
         return cls(**values)
 
 
+class Tunable(NamedTuple):
+    """The settings of `Config` that may change while a job runs, between two operations on all ranks alike."""
+
+    bucket_bytes: int = Config.bucket_bytes
+    segment_bytes: int = Config.segment_bytes
+    small_bytes: int = Config.small_bytes
+    rails: int = Config.rails
+
+    @classmethod
+    def of(cls, config: Config) -> Tunable:
+        return cls(*(getattr(config, name) for name in cls._fields))
+
+    def within(self, config: Config) -> Config:
+        """``config`` with these."""
+        return replace(config, **self._asdict())
+
+
 def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     for name in names:
         candidates = [name[1:]] if name.startswith("$") else [f"HVDLITE_{name}", f"HOROVOD_{name}"]
@@ -168,3 +209,23 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
             if environ.get(candidate, "") != "":
                 return candidate
     return None
+
+
+INSTRUCTION_SET = "HVDLITE_INSTRUCTION_SET"
+CALL_KEY = "HVDLITE_CALL_KEY"
+CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
+
+OTHER_VARIABLES = {
+    INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
+    CALL_KEY: "from `hvdlite.run` to its ranks: the secret by which they prove to be its own",
+    CALL_ADDRESS: "from `hvdlite.run` to its ranks: where they fetch the function",
+    "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
+    "HVDLITE_BUILD_JOBS": "in setup.py: how many compilers run at a time",
+    "HVDLITE_SANITIZE": "in setup.py: sanitizers to compile in, as address,undefined",
+}
+"""Variables that are no settings of a job: where they are used, and what they mean. They have no HOROVOD_ form."""
+
+
+def instruction_set() -> str:
+    """What `INSTRUCTION_SET` says; empty where it is not set."""
+    return environment.variables().get(INSTRUCTION_SET, "")

@@ -4,42 +4,48 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
 
 class DType(IntEnum):
-    """Element type of a tensor. `BOOL` moves (allgather, broadcast) but does not reduce."""
+    """Element type of a tensor. `BOOL` moves (allgather, broadcast) but does not reduce.
 
-    UINT8 = 0
-    INT8 = 1
-    INT16 = 2
-    INT32 = 3
-    INT64 = 4
-    FLOAT16 = 5
-    BFLOAT16 = 6
-    FLOAT32 = 7
-    FLOAT64 = 8
-    BOOL = 9
+    Attributes:
+        itemsize: bytes per element.
+        label: the name that users know, e.g. ``float32``.
+        is_half: 16-bit floats: summed in fp32, rounded once per reduction.
+    """
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return _ITEMSIZE[self]
+    UINT8 = 0, 1
+    INT8 = 1, 1
+    INT16 = 2, 2
+    INT32 = 3, 4
+    INT64 = 4, 8
+    FLOAT16 = 5, 2
+    BFLOAT16 = 6, 2
+    FLOAT32 = 7, 4
+    FLOAT64 = 8, 8
+    BOOL = 9, 1
 
-    @property
-    def label(self) -> str:
-        """The name that users know, e.g. ``float32``."""
-        return self.name.lower()
+    itemsize: int
+    label: str
+    is_floating: bool
+    is_half: bool
 
-    @property
-    def is_floating(self) -> bool:
-        return self in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)
+    def __new__(cls, number: int, itemsize: int) -> DType:
+        member = int.__new__(cls, number)
+        member._value_ = number
+        member.itemsize = itemsize
+        return member
 
-    @property
-    def is_half(self) -> bool:
-        """16-bit floats: summed in fp32, rounded once per reduction."""
-        return self in (DType.FLOAT16, DType.BFLOAT16)
+    def __init__(self, *_: int) -> None:
+        self.label = self.name.lower()
+        self.is_floating = "float" in self.label
+        self.is_half = self.is_floating and self.itemsize == 2
+
+    __hash__ = int.__hash__  # Enum's is written in Python, and types are looked up for every operation
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -62,10 +68,6 @@ class DType(IntEnum):
             raise TypeError(f"hvdlite cannot communicate numpy dtype {dtype}; convert the array first") from None
 
 
-_ITEMSIZE = {
-    DType.UINT8: 1, DType.INT8: 1, DType.INT16: 2, DType.INT32: 4, DType.INT64: 8,
-    DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 4, DType.FLOAT64: 8, DType.BOOL: 1,
-}  # fmt: skip
 _OF_NUMPY = {dtype.label: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 
 
@@ -79,6 +81,19 @@ class ReduceOp(IntEnum):
     MAX = 4
     PRODUCT = 5
 
+    __hash__ = int.__hash__
+
     @property
     def label(self) -> str:
         return self.name.capitalize()
+
+
+class Reduction(NamedTuple):
+    """``postscale * op over ranks(prescale * contribution)``."""
+
+    op: ReduceOp = ReduceOp.SUM
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+SUM = Reduction()

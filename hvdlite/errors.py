@@ -2,14 +2,15 @@
 
 HorovodInternalError(RuntimeError)       a collective did not happen; elastic code catches this name
 ├── MismatchError                        the caller's mistake, the same text on every rank; the job can go on
-├── ShutDownError                        hvdlite is not running in this process: before init, after shutdown, after fork
+├── UsageError(…, ValueError, AssertionError)  a mistake of this rank's program, before anything was submitted
+├── ShutDownError                        hvdlite is shutting down, or this process was forked
+│   └── NotInitializedError(…, ValueError)  before init(), and after shutdown()
 └── CollectiveError                      the world failed; this runtime is closed
     ├── RankFailedError                  a rank died, raised, or stopped answering; names it
     └── StallError                       a rank never submitted what the others wait for
 StartupError(RuntimeError)               init() cannot succeed: network, versions, MPI thread level, memory
 ├── ConfigError(StartupError, ValueError)  a setting does not make sense
 └── HorovodVersionMismatchError(StartupError, ImportError)  ranks run different versions of a package
-NotInitializedError(ValueError)          rank(), size(), ... before init()
 DuplicateNameError(ValueError)           a name that is already in flight
 HostsUpdatedInterrupt(RuntimeError)      no failure: elastic code starts over since the hosts of the job have changed
 """
@@ -25,8 +26,23 @@ class MismatchError(HorovodInternalError):
     """Ranks submitted the same name with different dtype, shape, op, root or scale."""
 
 
+class UsageError(HorovodInternalError, ValueError, AssertionError):
+    """A call that makes no sense here, on this rank alone: a wrong op, or gradients touched on their way.
+
+    The job can go on. Programs written for Horovod catch HorovodInternalError for some of these mistakes, ValueError or
+    AssertionError for others.
+    """
+
+
 class ShutDownError(HorovodInternalError):
-    """An operation where no runtime is running: before init(), after shutdown(), or in a forked child."""
+    """A rank has shut hvdlite down, so that an operation cannot complete; or this process is a forked child."""
+
+
+class NotInitializedError(ShutDownError, ValueError):
+    """hvdlite does not run in this process: before init(), or after shutdown()."""
+
+    def __init__(self) -> None:
+        super().__init__("hvdlite is not running in this process; call hvd.init() first")
 
 
 class CollectiveError(HorovodInternalError):
@@ -48,10 +64,6 @@ class StallError(CollectiveError):
     """A tensor waited longer than HVDLITE_STALL_SHUTDOWN_TIME_SECONDS for some ranks."""
 
 
-class StallWarning(UserWarning):
-    """A tensor has waited longer than HVDLITE_STALL_CHECK_TIME_SECONDS for some ranks."""
-
-
 class StartupError(RuntimeError):
     """init() cannot succeed; the text is one sentence with the way out."""
 
@@ -62,13 +74,6 @@ class ConfigError(StartupError, ValueError):
 
 class HorovodVersionMismatchError(StartupError, ImportError):
     """Ranks run different versions of a package. Horovod's name."""
-
-
-class NotInitializedError(ValueError):
-    """rank(), size() and their like before init()."""
-
-    def __init__(self) -> None:
-        super().__init__("hvdlite is not initialized; call hvd.init() first")
 
 
 class DuplicateNameError(ValueError):
@@ -88,3 +93,8 @@ class HostsUpdatedInterrupt(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[bool]]:
         return type(self), (self.skip_sync,)
+
+
+def is_known_everywhere(error: BaseException | None) -> bool:
+    """Whether every rank hears of ``error`` without being told: not so of a mistake of one rank's program."""
+    return isinstance(error, HorovodInternalError) and not isinstance(error, (UsageError, NotInitializedError))

@@ -8,7 +8,6 @@ variables.
 from __future__ import annotations
 
 import fcntl
-import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -52,7 +51,7 @@ def interfaces() -> list[Interface]:
                 # struct sockaddr_in: family and port in 4 bytes, then the address in 4.
                 address = socket.inet_ntoa(ask(_SIOCGIFADDR, name)[4:8])
                 flags = struct.unpack("h", ask(_SIOCGIFFLAGS, name)[:2])[0]
-            except OSError:  # it has no IPv4 address, or went away meanwhile
+            except OSError:  # no IPv4 address, or no interface any more
                 continue
             found.append(Interface(name, address, up=bool(flags & _IFF_UP), loopback=bool(flags & _IFF_LOOPBACK)))
     return found
@@ -94,12 +93,12 @@ def select(spec: str, available: Sequence[Interface] | None = None) -> list[Inte
 
 
 def mpi_environment(
-    spec: str, environ: Mapping[str, str] = os.environ, available: Sequence[Interface] | None = None
+    spec: str, environ: Mapping[str, str], available: Sequence[Interface] | None = None
 ) -> dict[str, str]:
     """The variables that make Open MPI and MPICH use the interfaces of ``spec``; to be set before MPI_Init.
 
-    What the user has set is left alone. With an empty ``spec`` there are variables only where a bridge of container
-    software must be kept out.
+    Variables that ``environ`` has already are the user's choice and are left out. With an empty ``spec`` there are
+    variables only where a bridge of container software must be kept out.
 
     Raises:
         ConfigError: see `select`.
@@ -117,7 +116,7 @@ def mpi_environment(
     if not {"OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude"} & environ.keys():
         variables["OMPI_MCA_btl_tcp_if_include"] = ",".join(names)
     if "UCX_NET_DEVICES" not in environ:
-        # UCX takes this as a list of everything it may use; InfiniBand ports must stay in it.
+        # UCX uses nothing that this list does not name, so InfiniBand ports stay in the list.
         variables["UCX_NET_DEVICES"] = ",".join([*_infiniband_ports(), *names])
     # libfabric's TCP providers, of which MPICH takes either, know one interface each.
     for name in ("FI_TCP_IFACE", "FI_SOCKETS_IFACE"):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from hvdlite import mpi
+from hvdlite import environment, launched
 from hvdlite.config import Config
-from hvdlite.errors import HorovodInternalError, RankFailedError, StartupError
+from hvdlite.errors import RankFailedError, StartupError, is_known_everywhere
 from hvdlite.interfaces import select
 from hvdlite.remote_call import CallServer, Outcome, pack
 
@@ -59,32 +59,34 @@ def run(
     """
     from hvdlite.cli import run as front
 
-    if mpi.launched():
+    process = launched.this_process()
+    if process is not None and process.size > 1:
+        name = process.launcher.name
         raise StartupError(
-            "hvdlite.run starts ranks, but this process is one already, started by mpirun: call the function itself, "
-            "or start this program without mpirun"
+            f"hvdlite.run starts ranks, but this process is one already, started by {name}: call the function itself, "
+            f"or start this program without {name}"
         )
     variables = dict(env or {})
-    environ = {**os.environ, **variables}
+    environ = {**environment.variables(), **variables}
     words = [*(["-np", str(num_proc)] if num_proc is not None else []), *(["-H", hosts] if hosts else []), *options]
     # Parsed here too, so that a mistake is an exception.
     arguments = front.parse([*words, "--", sys.executable])
-    job = front.job_of(arguments, environ)
+    launch = front.launch_of(arguments, environ)
     config = Config.from_env({**environ, **arguments.effects.settings})
-    remote = bool(job.hosts) or job.scheduled_hosts > 1
-    addresses = [interface.address for interface in select(job.interfaces)] if remote else []
+    remote = bool(launch.hosts) or launch.scheduled_hosts > 1
+    addresses = [interface.address for interface in select(launch.interfaces)] if remote else []
     server = CallServer(pack(func, args, kwargs or {}, variables), addresses)
     program = [executable or sys.executable, "-c", _python("remote_call", "main()")]
     command = [sys.executable, "-c", _python("launch", "_front()"), str(os.getpid()), str(int(verbose)), *words, "--"]
     try:
-        status = _run([*command, *program], {**environ, **server.environment}, server, job.ranks, config)
+        status = _run([*command, *program], {**environ, **server.environment}, server, launch.ranks, config)
     finally:
         outcomes = server.close()
-    return _results(outcomes, job.ranks, status, server.seen())
+    return _results(outcomes, launch.ranks, status, server.seen())
 
 
 def _python(module: str, call: str) -> str:
-    """A program that calls a function of ours. Where `horovod` is hvdlite here, it is there too."""
+    """A program that calls a function of this package, with hvdlite as its `horovod` if this process has that."""
     root = str(Path(__file__).resolve().parents[1])
     lines = ["import sys", f"sys.path.append({root!r})"]
     if "hvdlite.compat.horovod" in sys.modules:
@@ -93,12 +95,12 @@ def _python(module: str, call: str) -> str:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], server: CallServer, ranks: int, config: Config) -> int:
-    """Run the job to its end, passing on what it says; returns its exit status.
+    """Run ``command`` to its end, and pass its output on; returns its exit status.
 
-    In a process of its own, since `supervise` ends every descendant of its process after a failure, and the caller may
-    have others. In a session of its own, so that Ctrl-C reaches this process only, which then ends the job in order.
+    The command is a process of its own: after a failure `supervise` ends every descendant of its process, and the
+    caller may have others. The session is its own as well: Ctrl-C reaches the caller only, which ends the job in order.
     """
-    job = subprocess.Popen(
+    child = subprocess.Popen(
         command,
         env=environ,
         stdin=subprocess.DEVNULL,
@@ -106,19 +108,19 @@ def _run(command: Sequence[str], environ: Mapping[str, str], server: CallServer,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    assert job.stdout is not None and job.stderr is not None
+    assert child.stdout is not None and child.stderr is not None
     # Through this process: in a notebook sys.stdout is the cell's output, and file descriptor 1 is not.
     pumps = [
         threading.Thread(target=_pump, args=streams, daemon=True)
-        for streams in ((job.stdout, sys.stdout), (job.stderr, sys.stderr))
+        for streams in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
     ]
     over = threading.Event()
-    watch = threading.Thread(target=_end_after_failure, args=(job, server, over, config.failure_grace_s), daemon=True)
+    watch = threading.Thread(target=_end_after_failure, args=(child, server, over, config.failure_grace_s), daemon=True)
     for thread in (*pumps, watch):
         thread.start()
     try:
         try:
-            return job.wait(config.start_timeout_s)
+            return child.wait(config.start_timeout_s)
         except subprocess.TimeoutExpired:
             missing = sorted(set(range(ranks)) - server.seen())
             if missing:
@@ -126,28 +128,30 @@ def _run(command: Sequence[str], environ: Mapping[str, str], server: CallServer,
                     f"hvdlite.run: {_ranks(missing)} did not start within {config.start_timeout_s:g} s; if the start "
                     "is only slow, raise HVDLITE_START_TIMEOUT (seconds)"
                 ) from None
-        return job.wait()
+        return child.wait()
     finally:
-        if job.returncode is None:
-            job.terminate()
-            job.wait()
+        if child.returncode is None:
+            child.terminate()
+            child.wait()
         over.set()
         for pump in pumps:
             pump.join(_DRAIN_S)
 
 
-def _end_after_failure(job: subprocess.Popen[bytes], server: CallServer, over: threading.Event, grace_s: float) -> None:
-    """Launchers end the other ranks, but MPICH's only those of a rank that had started MPI."""
+def _end_after_failure(
+    child: subprocess.Popen[bytes], server: CallServer, over: threading.Event, grace_s: float
+) -> None:
+    """mpirun ends the other ranks, but MPICH's only where the rank that failed had started MPI."""
     server.failed.wait()
     if not over.wait(grace_s):
-        job.terminate()
+        child.terminate()
 
 
 def _pump(source: IO[bytes], sink: IO[str]) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with source:
         while piece := os.read(source.fileno(), 1 << 16):
-            # A sink that is closed, or None, must not stop the job, which would wait for the pipe to be read.
+            # A sink that is closed, or None, must not stop the reading: the ranks would wait for room in the pipe.
             with contextlib.suppress(Exception):
                 sink.write(decoder.decode(piece))
                 sink.flush()
@@ -157,7 +161,7 @@ def _results(outcomes: Sequence[Outcome], ranks: int, status: int, seen: set[int
     failed = [(outcome.rank, *outcome.failure()) for outcome in outcomes if not outcome.returned]
     if failed:
         # What hvdlite raised on the others is the consequence of what one rank raised.
-        rank, error, text = min(failed, key=lambda failure: isinstance(failure[1], HorovodInternalError))
+        rank, error, text = min(failed, key=lambda failure: is_known_everywhere(failure[1]))
         told = RankFailedError(rank, f"rank {rank} raised:\n{text.rstrip()}")
         if error is None:
             raise told
@@ -188,12 +192,12 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _front() -> NoReturn:
-    """The process between `run` and mpirun: `python -m hvdlite run`, but it ends with its parent."""
+    """The process between `run` and mpirun: `python -m hvdlite run` that ends with its parent."""
     from hvdlite.cli import run as front
     from hvdlite.cli.supervise import end_with_parent
 
     parent, verbose, *words = sys.argv[1:]
     end_with_parent()
-    if os.getppid() != int(parent):  # it ended before that line
+    if os.getppid() != int(parent):  # the parent ended before that line
         sys.exit(1)
     sys.exit(front.main(words, announce=verbose == "1"))

@@ -14,7 +14,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from hvdlite.errors import StartupError
@@ -131,23 +132,31 @@ def connect_tree(
         StartupError: one of them cannot be reached, or did not come in time.
     """
     own, parent, children = topology.node_index, topology.parent(fanout), topology.children(fanout)
-    listener.accept_children(token, own, children, deadline_s)
-    links = {}
-    if parent is not None:
-        links[parent] = connect(doors[parent].addresses, token, own, parent, deadline_s)
-    links.update(listener.links())
-    for child in children:
-        if child not in links:
-            raise StartupError(
-                f"node {child} ({doors[child].hostname}) did not connect to node {own} ({doors[own].hostname}) in "
-                "time. Name an interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, or raise "
-                "HVDLITE_START_TIMEOUT."
-            )
+    links: dict[int, socket.socket] = {}
+    with ExitStack() as on_failure:
+        listener.accept_children(token, own, children, deadline_s)
+        on_failure.callback(lambda: close_all((*links.values(), *listener.links().values())))
+        if parent is not None:
+            links[parent] = connect(doors[parent].addresses, token, own, parent, deadline_s)
+        links.update(listener.links())
+        for child in children:
+            if child not in links:
+                raise StartupError(
+                    f"node {child} ({doors[child].hostname}) did not connect to node {own} ({doors[own].hostname}) in "
+                    "time. Name an interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, or raise "
+                    "HVDLITE_START_TIMEOUT."
+                )
+        on_failure.pop_all()
     for link in links.values():
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET_S)
     return links
+
+
+def close_all(links: Iterable[socket.socket]) -> None:
+    for link in links:
+        link.close()
 
 
 def connect(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import _native
+from hvdlite import _native, environment, launched
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.interfaces import mpi_environment
@@ -19,58 +19,80 @@ from hvdlite.interfaces import mpi_environment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Set for the ranks by mpirun of Open MPI, MPICH and Intel MPI, and by srun with PMI or PMIx.
-_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "PMI_FD", "MPI_LOCALNRANKS")
 _MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", "mpich_shm_")
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _MPICH_KIN = ("MPICH", "MVAPICH", "Intel")
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
-def world(config: Config, environ: Mapping[str, str] = os.environ) -> MPI.Intracomm | None:
+@contextmanager
+def communicator(comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Iterator[MPI.Intracomm | None]:
+    """The communicator that hvd.init(``comm``) means, while a runtime is built over it; None: this process alone.
+
+    Raises:
+        StartupError: see `world`; ``comm`` has been freed.
+        ConfigError: ``comm`` lists ranks that are not there.
+    """
+    base = world(config)
+    if comm is None:
+        yield base
+    elif not isinstance(comm, Sequence):
+        if not comm:
+            raise StartupError(
+                "the communicator that hvd.init(comm=...) was given has been freed. Keep it for as long as hvdlite may "
+                "be started again, or give a list of ranks of COMM_WORLD."
+            )
+        yield comm
+    elif base is not None:
+        part = subset(base, comm)
+        yield part
+        part.Free()  # the runtime has its own duplicate; after a failure other ranks may not come here
+    elif list(comm) == [0]:
+        yield None
+    else:
+        raise ConfigError(f"hvd.init(comm={list(comm)}), but this process was started alone; start it with mpirun")
+
+
+def world(config: Config) -> MPI.Intracomm | None:
     """COMM_WORLD, with MPI initialized; None where this process was started alone, without a launcher.
 
     Raises:
-        StartupError: no MPI library, or the launcher belongs to another one, or has started not this process but its
-            parent.
+        StartupError: no MPI library; a launcher has started this process as one of several, which MPI does not find; it
+            has started not this process but its parent.
     """
-    started = sys.modules.get("mpi4py.MPI")
-    if started is None and not launched(environ):
+    process = launched.this_process()
+    if "mpi4py.MPI" not in sys.modules and (process is None or not process.launcher.serves_mpi):
+        if process is not None:
+            process.check_not_alone(found=1)
         return None
     if _is_worker():  # MPI would wait without end for what the parent has got already
         raise StartupError(
-            f"hvd.init() was called in a child process of rank {launched_rank(environ)} (a DataLoader worker, for "
+            f"hvd.init() was called in a child process of rank {launched.launched_rank()} (a DataLoader worker, for "
             "example), which is not a rank. Workers that are spawned begin by importing your script: call hvd.init() "
             'below `if __name__ == "__main__":`.'
         )
     mpi = _import_mpi(config)
-    expected = max(_numbers(environ, _SIZE_VARIABLES), default=1)
     library = mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
-    # MPICH does not even start under Open MPI's mpirun; the other way round every process is alone.
-    alone = "OMPI_COMM_WORLD_SIZE" in environ and library.startswith(_MPICH_KIN)
-    if not alone and not mpi.Is_initialized():
+    if process is not None and process.launcher is launched.OPEN_MPI and library.startswith(_MPICH_KIN):
+        process.check_not_alone(1, library)
+        return None  # MPICH cannot even start under Open MPI's mpirun
+    if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    if alone or (expected > 1 and mpi.COMM_WORLD.size == 1):
-        raise StartupError(
-            f"mpirun started {expected} ranks, but each is alone: mpi4py has loaded {library}, which is not the MPI of "
-            "that mpirun. Use the mpirun of the same MPI, or point MPI4PY_LIBMPI at the library of this mpirun."
-        )
     comm: MPI.Intracomm = mpi.COMM_WORLD
+    if process is not None:
+        process.check_not_alone(comm.size, library)
     return comm
 
 
 def _is_worker() -> bool:
-    """Whether multiprocessing has started this process, which may still be at importing the script of its parent."""
+    """Whether multiprocessing has started this process; a spawned one begins by importing its parent's script."""
     imports_main = getattr(multiprocessing.current_process(), "_inheriting", False)
     return imports_main or multiprocessing.parent_process() is not None
 
 
 def _import_mpi(config: Config) -> Any:
-    """mpi4py.MPI, told to leave starting and ending MPI to us unless the user has imported it before."""
+    """mpi4py.MPI, which leaves starting and ending MPI to hvdlite unless the program has imported it before."""
     if "mpi4py.MPI" not in sys.modules:
-        # Read by the MPI library when it starts, so it must stand in the environment before the import.
-        for name, value in mpi_environment(config.network_interfaces).items():
-            os.environ.setdefault(name, value)
+        # The MPI library reads these variables while it is loaded.
+        environment.add_defaults(mpi_environment(config.network_interfaces, environment.variables()))
         import mpi4py
 
         mpi4py.rc.initialize = False
@@ -99,7 +121,7 @@ def start_deadline(config: Config) -> _native.Deadline:
     )
 
 
-def private_communicator(comm: MPI.Comm, config: Config) -> MPI.Comm:
+def private_communicator(comm: MPI.Intracomm, config: Config) -> MPI.Intracomm:
     """A duplicate that no user's message can reach.
 
     Raises:
@@ -138,6 +160,23 @@ def subset(comm: MPI.Intracomm, ranks: Sequence[int]) -> MPI.Intracomm:
         group.Free()
 
 
+def world_rank() -> int | None:
+    """This process's rank in COMM_WORLD; None where MPI does not run."""
+    return int(sys.modules["mpi4py.MPI"].COMM_WORLD.rank) if is_running() else None
+
+
+def world_ranks_of(comm: MPI.Comm) -> tuple[int, ...]:
+    """What COMM_WORLD calls the processes of ``comm``; a local call."""
+    from mpi4py import MPI
+
+    own, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return tuple(own.Translate_ranks(None, world))
+    finally:
+        own.Free()
+        world.Free()
+
+
 def unlink_shared_files() -> None:
     """Remove the names in /dev/shm of memory that MPI shares inside this node; the memory stays while it is mapped.
 
@@ -148,22 +187,8 @@ def unlink_shared_files() -> None:
         paths = {line.split()[-1] for line in maps if "/dev/shm/" in line}
     for path in paths:
         if os.path.basename(path).startswith(_MPI_SHARED_FILES):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(path)
-
-
-def launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether an MPI launcher started this process."""
-    return any(name in environ for name in _LAUNCHER_VARIABLES)
-
-
-def launched_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """The number that the launcher gave this process, whether or not MPI runs by now; 0 without a launcher."""
-    return next(_numbers(environ, _RANK_VARIABLES), 0)
-
-
-def _numbers(environ: Mapping[str, str], names: Sequence[str]) -> Iterator[int]:
-    return (int(environ[name]) for name in names if environ.get(name, "").isdigit())
 
 
 def is_running() -> bool:

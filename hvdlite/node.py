@@ -16,14 +16,11 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from hvdlite import _native
+from hvdlite.agreement import Bootstrap, exchange
 from hvdlite.errors import CollectiveError, StartupError
-from hvdlite.fusion.segment import Segment, create_memory_file
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from hvdlite.memory.segment import Segment, create_memory_file
 
 _HELLO = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")
@@ -37,7 +34,7 @@ class Node:
     Args:
         ranks: ranks in the communicator, in the order of local ranks.
         links: one socket per other local rank (of the leader), or the one to the leader; keyed by local rank.
-        watch_links: the same once more, for the sentinel.
+        watch_links: the same once more, for a sentinel, see `take_watch_links`.
         cores: that at least one of these ranks may run on.
     """
 
@@ -53,7 +50,7 @@ class Node:
         self.ranks = tuple(ranks)
         self.local_rank = local_rank
         self.local_size = len(ranks)
-        self.watch_links = watch_links
+        self._watch_links = watch_links
         self._links = links
         self.check: Callable[[], None] = lambda: None  # raises once the job has failed; set by the runtime
         self.timeout_s = 60.0
@@ -120,51 +117,87 @@ class Node:
         finally:
             os.close(fds[0])
 
+    def take_watch_links(self) -> dict[int, socket.socket]:
+        """Sockets to the other local ranks (of the leader), or to the leader, by rank; the caller closes them."""
+        links = {self.ranks[local_rank]: link for local_rank, link in self._watch_links.items()}
+        self._watch_links = {}
+        return links
+
     def close(self) -> None:
         """Close the sockets; segments live on with their users."""
-        for link in (*self._links.values(), *self.watch_links.values()):
+        for link in (*self._links.values(), *self._watch_links.values()):
             link.close()
 
 
 def discover(
-    comm: MPI.Comm | None, timeout_s: float, ranks: Sequence[int] | None = None
+    comm: Bootstrap | None, timeout_s: float, ranks: Sequence[int] | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], Node]:
     """The nodes of ``comm`` (ranks of each in ascending order, nodes by their lowest rank), and this rank's own.
 
     Collective. ``comm`` None stands for this process alone; ``ranks`` are what its ranks are called, ascending.
 
     Raises:
-        StartupError: the ranks of a machine contradict one another, or one did not connect in time.
+        StartupError: on every rank: the ranks of a machine contradict one another, one did not connect in time, or a
+            machine refused memory.
     """
     if comm is None or comm.size == 1:
         alone = (0,) if ranks is None else tuple(ranks)
         return (alone,), Node(alone, 0, {}, {}, len(os.sched_getaffinity(0)))
     known = tuple(range(comm.size)) if ranks is None else tuple(ranks)
     own_rank = known[comm.rank]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, ExitStack() as on_failure:
-        name = f"\0hvdlite-{secrets.token_hex(16)}"
-        listener.bind(name)
-        listener.listen(4096)
-        cards = dict(zip(known, comm.allgather((name, _core_mask())), strict=True))
-        leader, links = _connect_to_leader({rank: card[0] for rank, card in cards.items()}, own_rank)
-        for link in links:
-            on_failure.enter_context(link)
-        leaders: dict[int, int] = dict(zip(known, comm.allgather(leader), strict=True))
-        led: dict[int, list[int]] = {}
-        for rank in known:
-            led.setdefault(leaders[rank], []).append(rank)
-        nodes = tuple(tuple(led[lead]) for lead in sorted(led))
-        if any(leaders[node[0]] != node[0] for node in nodes):
-            raise StartupError(f"ranks disagree about who shares a machine: the leaders seen are {leaders}")
+    with ExitStack() as on_failure:
+        listener = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+
+        def listen() -> tuple[str, int]:
+            name = f"\0hvdlite-{secrets.token_hex(16)}"
+            listener.bind(name)
+            listener.listen(4096)
+            return name, _core_mask()
+
+        cards = dict(zip(known, exchange(comm, listen), strict=True))
+        names = {rank: name for rank, (name, _) in cards.items()}
+        links: list[socket.socket] = []
+
+        def find_leader() -> int:
+            leader, found = _connect_to_leader(names, own_rank)
+            for link in found:
+                links.append(on_failure.enter_context(link))
+            return leader
+
+        leaders: dict[int, int] = dict(zip(known, exchange(comm, find_leader), strict=True))
+        nodes = _by_leader(leaders)
         local = next(node for node in nodes if own_rank in node)
         cores = functools.reduce(operator.or_, (cards[rank][1] for rank in local)).bit_count()
-        if leader == own_rank:
-            return nodes, _accept(listener, local, cores, timeout_s)
+        made: list[Node] = []
+
+        def join_node() -> None:
+            if leaders[own_rank] == own_rank:
+                made.append(_accept(listener, local, cores, timeout_s))
+                return
+            for link in links:
+                link.sendall(_HELLO.pack(own_rank))
+            made.append(Node(local, local.index(own_rank), {0: links[0]}, {0: links[1]}, cores))
+
+        try:
+            exchange(comm, join_node)
+        except BaseException:
+            for node in made:
+                node.close()
+            raise
         on_failure.pop_all()
-    own, watch = links
-    for link in links:
-        link.sendall(_HELLO.pack(own_rank))
-    return nodes, Node(local, local.index(own_rank), {0: own}, {0: watch}, cores)
+    listener.close()
+    return nodes, made[0]
+
+
+def _by_leader(leaders: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each node, of every rank's leader."""
+    led: dict[int, list[int]] = {}
+    for rank, leader in leaders.items():
+        led.setdefault(leader, []).append(rank)
+    nodes = tuple(tuple(led[leader]) for leader in sorted(led))
+    if any(leaders[node[0]] != node[0] for node in nodes):
+        raise StartupError(f"ranks disagree about who shares a machine: the leaders seen are {dict(leaders)}")
+    return nodes
 
 
 def _core_mask() -> int:
@@ -206,9 +239,10 @@ def _accept(listener: socket.socket, ranks: tuple[int, ...], cores: int, timeout
                     "s; if the machine is overloaded, raise HVDLITE_START_TIMEOUT"
                 ) from error
             found[rank].append(link)
+        # Both connections of a rank come in the order it made them, because it says hello in that order.
+        by_local = {ranks.index(rank): pair for rank, pair in found.items()}
+        links = {i: pair[0] for i, pair in by_local.items()}
+        watch_links = {i: pair[1] for i, pair in by_local.items()}
+        node = Node(ranks, 0, links, watch_links, cores)
         on_failure.pop_all()
-    # Both connections of a rank come in the order it made them, because it says hello in that order.
-    by_local = {ranks.index(rank): pair for rank, pair in found.items()}
-    links = {i: pair[0] for i, pair in by_local.items()}
-    watch_links = {i: pair[1] for i, pair in by_local.items()}
-    return Node(ranks, 0, links, watch_links, cores)
+        return node

@@ -1,4 +1,4 @@
-"""What the default runtime hooks into its process: the end, an uncaught exception, a fork."""
+"""The default runtime of a process, and what it hooks into the process: its end, an uncaught exception, a fork."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hvdlite import mpi
-from hvdlite.errors import HorovodInternalError, StartupError
-from hvdlite.runtime import Runtime, describe_exception
+from hvdlite.errors import StartupError, is_known_everywhere
+from hvdlite.launched import launched_rank
+from hvdlite.runtime import Runtime
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _LOG = logging.getLogger("hvdlite")
 _RANK_0_FIRST_S = 1.0  # launchers end a job within milliseconds of its first rank
+
+
+class InitArguments(NamedTuple):
+    """What init() was called with."""
+
+    comm: MPI.Intracomm | Sequence[int] | None
+    versions: Mapping[str, str] | None
 
 
 class ProcessHooks:
@@ -29,24 +42,39 @@ class ProcessHooks:
       concerns all ranks: rank 0 prints it, and the launcher ends the others before they do. What concerns one rank
       alone, that rank prints a moment later.
     - A forked child (a DataLoader worker) lets go of the parent's runtime.
+
+    Attributes:
+        lock: held by the thread that starts or ends the default runtime.
+        runtime: the default one; None before init() and after shutdown().
+        arguments: of the init() that has succeeded last.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.runtime: Runtime | None = None
-        self._pid = os.getpid()
+        self.arguments: InitArguments | None = None
+        self._pid: int | None = None
         self._failed = False
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._uncaught
-        atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=self._forked)
+        self._previous_hook = sys.__excepthook__
+
+    def install(self) -> None:
+        """Before the first start; does nothing later."""
+        if self._pid is None:
+            self._pid = os.getpid()
+            self._previous_hook = sys.excepthook
+            sys.excepthook = self._uncaught
+            atexit.register(self._at_exit)
+            os.register_at_fork(after_in_child=self._forked)
 
     @property
     def in_child(self) -> bool:
-        return os.getpid() != self._pid
+        """Whether this process was forked from the one that has called init()."""
+        return self._pid is not None and os.getpid() != self._pid
 
-    def started(self, runtime: Runtime) -> None:
+    def started(self, runtime: Runtime, arguments: InitArguments) -> None:
         """init() has succeeded, perhaps after an error that the program has caught."""
         self.runtime = runtime
+        self.arguments = arguments
         self._failed = False
 
     def startup_failed(self) -> None:
@@ -57,9 +85,9 @@ class ProcessHooks:
         if not self.in_child:
             self._failed = True
             # What hvdlite raised every rank knows already.
-            if self.runtime is not None and not isinstance(error, (HorovodInternalError, StartupError)):
-                self.runtime.fail(describe_exception(error))
-        if isinstance(error, StartupError) and mpi.launched_rank() != 0:
+            if self.runtime is not None and not (is_known_everywhere(error) or isinstance(error, StartupError)):
+                self.runtime.fail(error)
+        if isinstance(error, StartupError) and launched_rank() != 0:
             time.sleep(_RANK_0_FIRST_S)
         self._previous_hook(kind, error, trace)
 
@@ -79,11 +107,12 @@ class ProcessHooks:
         if not mpi.finalize(patience_s):
             _LOG.error(
                 "rank %d has ended, but others have not, %.0f s (HVDLITE_COLLECTIVE_TIMEOUT_SECONDS) after this: %s",
-                *(mpi.launched_rank(), patience_s, runtime.failure if runtime is not None else ""),
+                *(launched_rank(), patience_s, runtime.failure if runtime is not None else ""),
             )
             _end_without_mpi()
 
     def _forked(self) -> None:
+        self.lock = threading.RLock()  # a thread of the parent's may have held the other one
         if self.runtime is not None:
             self.runtime.abandon_in_child()
 

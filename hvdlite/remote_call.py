@@ -1,4 +1,4 @@
-"""How a function gets to the ranks of `hvdlite.run`, and what came of it back.
+"""How a function gets to the ranks of `hvdlite.run`, and its outcomes back.
 
 The calling process listens: on an abstract unix socket where all ranks are on its machine, else on TCP. Each rank
 connects, says who it is, gets the call, and leaves its outcome. Every message carries an HMAC with a key that only this
@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlite import mpi
+from hvdlite import environment
+from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import StartupError
+from hvdlite.launched import launched_rank
 
-KEY, ADDRESS = "HVDLITE_CALL_KEY", "HVDLITE_CALL_ADDRESS"  # environment variables of the ranks
 _HEADER = struct.Struct("<Q32s")  # length of the body, its HMAC
 _RANK = struct.Struct("<I")
 _OUTCOME = struct.Struct("<I?")  # rank, whether the function returned; what it returned or raised follows
@@ -34,7 +35,12 @@ _LAST_WORDS_S = 5.0  # how long what is on its way may take after the job has en
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank's function came to: ``pickled`` is its result, or, if it raised, the exception and its traceback."""
+    """What the function came to on ``rank``.
+
+    Attributes:
+        returned: whether the function did; otherwise it raised.
+        pickled: the result, or the exception and its traceback.
+    """
 
     rank: int
     returned: bool
@@ -75,7 +81,7 @@ class CallServer:
             self._listener = socket.socket(socket.AF_UNIX)
             self._listener.bind("\0" + where[1:])
             self._listener.listen(1024)
-        self.environment = {KEY: self._key.hex(), ADDRESS: where}
+        self.environment = {CALL_KEY: self._key.hex(), CALL_ADDRESS: where}
         """Variables by which the ranks find this server."""
         self.failed = threading.Event()
         """Set once a rank has come for the call and did not bring a result; and by close()."""
@@ -130,26 +136,26 @@ class CallServer:
 
 
 def pack(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], environment: Mapping[str, str]
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], variables: Mapping[str, str]
 ) -> bytes:
     """The call as bytes, along with this process's search path, so that the ranks find the modules it names."""
     import cloudpickle
 
     call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
-    return pickle.dumps(([os.path.abspath(entry) for entry in sys.path], dict(environment), call))
+    return pickle.dumps(([os.path.abspath(entry) for entry in sys.path], dict(variables), call))
 
 
 def main() -> None:
     """What a rank of `hvdlite.run` does."""
     import cloudpickle
 
-    rank = mpi.launched_rank()
-    key = bytes.fromhex(os.environ.pop(KEY))
-    with _connect(os.environ.pop(ADDRESS)) as link:
+    rank = launched_rank()
+    key = bytes.fromhex(environment.take(CALL_KEY))
+    with _connect(environment.take(CALL_ADDRESS)) as link:
         _send(link, key, _RANK.pack(rank))
-        path, environment, call = pickle.loads(_receive(link, key))
+        path, variables, call = pickle.loads(_receive(link, key))
         sys.path[:] = path
-        os.environ.update(environment)  # not every launcher carries every variable to other hosts
+        environment.add(variables)  # not every launcher carries every variable to other hosts
         try:
             function, args, kwargs = pickle.loads(call)
             result = function(*args, **kwargs)
@@ -159,7 +165,7 @@ def main() -> None:
                 kind = type(result).__name__
                 raise TypeError(f"hvdlite.run: the result, a {kind}, cannot be pickled: {error}") from error
         except BaseException as error:
-            # Told here first: what the other ranks will say is that this one failed.
+            # At once: all that the other ranks are going to say is that this one has failed.
             _send(link, key, _OUTCOME.pack(rank, False) + _pack_failure(error))
             raise
         _send(link, key, _OUTCOME.pack(rank, True) + body)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.cli.launchers import FORWARDED_PREFIXES, Host, Job, Launcher, Mpi, build, identify
+from hvdlite.cli.mpirun import FORWARDED_PREFIXES, Host, Launch, Mpi, Mpirun, build, identify
 
 MARK = "HVDLITE_TEST_LAUNCH"
 _MPIS = {"openmpi": Mpi.OPEN_MPI, "mpich": Mpi.MPICH}
@@ -82,7 +82,7 @@ def python_of(mpi: str) -> str:
 
     The two environments stand side by side, as .venv and .venv-mpich.
     """
-    if mpi == "current" or launcher_of(sys.executable).mpi is _MPIS[mpi]:
+    if mpi == "current" or mpirun_of(sys.executable).mpi is _MPIS[mpi]:
         return sys.executable
     base = sys.prefix.removesuffix("-mpich")
     python = Path(base + "-mpich" if mpi == "mpich" else base) / "bin" / "python"
@@ -92,7 +92,7 @@ def python_of(mpi: str) -> str:
 
 
 @cache
-def launcher_of(python: str) -> Launcher:
+def mpirun_of(python: str) -> Mpirun:
     path = shutil.which("mpirun", path=f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}")
     if path is None:
         pytest.skip("no mpirun beside this Python and none in PATH")
@@ -135,13 +135,13 @@ def launch(
         # Unbuffered, so that a rank that is killed has said all; a dump of stacks needs PYTHONFAULTHANDLER.
         added = {MARK: mark, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {})}
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)} | added
-        launcher = launcher_of(python)
-        if hosts and launcher.mpi is Mpi.OPEN_MPI:  # which forwards nothing unasked
+        mpirun = mpirun_of(python)
+        if hosts and mpirun.mpi is Mpi.OPEN_MPI:  # which forwards nothing unasked
             options = [
                 *options,
                 *(word for name in env or {} if not name.startswith(FORWARDED_PREFIXES) for word in ("-x", name)),
             ]
-        command = build(launcher, Job(program, n, tuple(hosts), options=tuple(options)), environ)
+        command = build(mpirun, Launch(program, n, tuple(hosts), options=tuple(options)), environ)
         files = _files(shm_directories)
         start = time.monotonic()
         output = Path(directory) / "launcher"
@@ -156,7 +156,7 @@ def launch(
             )
             timed_out = False
             try:
-                _wait(child, mark, timeout, may_outlive=launcher.mpi is Mpi.OPEN_MPI and not hosts)
+                _wait(child, mark, timeout, may_outlive=mpirun.mpi is Mpi.OPEN_MPI and not hosts)
             except subprocess.TimeoutExpired:
                 timed_out = True
                 _dump_stacks(mark)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 
-from hvdlite.autotune.settings import Settings
+from hvdlite.config import Config, Tunable
 from hvdlite.errors import ConfigError
 
 _LOG = logging.getLogger("hvdlite")
@@ -15,7 +15,7 @@ _CHOSEN = "chosen"
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """What a choice depends on: it fits another start that has the same."""
 
     ranks: int
@@ -30,12 +30,13 @@ class Job:
 class Choice:
     """What a search has found."""
 
-    job: Job
-    settings: Settings
+    workload: Workload
+    settings: Tunable
 
 
-_JOB, _SETTINGS = ([item.name for item in fields(kind)] for kind in (Job, Settings))
-_COLUMNS = ["sample", "step", *_JOB, *_SETTINGS, "median_ms", "decision"]
+_WORKLOAD = [item.name for item in fields(Workload)]
+_SETTINGS = Tunable._fields
+_COLUMNS = ["sample", "step", *_WORKLOAD, *_SETTINGS, "median_ms", "decision"]
 _MAY_BE_0 = ("small_bytes", "rails")
 
 
@@ -46,23 +47,23 @@ class TuningLog:
         path: of a file, which is replaced; empty for no log.
     """
 
-    def __init__(self, path: str, job: Job) -> None:
+    def __init__(self, path: str, workload: Workload) -> None:
         self._path = path
-        self._job = job
+        self._workload = workload
         self._samples = 0
         self._write(_COLUMNS, "w")
 
-    def sample(self, step: int, settings: Settings, median_s: float, decision: str) -> None:
+    def sample(self, step: int, settings: Tunable, median_s: float, decision: str) -> None:
         """One that ended with step ``step`` of the program."""
         self._row(self._samples, step, settings, f"{median_s * 1e3:.3f}", decision)
         self._samples += 1
 
-    def choice(self, step: int, settings: Settings) -> None:
+    def choice(self, step: int, settings: Tunable) -> None:
         """The last line."""
         self._row("", step, settings, "", _CHOSEN)
 
-    def _row(self, sample: int | str, step: int, settings: Settings, median_ms: str, decision: str) -> None:
-        self._write([sample, step, *astuple(self._job), *astuple(settings), median_ms, decision])
+    def _row(self, sample: int | str, step: int, settings: Tunable, median_ms: str, decision: str) -> None:
+        self._write([sample, step, *astuple(self._workload), *settings, median_ms, decision])
 
     def _write(self, cells: Sequence[object], mode: str = "a") -> None:
         if not self._path:
@@ -73,6 +74,23 @@ class TuningLog:
         except OSError as error:
             _LOG.warning("HVDLITE_AUTOTUNE_LOG: %s; autotuning goes on without a log", error)
             self._path = ""
+
+
+def load_choice(config: Config) -> Choice | None:
+    """What the log that HVDLITE_AUTOTUNE_LOAD names has chosen; None where none is named, or autotuning goes on anew.
+
+    Raises:
+        ConfigError: there is no choice to load, or it cannot be read.
+    """
+    if not config.autotune_load:
+        return None
+    choice = read_choice(config.autotune_load)
+    if choice is None and not config.autotune:
+        raise ConfigError(
+            f"HVDLITE_AUTOTUNE_LOAD={config.autotune_load}: there is no such file, or the job that wrote it ended "
+            "before autotuning did. Set HVDLITE_AUTOTUNE=1 as well, so that it is chosen now."
+        )
+    return choice
 
 
 def read_choice(path: str) -> Choice | None:
@@ -94,8 +112,8 @@ def read_choice(path: str) -> Choice | None:
         raise ConfigError(f"HVDLITE_AUTOTUNE_LOAD={path}: no log of autotuning: it has no column {missing[0]!r}")
     if not rows or rows[-1]["decision"] != _CHOSEN:
         return None
-    job, settings = (_numbers(path, rows[-1], names) for names in (_JOB, _SETTINGS))
-    return Choice(Job(**job), Settings(**settings))
+    workload, settings = (_numbers(path, rows[-1], names) for names in (_WORKLOAD, _SETTINGS))
+    return Choice(Workload(**workload), Tunable(**settings))
 
 
 def _numbers(path: str, row: Mapping[str, str], names: Sequence[str]) -> dict[str, int]:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 
-from hvdlite.autotune.settings import Settings
+from hvdlite.config import Tunable
 
 _WORTH_IT = 0.99  # of the time before: what gains less is left as it is
 _FEWEST_TURNS, _MOST_TURNS = 2, 4  # of each side, in the comparison at the end
@@ -40,9 +39,9 @@ class Search:
 
     def __init__(
         self,
-        default: Settings,
+        default: Tunable,
         ladders: Mapping[str, Sequence[int]],
-        effect: Callable[[Settings], Hashable],
+        effect: Callable[[Tunable], Hashable],
         *,
         warmup: int,
         samples: int,
@@ -74,7 +73,7 @@ class Search:
             self.settings = end.value
             self.over = True
 
-    def _run(self) -> Generator[Settings, Sequence[float], Settings]:
+    def _run(self) -> Generator[Tunable, Sequence[float], Tunable]:
         """Yields what to measure, is sent the times, returns the choice."""
         if not self._has_alternatives():
             self.outcome = "nothing to choose from: with these gradients all values come to the same"
@@ -94,14 +93,12 @@ class Search:
             return best
         return best if (yield from self._wins(best)) else self._default
 
-    def _climb(
-        self, start: Settings, name: str, ladder: Sequence[int]
-    ) -> Generator[Settings, Sequence[float], Settings]:
+    def _climb(self, start: Tunable, name: str, ladder: Sequence[int]) -> Generator[Tunable, Sequence[float], Tunable]:
         """Try both neighbours of ``start`` on the ladder of ``name``, and go on beyond the faster one."""
         at = ladder.index(getattr(start, name))
-        best, beyond = start, list[Settings]()
+        best, beyond = start, list[Tunable]()
         for values in (ladder[at + 1 :], ladder[:at][::-1]):
-            way = self._distinct(start, [replace(start, **{name: value}) for value in values])
+            way = self._distinct(start, [start._replace(**{name: value}) for value in values])
             if way and (yield from self._is_faster(way[0])):
                 best, beyond = way[0], way[1:]
         for candidate in beyond:
@@ -110,7 +107,7 @@ class Search:
             best = candidate
         return best
 
-    def _is_faster(self, candidate: Settings) -> Generator[Settings, Sequence[float], bool]:
+    def _is_faster(self, candidate: Tunable) -> Generator[Tunable, Sequence[float], bool]:
         """Than the best so far; False as well where all samples that are left are for the comparison."""
         if self._left <= 2 * _FEWEST_TURNS:
             return False
@@ -122,7 +119,7 @@ class Search:
         self._best_time = time
         return True
 
-    def _wins(self, best: Settings) -> Generator[Settings, Sequence[float], bool]:
+    def _wins(self, best: Tunable) -> Generator[Tunable, Sequence[float], bool]:
         """The second part. In every turn ``best`` must be faster: load that comes and goes slowly fools the test."""
         old: list[float] = []
         new: list[float] = []
@@ -140,7 +137,7 @@ class Search:
         self.outcome = f"steps are {1 - median(new) / median(old):.0%} shorter than with the defaults"
         return True
 
-    def _distinct(self, start: Settings, candidates: Iterable[Settings]) -> list[Settings]:
+    def _distinct(self, start: Tunable, candidates: Iterable[Tunable]) -> list[Tunable]:
         """Those that come to something else than ``start`` and one another."""
         seen, found = {self._effect(start)}, []
         for candidate in candidates:
@@ -153,7 +150,7 @@ class Search:
     def _has_alternatives(self) -> bool:
         start = self._default
         return any(
-            self._distinct(start, [replace(start, **{name: value}) for value in ladder])
+            self._distinct(start, [start._replace(**{name: value}) for value in ladder])
             for name, ladder in self._ladders.items()
         )
 

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 
-from hvdlite.collectives.select import limits_of
-from hvdlite.config import Config
+from hvdlite.collectives.thresholds import limits_of
+from hvdlite.config import Tunable
 
 _BUCKET_FACTORS = (1 / 16, 1 / 4, 1, 4, 16)  # of the default; factors of 2 mostly differ by less than the noise
 _MESSAGE_FACTORS = (1 / 4, 1, 4, 16)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Those of `hvdlite.config.Config` that may change between two steps."""
-
-    bucket_bytes: int
-    segment_bytes: int
-    small_bytes: int
-    rails: int
-
-    @classmethod
-    def of(cls, config: Config) -> Settings:
-        return cls(*(getattr(config, item.name) for item in fields(cls)))
-
-    def within(self, config: Config) -> Config:
-        """``config`` with these."""
-        return replace(config, **asdict(self))
 
 
 @dataclass(frozen=True)
@@ -40,7 +22,7 @@ class Space:
         bucket_sizes: bytes of every bucket, by bucket_bytes.
     """
 
-    default: Settings
+    default: Tunable
     nodes: int
     most_rails: int
     bucket_sizes: Callable[[int], tuple[int, ...]]
@@ -59,7 +41,7 @@ class Space:
             found["small_bytes"] = scaled(self.default.small_bytes, _MESSAGE_FACTORS)
         return found
 
-    def effect(self, settings: Settings) -> Hashable:
+    def effect(self, settings: Tunable) -> Hashable:
         """What settings come to: those with equal effects need no comparison."""
         sizes = self.bucket_sizes(settings.bucket_bytes)
         if self.nodes == 1:

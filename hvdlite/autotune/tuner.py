@@ -1,8 +1,8 @@
 """Tuner: measures the steps of an optimizer, and changes settings between them on all ranks alike until it has decided.
 
 A sample is some steps with the same settings. The first of them do not count: the gradients have moved, and the order
-of operations is frozen anew (coordinator/frozen_plan.py). Then the ranks agree on the times of the others, the slowest
-rank's for each step, so that all decide alike; and `Group.configure` changes the settings between the same two
+of operations is frozen anew (coordinator/plan_member.py). Then the ranks agree on the times of the others, the slowest
+rank's for each step, so that all decide alike; and `configure` changes the settings between the same two
 operations everywhere.
 
 A rank that has joined measures nothing. The others notice when they want to agree, leave everything as it is, and all
@@ -14,22 +14,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hvdlite.autotune.log import Job, TuningLog
+from hvdlite.autotune.log import TuningLog, Workload
 from hvdlite.autotune.search import Search
-from hvdlite.autotune.settings import Settings, Space
-from hvdlite.dtypes import ReduceOp
+from hvdlite.autotune.settings import Space
+from hvdlite.config import Tunable
+from hvdlite.dtypes import ReduceOp, Reduction
 from hvdlite.errors import MismatchError
-from hvdlite.memory import TensorView
-
-if TYPE_CHECKING:
-    from hvdlite.group import Group
-    from hvdlite.runtime import Runtime
+from hvdlite.group import Group
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.configure import configure
+from hvdlite.runtime import Runtime
 
 _LOG = logging.getLogger("hvdlite")
 _SETTLING_STEPS = 3  # an order is frozen once it has come three times
@@ -60,7 +60,7 @@ class Tuner:
         self._steps = 0
         self._times: list[float] = []  # of the steps of this sample, in seconds
         self._since_s = 0.0
-        self._joins = group.joins
+        self._joins = group.world.joins
         self._lacks_ranks = False
 
     def after_step(self) -> bool:
@@ -70,8 +70,8 @@ class Tuner:
             Whether it wants to see another step.
         """
         self._steps += 1
-        if self._group.joins != self._joins:
-            self._joins = self._group.joins
+        if self._group.world.joins != self._joins:
+            self._joins = self._group.world.joins
             self._lacks_ranks = False
             self._times.clear()
         elif self._steps > 1 and not self._lacks_ranks:
@@ -86,8 +86,14 @@ class Tuner:
         self._times.clear()
         view = TensorView.of_numpy(times)
         try:
-            self._group.allreduce_async(
-                [view], [view], name="autotune.step_times", op=ReduceOp.MAX, needs_all=True, background=False
+            allreduce_async(
+                self._group,
+                [view],
+                [view],
+                Reduction(ReduceOp.MAX),
+                name="autotune.step_times",
+                needs_all=True,
+                background=False,
             ).wait()
         except MismatchError:  # a rank has joined
             self._lacks_ranks = True
@@ -96,7 +102,7 @@ class Tuner:
         verdict = search.record(times.tolist())
         self._log.sample(self._steps, measured, median(times.tolist()), verdict)
         if search.settings != measured:
-            self._group.configure(search.settings)
+            configure(self._group, search.settings)
             if search.settings.bucket_bytes != measured.bucket_bytes:
                 self._replan()
         if search.over:
@@ -115,7 +121,7 @@ def start_tuning(
 ) -> Tuner | None:
     """The tuner of an optimizer that is about to plan its buckets; None where nothing is to be measured.
 
-    If there is a choice that fits, `Group.configure` has been called with it. If the user does not get what the
+    If there is a choice that fits, `configure` has been called with it. If the user does not get what the
     settings ask for, rank 0's log says why. Collective.
 
     Args:
@@ -132,18 +138,20 @@ def start_tuning(
         which = "one of a process set" if group is not runtime.group else "another one"
         _say(group, logging.WARNING, f"only the first DistributedOptimizer of all ranks is tuned; this is {which}")
         return None
-    job = Job(group.size, len(group.topology.nodes), gradient_bytes)
-    if choice is not None and choice.job == job:
+    workload = Workload(group.size, len(group.world.topology.nodes), gradient_bytes)
+    if choice is not None and choice.workload == workload:
         _say(group, logging.INFO, f"loaded from {config.autotune_load}: {_text(choice.settings)}")
-        group.configure(choice.settings)
+        configure(group, choice.settings)
         return None
     if choice is not None:
-        text = f"the choice in {config.autotune_load} was made for {choice.job}; this job has {job}; not taken"
+        text = (
+            f"the choice in {config.autotune_load} was made for {choice.workload}; this job has {workload}; not taken"
+        )
         _say(group, logging.WARNING, text)
     if not config.autotune:
         return None
-    default = Settings.of(replace(config, bucket_bytes=config.bucket_bytes or bucket_bytes))
-    space = Space(default, job.nodes, group.topology.rails, bucket_sizes)
+    default = Tunable.of(replace(config, bucket_bytes=config.bucket_bytes or bucket_bytes))
+    space = Space(default, workload.nodes, group.world.topology.rails, bucket_sizes)
     search = Search(
         space.default,
         space.ladders(),
@@ -151,7 +159,7 @@ def start_tuning(
         warmup=config.autotune_warmup_samples,
         samples=config.autotune_max_samples,
     )
-    log = TuningLog(config.autotune_log if group.rank == 0 else "", job)
+    log = TuningLog(config.autotune_log if group.rank == 0 else "", workload)
     if search.over:
         _say(group, logging.WARNING, search.outcome)
         log.choice(0, search.settings)
@@ -164,5 +172,5 @@ def _say(group: Group, level: int, text: str) -> None:
         _LOG.log(level, "autotuning: %s", text)
 
 
-def _text(settings: Settings) -> str:
-    return ", ".join(f"{name}={value}" for name, value in asdict(settings).items())
+def _text(settings: Tunable) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings._asdict().items())

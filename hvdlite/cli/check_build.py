@@ -6,7 +6,7 @@ import platform
 from importlib import metadata
 
 from hvdlite import builds
-from hvdlite.cli.launchers import find_launcher
+from hvdlite.cli.mpirun import find_mpirun
 from hvdlite.errors import StartupError
 from hvdlite.version import __version__
 
@@ -14,7 +14,7 @@ from hvdlite.version import __version__
 def report() -> str:
     """A line for everything that may be there, ticked or not."""
     try:
-        mpirun = find_launcher()
+        mpirun = find_mpirun()
         mpi, reason = True, f"{mpirun}, {mpirun.path}"
     except StartupError as error:
         mpi, reason = False, str(error)

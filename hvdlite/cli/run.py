@@ -1,4 +1,4 @@
-"""`python -m hvdlite run`: a thin front to the mpirun that is installed. It prints the exact command that it runs."""
+"""`python -m hvdlite run`: a thin front to the mpirun that is installed, whose command is printed as it runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdlite import environment
 from hvdlite.cli import check_build, horovodrun
-from hvdlite.cli.launchers import Host, Job, Launcher, Mpi, build, find_launcher, identify, parse_hosts, read_hostfile
+from hvdlite.cli.mpirun import Host, Launch, Mpi, Mpirun, build, find_mpirun, identify, parse_hosts, read_hostfile
 from hvdlite.cli.supervise import supervise
-from hvdlite.config import Config
+from hvdlite.config import CALL_KEY, Config
 from hvdlite.errors import ConfigError, StartupError
-from hvdlite.remote_call import KEY
 from hvdlite.version import __version__
 
 USAGE = """\
@@ -52,7 +52,7 @@ _FLAGS = frozenset(
 )
 _PAIRS = frozenset("mca gmca prtemca pmixmca gpmixmca omca gomca env genv append-env prepend-env".split())
 
-# What Open MPI says when it lost a host, after which its mpirun may still exit with 0: for it that is no failure.
+# What Open MPI's mpirun says when a host is lost. Its exit status may be 0 all the same.
 _LOST_HOST = (
     "lost communication with a remote daemon",
     "A critical communication path was lost",
@@ -107,33 +107,33 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             print(f"hvdlite {__version__}" if "version" in arguments.switches else check_build.report())
             return 0
         settings = arguments.effects.settings
-        launcher = identify(arguments.mpirun) if arguments.mpirun else find_launcher()
-        job = job_of(arguments, os.environ)
-        command = build(launcher, job, {**os.environ, **settings})
+        mpirun = identify(arguments.mpirun) if arguments.mpirun else find_mpirun()
+        environ = {**environment.variables(), **settings}
+        launch = launch_of(arguments, environ)
+        command = build(mpirun, launch, environ)
     except StartupError as error:
         print(f"hvdlite run: {error}", file=sys.stderr)
         return 2
     for note in arguments.effects.notes:
         print(f"hvdlite run: {note}", file=sys.stderr)
-    environment = {**settings, **command.environment}
     if announce:
-        print(_description(launcher, job, command.notes), file=sys.stderr)
-        print(_shell_line(environment, command.argv), file=sys.stderr, flush=True)
-    environ = {**os.environ, **environment}
+        print(_description(mpirun, launch, command.notes), file=sys.stderr)
+        print(_shell_line({**settings, **command.environment}, command.argv), file=sys.stderr, flush=True)
+    environ |= command.environment
     if "verbose" in arguments.switches:
-        shown = [name for name in sorted(environ) if name.startswith(("HVDLITE_", "HOROVOD_")) and name != KEY]
+        shown = [name for name in sorted(environ) if name.startswith(("HVDLITE_", "HOROVOD_")) and name != CALL_KEY]
         print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
     if "dry-run" in arguments.switches:
         return 0
     started = time.time()
-    many = launcher.mpi is Mpi.OPEN_MPI and job.host_count > 1
-    outcome = supervise(command.argv, environ, _LOST_HOST if many else ())
-    if outcome.status != 0:
+    many = mpirun.mpi is Mpi.OPEN_MPI and launch.host_count > 1
+    ending = supervise(command.argv, environ, _LOST_HOST if many else ())
+    if ending.status != 0:
         _remove_shared_memory(started)
-    if outcome.found and outcome.status == 0:
-        print(f"hvdlite run: failed: mpirun's exit status is 0, but it said {outcome.found!r} above", file=sys.stderr)
+    if ending.found and ending.status == 0:
+        print(f"hvdlite run: failed: mpirun's exit status is 0, but it said {ending.found!r} above", file=sys.stderr)
         return 1
-    return outcome.status
+    return ending.status
 
 
 def _remove_shared_memory(started: float) -> None:
@@ -147,14 +147,14 @@ def _remove_shared_memory(started: float) -> None:
     ]
     mapped = "".join(_maps(pid) for pid in os.listdir("/proc") if pid.isdigit()) if new else ""
     for path in new:
-        if path not in mapped:  # else it belongs to another job that started meanwhile
+        if path not in mapped:  # a mapped file belongs to another job that started meanwhile
             Path(path).unlink(missing_ok=True)
 
 
 def _maps(pid: str) -> str:
     try:
         return Path(f"/proc/{pid}/maps").read_text()
-    except OSError:  # it ended meanwhile, or is not ours
+    except OSError:  # the process has ended, or belongs to another user
         return ""
 
 
@@ -230,11 +230,11 @@ def _arity(name: str, words: Sequence[str]) -> int:
     return 0 if not words or words[0].startswith("-") or words[0].endswith(".py") else 1
 
 
-def job_of(arguments: Arguments, environ: Mapping[str, str]) -> Job:
-    """The job that ``arguments`` ask for.
+def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
+    """The launch that ``arguments`` ask for.
 
     Raises:
-        ConfigError: it has no ranks, or no program that is here.
+        ConfigError: the number of ranks is missing, or the program is not here.
     """
     ranks = arguments.ranks or sum(host.slots for host in arguments.hosts)
     if not ranks:
@@ -251,14 +251,15 @@ def job_of(arguments: Arguments, environ: Mapping[str, str]) -> Job:
         program = ["sh", "-c", _INTO_FILES, "sh", arguments.output, str(len(str(ranks - 1))), *program]
     interfaces = arguments.interfaces or Config.from_env(environ).network_interfaces
     scheduled = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
-    return Job(tuple(program), ranks, arguments.hosts, interfaces, tuple(arguments.options), scheduled)
+    return Launch(tuple(program), ranks, arguments.hosts, interfaces, tuple(arguments.options), scheduled)
 
 
-def _description(launcher: Launcher, job: Job, notes: Sequence[str]) -> str:
-    where = f"{job.host_count} hosts" if job.host_count > 1 else job.hosts[0].name if job.hosts else "this machine"
-    ranks = "1 rank" if job.ranks == 1 else f"{job.ranks} ranks"
-    return "\n".join([f"hvdlite run: {launcher}, {ranks} on {where}", *(f"  {note}" for note in notes)])
+def _description(mpirun: Mpirun, launch: Launch, notes: Sequence[str]) -> str:
+    alone = launch.hosts[0].name if launch.hosts else "this machine"
+    where = f"{launch.host_count} hosts" if launch.host_count > 1 else alone
+    ranks = "1 rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
+    return "\n".join([f"hvdlite run: {mpirun}, {ranks} on {where}", *(f"  {note}" for note in notes)])
 
 
-def _shell_line(environment: dict[str, str], argv: Sequence[str]) -> str:
-    return " ".join(["+", *(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(argv)])
+def _shell_line(variables: dict[str, str], argv: Sequence[str]) -> str:
+    return " ".join(["+", *(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(argv)])

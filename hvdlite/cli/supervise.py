@@ -1,4 +1,4 @@
-"""Run one command to its end, and see to it that nothing of it survives an interruption or a failure. Linux only."""
+"""Run one command to its end, and let nothing of it survive an interruption or a failure. Linux only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """``status`` as a shell reports it: 128 + n after signal n, to the command or to this process."""
+class Ending:
+    """How a command ended.
+
+    Attributes:
+        status: as a shell reports it: 128 + n after signal n, to the command or to this process.
+        found: the first of the texts looked for in stderr that was there.
+    """
 
     status: int
     found: str | None
 
 
-def supervise(argv: Sequence[str], environ: Mapping[str, str], watch_for: Sequence[str] = ()) -> Outcome:
+def supervise(argv: Sequence[str], environ: Mapping[str, str], watch_for: Sequence[str] = ()) -> Ending:
     """Run ``argv`` with this process's stdin, stdout and stderr.
 
     On Ctrl-C, TERM or HUP the command gets TERM, and everything it started gets KILL after `GRACE_S`; a second signal
@@ -36,9 +41,6 @@ def supervise(argv: Sequence[str], environ: Mapping[str, str], watch_for: Sequen
 
     Args:
         watch_for: texts to look for in the command's stderr, which then passes through here unchanged.
-
-    Returns:
-        The exit status, and the first of ``watch_for`` that was seen.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process, where they are found
     stops: list[int] = []
@@ -63,7 +65,7 @@ def supervise(argv: Sequence[str], environ: Mapping[str, str], watch_for: Sequen
             status = 128 + stops[0]
         if status != 0 or search.found:
             _sweep(lambda: len(stops) > 1)
-        return Outcome(status, search.found)
+        return Ending(status, search.found)
     finally:
         signal.set_wakeup_fd(previous_wakeup)
         for number, handler in previous.items():
@@ -89,7 +91,7 @@ class _Search:
 
 
 def _wait(child: subprocess.Popen[bytes], stops: list[int], wake_read: int, search: _Search) -> int:
-    """Until the child has ended: pass its stderr on, and end it when told to."""
+    """The child's exit status. Until its end its stderr is passed on, and a stop signal ends it."""
     ended = os.pidfd_open(child.pid)
     deadline: float | None = None
     handled = 0
@@ -165,7 +167,7 @@ def _descendants() -> list[int]:
         for task in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
             try:
                 children = [int(word) for word in task.read_text().split()]
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process has ended
                 continue
             found += children
             pending += children

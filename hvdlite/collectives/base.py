@@ -1,15 +1,20 @@
 """The contract of every backend; one test module, tests/mpi/test_backends.py, runs against each of them.
 
-A backend moves and reduces the bytes of buffers that come from its own `allocate`, between its `size` ranks:
+A backend moves and reduces the bytes of buffers of its `memory`, between its `size` ranks:
 
 - Every rank of the backend calls the same methods in the same order with equal arguments (the coordinator
-  sees to that). A call returns when this rank's copy of the result is complete and may be overwritten.
+  sees to that).
+- A call begins an operation and returns its `Completion`. Once `Completion.wait` has returned, this rank's copy of the
+  result is complete and may be overwritten. Operations that are begun complete in the order in which they began.
 - The result is the same to the last bit on every rank, and does not depend on timing.
 - Sizes of 0 and 1 element work. Element counts are 64-bit.
 - 16-bit floats are summed in fp32 and rounded once in a node and after every addition across nodes; integers wrap;
   integer scales are applied in fp64 and truncated.
-- Only one thread calls a backend. Where a peer does not come, the call raises `CollectiveError` (naming the
-  ranks) once the runtime is aborted or ``collective_timeout_s`` has passed; it never waits silently.
+- Only one thread calls a backend, but for `wake`. Where a peer does not come, the call or the wait raises
+  `CollectiveError` (naming the ranks) once the world has failed or ``collective_timeout_s`` has passed; it never waits
+  silently.
+
+``label`` says what an operation works on, for errors and the timeline.
 """
 
 from __future__ import annotations
@@ -18,9 +23,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hvdlite import _native
 from hvdlite.counters import Traffic
-from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.memory import Buffer
+from hvdlite.dtypes import SUM, ReduceOp, Reduction
+from hvdlite.memory.base import Memory
+from hvdlite.memory.layout import Layout, Range, windows
+from hvdlite.memory.views import Buffer
+from hvdlite.recorder import Lane, Recorder
 
 if TYPE_CHECKING:
     from hvdlite._native import TensorList
@@ -28,8 +37,26 @@ if TYPE_CHECKING:
 
 LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
 
-Range = tuple[int, int]
-"""[start, stop) in elements of a buffer."""
+
+class Completion(ABC):
+    """The end of an operation that a backend has begun."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once the operation is complete. May be called again.
+
+        Raises:
+            CollectiveError: it did not complete; the buffer is undefined.
+        """
+
+
+class _Done(Completion):
+    def wait(self) -> None:
+        pass
+
+
+DONE: Completion = _Done()
+"""Of an operation that was complete when its call returned."""
 
 
 class Backend(ABC):
@@ -37,66 +64,72 @@ class Backend(ABC):
 
     rank: int
     size: int
-    label: str
-    """What the next operation works on; for errors and the timeline."""
+    memory: Memory
+    recorder: Recorder
 
     @abstractmethod
-    def allocate(self, numel: int, dtype: DType) -> Buffer:
-        """A buffer that the methods below accept; a collective call. The contents are undefined."""
-
-    @abstractmethod
-    def allreduce(
-        self, buf: Buffer, *, op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0
-    ) -> None:
-        """``buf = postscale * op over ranks(prescale * buf)``, in place. ``op`` is never AVERAGE or ADASUM."""
+    def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
+        """Reduce ``buf`` over all ranks, in place. The op of ``reduction`` is never AVERAGE or ADASUM."""
 
     def allreduce_tensors(
         self,
         inputs: TensorList,
         outputs: TensorList,
-        numel: int,
-        dtype: DType,
-        wire_dtype: DType,
+        layout: Layout,
+        reduction: Reduction = SUM,
         *,
-        op: ReduceOp = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> bool:
-        """Allreduce private memory, where the backend has a faster way than `allreduce` between pack and unpack.
+        staging: Buffer,
+        label: str = "",
+    ) -> Completion:
+        """Allreduce tensors that live anywhere, by way of a buffer.
 
         Args:
-            inputs: of a fused layout of ``numel`` elements of ``dtype``, which travel as ``wire_dtype``.
-            outputs: of the same layout; may be the same memory.
-
-        Returns:
-            Whether it was done.
+            inputs: as they lie in ``layout``.
+            outputs: likewise; may be the same memory.
+            staging: of ``layout.wire_dtype``. As much as it holds is on its way at a time.
         """
-        return False
+        for begin, end in windows(layout.end, staging.numel):
+            part = staging.narrow(0, end - begin)
+            with self.recorder.span(Lane.PACK, label, part.nbytes, part.dtype.label):
+                self.memory.pack(inputs, layout.dtype, part, begin)
+            self.allreduce(part, reduction, label=label).wait()
+            with self.recorder.span(Lane.UNPACK, label, part.nbytes, part.dtype.label):
+                self.memory.unpack(part, begin, outputs, layout.dtype)
+        return DONE
 
     @abstractmethod
     def reduce_scatter(
         self,
         buf: Buffer,
+        blocks: Sequence[Sequence[Range]],
+        reduction: Reduction = SUM,
         *,
-        parts: int,
-        op: ReduceOp = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> None:
-        """Reduce in place so that rank r < parts holds `memory.shard_bounds(numel, parts, r, itemsize)`.
+        stays_open: bool = False,
+        label: str = "",
+    ) -> Completion:
+        """Reduce in place so that rank r holds the ranges ``blocks[r]``; the rest of every copy is undefined then.
 
-        The rest of every copy is undefined afterwards. 1 <= parts <= size.
+        Ranges do not overlap and need not cover the buffer; a rank may have none, or several.
+
+        Args:
+            stays_open: the next operation on ``buf`` here is an `allgather` that closes it. Until then a rank changes
+                nothing of its copy but its own ranges, since other ranks may still read all else in it.
         """
 
     @abstractmethod
-    def allgather(self, buf: Buffer, blocks: Sequence[Sequence[Range]]) -> None:
+    def allgather(
+        self, buf: Buffer, blocks: Sequence[Sequence[Range]], *, closes: bool = False, label: str = ""
+    ) -> Completion:
         """Fill every copy: rank r has written the ranges ``blocks[r]`` of its own copy, and all get all of them.
 
         Ranges do not overlap and need not cover the buffer; a rank may have none, or several.
+
+        Args:
+            closes: no rank has touched its copy since the last operation on ``buf`` here, but for its own ranges.
         """
 
     @abstractmethod
-    def broadcast(self, buf: Buffer, root: int) -> None:
+    def broadcast(self, buf: Buffer, root: int, *, label: str = "") -> Completion:
         """Copy rank ``root``'s copy to every rank's."""
 
     @abstractmethod
@@ -111,5 +144,15 @@ class Backend(ABC):
         """What this rank has exchanged with other nodes."""
         return Traffic()
 
+    def wake(self) -> None:
+        """Wake whoever waits in a call, so that it sees that the world has failed. From any thread."""
+
     def close(self) -> None:
         """Release what the backend owns; a collective call."""
+
+
+def scale(buf: Buffer, reduction: Reduction) -> None:
+    """What a reduction over one rank is."""
+    if reduction.prescale != 1.0 or reduction.postscale != 1.0:
+        scales = reduction.prescale, reduction.postscale
+        _native.reduce([buf.address], [buf.address], buf.numel, buf.dtype, ReduceOp.SUM, *scales)

@@ -1,6 +1,6 @@
-"""A short plan bound to its memory, for messages so small that Python would take longer than the network.
+"""A short schedule bound to its memory, for messages so small that Python would take longer than the network.
 
-What `pipeline.run` finds out anew each time is written down once: persistent requests, and the arguments of additions.
+What a `Pipeline` finds out anew each time is written down once: persistent requests, and the arguments of additions.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlite import _native
-from hvdlite.collectives.pipeline import WINDOW, Plan, Reduction, additions, first_scale
-from hvdlite.memory import Buffer
+from hvdlite.collectives.schedule import WINDOW, ReduceCall, Schedule, additions, first_scale
+from hvdlite.memory.views import Buffer
 
 if TYPE_CHECKING:
     from hvdlite.collectives.requests import Endpoint
 
-_MOST = 256  # bound plans of an endpoint
+_MOST = 256  # bound schedules of an endpoint
 
 
 class _Phase(NamedTuple):
@@ -23,22 +23,22 @@ class _Phase(NamedTuple):
 
     starts: list[Callable[[], None]]
     waits: list[tuple[Callable[[], bool], int]]
-    reductions: list[Reduction]
+    reductions: list[ReduceCall]
 
 
-class BoundPlan:
-    """A plan that `fits`, on the memory of ``buf``; it may be run again and again.
+class BoundSchedule:
+    """A schedule that `fits`, on the memory of ``buf``; it may be run again and again.
 
     Args:
         scratch: address of `WINDOW` slots of ``slot_bytes``, each at least a piece.
     """
 
-    def __init__(self, plan: Plan, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
+    def __init__(self, schedule: Schedule, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
         itemsize = buf.dtype.itemsize
         self._endpoint = endpoint
         self._sends = [
             endpoint.bind_send(buf.address + start * itemsize, (stop - start) * itemsize, to)
-            for to, start, stop, _ in plan.outgoing
+            for to, start, stop, _ in schedule.outgoing
         ]
         self._receives = [
             endpoint.bind_receive(
@@ -46,22 +46,22 @@ class BoundPlan:
                 (stop - start) * itemsize,
                 source,
             )
-            for index, (source, start, stop, fold, _) in enumerate(plan.arriving)
+            for index, (source, start, stop, fold, _) in enumerate(schedule.arriving)
         ]
-        self._bytes_sent = itemsize * sum(piece.stop - piece.start for piece in plan.outgoing)
-        self._bytes_received = itemsize * sum(piece.stop - piece.start for piece in plan.arriving)
+        self._bytes_sent = itemsize * sum(piece.stop - piece.start for piece in schedule.outgoing)
+        self._bytes_received = itemsize * sum(piece.stop - piece.start for piece in schedule.arriving)
         # Receives that need not wait for a send, up to the first that must: those of one rank have to keep their order.
-        ready = [piece.fold is not None or piece.after == 0 for piece in plan.arriving]
+        ready = [piece.fold is not None or piece.after == 0 for piece in schedule.arriving]
         self._posted = self._receives[: [*ready, False].index(False)]
-        phases = [_Phase([], [], first_scale(plan, buf)), *self._bind(plan, buf, scratch, slot_bytes)]
+        phases = [_Phase([], [], first_scale(schedule, buf)), *self._bind(schedule, buf, scratch, slot_bytes)]
         self._phases = [phase for phase in phases if any(phase)]
 
     @staticmethod
-    def fits(plan: Plan) -> bool:
-        return max(len(plan.outgoing), len(plan.arriving)) <= WINDOW
+    def fits(schedule: Schedule) -> bool:
+        return max(len(schedule.outgoing), len(schedule.arriving)) <= WINDOW
 
     def run(self, name: str, label: str, *memory: object) -> None:
-        """Execute the plan as an operation; see `Endpoint.operation`. Raises like `Endpoint.until`."""
+        """Execute the schedule as an operation; see `Endpoint.operation`. Raises like `Endpoint.until`."""
         endpoint, reduce = self._endpoint, _native.reduce
         endpoint.begin(name, label)
         try:
@@ -88,15 +88,15 @@ class BoundPlan:
         for request in (*self._sends, *self._receives):
             request.Free()
 
-    def _bind(self, plan: Plan, buf: Buffer, scratch: int, slot_bytes: int) -> Iterator[_Phase]:
+    def _bind(self, schedule: Schedule, buf: Buffer, scratch: int, slot_bytes: int) -> Iterator[_Phase]:
         sent = left = 0
-        for index, piece in enumerate(plan.arriving):
+        for index, piece in enumerate(schedule.arriving):
             starts = []
-            while sent < len(plan.outgoing) and plan.outgoing[sent].after <= index:
+            while sent < len(schedule.outgoing) and schedule.outgoing[sent].after <= index:
                 starts.append(self._sends[sent].Start)
                 sent += 1
             receive = self._receives[index]
-            waits = self._leaving(plan, left, piece.after)
+            waits = self._leaving(schedule, left, piece.after)
             left = max(left, piece.after)
             if index >= len(self._posted):
                 yield _Phase(starts, waits, [])
@@ -104,36 +104,36 @@ class BoundPlan:
             reductions = additions(piece, buf, scratch + index * slot_bytes)
             yield _Phase(starts, [(receive.Test, piece.source), *waits], reductions)
         rest = [request.Start for request in self._sends[sent:]]
-        yield _Phase(rest, self._leaving(plan, left, len(plan.outgoing)), [])
+        yield _Phase(rest, self._leaving(schedule, left, len(schedule.outgoing)), [])
 
-    def _leaving(self, plan: Plan, first: int, last: int) -> list[tuple[Callable[[], bool], int]]:
-        return [(self._sends[index].Test, plan.outgoing[index].to) for index in range(first, last)]
+    def _leaving(self, schedule: Schedule, first: int, last: int) -> list[tuple[Callable[[], bool], int]]:
+        return [(self._sends[index].Test, schedule.outgoing[index].to) for index in range(first, last)]
 
 
-class BoundPlans:
-    """Those of one endpoint, by what was called; a plan is bound when it is called the second time."""
+class BoundSchedules:
+    """Those of one endpoint, by what was called; a schedule is bound when it is called the second time."""
 
     def __init__(self, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
         self._endpoint = endpoint
         self._scratch = scratch
         self._slot_bytes = slot_bytes
-        self._plans: dict[Hashable, BoundPlan | None] = {}  # None: called once
-        self.get = self._plans.get
+        self._schedules: dict[Hashable, BoundSchedule | None] = {}  # None: called once
+        self.get = self._schedules.get
 
-    def called(self, call: Hashable, plan: Plan, buf: Buffer) -> None:
-        """``call``, in which the address of ``buf`` is named, took ``plan``."""
-        if not BoundPlan.fits(plan):
+    def called(self, call: Hashable, schedule: Schedule, buf: Buffer) -> None:
+        """``call``, in which the address of ``buf`` is named, took ``schedule``."""
+        if not BoundSchedule.fits(schedule):
             return
-        if call in self._plans:
-            self._plans[call] = BoundPlan(plan, buf, self._endpoint, self._scratch, self._slot_bytes)
+        if call in self._schedules:
+            self._schedules[call] = BoundSchedule(schedule, buf, self._endpoint, self._scratch, self._slot_bytes)
             return
-        if len(self._plans) >= _MOST:
+        if len(self._schedules) >= _MOST:
             self.close()
-        self._plans[call] = None
+        self._schedules[call] = None
 
     def close(self) -> None:
         """Forget all, and give their requests back to MPI."""
-        for plan in self._plans.values():
-            if plan is not None:
-                plan.close()
-        self._plans.clear()
+        for schedule in self._schedules.values():
+            if schedule is not None:
+                schedule.close()
+        self._schedules.clear()

@@ -1,4 +1,4 @@
-"""Several nodes of several ranks: a node backend and a ring across nodes, composed.
+"""Several nodes of several ranks: any backend within a node and any across nodes, composed by their contract.
 
 The ranks with local rank r on every node form rail r. Each rail carries its own shard, so all network cards and
 cores work. Nodes may be uneven: there are as many rails as the smallest node has ranks, and the ranks beyond
@@ -7,23 +7,22 @@ them take part within their node only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from hvdlite.collectives.base import Backend, Range
-from hvdlite.collectives.ring import RingBackend
-from hvdlite.collectives.select import PART_BYTES, limits_of, parts_of
-from hvdlite.collectives.shm import ShmBackend, share_of
+from hvdlite.collectives.base import DONE, Backend, Completion
+from hvdlite.collectives.thresholds import PART_BYTES, limits_of, parts_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
-from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.memory import Buffer, shard_bounds
+from hvdlite.dtypes import SUM, Reduction
+from hvdlite.memory.layout import Range, shard_bounds, share_of
+from hvdlite.memory.views import Buffer
 
 
 class HierarchicalBackend(Backend):
     """Collectives between all ranks of ``nodes``.
 
     Args:
-        node: this node's backend.
+        node: this node's backend; its memory is that of all.
         cross: this rank's rail, in the order of ``nodes``; None for a rank beyond the rails.
         nodes: ranks of each node, in the order of local ranks.
         rank: of this process; one of ``nodes``.
@@ -36,8 +35,8 @@ class HierarchicalBackend(Backend):
 
     def __init__(
         self,
-        node: ShmBackend,
-        cross: RingBackend | None,
+        node: Backend,
+        cross: Backend | None,
         nodes: tuple[tuple[int, ...], ...],
         rank: int,
         *,
@@ -48,6 +47,8 @@ class HierarchicalBackend(Backend):
     ) -> None:
         self.rank = rank
         self.size = sum(len(ranks) for ranks in nodes)
+        self.memory = node.memory
+        self.recorder = node.recorder
         self._node = node
         self._cross = cross
         self._nodes = nodes
@@ -62,96 +63,88 @@ class HierarchicalBackend(Backend):
         assert cross is None or (cross.rank, cross.size) == (self._index, len(nodes))
 
     @property
-    def label(self) -> str:
-        """What the next operation works on, for errors and the timeline."""
-        return self._node.label
-
-    @label.setter
-    def label(self, label: str) -> None:
-        self._node.label = label
-        if self._cross is not None:
-            self._cross.label = label
-
-    @property
     def traffic(self) -> Traffic:
         return Traffic() if self._cross is None else self._cross.traffic
 
-    def allocate(self, numel: int, dtype: DType) -> Buffer:
-        return self._node.allocate(numel, dtype)
-
-    def allreduce(
-        self, buf: Buffer, *, op: ReduceOp = ReduceOp.SUM, prescale: float = 1.0, postscale: float = 1.0
-    ) -> None:
+    def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
         """Reduce-scatter in the node, allreduce of each shard on its rail, allgather in the node: two barriers in all.
 
         With n nodes and k rails a rank sends 2(n-1)/n * nbytes/k to other nodes. 16-bit floats are rounded once
         in the node and then on the rail. What is large is cut into parts: while one is between the nodes, the next is
         reduced within each node, and the one before is gathered there.
         """
+        in_node, across = _split(reduction)
         rails = self._rails(buf.nbytes)
+        cross = self._cross if self._node.rank < rails else None
         count = parts_of(buf.nbytes, rails, self._part_bytes, self._share_bytes)
         itemsize = buf.dtype.itemsize
         parts = [buf.narrow(*shard_bounds(buf.numel, count, number, itemsize)) for number in range(count)]
-        carries = self._node.rank < rails
-        shards = [shard_bounds(part.numel, rails, self._node.rank, itemsize) if carries else (0, 0) for part in parts]
-
-        def reduce_in_node(number: int) -> None:
-            self._node.open_reduce_scatter(parts[number], parts=rails, op=op, prescale=prescale)
-
-        def gather_in_node(number: int) -> None:
-            self._node.close_allgather(parts[number], [shards[number]])
-
-        if carries:
-            assert self._cross is not None
-            own = [part.narrow(*shard) for part, shard in zip(parts, shards, strict=True)]
-            self._cross.allreduce_each(own, op=op, postscale=postscale, prepare=reduce_in_node, deliver=gather_in_node)
-            return
-        for number in range(count):
-            reduce_in_node(number)
+        shards = [self._rail_blocks([shard_bounds(p.numel, rails, r, itemsize)] for r in range(rails)) for p in parts]
+        between_nodes = DONE
+        for number, (part, blocks) in enumerate(zip(parts, shards, strict=True)):
+            self._node.reduce_scatter(part, blocks, in_node, stays_open=True, label=label).wait()
+            between_nodes.wait()
+            if cross is not None:
+                ((start, stop),) = blocks[self._node.rank]
+                between_nodes = cross.allreduce(part.narrow(start, stop), across, label=label)
             if number > 0:
-                gather_in_node(number - 1)
-        gather_in_node(count - 1)
+                self._node.allgather(parts[number - 1], shards[number - 1], closes=True, label=label).wait()
+        between_nodes.wait()
+        return self._node.allgather(parts[-1], shards[-1], closes=True, label=label)
 
     def reduce_scatter(
         self,
         buf: Buffer,
+        blocks: Sequence[Sequence[Range]],
+        reduction: Reduction = SUM,
         *,
-        parts: int,
-        op: ReduceOp = ReduceOp.SUM,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> None:
-        """An allreduce, which leaves every rank with its part; twice the bytes that are needed across nodes."""
-        assert 1 <= parts <= self.size, (parts, self.size)
-        self.allreduce(buf, op=op, prescale=prescale, postscale=postscale)
+        stays_open: bool = False,
+        label: str = "",
+    ) -> Completion:
+        """Each rail reduces its share of every node's blocks in the node, then across nodes; the node spreads its own.
 
-    def allgather(self, buf: Buffer, blocks: Sequence[Sequence[Range]]) -> None:
+        With n nodes and k rails a rank sends (n-1)/n * nbytes/k to other nodes.
+        """
+        in_node, across = _split(reduction)
+        itemsize = buf.dtype.itemsize
+        rails = self._rails(itemsize * _total(blocks))
+        shares = [self._shares(blocks, rails, rail, itemsize) for rail in range(rails)]
+        carried = self._rail_blocks([part for ranges in share for part in ranges] for share in shares)
+        self._node.reduce_scatter(buf, carried, in_node, stays_open=True, label=label).wait()
+        if self._cross is not None and self._node.rank < rails:
+            self._cross.reduce_scatter(buf, shares[self._node.rank], across, label=label).wait()
+        own = self._rail_blocks(share[self._index] for share in shares)
+        return self._node.allgather(buf, own, closes=True, label=label)
+
+    def allgather(
+        self, buf: Buffer, blocks: Sequence[Sequence[Range]], *, closes: bool = False, label: str = ""
+    ) -> Completion:
         """Allgather in the node; each rail takes an equal share of every node's bytes around; the node spreads them."""
         assert len(blocks) == self.size, (len(blocks), self.size)
         itemsize = buf.dtype.itemsize
-        rails = self._rails(itemsize * sum(stop - start for ranges in blocks for start, stop in ranges))
-        self._node.allgather(buf, [blocks[rank] for rank in self._nodes[self._index]])
-        arrived: list[Range] = []
+        rails = self._rails(itemsize * _total(blocks))
+        in_node = [blocks[rank] for rank in self._nodes[self._index]]
+        self._node.allgather(buf, in_node, closes=closes, label=label).wait()
+        shares = [self._shares(blocks, rails, rail, itemsize) for rail in range(rails)]
         if self._cross is not None and self._node.rank < rails:
-            shares = [  # of every node, what this rail carries
-                [part[1:] for part in share_of([blocks[rank] for rank in ranks], rails, self._node.rank, itemsize)]
-                for ranks in self._nodes
-            ]
-            self._cross.allgather(buf, shares)
-            arrived = [part for index, parts in enumerate(shares) if index != self._index for part in parts]
-        self._node.close_allgather(buf, arrived)
+            self._cross.allgather(buf, shares[self._node.rank], label=label).wait()
+        arrived = self._rail_blocks(
+            [part for index, ranges in enumerate(share) if index != self._index for part in ranges] for share in shares
+        )
+        return self._node.allgather(buf, arrived, closes=True, label=label)
 
-    def broadcast(self, buf: Buffer, root: int) -> None:
+    def broadcast(self, buf: Buffer, root: int, *, label: str = "") -> Completion:
         """Broadcast in the root's node; each rail carries its shard to the other nodes, which spread them."""
         origin = next(index for index, ranks in enumerate(self._nodes) if root in ranks)
         rails = self._rails(buf.nbytes)
         shards = [shard_bounds(buf.numel, rails, rail, buf.dtype.itemsize) for rail in range(rails)]
         if self._index == origin:
-            self._node.broadcast(buf, self._nodes[origin].index(root))
+            self._node.broadcast(buf, self._nodes[origin].index(root), label=label).wait()
         if self._cross is not None and self._node.rank < rails:
-            self._cross.broadcast(buf.narrow(*shards[self._node.rank]), origin)
-        if self._index != origin:
-            self._node.allgather(buf, [[shard] for shard in shards] + [[]] * (self._node.size - rails))
+            self._cross.broadcast(buf.narrow(*shards[self._node.rank]), origin, label=label).wait()
+        if self._index == origin:
+            return DONE
+        return self._node.allgather(buf, self._rail_blocks([shard] for shard in shards), label=label)
 
     def barrier(self) -> None:
         self._node.barrier()
@@ -166,6 +159,9 @@ class HierarchicalBackend(Backend):
         if self._cross is not None:
             self._cross.configure(config)
 
+    def wake(self) -> None:
+        self._node.wake()
+
     def close(self) -> None:
         self._node.close()
         if self._cross is not None:
@@ -174,3 +170,24 @@ class HierarchicalBackend(Backend):
     def _rails(self, nbytes: int) -> int:
         """How many rails share ``nbytes``."""
         return 1 if nbytes <= self._one_rail_bytes else min(self._rails_limit, self._most_rails)
+
+    def _shares(self, blocks: Sequence[Sequence[Range]], rails: int, rail: int, itemsize: int) -> list[list[Range]]:
+        """Of every node's blocks, what ``rail`` carries."""
+        return [
+            [part[1:] for part in share_of([blocks[rank] for rank in ranks], rails, rail, itemsize)]
+            for ranks in self._nodes
+        ]
+
+    def _rail_blocks(self, by_rail: Iterable[Sequence[Range]]) -> list[Sequence[Range]]:
+        """Blocks of this node's ranks, of which those beyond the rails have none."""
+        blocks = list(by_rail)
+        return blocks + [[]] * (self._node.size - len(blocks))
+
+
+def _split(reduction: Reduction) -> tuple[Reduction, Reduction]:
+    """(in the node, across nodes)."""
+    return reduction._replace(postscale=1.0), reduction._replace(prescale=1.0)
+
+
+def _total(blocks: Sequence[Sequence[Range]]) -> int:
+    return sum(stop - start for ranges in blocks for start, stop in ranges)

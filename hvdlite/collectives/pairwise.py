@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hvdlite import _native
 from hvdlite.collectives.base import LARGEST_MESSAGE_BYTES
 from hvdlite.counters import Traffic
-from hvdlite.timeline.recorder import Lane, Recorder
+from hvdlite.recorder import Lane, Recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -9,12 +9,14 @@ plainly not there yet.
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import NoReturn
 
+import numpy as np
 from mpi4py import MPI
 
 from hvdlite.counters import Traffic
@@ -149,6 +151,23 @@ class Endpoint:
                 )
             time.sleep(nap)
             nap = min(2 * nap, longest if now - start < _MOVING_S else _IDLE_NAP_S)
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """Every rank's ``data``, of at least a byte, by rank, on rank 0; None on others. Raises like `until`."""
+        with self.operation("gather", ""):
+            if self.rank != 0:
+                for part in (struct.pack("<Q", len(data)), data):
+                    own = np.frombuffer(part, np.uint8)
+                    self.wait(0, self.send(own.ctypes.data, len(part), 0))
+                return None
+            parts = [data]
+            for rank in range(1, self.size):
+                length = np.zeros(1, np.uint64)
+                self.wait(rank, self.receive(length.ctypes.data, length.nbytes, rank))
+                arrived = np.zeros(int(length[0]), np.uint8)
+                self.wait(rank, self.receive(arrived.ctypes.data, arrived.nbytes, rank))
+                parts.append(arrived.tobytes())
+            return parts
 
     def done(self) -> None:
         """An operation is over."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import TypeVar
 
-from hvdlite import builds
+from hvdlite import builds, environment
 
 T = TypeVar("T")
 
@@ -51,20 +50,9 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     """Horovod looks here whether its extension for a framework was built; hvdlite has one for all."""
 
 
-@contextmanager
-def env(**variables: str | None) -> Iterator[None]:
+def env(**variables: str | None) -> AbstractContextManager[None]:
     """Set environment variables for a while; those that are None stay as they are."""
-    chosen = {name: value for name, value in variables.items() if value is not None}
-    before = {name: os.environ.get(name) for name in chosen}
-    os.environ.update(chosen)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    return environment.changed({name: value for name, value in variables.items() if value is not None})
 
 
 def split_list(items: Sequence[T], parts: int) -> list[Sequence[T]]:

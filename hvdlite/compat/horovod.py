@@ -47,7 +47,7 @@ _ON_PATH = Path(__file__).parent / "on_path" / "horovod.py"
 
 
 class _Mirror(ModuleType):
-    """Looks names up when they are asked for, so that whatever is added to our modules is in Horovod's too."""
+    """Looks a name up when it is asked for, so that whatever is added to our modules is in Horovod's too."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
@@ -69,9 +69,8 @@ class _Mirror(ModuleType):
         return sorted(names | set(super().__dir__()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return import_module, (
-            self.__name__,
-        )  # cloudpickle, which sends functions with their `hvd`, knows plain modules
+        # For cloudpickle, which sends functions with their `hvd` and knows plain modules only.
+        return import_module, (self.__name__,)
 
     def _sources(self) -> list[ModuleType]:
         return [import_module(source) for source in MODULES[self.__name__]]
@@ -85,7 +84,7 @@ class _CallableMirror(_Mirror):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes the mirrors. It stands before all other finders, so an installed Horovod is not looked for."""
+    """Makes the mirrors. Stands before all other finders, so that an installed Horovod is not looked for."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name not in MODULES:
@@ -112,7 +111,7 @@ def _install() -> None:
     present = sys.modules.get("horovod")
     origin = getattr(present, "__file__", None)
     if origin == str(_ON_PATH):
-        del sys.modules["horovod"]  # it is being imported, in order to make a mirror take its place
+        del sys.modules["horovod"]  # on_path/horovod.py, which is being imported, wants a mirror in its place
     elif present is not None:
         raise ImportError(
             f"horovod has been imported already, from {origin}: import hvdlite.compat.horovod before it, or start the "

@@ -1,8 +1,8 @@
 """The shared page through which the ranks of a node talk and wake each other; nothing in it polls.
 
 Per rank a doorbell (a futex), a byte stream to the node leader, and a word that says how much of the frozen plan it is
-ready for; from the leader one byte stream, the log, that all local ranks read. Bytes are written before the head that
-covers them is stored with release order.
+ready for; from the leader one byte stream, the log, that the other local ranks read. Bytes are written before the head
+that covers them is stored with release order.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _MAILBOX_BYTES = 1 << 16
 _LOG_BYTES = 1 << 18
 _COUNT_BITS = 44
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
+_PLAN_MASK = (1 << 64 - _COUNT_BITS) - 1  # a rank is never behind by as many plans as that
 
 
 class ByteStream:
@@ -79,8 +80,9 @@ class ControlPage:
     def __init__(self, node: Node) -> None:
         size = node.local_size
         mailbox_bytes = ByteStream.bytes_needed(1, _MAILBOX_BYTES)
-        log_bytes = ByteStream.bytes_needed(size, _LOG_BYTES)
+        log_bytes = ByteStream.bytes_needed(size - 1, _LOG_BYTES)
         self._segment = node.share(2 * _LINE_BYTES * size + mailbox_bytes * size + log_bytes)
+        self._abort_address = node.abort_address
         self._local_rank = node.local_rank
         self._local_size = size
         self._doorbells = [self._segment.address + _LINE_BYTES * i for i in range(size)]
@@ -92,7 +94,12 @@ class ControlPage:
         for _ in range(size):
             self._mailboxes.append(ByteStream(memory[offset:], self._segment.address + offset, 1, _MAILBOX_BYTES))
             offset += mailbox_bytes
-        self._log = ByteStream(memory[offset:], self._segment.address + offset, size, _LOG_BYTES)
+        self._log = ByteStream(memory[offset:], self._segment.address + offset, size - 1, _LOG_BYTES)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the world has failed, as far as this node knows."""
+        return _native.load32(self._abort_address) != 0
 
     @property
     def bytes_written(self) -> int:
@@ -101,7 +108,7 @@ class ControlPage:
 
     @property
     def bytes_read(self) -> int:
-        """By this rank: of the log, and, as the leader, of what its node has sent."""
+        """By this rank: of the log, or, as the leader, of what its node has sent."""
         return self._log.bytes_read + sum(mailbox.bytes_read for mailbox in self._mailboxes)
 
     def send_to_leader(self, outbox: bytearray) -> None:
@@ -114,26 +121,29 @@ class ControlPage:
         return self._mailboxes[local_rank].read(0)
 
     def publish(self, outbox: bytearray) -> None:
-        """For the leader: append to the log what fits."""
-        if self._log.write(outbox):
+        """For the leader: append to the log what fits, for the other ranks to read."""
+        if self._local_size == 1:
+            outbox.clear()
+        elif self._log.write(outbox):
             for local_rank in range(self._local_size):
                 if local_rank != self._local_rank:
                     self.ring(local_rank)
 
     def read_log(self) -> bytes:
-        return self._log.read(self._local_rank)
+        """For other ranks than the leader: what it has appended."""
+        return self._log.read(self._local_rank - 1)
 
     def set_ready(self, plan: int, count: int) -> None:
         """Say how much of plan number ``plan`` this rank is ready for; wakes the leader if all have waited for it."""
-        before = _native.load64(self._ready[self._local_rank])
-        _native.store64(self._ready[self._local_rank], plan << _COUNT_BITS | count)
-        if self._local_rank != 0 and min(map(_native.load64, self._ready)) > before:
+        own = self._ready[self._local_rank]
+        before = _count_of(_native.load64(own), plan)
+        _native.store64(own, (plan & _PLAN_MASK) << _COUNT_BITS | count)
+        if self._local_rank != 0 and self.ready(plan) > before:
             self.ring(0)
 
     def ready(self, plan: int) -> int:
-        """For the leader: how many operations of a plan all local ranks are ready for."""
-        lowest = min(map(_native.load64, self._ready))  # a rank that has not begun with this plan has a lower number
-        return lowest & _COUNT_MASK if lowest >> _COUNT_BITS == plan else 0
+        """How many operations of a plan all local ranks are ready for."""
+        return min([_count_of(_native.load64(word), plan) for word in self._ready])
 
     def ring(self, local_rank: int) -> None:
         """Wake a rank's coordinator."""
@@ -169,3 +179,8 @@ class ControlPage:
     def end_assistance(self) -> int:
         """Leave; how often this rank was rung by then."""
         return _native.doorbell_end_assistance(self._doorbells[self._local_rank])
+
+
+def _count_of(word: int, plan: int) -> int:
+    """How much of ``plan`` a rank with this word is ready for: 0 where it has not begun with it."""
+    return word & _COUNT_MASK if word >> _COUNT_BITS == plan & _PLAN_MASK else 0

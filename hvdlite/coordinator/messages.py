@@ -1,7 +1,7 @@
 """What coordinators say to one another, and its wire form.
 
-A *request* describes an operation the same way on every rank. A *claim* says that ranks are ready for it and
-climbs from a rank to its node leader and up the tree of leaders. A *response* says that every rank is ready,
+A *request* describes an operation the same way on every rank (request.py). A *claim* says that ranks are ready for it
+and climbs from a rank to its node leader and up the tree of leaders. A *response* says that every rank is ready,
 a *fault* that they contradict one another, a *notice* is everything rare; these come down from the root as one
 ordered log.
 
@@ -15,108 +15,15 @@ from __future__ import annotations
 import json
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from hvdlite.dtypes import DType, ReduceOp
-
-NAMED = -1
-"""Sequence number of an operation that the user named; unnamed ones count per operation."""
+from hvdlite.coordinator.request import Key, Request, Sizes
 
 KNOWN_REQUESTS = 1024
 """The most operations of which it is remembered what follows from their requests, as they come again in every step."""
-
-
-class Kind(IntEnum):
-    ALLREDUCE = 0
-    ALLGATHER = 1
-    BROADCAST = 2
-    BARRIER = 3
-    ALLOCATE = 4
-    ALLTOALL = 5
-    REDUCESCATTER = 6
-    JOIN = 7
-    ADD_PROCESS_SET = 8
-    REMOVE_PROCESS_SET = 9
-    CONFIGURE = 10
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor as it must be on every rank; ``shape`` leaves out dimension 0 where that may differ between ranks."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Request:
-    """An operation as it must be on every rank; `place` alone may differ (then the tensors are copied)."""
-
-    kind: Kind
-    name: str
-    tensors: tuple[TensorSpec, ...] = ()
-    op: ReduceOp = ReduceOp.SUM
-    prescale: float = 1.0
-    postscale: float = 1.0
-    root: int = 0
-    wire_dtype: DType | None = None
-    nbytes: int = 0  # of an ALLOCATE
-    device: str = "cpu"
-    place: tuple[int, int] | None = None
-    ranks: tuple[int, ...] = ()  # of a process set
-    needs_all: bool = False  # an error where a rank has joined
-    settings: tuple[int, ...] = ()  # of a CONFIGURE
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
-
-    def __post_init__(self) -> None:
-        # Looked up at every submission: hash the nested tuples once.
-        object.__setattr__(
-            self,
-            "_hash",
-            hash((self.kind, self.name, self.tensors, self.op, self.root, self.nbytes, self.place, self.ranks)),
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def at(self, place: tuple[int, int] | None) -> Request:
-        return self if self.place == place else replace(self, place=place)
-
-    def to_json(self) -> bytes:
-        return json.dumps(
-            [
-                self.kind, self.name, [[t.name, t.dtype, t.shape] for t in self.tensors], self.op,
-                self.prescale, self.postscale, self.root, self.wire_dtype, self.nbytes, self.device, self.place,
-                self.ranks, self.needs_all, self.settings,
-            ]
-        ).encode()  # fmt: skip
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Request:
-        (
-            kind, name, tensors, op, prescale, postscale, root, wire_dtype, nbytes, device, place, ranks, needs_all,
-            settings,
-        ) = json.loads(data)  # fmt: skip
-        return cls(
-            Kind(kind), name, tuple(TensorSpec(n, DType(d), tuple(s)) for n, d, s in tensors), ReduceOp(op),
-            prescale, postscale, root, None if wire_dtype is None else DType(wire_dtype), nbytes, device,
-            None if place is None else (place[0], place[1]), tuple(ranks), needs_all, tuple(settings),
-        )  # fmt: skip
-
-
-Key = tuple[str, int]
-"""(name, sequence): what ranks must agree on to mean the same operation."""
-
-Sizes = tuple[int, ...]
-"""What may differ per rank: dimension 0 of every tensor of an allgather, rows for every rank of an alltoall."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +47,10 @@ class Response:
     request: Request
     sequence: int
     sizes: tuple[Sizes, ...] = ()
+    key: Key = field(init=False, compare=False, repr=False)
 
-    @property
-    def key(self) -> Key:
-        return self.request.name, self.sequence
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", (self.request.name, self.sequence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +88,7 @@ class Verb(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlanMessage:
-    """About the frozen plan, see frozen_plan.py."""
+    """About the frozen plan, see plan_member.py."""
 
     verb: Verb
     count: int = 0
@@ -238,11 +145,11 @@ class Encoder:
             return slot
         self.written.spelled_out += 1
         if self._capacity == 0:
-            self._frame(_DEFINE, request.to_json(), 0)
+            self._frame(_DEFINE, request.encode(), 0)
             return 0
         slot = self._slots.popitem(last=False)[1] if len(self._slots) >= self._capacity else len(self._slots)
         self._slots[request] = slot
-        self._frame(_DEFINE, request.to_json(), slot)
+        self._frame(_DEFINE, request.encode(), slot)
         return slot
 
     def _frame(self, tag: int, payload: bytes, slot: int = 0, sequence: int = 0) -> None:
@@ -251,9 +158,14 @@ class Encoder:
 
 
 class Decoder:
-    """The receiving end of a link."""
+    """The receiving end of a link.
 
-    def __init__(self) -> None:
+    Args:
+        decode_request: the inverse of `Request.encode`.
+    """
+
+    def __init__(self, decode_request: Callable[[bytes], Request]) -> None:
+        self._decode_request = decode_request
         self._inbox = b""  # what has no end yet
         self._requests: dict[int, Request] = {}
 
@@ -272,7 +184,7 @@ class Decoder:
             if tag == _PLAN:
                 yield PlanMessage(_VERBS[slot], sequence)
             elif tag == _DEFINE:
-                self._requests[slot] = Request.from_json(payload)
+                self._requests[slot] = self._decode_request(payload)
             else:
                 yield self._message(tag, slot, sequence, payload)
         self._inbox = data[start:]

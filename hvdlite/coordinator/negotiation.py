@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from hvdlite.coordinator.messages import Claim, Fault, Key, Kind, Request, Response, Sizes
-from hvdlite.coordinator.submission import has_identity
+from hvdlite.coordinator.messages import Claim, Fault, Response
+from hvdlite.coordinator.request import Difference, Key, Request, Sizes, rank_list
 
 LOOK_S = 0.25  # how often a leader looks who is late, while claims wait
 
@@ -51,7 +51,7 @@ class Negotiation:
     def add(self, claim: Claim, sender_ranks: tuple[int, ...], now_s: float) -> None:
         """Count a claim of a sender that speaks for ``sender_ranks``."""
         ranks = claim.ranks if claim.ranks is not None else sender_ranks
-        if claim.request.kind is Kind.JOIN:
+        if claim.request.departs:
             self._joined.update((rank, claim) for rank in ranks)
             self._new_joins.append(Claim(claim.request, claim.sequence, ranks))
             return
@@ -114,7 +114,7 @@ class Negotiation:
         """(key, what it is for people, since when) of everything incomplete, the oldest first."""
         items = []
         for (name, sequence), gathering in self._gathering.items():
-            kind = next(iter(gathering.claims)).kind.label
+            kind = next(iter(gathering.claims)).label
             label = f"{kind} '{name}'" if sequence < 0 else f"{kind} '{name}.{sequence}'"
             items.append(((name, sequence), label, gathering.since_s))
         return sorted(items, key=lambda item: item[2])
@@ -162,7 +162,7 @@ def _judge(
             return Response(request, key[1])
     merged: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]] = {}
     for request, parts in claims.items():  # where tensors live contradicts nothing
-        merged.setdefault(request.at(None), []).extend(parts)
+        merged.setdefault(request.settled(), []).extend(parts)
     by_ranks = [(request, _in_rank_order(parts)) for request, parts in merged.items()]
     by_ranks.sort(key=lambda item: item[1][0])  # the group of the lowest rank first: its text is the reference
     request = by_ranks[0][0]
@@ -175,87 +175,27 @@ def _judge(
     all_parts = [part for parts in claims.values() for part in parts]
     absent = tuple(sorted(set(joined).difference(*(ranks for _, (ranks, _) in by_ranks))))
     if absent:
-        lacks_root = request.kind is Kind.BROADCAST and request.root in absent
-        if request.needs_all or lacks_root:
-            return Fault(
-                key,
-                f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join() and cannot take part. "
-                "Call it before join(), or after join() has returned on every rank.",
-            )
-        if not has_identity(request):
-            return Fault(
-                key,
-                f"{request.kind.label} '{_label(request)}': {rank_list(absent)} called join(), and no integer times "
-                f"the prescale factor {request.prescale} leaves a product as it is. Use postscale_factor, or floats.",
-            )
+        objection = request.objection(absent)
+        if objection is not None:
+            who = f"{rank_list(absent)} called join()"
+            return Fault(key, f"{request.label} '{request.subject}': {who}{objection}.")
         if all_parts[0][1]:
             nothing = (0,) * len(request.tensors)
             all_parts.append((absent, (nothing,) * len(absent)))
     return Response(request, key[1], _in_rank_order(all_parts)[1])
 
 
-_Difference = tuple[str, str, object, object, str]
-"""(tensor, what may differ, its value in one request, in the other, advice)"""
-
-
 def _difference(a: Request, b: Request, a_ranks: tuple[int, ...], b_ranks: tuple[int, ...]) -> str | None:
     """The first thing in which two requests of one name contradict each other, in a sentence; None where in nothing."""
-    for tensor, what, mine, theirs, advice in (*_operation_rows(a, b), *_tensor_rows(a, b), *_option_rows(a, b)):
+    if a.label != b.label:
+        advice = "Call the same operation under this name on every rank"
+        differences = iter([Difference("", "operation", a.label, b.label, advice)])
+    else:
+        differences = a.differences(b)
+    for tensor, what, mine, theirs, advice in differences:
         if mine != theirs:
             return (
-                f"{a.kind.label} '{tensor or _label(a)}': {what} is {mine} on {rank_list(a_ranks)} but {theirs} on "
+                f"{a.label} '{tensor or a.subject}': {what} is {mine} on {rank_list(a_ranks)} but {theirs} on "
                 f"{rank_list(b_ranks)}. {advice}."
             )
     return None
-
-
-def _operation_rows(a: Request, b: Request) -> list[_Difference]:
-    return [
-        ("", "operation", a.kind.label, b.kind.label, "Call the same operation under this name on every rank"),
-        ("", "number of tensors", len(a.tensors), len(b.tensors), "Pass the same list of tensors on every rank"),
-    ]
-
-
-def _tensor_rows(a: Request, b: Request) -> list[_Difference]:
-    is_ragged = a.kind in (Kind.ALLGATHER, Kind.ALLTOALL)
-    where = "shape after the first dimension" if is_ragged else "shape"
-    ragged = "in all dimensions but the first" if is_ragged else "or use allgather for ragged tensors"
-    rows: list[_Difference] = []
-    for i, (s, t) in enumerate(zip(a.tensors, b.tensors, strict=False)):
-        if s != t:
-            order = "Pass the tensors in the same order on every rank"
-            rows.append((s.name, f"name of tensor {i} of the group", repr(s.name), repr(t.name), order))
-            rows.append((s.name, "dtype", s.dtype.label, t.dtype.label, "Convert it to the same dtype on every rank"))
-            rows.append((s.name, where, s.shape, t.shape, f"Pass the same shape on every rank, {ragged}"))
-    return rows
-
-
-def _option_rows(a: Request, b: Request) -> list[_Difference]:
-    def wire(request: Request) -> str:
-        return "none" if request.wire_dtype is None else request.wire_dtype.label
-
-    same = "on every rank"
-    return [
-        ("", "op", a.op.label, b.op.label, f"Pass the same op {same}"),
-        ("", "prescale factor", a.prescale, b.prescale, f"Pass the same prescale_factor {same}"),
-        ("", "postscale factor", a.postscale, b.postscale, f"Pass the same postscale_factor {same}"),
-        ("", "root rank", a.root, b.root, f"Pass the same root_rank {same}"),
-        ("", "compression", wire(a), wire(b), f"Pass the same compression {same}"),
-        ("", "ranks of the process set", a.ranks, b.ranks, f"Name the same ranks {same}"),
-        ("", "size in bytes", a.nbytes, b.nbytes, f"Ask for the same size {same}"),
-        ("", "settings", a.settings, b.settings, f"Choose the same settings {same}"),
-        ("", "device", a.device, b.device, f"Keep the tensor on the same kind of device {same}"),
-    ]
-
-
-def _label(request: Request) -> str:
-    return request.tensors[0].name if len(request.tensors) == 1 else request.name
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """'rank 2', 'ranks 0, 1 and 3', shortened beyond ten."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 10:
-        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

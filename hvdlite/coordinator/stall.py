@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.config import Config
-from hvdlite.coordinator.messages import Key, Notice
-from hvdlite.coordinator.negotiation import rank_list
+from hvdlite.coordinator.messages import Notice
+from hvdlite.coordinator.request import Key, rank_list
 from hvdlite.errors import StallError
 
 _LOG = logging.getLogger("hvdlite")
@@ -60,6 +60,11 @@ class StallWatch:
                 return self._ask(now_s)
             return None
         return self._ask(now_s)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether it waits for answers, and must go on looking."""
+        return self._asked_s is not None
 
     def take_answer(self, content: dict[str, Any]) -> bool:
         """Whether the notice was an answer to a question of ours."""

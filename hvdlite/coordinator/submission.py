@@ -1,92 +1,92 @@
-"""What a user thread hands to the coordinator: the request that all ranks must share, and this rank's memory."""
+"""What a user thread hands to the coordinator, and waits for: the request that all ranks share, this rank's memory."""
 
 from __future__ import annotations
 
-import math
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
-from hvdlite.coordinator.handle import Handle
-from hvdlite.coordinator.messages import Claim, Key, Kind, Request, Response, Sizes, TensorSpec
-from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.fusion.fusion_buffer import Home
-from hvdlite.memory import TensorView, filled
+from hvdlite.coordinator.messages import Claim
+from hvdlite.coordinator.request import NAMED, Key, Request, Sizes
+from hvdlite.memory.base import Home
+from hvdlite.memory.views import TensorView
 
 Allocate = Callable[[int, tuple[int, ...]], TensorView]
 """(index of the tensor, shape of its result) -> where the result shall go; called on the coordinator thread."""
 
 
-@dataclass(slots=True)
 class Submission:
-    """One operation of this rank. ``inputs`` and ``outputs`` keep the tensors alive until it is complete."""
+    """One operation of this rank, and its future: user threads wait for it, the coordinator completes it once.
 
-    request: Request
-    sequence: int
-    inputs: Sequence[TensorView] = ()
-    outputs: Sequence[TensorView] = ()
-    sizes: Sizes | None = None
-    home: Home | None = None
-    allocate: Allocate | None = None
-    handle: Handle = field(default_factory=Handle)
-    submitted_ns: int = field(default_factory=time.monotonic_ns)
-    key: Key = field(init=False)
+    Args:
+        inputs: kept alive until the operation is complete, as ``outputs`` are.
+        sizes: of this rank, what may differ between ranks.
+        home: where its tensors live, if they live in one place.
+    """
 
-    def __post_init__(self) -> None:
-        self.key = self.request.name, self.sequence
+    __slots__ = (
+        "_done", "_error", "_lock", "_result", "allocate", "assist", "home", "inputs", "key", "label", "outputs",
+        "request", "sequence", "sizes", "submitted_ns",
+    )  # fmt: skip
 
-    @property
-    def label(self) -> str:
+    def __init__(
+        self,
+        request: Request,
+        sequence: int,
+        inputs: Sequence[TensorView] = (),
+        outputs: Sequence[TensorView] = (),
+        *,
+        sizes: Sizes | None = None,
+        home: Home | None = None,
+        allocate: Allocate | None = None,
+    ) -> None:
+        self.request = request
+        self.sequence = sequence
+        self.key: Key = request.name, sequence
+        self.label = request.name if sequence == NAMED else f"{request.name}.{sequence}"
         """The name for people: in errors and in the timeline."""
-        return self.request.name if self.sequence < 0 else f"{self.request.name}.{self.sequence}"
+        self.inputs = inputs
+        self.outputs = outputs
+        self.sizes = sizes
+        self.home = home
+        self.allocate = allocate
+        self.submitted_ns = time.monotonic_ns()
+        self.assist: Callable[[Submission], None] | None = None  # what a thread can do for it while it waits
+        # A lock that is held until completion is the cheapest sleep that Python has: no condition, no polling.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._done = False
+        self._result: Any = None
+        self._error: BaseException | None = None
 
     def claim(self, rank: int) -> Claim:
         if self.sizes is None:
             return Claim(self.request, self.sequence)
         return Claim(self.request, self.sequence, (rank,), (self.sizes,))
 
+    def done(self) -> bool:
+        return self._done
 
-def absent(response: Response) -> Submission:
-    """What a rank that has joined takes part with: nothing, so that the others' result is that of their tensors."""
-    request = response.request
-    if request.kind is Kind.ALLGATHER:
-        inputs = [_nothing(TensorSpec(spec.name, spec.dtype, (0, *spec.shape))) for spec in request.tensors]
-    elif request.op in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        inputs = [_nothing(spec) for spec in request.tensors]
-    else:
-        inputs = [filled(spec.shape, spec.dtype, _identity(request, spec.dtype)) for spec in request.tensors]
-    outputs = [_nothing(spec) for spec in request.tensors]
+    def wait(self) -> Any:
+        """Sleep until the operation is complete; return its result or raise its error. May be called again."""
+        if not self._done and self.assist is not None:
+            self.assist(self)
+        if not self._done:
+            with self._lock:  # released by whoever completes; the next waiter takes it in turn
+                pass
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # several threads may raise it
+        return self._result
 
-    def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
-        return filled(shape, request.tensors[index].dtype, 0)
+    def succeed(self, result: Any = None) -> None:
+        self._result = result
+        self._done = True
+        self._lock.release()
 
-    return Submission(request, response.sequence, inputs, outputs, allocate=allocate)
-
-
-def has_identity(request: Request) -> bool:
-    """Whether there is something that a rank can contribute without changing the result of the others."""
-    integers = {spec.dtype for spec in request.tensors if not spec.dtype.is_floating}
-    if request.op is not ReduceOp.PRODUCT or not integers:
-        return True
-    # Integers are truncated once they are prescaled, and no integer times 2 is 1.
-    return abs(request.prescale) <= 1.0 and (request.prescale >= 0.0 or DType.UINT8 not in integers)
-
-
-def _identity(request: Request, dtype: DType) -> float:
-    """What, once it is prescaled, changes no minimum, maximum or product."""
-    prescale = request.prescale
-    lowest, highest = dtype.limits
-    if prescale == 0.0:
-        return 0.0  # as everybody's; infinity times 0 would be no number
-    if request.op is not ReduceOp.PRODUCT:
-        return highest if (request.op is ReduceOp.MIN) == (prescale > 0.0) else lowest
-    if dtype.is_floating:
-        return 1.0 / prescale
-    # Below 2 and above 1 once it is prescaled. Where that is beyond the type, so is it for everybody, and 0 comes out.
-    whole = math.ceil(min(1.0 / abs(prescale), 2.0**63))
-    return min(max(math.copysign(whole, prescale), lowest), highest)
-
-
-def _nothing(spec: TensorSpec) -> TensorView:
-    """Zeros that nobody stored, and a result that nobody wants."""
-    return TensorView(0, spec.shape, spec.dtype, None)
+    def fail(self, error: BaseException) -> None:
+        """Complete with an error, unless it is complete already."""
+        if not self._done:
+            self._error = error
+            self._done = True
+            self._lock.release()

@@ -112,6 +112,10 @@ class Tree:
             self._nap()
             for _ in self.receive():
                 pass
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the connections without a word: after a failure, and in a forked child."""
         for link in self._links.values():
             link.socket.close()
         self._links.clear()

@@ -10,9 +10,8 @@ ranks is overridden here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate.utils import DistributedType, recursively_apply
 
 import hvdlite.torch as hvd
+from hvdlite import environment
 from hvdlite.integrations.steps import broadcast_model, make_distributed, no_sync, synchronize_pending
 
 __all__ = ["HvdliteAccelerator", "launcher_hidden", "use_ranks"]
@@ -68,8 +68,6 @@ class HvdliteAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer = make_distributed(optimizer, self._models)
-            optimizer._hvd_should_synchronize = False  # backward() does
-            optimizer.register_step_pre_hook(_synchronize_before_step)
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def _distributed(self) -> list[hvd.DistributedOptimizer]:
@@ -148,19 +146,9 @@ def use_ranks(*, cpu: bool = False) -> PartialState:
     return state
 
 
-@contextmanager
-def launcher_hidden() -> Iterator[None]:
+def launcher_hidden() -> AbstractContextManager[None]:
     """Without the variables that make Accelerate start torch.distributed."""
-    hidden = {name: os.environ.pop(name) for name in _LAUNCHER_VARIABLES if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
-def _synchronize_before_step(optimizer: hvd.DistributedOptimizer, args: Any, kwargs: Any) -> None:
-    """Where loss.backward() was called, and not that of the Accelerator."""
-    synchronize_pending([optimizer])
+    return environment.changed(dict.fromkeys(_LAUNCHER_VARIABLES))
 
 
 def _has_only_tensors(data: Any) -> bool:

@@ -143,12 +143,10 @@ class Strategy(Base):
     ) -> Any:
         def synchronized_closure() -> Any:
             loss = closure()
-            if not optimizer._hvd_synchronized:  # no backward pass on this rank
-                optimizer.synchronize()
+            optimizer.synchronize()  # where there was no backward pass on this rank
             return loss
 
-        with optimizer.skip_synchronize():
-            return super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
+        return super().optimizer_step(optimizer, synchronized_closure, model, **kwargs)
 
     # Collectives of the Trainer and of LightningModule.
 

@@ -1,7 +1,7 @@
 """What the integrations share: models that start alike everywhere, and gradients that are averaged after backward.
 
 A training library calls step() itself, and clips or looks at gradients before it. So its optimizers are synchronized as
-soon as backward has ended, not in step().
+soon as backward has ended; step() does so only where no backward pass came before it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,36 @@ def broadcast_model(model: torch.nn.Module) -> None:
 
 
 def make_distributed(optimizer: torch.optim.Optimizer, models: Iterable[torch.nn.Module], **options: Any) -> Any:
-    """`hvdlite.torch.DistributedOptimizer` of ``optimizer``, with names for messages; as it is if it is one already.
+    """`hvdlite.torch.DistributedOptimizer` of ``optimizer``, with names for messages, that synchronizes once per step.
+
+    One that is a DistributedOptimizer already keeps its options.
 
     Args:
         models: whose parameters have names. Without names for all parameters of ``optimizer``, they are numbered.
         options: of `hvdlite.torch.DistributedOptimizer`.
     """
-    if isinstance(optimizer, hvd.DistributedOptimizer):
-        return optimizer
+    if not isinstance(optimizer, hvd.DistributedOptimizer):
+        optimizer = hvd.DistributedOptimizer(optimizer, _named_parameters(optimizer, models), **options)
+    optimizer.synchronizes_once = True
+    return optimizer
+
+
+def _named_parameters(
+    optimizer: torch.optim.Optimizer, models: Iterable[torch.nn.Module]
+) -> Iterable[tuple[str, torch.Tensor]] | None:
     names: dict[str, torch.Tensor] = {}
     for number, model in enumerate(models):
         prefix = f"model{number}" if number else ""
         names.update(model.named_parameters(prefix=prefix))
     known = {id(parameter) for parameter in names.values()}
     complete = all(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
-    return hvd.DistributedOptimizer(optimizer, named_parameters=names.items() if complete else None, **options)
+    return names.items() if complete else None
 
 
 def synchronize_pending(optimizers: Iterable[hvd.DistributedOptimizer]) -> None:
-    """After a backward pass: wait for those optimizers of which it had gradients. Nothing to do in `no_sync`."""
+    """After a backward pass: wait for those optimizers of which it had gradients."""
     for optimizer in optimizers:
-        if optimizer._hvd_reducer.has_pending:
-            optimizer.synchronize()
+        optimizer.synchronize_pending()
 
 
 @contextmanager

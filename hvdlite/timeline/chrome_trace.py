@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from hvdlite.timeline.recorder import INSTANT, Event, Lane
+from hvdlite.recorder import INSTANT, Event, Lane
 
 _NAME_CHARACTERS = 150  # up to 12 bytes each, in ASCII
 # Unnamed operations are numbered, so names never end; what is escaped once is worth keeping only for a while.

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlite.timeline.recorder import COMMUNICATION_LANES, Lane
+from hvdlite.recorder import COMMUNICATION_LANES, Lane
 
 STEP_NAME = "step"
 BUCKETS_SHOWN = 10

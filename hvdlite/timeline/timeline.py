@@ -9,8 +9,8 @@ import time
 import zlib
 from collections.abc import Callable
 
+from hvdlite.recorder import Recorder
 from hvdlite.timeline.chrome_trace import TraceWriter
-from hvdlite.timeline.recorder import Recorder
 from hvdlite.timeline.trace_file import TraceError, TraceFile, node_path
 
 _LOG = logging.getLogger("hvdlite")

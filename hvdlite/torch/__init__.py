@@ -9,11 +9,6 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
-
 import hvdlite
 from hvdlite import (
     HorovodInternalError,
@@ -41,14 +36,8 @@ from hvdlite.builds import (
 )
 from hvdlite.errors import HorovodVersionMismatchError, HostsUpdatedInterrupt
 from hvdlite.torch import elastic
-from hvdlite.torch.adasum import Adasum
 from hvdlite.torch.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
 from hvdlite.torch.allreduce import (
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allreduce,
     allreduce_,
     allreduce_async,
@@ -71,13 +60,8 @@ from hvdlite.torch.functions import (
 from hvdlite.torch.handle import Handle, poll, synchronize
 from hvdlite.torch.join import join
 from hvdlite.torch.optimizer import DistributedOptimizer
-from hvdlite.torch.process_set import (
-    ProcessSet,
-    add_process_set,
-    add_process_sets,
-    global_process_set,
-    remove_process_set,
-)
+from hvdlite.torch.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
+from hvdlite.torch.reduce_options import Adasum, Average, Max, Min, Product, Sum
 from hvdlite.torch.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -85,10 +69,8 @@ from hvdlite.torch.reducescatter import (
     reducescatter_async,
 )
 from hvdlite.torch.sparse import sparse_allreduce_async
+from hvdlite.torch.startup import init
 from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = [
     "Adasum",
@@ -166,30 +148,6 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
-
-
-def init(comm: MPI.Comm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """`hvdlite.init`, which also sees to it that every rank runs the same version of torch, and registers process sets.
-
-    Args:
-        comm: who takes part; see `hvdlite.init`.
-        process_sets: registered in this order, the same on every rank; of a communicator that was split, each rank
-            passes its part. "dynamic", which Horovod needs for sets that are added later, is accepted; they always can
-            be.
-
-    Raises:
-        ValueError: two sets have the same ranks; those that are not duplicates stay registered, and another init() with
-            them makes the objects that it is given usable.
-    """
-    if isinstance(process_sets, str):
-        if process_sets.lower() != "dynamic":
-            raise ValueError(f"process_sets is {process_sets!r}; pass a list of hvd.ProcessSet, or 'dynamic'")
-        process_sets = None
-    if not is_initialized():
-        hvdlite.init(comm, versions={"torch": torch.__version__})
-        global_process_set.mpi_comm = None if comm is None or isinstance(comm, Sequence) else comm
-    if process_sets:
-        add_process_sets(process_sets)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

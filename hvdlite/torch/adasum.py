@@ -11,14 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from hvdlite.coordinator.handle import Handle as PendingHandle
-from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
-from hvdlite.torch.allgather import allgather_async
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.process_set import ProcessSet, global_process_set
-
-Adasum = ReduceOp.ADASUM
+from hvdlite.torch.reduce_options import ReduceOptions
+from hvdlite.torch.start import start_allgather
+from hvdlite.torch.tensor_view import torch_dtype
 
 
 def check_adasum(process_set: ProcessSet) -> None:
@@ -36,15 +34,7 @@ def check_adasum(process_set: ProcessSet) -> None:
 
 
 def adasum_async(
-    tensors: Sequence[torch.Tensor],
-    names: Sequence[str | None],
-    label: str,
-    process_set: ProcessSet,
-    *,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    wire_dtype: torch.dtype | None = None,
-    in_place: bool = False,
+    tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions, *, in_place: bool, grouped: bool
 ) -> Handle[list[torch.Tensor]]:
     """Start to combine each of ``tensors`` with those of the other ranks.
 
@@ -54,37 +44,36 @@ def adasum_async(
 
     Args:
         tensors: floats, of the same shape and dtype on every rank.
-        names: of each; None counts unnamed operations.
-        label: of the whole, for messages.
-        wire_dtype: tensors are cast to it on the way.
         in_place: overwrite ``tensors``.
 
     Raises:
         NotImplementedError: see `check_adasum`.
         ValueError: a tensor is not of floats.
     """
+    process_set, (_, prescale, postscale) = options.process_set, options.reduction
     check_adasum(process_set)
+    label = "allreduce" if name is None else f"allreduce '{name}'"
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ValueError(f"{label}: Adasum combines floats, and the tensor is {tensor.dtype}; pass tensor.float()")
     gathers = []
-    for tensor, name in zip(tensors, names, strict=True):
+    for i, tensor in enumerate(tensors):
         source = tensor.detach()
         if prescale != 1.0:
             source = source * prescale
+        if options.wire_dtype is not None:
+            source = source.to(torch_dtype(options.wire_dtype))
+        own_name = f"{name}.{i}" if grouped and name is not None else name
         # A dimension in front, so that the gathering itself finds shapes that differ.
-        gathers.append(allgather_async(source.to(wire_dtype or source.dtype).unsqueeze(0), name, process_set))
+        gathers.append(start_allgather([source.unsqueeze(0)], own_name, process_set, grouped=False))
     kept = list(tensors)
 
     def finish() -> list[torch.Tensor]:
-        results = [
-            _combined(gather.synchronize()).mul_(postscale).to(t.dtype) for gather, t in zip(gathers, kept, strict=True)
-        ]
-        if not in_place:
-            return results
-        for tensor, result in zip(kept, results, strict=True):
-            tensor.detach().copy_(result)
-        return kept
+        results = []
+        for gather, tensor in zip(gathers, kept, strict=True):
+            combined = _combined(gather.synchronize()[0]).mul_(postscale).to(tensor.dtype)
+            results.append(tensor.detach().copy_(combined) if in_place else combined)
+        return kept if in_place else results
 
     return Handle(_Gathers(gathers), process_set.group().recorder, label, finish)
 
@@ -109,12 +98,10 @@ def _factor(dot: float, tensor: torch.Tensor) -> float:
     return 1.0 - dot / (2.0 * square) if square else 1.0
 
 
-class _Gathers(PendingHandle):
+class _Gathers:
     """Several operations as one."""
 
-    __slots__ = ("_handles",)
-
-    def __init__(self, handles: Sequence[Handle[torch.Tensor]]) -> None:
+    def __init__(self, handles: Sequence[Handle[list[torch.Tensor]]]) -> None:
         self._handles = handles
 
     def done(self) -> bool:

@@ -14,26 +14,28 @@ from typing import Any
 import torch
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.torch.adasum import Adasum, check_adasum
-from hvdlite.torch.allreduce import Max, allreduce, allreduce_, allreduce_async
+from hvdlite.torch.adasum import check_adasum
+from hvdlite.torch.allreduce import allreduce, allreduce_, allreduce_async
 from hvdlite.torch.handle import Handle
-from hvdlite.torch.optimizer import DistributedOptimizer, parameters_of
+from hvdlite.torch.reduce_options import Adasum, Max
+from hvdlite.torch.wrapped_optimizer import WrappedOptimizer, parameters_of
 
 _IN_FLIGHT_BYTES = 64 << 20
 """Parameters whose steps are combined at a time; each needs memory for the steps of all ranks."""
 
 
-class AdasumOptimizer(DistributedOptimizer):
-    """What `DistributedOptimizer` makes with ``op=hvd.Adasum``.
-
-    Gradients are not reduced: `synchronize` does nothing, clipping and unscaling concern the rank's own ones, and any
-    number of backward passes may come before a step. A copy of all parameters is kept during a step.
+class AdasumOptimizer(WrappedOptimizer):
+    """Gradients are not reduced: `synchronize` does nothing, clipping and unscaling concern the rank's own ones, and
+    any number of backward passes may come before a step. A copy of all parameters is kept during a step.
     """
 
-    _hvd_numbered: tuple[object, int]
+    _hvd_numbered: tuple[object, int] = (None, 0)  # (group, number of this optimizer there)
 
     def synchronize(self) -> None:
         """Nothing: there is nothing to wait for before step()."""
+
+    def synchronize_pending(self) -> None:
+        """Nothing."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Do the step of the wrapped optimizer, combine what it did to the parameters with what it did on other ranks.
@@ -52,21 +54,18 @@ class AdasumOptimizer(DistributedOptimizer):
         prefix = self._hvd_prefix()
         if self._hvd_overflowed(prefix):
             return None
+        recorder = process_set.group().recorder
         if process_set.size() == 1:
-            return self._hvd_step_inside(kwargs)
+            return self._hvd_step_inside(recorder, kwargs)
         named = parameters_of(self.param_groups, self._hvd_arguments["named_parameters"])
         starts = [parameter.detach().clone() for _, parameter in named]
-        result = self._hvd_step_inside(kwargs)
+        result = self._hvd_step_inside(recorder, kwargs)
         with torch.no_grad():
             self._hvd_combine(named, starts, prefix)
         return result
 
     step.hooked = True  # type: ignore[attr-defined]
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """`torch.optim.Optimizer.add_param_group`; what the step does to the new parameters is combined as well."""
-        super(DistributedOptimizer, self).add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -77,7 +76,7 @@ class AdasumOptimizer(DistributedOptimizer):
         """Of the names of operations; unlike that of any other optimizer."""
         process_set = self._hvd_arguments["process_set"]
         group = process_set.group()
-        if getattr(self, "_hvd_numbered", (None, 0))[0] is not group:  # or hvdlite was shut down and started again
+        if self._hvd_numbered[0] is not group:  # or hvdlite was shut down and started again
             self._hvd_numbered = group, process_set.next_number()
         return f"optimizer{self._hvd_numbered[1]}"
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from hvdlite.memory import TensorView
-from hvdlite.torch.allreduce import Average, grouped_allreduce
+from hvdlite.torch.allreduce import grouped_allreduce
 from hvdlite.torch.handle import Handle, only
-from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
-from hvdlite.torch.tensor_view import contiguous_block, view_of
+from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.reduce_options import Average
+from hvdlite.torch.start import start_allgather
 
 
 class _Allgather(torch.autograd.Function):
@@ -72,28 +72,3 @@ def grouped_allgather_async(
 ) -> Handle[list[torch.Tensor]]:
     """`grouped_allgather` as one handle."""
     return start_allgather(tensors, name, process_set, grouped=True)
-
-
-def start_allgather(
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    *,
-    grouped: bool,
-    needs_all: bool = True,
-) -> Handle[list[torch.Tensor]]:
-    """The one implementation of all allgathers."""
-    names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
-    label = "allgather" if name is None else f"allgather '{name}'"
-    blocks = [contiguous_block(tensor, label) for tensor in tensors]
-    sources = [block if block.dim() else block.reshape(1) for block in blocks]
-    results: dict[int, torch.Tensor] = {}
-
-    def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
-        results[index] = torch.empty(shape, dtype=sources[index].dtype)
-        return view_of(results[index])
-
-    group = check_process_set(process_set).group()
-    views = [view_of(source) for source in sources]
-    pending = group.allgather_async(views, allocate, name=name, names=names, needs_all=needs_all)
-    return Handle(pending, group.recorder, label, lambda: [results[i] for i in range(len(sources))])

@@ -7,120 +7,32 @@ Tensors are dense and in the CPU's memory, contiguous or not.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.torch.compression import AnyCompressor, Compression, is_custom, wire_dtype
+from hvdlite.torch.adasum import adasum_async
+from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.handle import Handle, only
-from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
-from hvdlite.torch.tensor_view import contiguous_block, copied_back, dtype_of, view_of
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
+from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.reduce_options import Adasum, ReduceOptions, reduce_options
+from hvdlite.torch.start import start_allreduce
 
 
-class Reduction(NamedTuple):
-    """How tensors are combined: everything about an operation that reduces but the tensors and the name."""
-
-    op: ReduceOp
-    prescale: float
-    postscale: float
-    wire: DType | None
-    process_set: ProcessSet
-
-
-def reduction_of(
-    average: bool | None,
-    op: int | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    compression: AnyCompressor = Compression.none,
-) -> Reduction:
-    """The arguments of an operation, checked.
-
-    Raises:
-        ValueError: names the argument and the way out.
-    """
-    if average is not None:
-        if op is not None:
-            raise ValueError("op supersedes average; pass op=hvd.Average or op=hvd.Sum, and no average")
-        warnings.warn("average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
-        op = Average if average else Sum
-    wire = wire_dtype(compression)
-    return Reduction(
-        check_op(Average if op is None else op),
-        float(prescale),
-        float(postscale),
-        None if wire is None else dtype_of(wire),
-        check_process_set(process_set),
-    )
-
-
-def check_op(op: int) -> ReduceOp:
-    """``op`` as a ReduceOp.
-
-    Raises:
-        ValueError: it is none of Average, Sum, Adasum, Min, Max, Product.
-    """
-    if type(op) is ReduceOp:
-        return op
-    try:
-        return ReduceOp(op)
-    except ValueError:
-        names = "hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product"
-        raise ValueError(f"op is {op!r}; pass {names}") from None
-
-
-def _start_allreduce(
+def _start(
     tensors: Sequence[torch.Tensor],
     name: str | None,
-    reduction: Reduction,
+    options: ReduceOptions,
     *,
     in_place: bool,
     grouped: bool,
     background: bool = True,
 ) -> Handle[list[torch.Tensor]]:
-    """The one implementation of all allreduces; see `Group` for ``background``."""
-    names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
-    label = "allreduce" if name is None else f"allreduce '{name}'"
-    if reduction.op is ReduceOp.ADASUM:
-        from hvdlite.torch.adasum import adasum_async  # built upon allgather, which is built upon this file
-
-        return adasum_async(
-            tensors,
-            names or [name] * len(tensors),
-            label,
-            reduction.process_set,
-            prescale=reduction.prescale,
-            postscale=reduction.postscale,
-            wire_dtype=None if reduction.wire is None else getattr(torch, reduction.wire.label),
-            in_place=in_place,
-        )
-    sources = [contiguous_block(tensor, label) for tensor in tensors]
-    results = sources if in_place else [torch.empty_like(source) for source in sources]
-    inputs = [view_of(source) for source in sources]
-    group = reduction.process_set.group()
-    pending = group.allreduce_async(
-        inputs,
-        inputs if in_place else [view_of(result) for result in results],
-        name=name,
-        names=names,
-        op=reduction.op,
-        prescale=reduction.prescale,
-        postscale=reduction.postscale,
-        wire_dtype=reduction.wire,
-        background=background,
-    )
-    kept = list(tensors)
-    return Handle(pending, group.recorder, label, lambda: copied_back(kept, results) if in_place else results)
+    """Adasum, which is an allgather and a computation; or one allreduce."""
+    if options.reduction.op is Adasum:
+        return adasum_async(tensors, name, options, in_place=in_place, grouped=grouped)
+    return start_allreduce(tensors, name, options, in_place=in_place, grouped=grouped, background=background)
 
 
 class _Allreduce(torch.autograd.Function):
@@ -128,49 +40,47 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        reduction: Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
+        options: ReduceOptions, name: str | None, grouped: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            _start_allreduce(tensors, name, reduction, in_place=False, grouped=grouped, background=False).synchronize()
-        )
+        return tuple(_start(tensors, name, options, in_place=False, grouped=grouped, background=False).synchronize())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.reduction, _, ctx.grouped = inputs[:3]
+        ctx.options, _, ctx.grouped = inputs[:3]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, None, *_Allreduce.apply(ctx.reduction, None, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
+        return None, None, None, *_Allreduce.apply(ctx.options, None, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
 
 
 def reduce_compressed(
     function: type[torch.autograd.Function],
     tensors: Sequence[torch.Tensor],
     name: str | None,
-    reduction: Reduction,
+    options: ReduceOptions,
     compression: AnyCompressor,
     *,
     grouped: bool,
 ) -> list[torch.Tensor]:
-    """Apply ``function``, a differentiable reduction; a compressor of the user's works before and after it."""
+    """Apply ``function``, a differentiable operation; a compressor of the user's works before and after it."""
     if not is_custom(compression):
-        return _applied(function, reduction, name, grouped, tensors)
+        return _applied(function, options, name, grouped, tensors)
     compressed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _applied(function, reduction, name, grouped, [tensor for tensor, _ in compressed])
+    reduced = _applied(function, options, name, grouped, [tensor for tensor, _ in compressed])
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
 
 
 def _applied(
     function: type[torch.autograd.Function],
-    reduction: Reduction,
+    options: ReduceOptions,
     name: str | None,
     grouped: bool,
     tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """``function`` of ``tensors``; through autograd, which takes 10 us, where a gradient may be asked for."""
     if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
-        return list(function.apply(reduction, name, grouped, *tensors))  # type: ignore[no-untyped-call]
-    return list(function.forward(reduction, name, grouped, *tensors))
+        return list(function.apply(options, name, grouped, *tensors))  # type: ignore[no-untyped-call]
+    return list(function.forward(options, name, grouped, *tensors))
 
 
 def allreduce(
@@ -201,10 +111,11 @@ def allreduce(
 
     Raises:
         DuplicateNameError, ValueError: ``name`` is in flight; hvdlite cannot reduce this tensor.
+        UsageError: ``op`` is none of these.
         HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
-    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set, compression)
-    return reduce_compressed(_Allreduce, [tensor], name, reduction, compression, grouped=False)[0]
+    options = reduce_options(average, op, prescale_factor, postscale_factor, process_set, compression)
+    return reduce_compressed(_Allreduce, [tensor], name, options, compression, grouped=False)[0]
 
 
 def allreduce_async(
@@ -217,8 +128,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """`allreduce` as a handle. ``tensor`` must not change before it is complete."""
-    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
-    return only(_start_allreduce([tensor], name, reduction, in_place=False, grouped=False))
+    options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
+    return only(_start([tensor], name, options, in_place=False, grouped=False))
 
 
 def allreduce_(
@@ -231,8 +142,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """`allreduce` in place; returns ``tensor``."""
-    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
-    return _start_allreduce([tensor], name, reduction, in_place=True, grouped=False, background=False).synchronize()[0]
+    options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
+    return _start([tensor], name, options, in_place=True, grouped=False, background=False).synchronize()[0]
 
 
 def allreduce_async_(
@@ -245,8 +156,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """`allreduce` in place, as a handle. ``tensor`` is undefined before it is complete."""
-    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
-    return only(_start_allreduce([tensor], name, reduction, in_place=True, grouped=False))
+    options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
+    return only(_start([tensor], name, options, in_place=True, grouped=False))
 
 
 def grouped_allreduce(
@@ -260,8 +171,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`allreduce` of several tensors, which are reduced together or not at all; their dtypes may differ."""
-    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set, compression)
-    return reduce_compressed(_Allreduce, tensors, name, reduction, compression, grouped=True)
+    options = reduce_options(average, op, prescale_factor, postscale_factor, process_set, compression)
+    return reduce_compressed(_Allreduce, tensors, name, options, compression, grouped=True)
 
 
 def grouped_allreduce_async(
@@ -274,8 +185,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """`grouped_allreduce` as one handle."""
-    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
-    return _start_allreduce(tensors, name, reduction, in_place=False, grouped=True)
+    options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
+    return _start(tensors, name, options, in_place=False, grouped=True)
 
 
 def grouped_allreduce_(
@@ -288,8 +199,8 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """`grouped_allreduce` in place; returns ``tensors``."""
-    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
-    return _start_allreduce(tensors, name, reduction, in_place=True, grouped=True, background=False).synchronize()
+    options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
+    return _start(tensors, name, options, in_place=True, grouped=True, background=False).synchronize()
 
 
 def grouped_allreduce_async_(
@@ -302,5 +213,5 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[list[torch.Tensor]]:
     """`grouped_allreduce` in place, as one handle."""
-    reduction = reduction_of(average, op, prescale_factor, postscale_factor, process_set)
-    return _start_allreduce(tensors, name, reduction, in_place=True, grouped=True)
+    options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
+    return _start(tensors, name, options, in_place=True, grouped=True)

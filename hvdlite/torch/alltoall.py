@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from hvdlite.memory import TensorView
 from hvdlite.torch.handle import Handle
-from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
-from hvdlite.torch.tensor_view import contiguous_block, view_of
+from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.start import start_alltoall
 
 
 class _Alltoall(torch.autograd.Function):
@@ -19,7 +18,7 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        output, received = _start_alltoall(tensor, splits, name, process_set).synchronize()
+        output, received = start_alltoall(tensor, splits, name, process_set).synchronize()
         ctx.shape, ctx.received, ctx.process_set = tensor.shape, received, process_set
         ctx.mark_non_differentiable(received)
         return output, received
@@ -63,41 +62,5 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor] | Handle[tuple[torch.Tensor, torch.Tensor]]:
     """`alltoall` as a handle. ``tensor`` must not change before it is complete."""
-    handle = _start_alltoall(tensor, splits, name, process_set)
+    handle = start_alltoall(tensor, splits, name, process_set)
     return handle.map(lambda pair: pair[0]) if splits is None else handle
-
-
-def _start_alltoall(
-    tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet
-) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
-    label = "alltoall" if name is None else f"alltoall '{name}'"
-    source = contiguous_block(tensor, label)
-    group = check_process_set(process_set).group()
-    counts = _checked_splits(source, splits, group.size, label)
-    results: list[torch.Tensor] = []
-
-    def allocate(_: int, shape: tuple[int, ...]) -> TensorView:
-        results.append(torch.empty(shape, dtype=source.dtype))
-        return view_of(results[0])
-
-    pending = group.alltoall_async(view_of(source), counts, allocate, name=name)
-    return Handle(pending, group.recorder, label, lambda: (results[0], torch.tensor(pending.wait(), dtype=torch.int32)))
-
-
-def _checked_splits(source: torch.Tensor, splits: torch.Tensor | None, size: int, label: str) -> list[int]:
-    if source.dim() == 0:
-        raise ValueError(f"{label}: the tensor is a scalar; it needs a dimension to split")
-    rows = source.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ValueError(f"{label}: {rows} rows do not divide into {size} equal parts; pass splits")
-        return [rows // size] * size
-    counts = torch.as_tensor(splits)
-    if counts.dim() != 1 or counts.dtype.is_floating_point or counts.dtype in (torch.bool, torch.complex64):
-        raise ValueError(f"{label}: splits must be a tensor of one dimension of integers, got {splits!r}")
-    listed: list[int] = counts.tolist()
-    if len(listed) != size:
-        raise ValueError(f"{label}: splits has {len(listed)} numbers for {size} ranks; pass one per rank")
-    if min(listed) < 0 or sum(listed) > rows:
-        raise ValueError(f"{label}: splits are {listed}, but the tensor has {rows} rows; pass parts of these")
-    return listed

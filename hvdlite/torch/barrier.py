@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlite.timeline.recorder import Lane
+from hvdlite.operations.barrier import barrier_async
+from hvdlite.recorder import Lane
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 
 
@@ -10,4 +11,4 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank has called it."""
     group = check_process_set(process_set).group()
     with group.recorder.span(Lane.WAIT, "barrier"):
-        group.barrier_async(background=False).wait()
+        barrier_async(group, background=False).wait()

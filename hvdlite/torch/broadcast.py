@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import hvdlite
-from hvdlite.torch.allreduce import Average, allreduce
+from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.handle import Handle, only
-from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
-from hvdlite.torch.tensor_view import check_tensor, contiguous_block, copied_back, view_of
+from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.reduce_options import Average
+from hvdlite.torch.start import start_broadcast
+from hvdlite.torch.tensor_view import check_tensor
 
 
 class _Broadcast(torch.autograd.Function):
@@ -83,23 +84,3 @@ def broadcast_async_(
 ) -> Handle[torch.Tensor]:
     """`broadcast` in place, as a handle. ``tensor`` is undefined before it is complete."""
     return only(start_broadcast([tensor], root_rank, name, None, process_set))
-
-
-def start_broadcast(
-    tensors: Sequence[torch.Tensor],
-    root_rank: int,
-    name: str | None,
-    names: Sequence[str] | None,
-    process_set: ProcessSet,
-    *,
-    needs_all: bool = True,
-) -> Handle[list[torch.Tensor]]:
-    """Broadcast tensors in place, in one operation; the one implementation of all broadcasts."""
-    label = "broadcast" if name is None else f"broadcast '{name}'"
-    results = [contiguous_block(tensor, label) for tensor in tensors]
-    group = check_process_set(process_set).group()
-    pending = group.broadcast_async(
-        [view_of(result) for result in results], root_rank=root_rank, name=name, names=names, needs_all=needs_all
-    )
-    kept = list(tensors)
-    return Handle(pending, group.recorder, label, lambda: copied_back(kept, results))

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from hvdlite.dtypes import DType
+from hvdlite.torch.tensor_view import dtype_of
+
 
 class Compressor:
     """Subclass it to send something else than the tensor: both methods are called per tensor, on every rank."""
@@ -64,12 +67,12 @@ class Compression:
 AnyCompressor = type[Compressor] | Compressor
 
 
-def wire_dtype(compression: AnyCompressor) -> torch.dtype | None:
+def wire_dtype(compression: AnyCompressor) -> DType | None:
     """The type to which the runtime casts on the way, in the pass over memory that packs; None where it casts nothing.
 
     Only of our own classes: a subclass may have changed what its methods do.
     """
-    return compression.dtype if compression in (FP16Compressor, BF16Compressor) else None
+    return dtype_of(compression.dtype) if compression in (FP16Compressor, BF16Compressor) else None
 
 
 def is_custom(compression: AnyCompressor) -> bool:

@@ -12,9 +12,10 @@ import torch
 
 import hvdlite
 from hvdlite.torch.allgather import allgather
-from hvdlite.torch.broadcast import broadcast_, start_broadcast
+from hvdlite.torch.broadcast import broadcast_
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
+from hvdlite.torch.start import start_broadcast
 
 
 def broadcast_parameters(

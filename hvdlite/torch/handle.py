@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from hvdlite.coordinator.handle import Handle as PendingHandle
-from hvdlite.timeline.recorder import Lane, Recorder
+from hvdlite.recorder import Lane, Recorder
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class Pending(Protocol):
+    """An operation under way, or several."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
+    def wait(self) -> Any:
+        """Sleep until it is complete; raises what it ended in."""
 
 
 class Handle(Generic[T]):
@@ -17,7 +26,7 @@ class Handle(Generic[T]):
 
     __slots__ = ("_finish", "_label", "_pending", "_recorder", "_result")
 
-    def __init__(self, pending: PendingHandle, recorder: Recorder, label: str, finish: Callable[[], T]) -> None:
+    def __init__(self, pending: Pending, recorder: Recorder, label: str, finish: Callable[[], T]) -> None:
         self._pending = pending
         self._recorder = recorder
         self._label = label

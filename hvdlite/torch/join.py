@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlite.timeline.recorder import Lane
+from hvdlite.operations.join import join_async
+from hvdlite.recorder import Lane
 from hvdlite.torch.process_set import global_process_set
 
 
@@ -21,5 +22,5 @@ def join(device: int = -1) -> int:
     """
     group = global_process_set.group()
     with group.recorder.span(Lane.WAIT, "join"):
-        last: int = group.join_async().wait()
+        last: int = join_async(group).wait()
     return last

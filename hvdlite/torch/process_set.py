@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hvdlite
-from hvdlite.errors import MismatchError
+from hvdlite import mpi
 from hvdlite.group import Group
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from hvdlite.runtime import Runtime
 
 
 class ProcessSet:
@@ -34,8 +31,6 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
         self.process_set_id: int | None = None
         self.mpi_comm: MPI.Comm | None = None
-        self._group: Group | None = None
-        self._runtime: weakref.ref[Runtime] | None = None
         self._ranks: list[int] | None = None
         if isinstance(ranks_or_comm, Iterable):
             self._ranks = sorted(int(rank) for rank in ranks_or_comm)
@@ -47,14 +42,14 @@ class ProcessSet:
         """Global ranks of the members, ascending."""
         if self._ranks is None:
             assert self.mpi_comm is not None
-            self._ranks = sorted(hvdlite.runtime().ranks_of(self.mpi_comm))
+            self._ranks = sorted(hvdlite.runtime().ranks_of(mpi.world_ranks_of(self.mpi_comm)))
         return self._ranks
 
     def group(self) -> Group:
         """What carries its operations.
 
         Raises:
-            ShutDownError: hvdlite is not running in this process.
+            NotInitializedError: hvdlite does not run in this process.
             ValueError: it is not registered, or this rank is not a member.
         """
         group = self.group_of_members()
@@ -65,11 +60,16 @@ class ProcessSet:
     def group_of_members(self) -> Group | None:
         """`group`, and None where this rank is not a member."""
         runtime = hvdlite.runtime()
-        if self.process_set_id is None or self._runtime is None or self._runtime() is not runtime:
+        if not self.is_registered():
             raise ValueError(
                 f"{self} is not registered; pass it to hvd.add_process_set, or to hvd.init(process_sets=[...])"
             )
-        return self._group
+        assert self.process_set_id is not None
+        return runtime.groups.get(self.process_set_id)
+
+    def is_registered(self) -> bool:
+        """Whether the job has a process set of its number and its ranks."""
+        return self.process_set_id is not None and hvdlite.runtime().group_number(self.ranks) == self.process_set_id
 
     def next_number(self) -> int:
         """0, 1, 2, ...: for names of what every member makes in the same order."""
@@ -91,18 +91,6 @@ class ProcessSet:
     def included(self) -> bool:
         """Whether this process is a member."""
         return hvdlite.rank() in self.ranks
-
-    def register(self, runtime: Runtime, number: int, group: Group | None) -> None:
-        """It is set ``number`` of ``runtime``, and ``group`` there on its members."""
-        self.process_set_id, self._group, self._runtime = number, group, weakref.ref(runtime)
-
-    def remove(self, runtime: Runtime) -> bool:
-        """Undo `register`; whether it was registered with ``runtime``."""
-        if not self.process_set_id or self._runtime is None or self._runtime() is not runtime:
-            return False
-        runtime.remove_group(self.process_set_id)
-        self.process_set_id = self._group = self._runtime = None
-        return True
 
     def __deepcopy__(self, memo: object) -> ProcessSet:
         return self  # as part of a model that is copied
@@ -143,10 +131,7 @@ def _of_ranks(ranks: list[int]) -> ProcessSet:
     """Unpickle: the set of ``ranks``, registered where the job has one."""
     process_set = ProcessSet(ranks)
     if hvdlite.is_initialized():
-        runtime = hvdlite.runtime()
-        number = runtime.group_number(ranks)
-        if number is not None:
-            process_set.register(runtime, number, runtime.groups.get(number))
+        process_set.process_set_id = hvdlite.runtime().group_number(ranks)
     return process_set
 
 
@@ -161,50 +146,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         MismatchError: other ranks named other ranks.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    runtime = hvdlite.runtime()
-    number, group = runtime.add_group(added.ranks)
-    added.register(runtime, number, group)
+    added.process_set_id, _ = hvdlite.runtime().add_group(added.ranks)
     return added
-
-
-def add_process_sets(process_sets: Sequence[ProcessSet]) -> None:
-    """Register what is not registered yet, and make every set of the list usable; all ranks call it.
-
-    The sets of a position may differ between ranks where they come from parts of one communicator that was split.
-
-    Raises:
-        ValueError: a set of the list has the ranks of another, or all ranks; the others are usable.
-        MismatchError: ranks named other ranks.
-    """
-    from hvdlite.torch.functions import allgather_object  # built upon this file
-
-    runtime = hvdlite.runtime()
-    everywhere = allgather_object([(made.ranks, made.mpi_comm is not None) for made in process_sets])
-    if len({len(lists) for lists in everywhere}) > 1:
-        raise ValueError(
-            f"process_sets has {[len(lists) for lists in everywhere]} sets on the ranks; pass the same ones"
-        )
-    seen, duplicates = {0}, []
-    for position, made in enumerate(process_sets):
-        named = [lists[position] for lists in everywhere]
-        others = [rank for rank, (ranks, _) in enumerate(named) if ranks != named[0][0]]
-        if others and not all(is_part for _, is_part in named):
-            raise MismatchError(
-                f"process_sets: set {position} has ranks {named[0][0]} on rank 0 but {named[others[0]][0]} on rank "
-                f"{others[0]}. Name the same ranks on every rank."
-            )
-        for ranks, _ in named:
-            if runtime.group_number(ranks) is None:
-                runtime.add_group(ranks)
-        number = runtime.group_number(made.ranks)
-        assert number is not None
-        if number in seen:
-            duplicates.append(made)
-            continue
-        seen.add(number)
-        made.register(runtime, number, runtime.groups.get(number))
-    if duplicates:
-        raise ValueError(f"process_sets: {duplicates[0]} has the ranks of another process set; leave it out")
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -213,7 +156,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns:
         Whether it was registered; `global_process_set` stays.
     """
-    return process_set.remove(hvdlite.runtime())
+    number = process_set.process_set_id
+    runtime = hvdlite.runtime()
+    if not number or not process_set.is_registered():
+        return False
+    runtime.remove_group(number)
+    process_set.process_set_id = None
+    return True
 
 
 def check_process_set(process_set: ProcessSet) -> ProcessSet:

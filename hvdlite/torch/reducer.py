@@ -1,14 +1,11 @@
-"""GradientReducer: takes each gradient from autograd's hook to the runtime while backward runs, and waits for all.
+"""GradientReducer: hands buckets of gradients to the coordinator while backward runs, and waits for all in step().
 
-A gradient's way: `_on_gradient` counts it; the last one of its bucket has the bucket loaded and, where there are
-several buckets, handed to the coordinator thread by `_submit`; `synchronize`, from ``optimizer.step()``, submits what
-is left, waits, and makes ``p.grad`` the reduced gradient.
+A gradient's way: its hook counts it (arrival.py). With the last one of its bucket the bucket is loaded, and submitted
+if there are several: `_complete`. `synchronize`, from ``optimizer.step()``, submits what is left, waits, and has the
+buckets deliver: ``p.grad`` is the reduced gradient.
 
-The first step guesses that gradients arrive in the reverse of the order of the parameters. At its end the order in
-which they did arrive on rank 0 is made everybody's plan, with buckets of the size that suits nodes and network. By
-then the ranks have also agreed on which gradients are sparse; buckets with one that may be wait for that. Homes for
-gradients are allocated where they are of use: across nodes at once, and for buckets of small ones; for others on one
-node after the second step, if they stay.
+In the first step nobody knows the order of arrival, nor what is sparse. At its end the ranks agree on both, and
+assign gradients to buckets anew (bucketing.py).
 """
 
 from __future__ import annotations
@@ -16,63 +13,36 @@ from __future__ import annotations
 import operator
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 import hvdlite
 from hvdlite.autotune.tuner import Tuner, start_tuning
-from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import HorovodInternalError
-from hvdlite.fusion.fusion_buffer import FusionBuffer
 from hvdlite.group import Group
-from hvdlite.timeline.recorder import Lane, Recorder
-from hvdlite.torch.allreduce import Average, Max, Sum, allreduce_
-from hvdlite.torch.broadcast import start_broadcast
-from hvdlite.torch.buckets import BUCKET_BYTES, choose_bucket_bytes, plan_buckets, split_evenly
-from hvdlite.torch.compression import AnyCompressor, is_custom, wire_dtype
-from hvdlite.torch.gradients import (
-    BlockBucket,
-    Bucket,
-    CompressedBucket,
-    DenseBucket,
-    HomeBucket,
-    LooseBucket,
-    Slot,
-    SparseBucket,
-    block_bytes,
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.recorder import Lane
+from hvdlite.torch.allreduce import allreduce_
+from hvdlite.torch.arrival import Arrival
+from hvdlite.torch.bucket_maker import BucketMaker, GradientOptions
+from hvdlite.torch.bucketing import (
+    BUCKET_BYTES,
+    Bucketing,
+    Phase,
+    arrival_order,
+    assign_buckets,
+    choose_bucket_bytes,
+    choose_homes,
+    split_evenly,
 )
-from hvdlite.torch.process_set import ProcessSet
+from hvdlite.torch.buckets import DenseBucket, SparseBucket
+from hvdlite.torch.gradients import Bucket, Slot
+from hvdlite.torch.reduce_options import Max
 from hvdlite.torch.sparse import SparseReduction
-from hvdlite.torch.tensor_view import dtype_of
+from hvdlite.torch.start import start_broadcast
 
-
-@dataclass(frozen=True)
-class _Layout:
-    """What the first rank decides for all. ``bucket_bytes`` is for where the settings name none."""
-
-    bucket_bytes: int
-    has_homes: bool
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """What happens to every gradient."""
-
-    op: ReduceOp
-    predivide_factor: float
-    compression: AnyCompressor
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-    @property
-    def keeps_sparse(self) -> bool:
-        """Whether a sparse gradient is reduced as one; only in sums does it not matter that a rank lacks entries."""
-        return not self.sparse_as_dense and self.op in (Average, Sum)
+_requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
 
 
 class GradientReducer:
@@ -83,190 +53,110 @@ class GradientReducer:
     Args:
         groups: number of buckets of equally many parameters, or parameters (by index) that must share a bucket.
         passes: backward passes per step.
+
+    Attributes:
+        arrival: of the gradients since the last `synchronize`.
+        is_distributed: whether other ranks reduce together with this one.
+        recorder: of the world that reduces.
     """
 
     def __init__(
         self,
         parameters: Sequence[tuple[str, torch.Tensor]],
-        reduction: Reduction,
+        options: GradientOptions,
         groups: int | Sequence[Sequence[int]],
         passes: int,
     ) -> None:
-        self.reduction = reduction
-        self._bucket_groups = groups
-        self._passes = passes
-        self._slots: list[Slot] = []
-        self._hooks: list[RemovableHandle] = []
-        self._buckets: list[Bucket] = []
-        self._plans = 0
-        self._is_settled = False  # whether the plan is the last one, as long as the parameters stay the same
-        self._first_gradients: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []  # large ones, after the first step
-        self._order: list[int] = []  # of arrival, as the ranks have agreed on it
-        self._buffers: dict[torch.dtype, FusionBuffer] = {}  # of all homes
-        self._tuner: Tuner | None = None
-        self._arrived: list[Slot] = []  # since the last synchronize(), in the order of their hooks
-        self._uncounted: list[torch.Tensor] = []  # parameters whose gradients arrived, and are to be counted yet
-        self._inner: list[Slot] = []  # those whose hooks only append to that, in the order in which they should arrive
-        self._inner_parameters: list[torch.Tensor] = []
-        self._late: dict[Slot, None] = {}  # were switched on since then, so that no bucket counts on them
-        self._paused = False
-        self._backward_ns = (0, 0)
-        wire = wire_dtype(reduction.compression)
-        self._wire_dtype = None if wire is None else dtype_of(wire)
+        self.options = options
+        self.arrival = Arrival(passes, self._begin, self._complete)
+        self._groups = groups
         self._attach(self._current_group())
         self.add(parameters)
 
-    @property
-    def recorder(self) -> Recorder:
-        return self._group.recorder
+    def _current_group(self) -> Group:
+        """What carries the reductions; on a rank outside the process set the whole job's, through which none goes."""
+        return self.options.reduce.process_set.group_of_members() or hvdlite.runtime().group
 
-    @property
-    def is_distributed(self) -> bool:
-        """Whether other ranks take part in what this one reduces."""
-        return self._is_member and self._group.size > 1
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether there were gradients since the last synchronize()."""
-        return bool(self._arrived or self._uncounted)
-
-    @property
-    def passes(self) -> int:
-        """Backward passes per step."""
-        return self._passes
-
-    @passes.setter
-    def passes(self, passes: int) -> None:
-        self._passes = passes
-        for slot in self._slots:
-            slot.passes_left = passes
+    def _attach(self, group: Group) -> None:
+        """Reduce by ``group`` from now on, as if no step had been taken."""
+        self._group = group
+        self.recorder = group.recorder
+        self.is_distributed = self.options.reduce.process_set.included() and group.size > 1
+        self._maker = BucketMaker(group, self.options)
+        self._tuner: Tuner | None = None
+        self._phase = Phase.UNASSIGNED
+        self._assignments = 0
+        self._buckets: list[Bucket] = []
+        self._first_gradients: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []  # large ones, of the step before
+        for slot in self.arrival.slots:
+            slot.bucket = slot.view = None
+            slot.active = slot.is_sparse = False
+        self._recount()
+        self._completed = 0  # buckets of this step
+        self._backward_ns = (0, 0)
+        if self.is_distributed:
+            self.arrival.watch()
+        else:
+            self.arrival.unwatch()
 
     def add(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Reduce these as well."""
         for name, parameter in parameters:
-            slot = Slot(len(self._slots), name, parameter, not self.reduction.keeps_sparse)
-            slot.passes_left = self._passes
-            self._slots.append(slot)
-            if self.is_distributed:
-                self._hook(slot, partial(self._on_gradient, slot))
-
-    def close(self) -> None:
-        """Leave the parameters alone from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Gradients of backward passes in this context accumulate on their own rank, and are not counted."""
-        before = self._paused
-        if not before:
-            self._count()
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = before
-            self._uncounted.clear()
+            slot = Slot(len(self.arrival.slots), name, parameter, sparse_as_dense=not self.options.keeps_sparse)
+            self.arrival.add(slot, is_watched=self.is_distributed)
+        self._recount()
 
     # In backward.
 
-    def _on_gradient(self, slot: Slot, _: torch.Tensor) -> None:
-        """Autograd has accumulated into ``slot``'s parameter."""
-        if self._paused:
-            return
-        if not self._arrived:
-            self._begin()
-            if not self.is_distributed:
-                return
-        self._arrived.append(slot)
-        slot.passes_left -= 1
-        if slot.passes_left > 0:
-            return
-        if not slot.active:
-            self._late[slot] = None
-            return
-        if slot.passes_left < 0:
-            raise AssertionError(
-                f"the gradient of '{slot.name}' was computed {self._passes - slot.passes_left} times before "
-                f"optimizer.step(), but backward_passes_per_step is {self._passes}. Pass a larger one to "
-                "hvd.DistributedOptimizer, or do the other passes inside optimizer.no_sync()."
-            )
-        if self._plans == 1 and not slot.is_sparse and slot.could_be_sparse:
-            return  # its bucket waits until the ranks have agreed, in synchronize(), on what is sparse
-        bucket = slot.bucket
-        assert bucket is not None
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            self._complete(bucket)
-
-    def _on_last(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """The gradient that should arrive last, of the only bucket."""
-        if not self._paused:
-            self._count()
-        self._on_gradient(slot, parameter)
-
-    def _count(self) -> None:
-        """Count the gradients whose hooks only made a note: together if they arrived as planned, else one by one."""
-        uncounted = self._uncounted.copy()
-        if not uncounted:
-            return
-        self._uncounted.clear()
-        if (
-            len(uncounted) == len(self._inner)
-            and self._passes == 1
-            and self._buckets[0].missing == len(uncounted) + 1  # the first was counted, and all take part
-            and all(map(operator.is_, uncounted, self._inner_parameters))
-        ):
-            self._arrived += self._inner
-            for slot in self._inner:
-                slot.passes_left = 0
-            self._buckets[0].missing = 1
-            return
-        slots = {id(slot.param): slot for slot in self._slots}
-        for parameter in uncounted:
-            self._on_gradient(slots[id(parameter)], parameter)
-
-    def _begin(self) -> None:
-        """The first gradient of a step."""
-        group = self._current_group()
-        if group is not self._group:  # hvdlite was shut down and started again
-            self._attach(group)
-        if self._plans == 0 and self.is_distributed:
-            self._number = self.reduction.process_set.next_number()
-            self._layout = _Layout(BUCKET_BYTES, has_homes=False)
-            self._plan(self._registration_order())
+    def _begin(self) -> bool:
+        """The first gradient of a step, or a step without any; whether there is something to reduce."""
+        if self._group.world.coordinator.has_ended:  # hvdlite was shut down, and perhaps started again
+            group = self._current_group()
+            if group is not self._group:
+                self._attach(group)
+        if self._phase is Phase.UNASSIGNED and self.is_distributed:
+            self._phase = Phase.BY_REGISTRATION
+            self._number = self._group.next_number()
+            self._bucketing = Bucketing(BUCKET_BYTES, False, self._registration_order())
+            self._assign(is_guess=True)
         if self.recorder.enabled:
             now_ns = time.monotonic_ns()
             self._backward_ns = (now_ns, now_ns)
+        return self.is_distributed
 
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of ``bucket`` are there."""
+        self._completed += 1
         bucket.load()
-        # The only bucket of a plan by the order of arrival has nothing to overlap: step() reduces it itself.
-        if self._plans == 1 or len(self._buckets) > 1:
+        if len(self._buckets) > 1:  # the only one has nothing to overlap: step() reduces it itself
             self._submit(bucket)
         if self.recorder.enabled:
             self.recorder.mark(Lane.BACKWARD, bucket.name)
             self._backward_ns = (self._backward_ns[0], time.monotonic_ns())
 
-    def _submit(self, bucket: Bucket, background: bool = True) -> None:
+    def _submit(self, bucket: Bucket, *, background: bool = True) -> None:
         """Hand ``bucket`` to the coordinator thread; or to this one, if it waits for it at once."""
-        factor = self.reduction.predivide_factor
-        allreduce = partial(
-            self._group.allreduce_async,
-            op=self.reduction.op,
-            prescale=1.0 / factor,
-            postscale=factor,
-            wire_dtype=self._wire_dtype,
-            background=background,
-        )
         try:
             if bucket.loaded is None:  # some of its parameters took no part in backward on this rank
                 bucket.load()
-            bucket.submit(allreduce)
+            if isinstance(bucket, SparseBucket):
+                bucket.pending = SparseReduction(bucket.loaded, bucket.name, self.options.reduce)
+            else:
+                inputs, outputs = bucket.loaded
+                bucket.pending = allreduce_async(
+                    self._group,
+                    inputs,
+                    outputs,
+                    self.options.reduce.reduction,
+                    name=bucket.name,
+                    names=bucket.names,
+                    wire_dtype=self.options.reduce.wire_dtype,
+                    home=bucket.home,
+                    background=background,
+                )
+            bucket.loaded = None
         except HorovodInternalError:
-            self._reset()
+            self.reset()
             raise
 
     # In step().
@@ -277,212 +167,130 @@ class GradientReducer:
         Raises:
             HorovodInternalError: a bucket was not reduced; says why. The next step can go on after a MismatchError.
         """
-        self._count()
-        if not self._arrived:
+        self.arrival.count_noted()
+        if not self.arrival.order:
             self._begin()
         if not self.is_distributed:
             return
-        switched = [slot for slot in self._slots if slot.param.requires_grad is not slot.active]
-        for slot in switched:
-            if not slot.active:
-                self._late[slot] = None
-            elif slot.passes_left == self._passes:  # switched off before backward, not after it
-                self._switch_off(slot)
-        late = list(self._late)
-        replans = not self._is_settled or any(slot.bucket is None for slot in late)
-        if replans and self.reduction.keeps_sparse:
-            self._agree_on_sparse()
-        buckets = [bucket for bucket in self._buckets if any(slot.active for slot in bucket.slots)]
-        buckets += self._late_buckets(late)
+        if self._is_as_before:
+            try:
+                self._finish(self._live)
+            finally:
+                self.reset()
+        else:
+            self._finish_changes()
+        if self._tuner is not None and not self._tuner.after_step():
+            self._tuner = None
+
+    def _finish(self, buckets: Sequence[Bucket]) -> None:
+        """Submit what is left of ``buckets``, wait for all, and deliver."""
         start_ns, end_ns = self._backward_ns
         if start_ns < end_ns:
             self.recorder.add(Lane.BACKWARD, "backward", start_ns, end_ns)
+        with self.recorder.span(Lane.WAIT, "synchronize"):
+            left = [bucket for bucket in buckets if bucket.pending is None]
+            for bucket in left:
+                self._submit(bucket, background=bucket is not left[-1])
+            failure: HorovodInternalError | None = None
+            for bucket in buckets:
+                try:
+                    assert bucket.pending is not None
+                    bucket.pending.wait()
+                except HorovodInternalError as error:  # raised only when nothing is in flight any more
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+            for bucket in buckets:
+                bucket.deliver()
+
+    def reset(self) -> None:
+        """The end of a step, or of one that failed: no gradient has come, nothing is in flight."""
+        self.arrival.reset()
+        self._completed = 0
+        self._backward_ns = (0, 0)
+        for bucket in self._buckets:
+            bucket.loaded = bucket.pending = None
+            bucket.missing = bucket.active
+
+    # Steps around which buckets change: the first ones, and those in which parameters were switched on or off.
+
+    @property
+    def _is_as_before(self) -> bool:
+        """Whether buckets stay, no parameter was switched on or off, and all gradients have come."""
+        return (
+            self._phase is Phase.SETTLED
+            and self._completed == len(self._live)
+            and not self.arrival.late
+            and all(map(_requires_grad, self._counted_on))
+            and not any(map(_requires_grad, self._left_out))
+        )
+
+    def _finish_changes(self) -> None:
+        """`_finish`, and what the ranks have to agree on before and after. Collective."""
+        arrival = self.arrival
+        switched = [slot for slot in arrival.slots if slot.param.requires_grad is not slot.active]
+        for slot in switched:
+            if not slot.active:
+                arrival.late[slot] = None
+            elif not arrival.has_come(slot):  # switched off before backward, not after it
+                self._switch_off(slot)
+        late = sorted(arrival.late, key=lambda slot: slot.index)  # which have come in an order of this rank's own
+        agrees = self._phase is not Phase.SETTLED or any(slot.bucket is None for slot in late)
         try:
-            with self.recorder.span(Lane.WAIT, "synchronize"):
-                self._finish(buckets)
-            if replans:
-                self._replan()
+            if agrees and self.options.keeps_sparse:
+                self._agree_on_sparse()
+            # As counted at the end of the last step: a rank cannot know what others have seen of this step's switches.
+            live = [bucket for bucket in self._buckets if bucket.active]
+            self._finish([*live, *self._late_buckets(late)])
+            if agrees:
+                self._agree_on_order()
         finally:
             for slot in {*switched, *late}:
                 if slot.param.requires_grad:
                     slot.active = slot.bucket is not None
                 elif slot.active:
                     self._switch_off(slot)
-            self._reset()
-        if self._tuner is not None and not self._tuner.after_step():
-            self._tuner = None
-
-    def _finish(self, buckets: Sequence[Bucket]) -> None:
-        left = [bucket for bucket in buckets if bucket.pending is None]
-        for bucket in left:
-            self._submit(bucket, background=bucket is not left[-1])
-        failure: HorovodInternalError | None = None
-        for bucket in buckets:
-            try:
-                assert bucket.pending is not None
-                bucket.pending.wait()
-            except HorovodInternalError as error:  # raised only when nothing is in flight any more
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        for bucket in buckets:
-            bucket.deliver()
+            self._recount()
+            self.reset()
 
     def _switch_off(self, slot: Slot) -> None:
+        """Leave ``slot`` in its bucket, contributing zeros."""
         slot.active = False
-        if slot.view is not None and slot.param.grad is slot.view:
-            slot.param.grad = slot.view.clone()  # its place takes part in the bucket, as zeros
+        slot.leave_view()
 
-    def _reset(self) -> None:
-        """Nothing has arrived, nothing is in flight."""
-        self._arrived.clear()
-        self._uncounted.clear()
-        self._late.clear()
-        self._backward_ns = (0, 0)
-        for slot in self._slots:
-            slot.passes_left = self._passes
+    def _recount(self) -> None:
+        """Note which slots are active, after slots were switched on or off, or assigned to buckets."""
         for bucket in self._buckets:
-            bucket.loaded = bucket.pending = None
-            bucket.missing = sum(slot.active for slot in bucket.slots)
-
-    # Plans.
-
-    @property
-    def _prefix(self) -> str:
-        """Of the names of operations; unlike that of any other optimizer or plan."""
-        return f"optimizer{self._number}.plan{self._plans}"
-
-    def _current_group(self) -> Group:
-        """What carries the reductions; on a rank outside the process set the whole job's, through which none goes."""
-        return self.reduction.process_set.group_of_members() or hvdlite.runtime().group
-
-    def _attach(self, group: Group) -> None:
-        self._group = group
-        self._is_member = self.reduction.process_set.included()
-        self._buckets = []
-        self._buffers = {}
-        self._tuner = None
-        self._plans = 0
-        self._is_settled = False
-        self._first_gradients = []
-        for slot in self._slots:
-            slot.bucket = slot.view = None
-            slot.is_sparse = False
-        self._hook_all([])
-
-    def _hook_all(self, order: Sequence[Slot]) -> None:
-        """Register hooks anew.
-
-        Args:
-            order: of the slots of the only bucket. Between the first and the last nothing is to be done before the last
-                has come, so hooks of those in between call no Python.
-        """
-        self._inner = list(order[1:-1])
-        self._inner_parameters = [slot.param for slot in self._inner]
-        self.close()
-        if not self.is_distributed:
-            return
-        inner = set(self._inner)
-        for slot in self._slots:
-            if slot in inner:
-                self._hook(slot, self._uncounted.append)
-            else:
-                self._hook(slot, partial(self._on_last if order and slot is order[-1] else self._on_gradient, slot))
-
-    def _hook(self, slot: Slot, hook: Callable[[torch.Tensor], None]) -> None:
-        param = slot.param
-        switched_on = param.requires_grad
-        param.requires_grad_(True)  # torch refuses hooks otherwise, and keeps them when it is switched off
-        self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        param.requires_grad_(switched_on)
-
-    def _registration_order(self) -> list[int]:
-        """The reverse of the order of parameters, which is about that of backward."""
-        return [slot.index for slot in reversed(self._slots) if slot.param.requires_grad]
-
-    def _plan(self, order: Sequence[int]) -> None:
-        """Put the slots of ``order`` into new buckets, each that is sparse into one of its own."""
-        self._plans += 1
-        sparse = [self._slots[index] for index in order if self._slots[index].is_sparse]
-        order = [index for index in order if not self._slots[index].is_sparse]
-        for slot in self._slots:
-            slot.measure()
-            slot.bucket = slot.view = None
-            slot.active = False
-        parts = self._parts(order, self._group.config.bucket_bytes or self._layout.bucket_bytes)
-        named = [(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
-        if self._plans == 1:
-            self._buckets = [self._bucket(name, part) for name, part in named]
-        else:
-            self._buckets = self._placed(named)
-        self._buckets += [self._sparse_bucket(slot) for slot in sparse]
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                slot.bucket = bucket
-                slot.active = slot.param.requires_grad
-            bucket.missing = sum(slot.active for slot in bucket.slots)
-        only = self._plans > 1 and len(self._buckets) == 1
-        if only or self._inner:
-            self._hook_all([self._slots[index] for index in order] if only else [])
-
-    def _parts(self, order: Sequence[int], bucket_bytes: int) -> list[list[Slot]]:
-        """The slots of ``order``, by bucket."""
-        most_bytes = self._group.config.fusion_threshold_bytes
-        plan = plan_buckets(
-            [slot.nbytes for slot in self._slots],
-            [slot.dtype for slot in self._slots],
-            order,
-            min(bucket_bytes, most_bytes),
-            split_evenly(order, self._bucket_groups) if isinstance(self._bucket_groups, int) else self._bucket_groups,
-            most_bytes if bucket_bytes >= most_bytes else None,  # nothing is to overlap
-        )
-        return [[self._slots[index] for index in indices] for indices in plan]
-
-    def _bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
-        compression = self.reduction.compression
-        return CompressedBucket(name, slots, compression) if is_custom(compression) else LooseBucket(name, slots)
-
-    def _block_bucket(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
-        compression = self.reduction.compression
-        return CompressedBucket(name, slots, compression) if is_custom(compression) else BlockBucket(name, slots)
-
-    def _sparse_bucket(self, slot: Slot) -> Bucket:
-        factor = self.reduction.predivide_factor
-        reduction = partial(
-            SparseReduction,
-            op=self.reduction.op,
-            process_set=self.reduction.process_set,
-            prescale=1.0 / factor,
-            postscale=factor,
-            wire_dtype=wire_dtype(self.reduction.compression),
-        )
-        return SparseBucket(f"{self._prefix}.sparse{slot.index}", slot, reduction)
+            bucket.count_active()
+        self._live = [bucket for bucket in self._buckets if bucket.active]
+        self._counted_on = [slot.param for slot in self.arrival.slots if slot.active]
+        self._left_out = [slot.param for slot in self.arrival.slots if not slot.active]
 
     def _late_buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
-        """For parameters that were switched on since the last step, and on which no bucket counts yet."""
+        """Buckets for this step only, of parameters that were switched on and on which no bucket counts yet."""
         copies = [Slot(slot.index, slot.name, slot.param, slot.sparse_as_dense) for slot in slots]
-        for copy, slot in zip(copies, slots, strict=True):
+        for copy in copies:
             copy.active = True
-            copy.is_sparse = slot.is_sparse
-        dense = [slot for slot in copies if not slot.is_sparse]
-        buckets: list[Bucket] = [self._bucket(f"{self._prefix}.late", dense)] if dense else []
-        return buckets + [self._sparse_bucket(slot) for slot in copies if slot.is_sparse]
+        dense = [copy for copy, slot in zip(copies, slots, strict=True) if not slot.is_sparse]
+        sparse = [copy for copy, slot in zip(copies, slots, strict=True) if slot.is_sparse]
+        buckets: list[Bucket] = [self._maker.loose(f"{self._prefix}.late", dense)] if dense else []
+        return buckets + [self._sparse_bucket(slot) for slot in sparse]
 
     def _agree_on_sparse(self) -> None:
         """Take gradients that are sparse on some ranks, and dense on none, out of their buckets. Collective.
 
         Nothing but a gradient tells that it is sparse, and a rank that has none in this step has to know as well.
         """
-        has_dense, has_sparse = flags = torch.zeros(2, len(self._slots), dtype=torch.int64)
-        for slot in self._slots:
-            in_a_plan_that_stays = slot.bucket is not None and self._plans > 1
-            frozen = slot.bucket is not None and not slot.active
-            if slot.is_sparse or in_a_plan_that_stays or frozen or slot.param.grad is None:
+        slots = self.arrival.slots
+        has_dense, has_sparse = flags = torch.zeros(2, len(slots), dtype=torch.int64)
+        for slot in slots:
+            is_decided = slot.bucket is not None and (self._phase is not Phase.BY_REGISTRATION or not slot.active)
+            if is_decided or slot.is_sparse or slot.param.grad is None:
                 continue
-            # A bucket that some rank has submitted already has no sparse gradients there, so all of it counts as dense.
+            # A bucket that some rank has loaded already has no sparse gradients there, so all of it counts as dense.
             (has_sparse if slot.could_be_sparse else has_dense)[slot.index] = 1
-        allreduce_(flags, name=f"{self._prefix}.sparse", op=Max, process_set=self.reduction.process_set)
-        for slot in self._slots:
+        allreduce_(flags, name=f"{self._prefix}.sparse", op=Max, process_set=self.options.reduce.process_set)
+        for slot in slots:
             if has_dense[slot.index] or not has_sparse[slot.index]:
                 continue
             slot.is_sparse = True
@@ -492,85 +300,109 @@ class GradientReducer:
                 if not slot.bucket.slots:
                     self._buckets.remove(slot.bucket)
                 slot.bucket = self._sparse_bucket(slot)
+                slot.bucket.count_active()
                 self._buckets.append(slot.bucket)
 
-    def _has_home(self, part: Sequence[Slot]) -> bool:
-        """Small gradients are copied into a block in any case, so that may as well be in the fusion buffer."""
-        return self._layout.has_homes or (self._could_have_homes and not any(slot.is_large for slot in part))
-
-    def _placed(self, named: Sequence[tuple[str, Sequence[Slot]]]) -> list[Bucket]:
-        """The buckets of these names and slots, those with a home in one fusion buffer per dtype."""
-        totals: dict[torch.dtype, int] = {}
-        for _, part in named:
-            if self._has_home(part):
-                totals[part[0].dtype] = totals.get(part[0].dtype, 0) + block_bytes(part)
-        for dtype, nbytes in totals.items():
-            if dtype not in self._buffers or self._buffers[dtype].nbytes != nbytes:
-                self._buffers[dtype] = self._group.allocate(nbytes, f"{self._prefix}.{dtype_of(dtype).label}")
-        offsets = dict.fromkeys(totals, 0)
-        buckets: list[Bucket] = []
-        for name, part in named:
-            if not self._has_home(part):
-                buckets.append(self._block_bucket(name, part))
-                continue
-            dtype = part[0].dtype
-            buckets.append(HomeBucket(name, part, self._buffers[dtype], offsets[dtype]))
-            offsets[dtype] += block_bytes(part)
-        return buckets
-
-    def _replan(self) -> None:
-        """Plan by the order in which the first rank's gradients arrived; those that did not come last. Collective."""
-        # The last hook of each, where there were several passes.
-        arrived = list(dict.fromkeys(slot.index for slot in reversed(self._arrived)))[::-1]
-        seen = set(arrived)
-        order = arrived + [index for index in self._registration_order() if index not in seen]
-        layout = self._choose_layout()
-        sent = torch.full((2 + len(self._slots),), -1)
-        sent[: 2 + len(order)] = torch.tensor([layout.bucket_bytes, layout.has_homes, *order])
-        process_set = self.reduction.process_set
+    def _agree_on_order(self) -> None:
+        """Have the first rank choose a bucketing, by the order in which its gradients have come. Collective."""
+        process_set, slots = self.options.reduce.process_set, self.arrival.slots
+        chosen = torch.tensor(self._choose().encode(len(slots)))
         start_broadcast(
-            [sent], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
+            [chosen], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
         ).synchronize()
-        bucket_bytes, has_homes, *order = sent.tolist()
-        self._order = [index for index in order if index >= 0]
-        if self._plans == 1:
+        self._bucketing = Bucketing.decode(chosen.tolist())
+        if self._phase is Phase.BY_REGISTRATION:
             self._tuner = start_tuning(
                 hvdlite.runtime(),
                 self._group,
                 self._number,
-                sum(self._slots[index].nbytes for index in self._order),
-                bucket_bytes,
-                lambda nbytes: tuple(sum(slot.nbytes for slot in part) for part in self._parts(self._order, nbytes)),
-                self._rearrange,
+                sum(slots[index].nbytes for index in self._bucketing.order),
+                self._bucketing.bucket_bytes,
+                lambda nbytes: tuple(sum(slot.nbytes for slot in part) for part in self._parts(nbytes)),
+                self._move,
             )
-        self._layout = _Layout(bucket_bytes, bool(has_homes))
-        self._rearrange()
-        large = [slot for slot in self._slots if slot.active and slot.view is None and not slot.is_sparse]
+        self._move()
+        large = [slot for slot in slots if slot.active and slot.view is None and not slot.is_sparse]
         self._first_gradients = [(slot, weakref.ref(slot.param.grad)) for slot in large if slot.param.grad is not None]
-        self._is_settled = self._plans > 2 or self._layout.has_homes or not self._could_have_homes or not large
+        homes_may_follow = self.options.allows_homes and not self._bucketing.has_homes and bool(large)
+        self._phase = self._phase.after_agreement(homes_may_follow=homes_may_follow)
 
-    def _rearrange(self) -> None:
-        """Make new buckets, to which the gradients move; when nothing is in flight."""
-        for slot in self._slots:
-            if slot.view is not None and slot.param.grad is slot.view:
-                slot.param.grad = slot.view.clone()  # its place may be another's in the new buckets
-        self._plan(self._order)
-        for slot in self._slots:
-            gradient = slot.param.grad
-            if slot.view is not None and gradient is not None and slot.active:
-                slot.param.grad = slot.view.copy_(gradient)
-
-    @property
-    def _could_have_homes(self) -> bool:
-        return self._wire_dtype is None and not is_custom(self.reduction.compression)
-
-    def _choose_layout(self) -> _Layout:
-        group = self._group
-        nodes = len(group.topology.nodes)
-        threads = group.node.local_size * torch.get_num_threads()
-        bucket_bytes = choose_bucket_bytes(nodes, group.node.cores, threads, group.fastest_allreduce)
+    def _choose(self) -> Bucketing:
+        """This rank's proposal."""
+        world = self._group.world
+        nodes = len(world.topology.nodes)
+        threads = world.node.local_size * torch.get_num_threads()
+        bucket_bytes = choose_bucket_bytes(nodes, world.node.cores, threads, world.engine.fastest_allreduce)
         stay = bool(self._first_gradients) and all(
             gradient() is not None and slot.param.grad is gradient() for slot, gradient in self._first_gradients
         )
-        has_homes = self._could_have_homes and (nodes > 1 or stay or self._layout.has_homes)
-        return _Layout(group.config.fusion_threshold_bytes if bucket_bytes is None else bucket_bytes, has_homes)
+        return Bucketing(
+            world.config.fusion_threshold_bytes if bucket_bytes is None else bucket_bytes,
+            self.options.allows_homes and choose_homes(nodes, have=self._bucketing.has_homes, stay=stay),
+            arrival_order([slot.index for slot in self.arrival.order], self._registration_order()),
+        )
+
+    # Buckets.
+
+    @property
+    def _prefix(self) -> str:
+        """Of the names of operations: unique to this optimizer and this assignment."""
+        return f"optimizer{self._number}.assignment{self._assignments}"
+
+    def _registration_order(self) -> list[int]:
+        """The reverse of the order of parameters, which is about that of backward."""
+        return [slot.index for slot in reversed(self.arrival.slots) if slot.param.requires_grad]
+
+    def _move(self) -> None:
+        """Assign the gradients to new buckets and move them there, while nothing is in flight. Collective."""
+        slots = self.arrival.slots
+        for slot in slots:
+            slot.leave_view()
+        self._assign(is_guess=False)
+        for slot in slots:
+            if slot.view is not None and slot.param.grad is not None and slot.active:
+                slot.param.grad = slot.view.copy_(slot.param.grad)
+
+    def _assign(self, *, is_guess: bool) -> None:
+        """Make new buckets of the gradients in the order, each sparse gradient in a bucket of its own. Collective."""
+        self._assignments += 1
+        slots = self.arrival.slots
+        for slot in slots:
+            slot.measure()
+            slot.bucket = slot.view = None
+            slot.active = False
+        parts = self._parts(self._group.config.bucket_bytes or self._bucketing.bucket_bytes)
+        named = [(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
+        if is_guess:
+            self._buckets = [self._maker.loose(*part) for part in named]
+        else:
+            self._buckets = self._maker.placed(self._prefix, named, has_homes=self._bucketing.has_homes)
+        self._buckets += [self._sparse_bucket(slots[i]) for i in self._bucketing.order if slots[i].is_sparse]
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                slot.bucket = bucket
+                slot.active = slot.param.requires_grad
+        self._recount()
+        self.arrival.waits_for_sparse = is_guess
+        if not is_guess and len(self._buckets) == 1:
+            self.arrival.watch(parts[0] if parts else ())
+        elif self.arrival.expects_an_order:
+            self.arrival.watch()
+
+    def _parts(self, bucket_bytes: int) -> list[list[Slot]]:
+        """The slots of dense gradients, by bucket."""
+        slots = self.arrival.slots
+        order = [index for index in self._bucketing.order if not slots[index].is_sparse]
+        most_bytes = self._group.config.fusion_threshold_bytes
+        parts = assign_buckets(
+            [slot.nbytes for slot in slots],
+            [slot.dtype for slot in slots],
+            order,
+            min(bucket_bytes, most_bytes),
+            split_evenly(order, self._groups) if isinstance(self._groups, int) else self._groups,
+            most_bytes if bucket_bytes >= most_bytes else None,  # nothing is to overlap
+        )
+        return [[slots[index] for index in part] for part in parts]
+
+    def _sparse_bucket(self, slot: Slot) -> Bucket:
+        return SparseBucket(f"{self._prefix}.sparse{slot.index}", [slot])

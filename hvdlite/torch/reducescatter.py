@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from hvdlite.coordinator.execute import row_bounds
-from hvdlite.dtypes import ReduceOp
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import UsageError
 from hvdlite.torch.allgather import grouped_allgather
-from hvdlite.torch.allreduce import Average, Reduction, Sum, check_op, reduce_compressed, reduction_of
+from hvdlite.torch.allreduce import reduce_compressed
 from hvdlite.torch.compression import AnyCompressor, Compression
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
-from hvdlite.torch.tensor_view import contiguous_block, view_of
+from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum, check_op, reduce_options
+from hvdlite.torch.start import start_reducescatter
 
 
 class _Reducescatter(torch.autograd.Function):
@@ -23,22 +22,23 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        reduction: Reduction, name: str | None, grouped: bool, *tensors: torch.Tensor
+        options: ReduceOptions, name: str | None, grouped: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return tuple(_start_reducescatter(tensors, name, reduction, grouped=grouped).synchronize())
+        return tuple(start_reducescatter(tensors, name, options, grouped=grouped).synchronize())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.reduction = inputs[0]
+        ctx.options = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        reduction: Reduction = ctx.reduction
+        op, prescale, postscale = ctx.options.reduction
+        process_set = ctx.options.process_set
         # Horovod's convention: what allreduce's gradient does, so that Average of the ranks' losses comes out.
-        factor = reduction.prescale * reduction.postscale
-        if reduction.op is ReduceOp.SUM:
-            factor *= reduction.process_set.size()
-        gathered = grouped_allgather(gradients, process_set=reduction.process_set)
+        factor = prescale * postscale
+        if op is Sum:
+            factor *= process_set.size()
+        gathered = grouped_allgather(gradients, process_set=process_set)
         return None, None, None, *(gradient if factor == 1.0 else gradient * factor for gradient in gathered)
 
 
@@ -62,8 +62,9 @@ def reducescatter(
         one row more.
 
     Raises:
+        UsageError: ``op`` is another.
         ValueError: ``tensor`` is a scalar.
-        HorovodInternalError: ``op`` is another; ranks contradict one another; hvdlite does not run. Says more.
+        HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
     return _reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor, grouped=False
@@ -79,8 +80,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[torch.Tensor]:
     """`reducescatter` as a handle. ``tensor`` must not change before it is complete."""
-    reduction = _checked(op, prescale_factor, postscale_factor, process_set)
-    return only(_start_reducescatter([tensor], name, reduction, grouped=False))
+    options = _checked(op, prescale_factor, postscale_factor, process_set)
+    return only(start_reducescatter([tensor], name, options, grouped=False))
 
 
 def grouped_reducescatter(
@@ -105,8 +106,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
     """`grouped_reducescatter` as one handle."""
-    reduction = _checked(op, prescale_factor, postscale_factor, process_set)
-    return _start_reducescatter(tensors, name, reduction, grouped=True)
+    options = _checked(op, prescale_factor, postscale_factor, process_set)
+    return start_reducescatter(tensors, name, options, grouped=True)
 
 
 def _reducescatter(
@@ -120,8 +121,8 @@ def _reducescatter(
     *,
     grouped: bool,
 ) -> list[torch.Tensor]:
-    reduction = _checked(op, prescale, postscale, process_set, compression)
-    return reduce_compressed(_Reducescatter, tensors, name, reduction, compression, grouped=grouped)
+    options = _checked(op, prescale, postscale, process_set, compression)
+    return reduce_compressed(_Reducescatter, tensors, name, options, compression, grouped=grouped)
 
 
 def _checked(
@@ -130,35 +131,8 @@ def _checked(
     postscale: float,
     process_set: ProcessSet,
     compression: AnyCompressor = Compression.none,
-) -> Reduction:
-    if check_op(op) not in (Average, Sum):
-        raise HorovodInternalError(f"reducescatter: op is {ReduceOp(op).label}; pass hvd.Average or hvd.Sum")
-    return reduction_of(None, op, prescale, postscale, process_set, compression)
-
-
-def _start_reducescatter(
-    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, *, grouped: bool
-) -> Handle[list[torch.Tensor]]:
-    """The one implementation of all reducescatters."""
-    names = [f"{name}.{i}" for i in range(len(tensors))] if grouped and name is not None else None
-    label = "reducescatter" if name is None else f"reducescatter '{name}'"
-    sources = [contiguous_block(tensor, label) for tensor in tensors]
-    if any(source.dim() == 0 for source in sources):
-        raise ValueError(f"{label}: the tensor is a scalar; it needs a dimension to scatter")
-    group = reduction.process_set.group()
-    results = []
-    for source in sources:
-        bounds = row_bounds(source.shape[0], group.size)
-        rows = bounds[group.rank + 1] - bounds[group.rank]
-        results.append(torch.empty((rows, *source.shape[1:]), dtype=source.dtype))
-    pending = group.reducescatter_async(
-        [view_of(source) for source in sources],
-        [view_of(result) for result in results],
-        name=name,
-        names=names,
-        op=reduction.op,
-        prescale=reduction.prescale,
-        postscale=reduction.postscale,
-        wire_dtype=reduction.wire,
-    )
-    return Handle(pending, group.recorder, label, lambda: results)
+) -> ReduceOptions:
+    checked = check_op(op)
+    if checked not in (Average, Sum):
+        raise UsageError(f"reducescatter: op is {checked.label}; pass hvd.Average or hvd.Sum")
+    return reduce_options(None, checked, prescale, postscale, process_set, compression)

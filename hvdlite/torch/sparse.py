@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvdlite.coordinator.negotiation import rank_list
+from hvdlite.coordinator.request import rank_list
 from hvdlite.dtypes import ReduceOp
-from hvdlite.errors import MismatchError
-from hvdlite.torch.allgather import start_allgather
-from hvdlite.torch.allreduce import Average, Sum
+from hvdlite.errors import MismatchError, UsageError
 from hvdlite.torch.handle import only
-from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
-from hvdlite.torch.tensor_view import check_tensor
+from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum, check_op, reduce_options
+from hvdlite.torch.start import start_allgather
+from hvdlite.torch.tensor_view import check_tensor, torch_dtype
 
 _HEADER = 4  # integers before the shape: nnz, op, sparse_dim, number of dimensions
 
@@ -37,36 +37,21 @@ def sparse_allreduce_async(
         time; it raises HorovodInternalError, on every rank, where ranks contradict one another.
 
     Raises:
+        UsageError: ``op`` is another.
         DuplicateNameError, ValueError: ``name`` is in flight; hvdlite cannot reduce this tensor like that.
     """
-    return SparseReduction(tensor, name, op, process_set).synchronize
+    return SparseReduction(tensor, name, reduce_options(None, check_op(op), 1.0, 1.0, process_set)).wait
 
 
 class SparseReduction:
-    """A sparse allreduce under way; see `sparse_allreduce_async`.
+    """A sparse allreduce under way; see `sparse_allreduce_async`."""
 
-    Args:
-        prescale: multiplies entries before they travel.
-        postscale: multiplies the result.
-        wire_dtype: entries are cast to it on the way.
-    """
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        name: str | None,
-        op: int,
-        process_set: ProcessSet,
-        *,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, name: str | None, options: ReduceOptions) -> None:
         self._label = "sparse allreduce" if name is None else f"sparse allreduce '{name}'"
+        op, prescale, self._postscale = options.reduction
         self._check(tensor, op)
-        self._ranks = check_process_set(process_set).group().ranks
-        self._divisor = len(self._ranks) if op == Average else 1
-        self._postscale = postscale
+        self._ranks = options.process_set.group().ranks
+        self._divisor = len(self._ranks) if op is Average else 1
         self._dtype = tensor.dtype
         own = tensor.detach().coalesce()
         self._shape = tuple(own.shape)
@@ -74,8 +59,8 @@ class SparseReduction:
         values = own.values()
         if prescale != 1.0:
             values = values * prescale
-        if wire_dtype is not None:
-            values = values.to(wire_dtype)
+        if options.wire_dtype is not None and values.is_floating_point():
+            values = values.to(torch_dtype(options.wire_dtype))
         check_tensor(values, self._label)
         # One row of integers per rank says all, so that nobody has to know how many entries the others have.
         facts = [values.shape[0], int(op), self._sparse_dim, len(self._shape), *self._shape]
@@ -83,32 +68,31 @@ class SparseReduction:
         self._row, self._values = (
             only(
                 start_allgather(
-                    [part], None if name is None else f"{name}.{what}", process_set, grouped=False, needs_all=False
+                    [part],
+                    None if name is None else f"{name}.{what}",
+                    options.process_set,
+                    grouped=False,
+                    needs_all=False,
                 )
             )
             for what, part in (("indices", row), ("values", values))
         )
         self._result: torch.Tensor | None = None
 
-    def wait(self) -> None:
-        """Sleep until the operation is complete; raises what it ended in, when nothing of it is in flight any more."""
+    def wait(self) -> torch.Tensor:
+        """Sleep until it is complete; its result. Raises what it ended in, when nothing of it is in flight any more."""
         if self._result is None:
             try:
                 rows = self._row.synchronize()
             finally:
                 values = self._values.synchronize()
             self._result = self._combined(self._indices(rows), values)
-
-    def synchronize(self) -> torch.Tensor:
-        """`wait`, and the result."""
-        self.wait()
-        assert self._result is not None
         return self._result
 
-    def _check(self, tensor: torch.Tensor, op: int) -> None:
+    def _check(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         if op not in (Average, Sum):
-            raise ValueError(
-                f"{self._label}: op is {op!r}; pass hvd.Average or hvd.Sum, or tensor.to_dense() to allreduce"
+            raise UsageError(
+                f"{self._label}: op is {op.label}; pass hvd.Average or hvd.Sum, or tensor.to_dense() to allreduce"
             )
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{self._label}: expected a torch.Tensor, got {type(tensor).__name__}")

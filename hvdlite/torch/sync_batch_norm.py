@@ -9,9 +9,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hvdlite.torch.allgather import start_allgather
-from hvdlite.torch.allreduce import Sum, allreduce
+from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
+from hvdlite.torch.reduce_options import Sum
+from hvdlite.torch.start import start_allgather
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -63,10 +64,14 @@ class SyncBatchNorm(_BatchNorm):
             ValueError: the shape does not fit; or, on every rank, all batches together have one value per channel.
             HorovodInternalError: as of any operation.
         """
-        normalized: torch.Tensor = self._train(input) if self.training else super().forward(input)
-        return normalized
+        if not self.training:
+            return super().forward(input)
+        # A graph cannot communicate. To say so imports the compiler, for which only those wait who compile.
+        train = self._train
+        if torch.compiler.is_compiling():
+            train = torch.compiler.disable(train)  # type: ignore[no-untyped-call]
+        return train(input)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _train(self, input: torch.Tensor) -> torch.Tensor:
         if self.process_set.size() == 1:
             return super().forward(input)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from hvdlite.dtypes import DType
-from hvdlite.memory import TensorView
+from hvdlite.memory.views import TensorView
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.uint8: DType.UINT8,
@@ -34,6 +36,12 @@ def dtype_of(dtype: torch.dtype) -> DType:
         raise ValueError(f"hvdlite cannot communicate {dtype}; convert the tensor to one of {known}") from None
 
 
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """What torch calls ``dtype``."""
+    found: torch.dtype = getattr(torch, dtype.label)
+    return found
+
+
 def check_tensor(tensor: object, what: str) -> torch.Tensor:
     """``tensor`` itself, where hvdlite can communicate it: dense, in the CPU's memory, of a known element type.
 
@@ -53,7 +61,30 @@ def check_tensor(tensor: object, what: str) -> torch.Tensor:
             dtype_of(tensor.dtype)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from None
+    check_memory(tensor, what)
     return tensor
+
+
+def check_memory(tensor: torch.Tensor, what: str) -> None:
+    """Raises:
+    ValueError: ``tensor`` has elements, but no memory of its own where they are, as a DTensor or a FakeTensor.
+    """
+    if not _has_memory(tensor):
+        way_out = "pass a plain tensor of the numbers"
+        if hasattr(tensor, "to_local"):  # a DTensor
+            way_out = "pass tensor.to_local(); FSDP reduces the gradients of what it shards without hvd"
+        raise ValueError(f"{what}: a {type(tensor).__name__} without memory of its own; {way_out}")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            return tensor.data_ptr() != 0 or tensor.numel() == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a FakeTensor warns those who want to know
+            return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # inside torch.vmap, for example
+        return False
 
 
 def view_of(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> TensorView:

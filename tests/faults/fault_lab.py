@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from hvdlite.cli.launchers import Mpi
-from launching import Result, launch, launcher_of
+from hvdlite.cli.mpirun import Mpi
+from launching import Result, launch, mpirun_of
 
 END_S = 10.0  # every rank has ended by then
 
@@ -21,6 +21,9 @@ import os, signal, sys, threading, time
 import numpy as np
 import hvdlite, hvdlite.node
 from hvdlite import TensorView
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.barrier import barrier_async
 
 machines = os.environ.get("MACHINES", "0" * 64)
 connect = hvdlite.node._connect_to_leader
@@ -34,7 +37,7 @@ def tensor(numel=1000, value=1.0):
     return TensorView.of_numpy(np.full(numel, value, np.float32))
 
 def reduce(name, view):
-    return hvdlite.runtime().group.allreduce_async([view], [view], name=name)
+    return allreduce_async(hvdlite.runtime().group, [view], [view], name=name)
 
 def step():
     reduce("gradient", large).wait()
@@ -61,7 +64,7 @@ def run(
     more time.
     """
     added = {"MACHINES": machines} if machines else {}
-    options = ["-disable-auto-cleanup"] if alone and launcher_of(sys.executable).mpi is Mpi.MPICH else []
+    options = ["-disable-auto-cleanup"] if alone and mpirun_of(sys.executable).mpi is Mpi.MPICH else []
     return launch(n, PREAMBLE + script, *args, env={**added, **(env or {})}, options=options, timeout=90)
 
 

@@ -79,7 +79,7 @@ step()
 if hvdlite.rank() == 1:
     time.sleep(0.2)  # the others are back from the step by now
     say("dying at", time.time())
-    hvdlite.runtime().fail("a fault of its own")  # it does not end, so the launcher ends nobody
+    hvdlite.runtime().fail(ValueError("a fault of its own"))  # it does not end, so the launcher ends nobody
 if where == "C":
     time.sleep(60)
 else:
@@ -91,7 +91,9 @@ else:
 @pytest.mark.parametrize("where", ["C", "Python"])
 def test_who_is_busy_elsewhere_ends_after_the_grace(where: str) -> None:
     result = run(BUSY, where, n=3, machines="001", env={"HVDLITE_FAILURE_GRACE_SECONDS": "0.5"})
-    check_end(result, "rank 1 raised a fault of its own", "ends, since it did not end by itself within 0.5 s")
+    check_end(
+        result, "rank 1 raised ValueError: a fault of its own", "ends, since it did not end by itself within 0.5 s"
+    )
 
 
 CAUGHT = """
@@ -106,7 +108,9 @@ try:
 except hvdlite.RankFailedError as error:
     assert error.rank == 1, error.rank
     runtime = hvdlite.runtime()
-    for again in (lambda: reduce("another", tensor()), runtime.group.barrier_async, lambda: runtime.group.allocate(8)):
+    assert runtime.world.survivors() == (0, 2), runtime.world.survivors()
+    group = runtime.group
+    for again in (lambda: reduce("another", tensor()), lambda: barrier_async(group), lambda: allocate(group, 8)):
         try:
             again()
         except hvdlite.RankFailedError:
@@ -123,24 +127,38 @@ def test_a_program_may_save_its_work_after_a_failure_and_fails_all_the_same() ->
 
 
 STARTING = """
-victim = int(sys.argv[1])
+victim, where, what = int(sys.argv[1]), *sys.argv[2:]
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
 if rank == victim:
     def fail(*args):
         say("dying at", time.time())
         raise ValueError("no room on this host")
-    sys.modules["hvdlite.runtime"].discover = fail
-hvdlite.init()
+    sys.modules[where].__dict__[what] = fail
+try:
+    hvdlite.init()
+except Exception as error:
+    say(f"{type(error).__name__}: {error}")
+    time.sleep(0.5)  # the launcher ends all as soon as one ends
+    raise
 say("went on")
 """
 
 
+@pytest.mark.parametrize(
+    ("where", "what", "said"),
+    [
+        ("hvdlite.bootstrap", "discover", ""),  # the others are inside MPI, which only the launcher can end
+        ("hvdlite.node", "_core_mask", "StartupError: rank {victim}: no room on this host"),
+        ("hvdlite.world", "HostMemory", "StartupError: rank {victim}: no room on this host"),
+    ],
+)
 @pytest.mark.parametrize("victim", [0, 2])
-def test_an_error_during_the_start_ends_the_job(victim: int) -> None:
-    """The others are inside MPI, which only the launcher can end; it shows the error of that rank."""
-    result = run(STARTING, str(victim), n=3)
+def test_an_error_during_the_start_ends_the_job(victim: int, where: str, what: str, said: str) -> None:
+    result = run(STARTING, str(victim), where, what, n=3)
     assert result.returncode != 0
     assert not result.leftovers
     assert "went on" not in result.stdout
-    assert "ValueError: no room on this host" in result.ranks[victim].stderr
+    assert "ValueError: no room on this host" in result.ranks[victim].stdout
+    others = [rank.stdout for number, rank in enumerate(result.ranks) if number != victim]
+    assert all(said.format(victim=victim) in text for text in others), others
     assert result.elapsed_s < 20

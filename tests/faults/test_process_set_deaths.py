@@ -18,7 +18,7 @@ mine = [group for group in made if group is not None]
 
 def work():
     views = [tensor(300_000, 0.0) for _ in mine]
-    for handle in [group.allreduce_async([view], [view], name="t") for group, view in zip(mine, views)]:
+    for handle in [allreduce_async(group, [view], [view], name="t") for group, view in zip(mine, views)]:
         handle.wait()
 
 work()
@@ -57,8 +57,8 @@ hvdlite.init()
 groups = [hvdlite.runtime().add_group(ranks)[1] for ranks in ([0, 1], [1, 2], [0, 2, 3])]
 for group in groups:
     if group is not None:
-        group.barrier_async().wait()
-hvdlite.runtime().group.barrier_async().wait()
+        barrier_async(group).wait()
+barrier_async(hvdlite.runtime().group).wait()
 say("done")
 """
     result = run(script, machines="0011").check()

@@ -65,9 +65,11 @@ def test_a_child_of_a_rank_that_dies_hides_nothing() -> None:
 
 
 KILLED = """
+from hvdlite.operations.allocate import allocate
+
 hvdlite.init()
 step()
-buffer = hvdlite.runtime().group.allocate(1 << 20)
+buffer = allocate(hvdlite.runtime().group, 1 << 20)
 if hvdlite.rank() == 1:
     say("dying at", time.time())
     os.kill(os.getpid(), signal.SIGKILL)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -80,3 +82,20 @@ def test_interruption_ends_everything(tmp_path: Path, mpi: str, stubborn: bool, 
     assert job.process.wait(30) == 130
     assert time.monotonic() - start < 10
     assert job.left() == {}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="needs the checkout's .venv, as the quickstart makes it")
+def test_the_readmes_commands_as_printed() -> None:
+    """In a new shell, in the root of the checkout, after the quickstart."""
+    block = re.search(r"```\n(\$ \. \.venv/bin/activate\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    lines = block[1].splitlines()
+    commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    environ = {"PATH": os.defpath, "HOME": os.environ["HOME"]}
+    shell = ["sh", "-ec", "\n".join(commands)]
+    done = subprocess.run(shell, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(line for line in lines if not line.startswith("$ "))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fault_lab import PREAMBLE, run
-from hvdlite.cli.launchers import Job, Mpi, build
-from launching import Result, launch, launcher_of, python_of
+from hvdlite.cli.mpirun import Launch, Mpi, build
+from launching import Result, launch, mpirun_of, python_of
 
 INIT = """
 hvdlite.init()
@@ -126,16 +127,29 @@ def test_a_slow_start_within_the_time_is_no_error() -> None:
 
 def test_the_mpirun_of_another_mpi_is_recognised(tmp_path: Path) -> None:
     """Every process is alone then; without a word, each would train on its own."""
-    other = "openmpi" if launcher_of(sys.executable).mpi is Mpi.MPICH else "mpich"
+    other = "openmpi" if mpirun_of(sys.executable).mpi is Mpi.MPICH else "mpich"
     script = tmp_path / "script.py"
     script.write_text(PREAMBLE + INIT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = build(launcher_of(python_of(other)), Job((sys.executable, str(script)), 2), environ)
+    command = build(mpirun_of(python_of(other)), Launch((sys.executable, str(script)), 2), environ)
     done = subprocess.run(command.argv, env=environ | command.environment, capture_output=True, text=True, timeout=40)
     assert done.returncode != 0
     assert "went on" not in done.stdout
-    for words in ["mpirun started 2 ranks, but each is alone", "Use the mpirun of the same MPI", "MPI4PY_LIBMPI"]:
+    for words in ["started 2 processes, but each is alone", "Use the mpirun of the same MPI", "MPI4PY_LIBMPI"]:
         assert words in done.stderr, done.stderr
+
+
+def test_processes_of_torchrun_do_not_train_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + INIT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    start = time.monotonic()
+    done = subprocess.run([*torchrun, str(script)], capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - start < 20
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    assert "StartupError: torchrun started 2 processes, but each is alone" in done.stderr
+    assert "`hvdliterun -np 2 python train.py`" in done.stderr
 
 
 def test_a_program_alone_needs_no_mpi(tmp_path: Path) -> None:
@@ -157,7 +171,7 @@ def test_a_program_alone_needs_no_mpi(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting another /dev/shm needs root")
 def test_a_small_dev_shm_is_enough() -> None:
     """64 MB is what a container gets by default; what hvdlite shares is not there, however large."""
-    fill = "buffer = hvdlite.runtime().group.allocate(200 << 20); buffer.memory[:] = 1; step()"
+    fill = "buffer = allocate(hvdlite.runtime().group, 200 << 20); buffer.memory[:] = 1; step()"
     script = INIT.replace("step()", fill)
     enter = ("unshare", "--mount", "sh", "-ec", 'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$@"', "sh")
     result = launch(3, PREAMBLE + script, enter=enter, timeout=45).check()

@@ -1,4 +1,4 @@
-"""Each algorithm across more hosts than a power of two: right sums of every size, in the messages of its plan."""
+"""Each algorithm across more hosts than a power of two: right sums of every size, in the messages of its schedule."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ WORK = """
 import numpy as np
 import hvdlite
 from hvdlite import TensorView
-from hvdlite.collectives import plans
-from hvdlite.collectives.plans import Algorithm
-from hvdlite.collectives.select import limits_of
+from hvdlite.collectives import algorithms
+from hvdlite.collectives.algorithms import Algorithm
+from hvdlite.collectives.thresholds import limits_of
+from hvdlite.operations.allreduce import allreduce_async
 
 hvdlite.init()
 rank, size, config = hvdlite.rank(), hvdlite.size(), hvdlite.runtime().config
@@ -23,13 +24,13 @@ for numel in (0, 1, size - 1, 100, 1000, 2001, 30_000):
             array = (np.arange(numel) % 7 + rank + time).astype(dtype)
             before = hvdlite.statistics()["ring_messages_sent"]
             view = TensorView.of_numpy(array)
-            hvdlite.runtime().group.allreduce_async([view], [view], name=f"{numel}.{dtype.__name__}").wait()
+            allreduce_async(hvdlite.runtime().group, [view], [view], name=f"{numel}.{dtype.__name__}").wait()
             sent = hvdlite.statistics()["ring_messages_sent"] - before
             expected = (np.arange(numel) % 7 + time) * size + size * (size - 1) // 2
             assert np.array_equal(array, expected.astype(dtype)), (numel, dtype, time)
             algorithm = limits_of(config.small_bytes, size).algorithm(array.nbytes)
-            plan = plans.allreduce(algorithm, numel, array.itemsize, rank, size, config.segment_bytes)
-            assert sent == len(plan.outgoing), (numel, dtype, algorithm, sent)
+            schedule = algorithms.allreduce(algorithm, numel, array.itemsize, rank, size, config.segment_bytes)
+            assert sent == len(schedule.outgoing), (numel, dtype, algorithm, sent)
             taken.add(algorithm)
 assert taken == set(Algorithm), taken
 hvdlite.shutdown()

@@ -14,7 +14,7 @@ TRAIN = """
 import torch
 import hvdlite
 import hvdlite.torch as hvd
-from hvdlite.autotune.settings import Settings
+from hvdlite.config import Tunable
 
 hvd.init()
 torch.set_num_threads(1)
@@ -29,7 +29,7 @@ for step in range(100):
         assert (parameter.grad == (i + 1) * total).all(), (step, i)
         assert (parameter == -(step + 1) * (i + 1) * total).all(), (step, i)
 assert optimizer._hvd_reducer._tuner is None
-settings = Settings.of(hvdlite.runtime().group.config)
+settings = Tunable.of(hvdlite.runtime().group.config)
 assert set(hvd.allgather_object(settings)) == {settings}
 """
 

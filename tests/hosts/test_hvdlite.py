@@ -21,13 +21,19 @@ import os, signal, sys, threading, time
 import numpy as np
 import hvdlite
 from hvdlite import ReduceOp, TensorView
+from hvdlite.dtypes import Reduction
+from hvdlite.operations.allgather import allgather_async
+from hvdlite.operations.allocate import allocate as allocate_buffer
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.barrier import barrier_async
+from hvdlite.operations.broadcast import broadcast_async
 
 def say(*words):
     print(*words, flush=True)
 
-def reduce(array, name=None, **options):
+def reduce(array, name=None, op=ReduceOp.SUM):
     view = TensorView.of_numpy(array)
-    return hvdlite.runtime().group.allreduce_async([view], [view], name=name, **options)
+    return allreduce_async(hvdlite.runtime().group, [view], [view], Reduction(op), name=name)
 
 def check_sums():
     runtime = hvdlite.runtime()
@@ -40,27 +46,27 @@ def check_sums():
         for handle, array in work:
             handle.wait()
             assert np.array_equal(array, (np.arange(numel) % 7 * size + size * (size + 1) // 2).astype(array.dtype))
-    slot = runtime.group.allocate(1 << 20).memory.view(np.float32)
+    slot = allocate_buffer(runtime.group, 1 << 20).memory.view(np.float32)
     slot[:] = rank + 1
     reduce(slot, "slot", op=ReduceOp.AVERAGE).wait()
     assert (slot == (size + 1) / 2).all()
     for root in range(size):
         array = np.full(100_000, rank, np.int32)
-        runtime.group.broadcast_async([TensorView.of_numpy(array)], root_rank=root).wait()
+        broadcast_async(runtime.group, [TensorView.of_numpy(array)], root_rank=root).wait()
         assert (array == root).all()
     results = []
     def allocate(index, shape):
         results.append(np.zeros(shape, np.int16))
         return TensorView.of_numpy(results[-1])
     rows = np.full((1000 * rank + 1, 3), rank, np.int16)
-    runtime.group.allgather_async([TensorView.of_numpy(rows)], allocate).wait()
+    allgather_async(runtime.group, [TensorView.of_numpy(rows)], allocate).wait()
     assert np.array_equal(results[0], np.concatenate([np.full((1000 * r + 1, 3), r) for r in range(size)]))
     try:
         reduce(np.zeros(2 + (rank == size - 1), np.float32), "contradiction").wait()
         raise AssertionError("no error")
     except hvdlite.MismatchError as error:
         assert f"(3,) on rank {size - 1}" in str(error)
-    runtime.group.barrier_async().wait()
+    barrier_async(runtime.group).wait()
 
 def step():
     reduce(large, "gradient").wait()

@@ -19,23 +19,26 @@ START = f"""
 import json, sys
 import numpy as np
 import hvdlite
-import hvdlite.coordinator.frozen_plan as frozen_plan
 from hvdlite import TensorView
-from hvdlite.fusion.fusion_buffer import Home
+from hvdlite.coordinator.plan_leader import OrderWatch
+from hvdlite.memory.base import Home
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.join import join_async
 
 freezes = sys.argv[1:] == ["frozen"]
 if not freezes:
-    frozen_plan._FREEZABLE = ()
+    OrderWatch.period = lambda watch: 0
 hvdlite.init()
 from mpi4py import MPI
 
 group = hvdlite.runtime().group
-slots = [group.allocate(1 << 14) for _ in range({BUCKETS})]
+slots = [allocate(group, 1 << 14) for _ in range({BUCKETS})]
 views = [TensorView.of_numpy(slot.memory.view(np.float32)) for slot in slots]
 
 def step(order=range({BUCKETS})):
     for i in order:
-        group.allreduce_async([views[i]], [views[i]], name=f"bucket.{{i}}", home=Home(slots[i], 0)).wait()
+        allreduce_async(group, [views[i]], [views[i]], name=f"bucket.{{i}}", home=Home(slots[i], 0)).wait()
 
 def counted():
     MPI.COMM_WORLD.Barrier()  # before, some may still be at it, and after the second others may have gone on
@@ -67,7 +70,7 @@ last = MPI.COMM_WORLD.size - 1
 def join():
     if hvdlite.rank() < last:
         step()
-    group.join_async().wait()
+    join_async(group).wait()
 
 another = [1, 0, *range(2, {BUCKETS})]
 steps({WORTH_IT})
@@ -117,7 +120,7 @@ def test_what_ends_a_plan_and_when_the_next_begins(hosts: Hosts) -> None:
         for change, operations in {"changed": BUCKETS, "back": BUCKETS, "joined": BUCKETS + 1}.items():
             counts, later = found[change], found[f"{change}, later"]
             assert (counts["responses"], counts["counted"]) == (operations, 0), (rank, change)
-            claims = UNTIL_FROZEN - (0 if change == "joined" else BUCKETS)
+            claims = UNTIL_FROZEN - BUCKETS
             assert (later["responses"], later["counted"]) == (claims, LATER * BUCKETS - claims), (rank, change)
             assert later["claims_sent"] == (claims if rank else 0), (rank, change)
             assert later["plans"] == 1, (rank, change)

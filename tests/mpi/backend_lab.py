@@ -18,13 +18,14 @@ from mpi4py import MPI
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
 from hvdlite.collectives.ring import RingBackend
-from hvdlite.collectives.select import Limits
 from hvdlite.collectives.shm import ShmBackend
+from hvdlite.collectives.thresholds import Limits
 from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.fusion.segment import Segment, create_memory_file
-from hvdlite.memory import Buffer
-from hvdlite.node import Node
-from hvdlite.timeline.recorder import Recorder
+from hvdlite.memory.host import HostMemory
+from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.views import Buffer
+from hvdlite.node import Node, discover
+from hvdlite.recorder import Recorder
 
 SIZE = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
@@ -107,14 +108,23 @@ class Lab:
         local_rank = nodes[index].index(RANK)
         return self.split(local_rank if local_rank < min(len(ranks) for ranks in nodes) else -1, index)
 
-    def shm(self, nodes: Layout) -> ShmBackend:
+    def shm(self, nodes: Layout, names: Sequence[int] | None = None) -> ShmBackend:
+        """``names``: what errors call this node's ranks."""
+        node = self.node(nodes)
+        node.ranks = node.ranks if names is None else tuple(names)
         return ShmBackend(
-            self.node(nodes), spin_us=5, timeout_s=self.timeout_s, check=self.check, recorder=self.recorder
+            node,
+            HostMemory(node),
+            spin_us=5,
+            timeout_s=self.timeout_s,
+            check=self.check,
+            recorder=self.recorder,
         )
 
     def ring(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None, *, limits: Limits = RING) -> RingBackend:
         return RingBackend(
             comm,
+            HostMemory(discover(None, 0.0)[1]),
             ranks=ranks,
             segment_bytes=self.segment_bytes,
             limits=limits,
@@ -123,8 +133,8 @@ class Lab:
             recorder=self.recorder,
         )
 
-    def hierarchical(self, nodes: Layout, one_rail_bytes: int) -> HierarchicalBackend:
-        node, rail = self.shm(nodes), self.rail(nodes)
+    def hierarchical(self, nodes: Layout, one_rail_bytes: int, node: Backend | None = None) -> HierarchicalBackend:
+        node, rail = node or self.shm(nodes), self.rail(nodes)
         return HierarchicalBackend(
             node,
             None if rail is None else self.ring(rail),
@@ -139,14 +149,25 @@ class Lab:
             return self.shm((tuple(range(SIZE)),))
         if kind in ("ring", "halving"):
             return self.ring(MPI.COMM_WORLD.Dup(), limits=RING if kind == "ring" else HALVING)
+        if kind.startswith("rings"):  # no memory is shared; the contract is all that the two have in common
+            nodes = KINDS[kind]
+            index = next(i for i, ranks in enumerate(nodes) if RANK in ranks)
+            comm = self.split(index, nodes[index].index(RANK))
+            assert comm is not None
+            return self.hierarchical(nodes, one_rail_bytes=SMALL // 2, node=self.ring(comm))
         return self.hierarchical(KINDS[kind], one_rail_bytes=SMALL // 2)
 
 
-KINDS: dict[str, Layout] = {"shm": (), "ring": (), "halving": ()} | {
-    "hierarchical " + "+".join("".join(map(str, ranks)) for ranks in nodes): nodes
-    for nodes in LAYOUTS
-    if 1 < len(nodes) < SIZE
-}
+def _name(nodes: Layout) -> str:
+    return "+".join("".join(map(str, ranks)) for ranks in nodes)
+
+
+_SEVERAL = [nodes for nodes in LAYOUTS if 1 < len(nodes) < SIZE]
+KINDS: dict[str, Layout] = (
+    {"shm": (), "ring": (), "halving": ()}
+    | {f"hierarchical {_name(nodes)}": nodes for nodes in _SEVERAL}
+    | {f"rings {_name(nodes)}": nodes for nodes in _SEVERAL[-2:-1]}
+)
 
 
 def assert_none(*problems: str | None) -> None:
@@ -204,3 +225,8 @@ def reduced(
     for rank in range(1, SIZE):
         result = combine[op](result, scaled(values_of(rank, numel, salt), prescale))
     return scaled(result, postscale)
+
+
+def allocate(backend: Backend, numel: int, dtype: DType) -> Buffer:
+    """Collective."""
+    return backend.memory.allocate(numel * dtype.itemsize).buffer(0, numel, dtype)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.coordinator.execute import row_bounds
 from hvdlite.dtypes import ReduceOp
+from hvdlite.operations.reducescatter import row_bounds
 from hvdlite.torch.tensor_view import dtype_of
 from torch_lab import REDUCING
 

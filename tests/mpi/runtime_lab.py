@@ -15,9 +15,10 @@ from mpi4py import MPI
 import hvdlite.node
 from backend_lab import RANK, SIZE, encode, values_of
 from hvdlite.config import Config
-from hvdlite.coordinator.handle import Handle
-from hvdlite.dtypes import DType
-from hvdlite.memory import TensorView
+from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.runtime import Runtime
 
 REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]
@@ -121,10 +122,17 @@ class Tensor:
         return f"{tensor} differs from element {first} on, expected {expected[first]}"
 
 
-def allreduce(runtime: Runtime, *tensors: Tensor, **options: Any) -> Handle:
+def allreduce(
+    runtime: Runtime,
+    *tensors: Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    **options: Any,
+) -> Submission:
     """In place."""
     views = [tensor.view for tensor in tensors]
-    return runtime.group.allreduce_async(views, views, **options)
+    return allreduce_async(runtime.group, views, views, Reduction(op, prescale, postscale), **options)
 
 
 class Gathered:

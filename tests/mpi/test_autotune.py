@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from mpi4py import MPI
 import hvdlite
 import hvdlite.torch as hvd
 from backend_lab import RANK, SIZE, reduced
-from hvdlite.autotune.log import Choice, Job, TuningLog, read_choice
-from hvdlite.autotune.settings import Settings
-from hvdlite.config import Config
+from hvdlite.autotune.log import Choice, TuningLog, Workload, read_choice
+from hvdlite.config import Config, Tunable
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import ConfigError, MismatchError
+from hvdlite.operations.configure import configure
 from runtime_lab import LAYOUTS, TINY, Machines, Tensor, agree, allreduce, running
 
 WORLD = MPI.COMM_WORLD
@@ -45,9 +44,9 @@ def started(**settings: object) -> Iterator[None]:
     hvd.shutdown()
 
 
-def settings() -> Settings:
+def settings() -> Tunable:
     """Of this rank; the same on all."""
-    own = Settings.of(hvdlite.runtime().group.config)
+    own = Tunable.of(hvdlite.runtime().group.config)
     assert set(hvd.allgather_object(own)) == {own}
     return own
 
@@ -84,7 +83,7 @@ def test_training_is_the_same_and_all_ranks_choose_the_same(shared_path: Path) -
         assert tuned_losses == losses
         assert all(map(torch.equal, tuned_parameters, parameters))
         choice = read_choice(str(log))
-        assert choice == Choice(Job(SIZE, 1, GRADIENT_BYTES), settings())
+        assert choice == Choice(Workload(SIZE, 1, GRADIENT_BYTES), settings())
         tried = {int(line.split(",")[5]) for line in log.read_text().splitlines()[1:]}
         assert {BUCKET_BYTES // 4, BUCKET_BYTES, 4 * BUCKET_BYTES} <= tried
     assert [path.name for path in shared_path.iterdir()] == ["log.csv"]
@@ -95,9 +94,9 @@ def test_training_is_the_same_and_all_ranks_choose_the_same(shared_path: Path) -
 def test_a_choice_is_loaded(shared_path: Path, autotune: int) -> None:
     """Rank 0 alone has the file."""
     log = shared_path / "log.csv"
-    found = replace(Settings.of(Config()), bucket_bytes=1024)
+    found = Tunable.of(Config())._replace(bucket_bytes=1024)
     if RANK == 0:
-        TuningLog(str(log), Job(SIZE, 1, GRADIENT_BYTES)).choice(99, found)
+        TuningLog(str(log), Workload(SIZE, 1, GRADIENT_BYTES)).choice(99, found)
     with started():
         losses, parameters = train(10)
     with started(AUTOTUNE=autotune, AUTOTUNE_LOAD=log if RANK == 0 else shared_path / "nowhere"):
@@ -144,22 +143,22 @@ def test_settings_change_between_the_same_two_operations(machine_of: Machines) -
     names = [f"tensor {i}" for i in range(30)]
     rng = random.Random(RANK)
     with running(WORLD, TINY, machine_of) as runtime:
-        default = Settings.of(TINY)
+        default = Tunable.of(TINY)
         for change in [
-            replace(default, segment_bytes=4096),
-            replace(default, segment_bytes=64, small_bytes=0),
-            replace(default, small_bytes=1 << 20, rails=1),
+            default._replace(segment_bytes=4096),
+            default._replace(segment_bytes=64, small_bytes=0),
+            default._replace(small_bytes=1 << 20, rails=1),
             default,
         ]:
             tensors = {name: Tensor.input(100 * i, DType.FLOAT32, i) for i, name in enumerate(names)}
             order = rng.sample(names, len(names))
             handles = [allreduce(runtime, tensors[name], name=name) for name in order[:15]]
-            runtime.group.configure(change)
-            assert Settings.of(runtime.group.config) == change
+            configure(runtime.group, change)
+            assert Tunable.of(runtime.group.config) == change
             handles += [allreduce(runtime, tensors[name], name=name) for name in order[15:]]
             for handle in handles:
                 handle.wait()
             expected = (reduced(ReduceOp.SUM, 100 * i, DType.FLOAT32, salt=i) for i in range(len(names)))
             agree(WORLD, *(tensors[name].problem(value, name) for name, value in zip(names, expected, strict=True)))
         with pytest.raises(MismatchError, match=r"configure 'configure.noname': settings is \(1, "):
-            runtime.group.configure(replace(default, bucket_bytes=1 + RANK))
+            configure(runtime.group, default._replace(bucket_bytes=1 + RANK))

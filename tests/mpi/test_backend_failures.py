@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from backend_lab import HALVING, KINDS, RANK, RING, SIZE, Lab, assert_none, fill, values_of
+from backend_lab import HALVING, KINDS, RANK, RING, SIZE, Lab, allocate, assert_none, fill, values_of
 from hvdlite.collectives.base import Backend
-from hvdlite.collectives.select import Limits
+from hvdlite.collectives.thresholds import Limits
 from hvdlite.dtypes import DType
 from hvdlite.errors import CollectiveError, RankFailedError
-from hvdlite.memory import Buffer, shard_bounds
+from hvdlite.memory.layout import Range, shard_bounds
+from hvdlite.memory.views import Buffer
 
 LAST = SIZE - 1
 NUMEL = 5000
@@ -32,18 +33,23 @@ def failure_of(action: Callable[[], None]) -> tuple[CollectiveError | None, floa
     return None, time.monotonic() - start
 
 
-def allgather(backend: Backend, buf: Buffer) -> None:
-    backend.allgather(buf, [[shard_bounds(buf.numel, SIZE, rank, 4)] for rank in range(SIZE)])
+def shards(buf: Buffer) -> list[list[Range]]:
+    return [[shard_bounds(buf.numel, SIZE, rank, 4)] for rank in range(SIZE)]
 
 
+LABEL = "layer3.weight"
 OPERATIONS: dict[str, Callable[[Backend, Buffer], None]] = {
-    "small allreduce": lambda backend, buf: backend.allreduce(buf.narrow(0, 20)),
-    "large allreduce": lambda backend, buf: backend.allreduce(buf),
-    "reduce_scatter": lambda backend, buf: backend.reduce_scatter(buf, parts=SIZE),
-    "allgather": allgather,
-    "broadcast": lambda backend, buf: backend.broadcast(buf, LAST),
+    "small allreduce": lambda backend, buf: backend.allreduce(buf.narrow(0, 20), label=LABEL).wait(),
+    "large allreduce": lambda backend, buf: backend.allreduce(buf, label=LABEL).wait(),
+    "reduce_scatter": lambda backend, buf: backend.reduce_scatter(buf, shards(buf), label=LABEL).wait(),
+    "allgather": lambda backend, buf: backend.allgather(buf, shards(buf), label=LABEL).wait(),
+    "broadcast": lambda backend, buf: backend.broadcast(buf, LAST, label=LABEL).wait(),
     "barrier": lambda backend, buf: backend.barrier(),
 }
+
+
+def named(operation: str) -> list[str]:
+    return [] if operation == "barrier" else [f"'{LABEL}'"]
 
 
 @alone
@@ -58,19 +64,20 @@ def test_the_end_of_the_job_ends_the_wait(comm: MPI.Intracomm, kind: str) -> Non
 
     lab = Lab(check=check)
     backend = lab.build(kind)
-    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    buf = allocate(backend, NUMEL, DType.FLOAT32)
 
     def end() -> None:
         died.set()
         for node in lab.nodes_made:
             node.abort()
+        backend.wake()
 
     comm.Barrier()
     messenger = threading.Timer(0.3, end)
     messenger.start()
     problem = None
     if RANK != LAST:
-        error, seconds = failure_of(lambda: backend.allreduce(buf))
+        error, seconds = failure_of(lambda: backend.allreduce(buf).wait())
         if str(error) != f"rank {LAST} died" or not 0.2 < seconds < 5:
             problem = f"{error!r} after {seconds:.2f} s"
     messenger.join()
@@ -81,15 +88,13 @@ def test_the_end_of_the_job_ends_the_wait(comm: MPI.Intracomm, kind: str) -> Non
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_node_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
     lab = Lab(timeout_s=0.3)
-    backend = lab.shm((tuple(range(SIZE)),))
-    lab.nodes_made[-1].ranks = tuple(range(100, 100 + SIZE))  # errors speak of these
-    backend.label = "layer3.weight"
-    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    backend = lab.shm((tuple(range(SIZE)),), range(100, 100 + SIZE))
+    buf = allocate(backend, NUMEL, DType.FLOAT32)
     comm.Barrier()
     problem = None
     if RANK != LAST:
         error, seconds = failure_of(lambda: OPERATIONS[operation](backend, buf))
-        wanted = [operation.split()[-1], "'layer3.weight'", f"[{100 + LAST}] did not come"]
+        wanted = [operation.split()[-1], *named(operation), f"[{100 + LAST}] did not come"]
         wanted += ["0.3 s", "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"]
         if not all(part in str(error) for part in wanted) or not 0.25 < seconds < 5:
             problem = f"{error!r} after {seconds:.2f} s"
@@ -101,14 +106,13 @@ def test_node_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
 def test_ring_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
     """Some rank waits for the last one, and says so; the others wait for ranks that wait."""
     backend = Lab(timeout_s=0.3).ring(MPI.COMM_WORLD.Dup(), range(100, 100 + SIZE))
-    backend.label = "layer3.weight"
-    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    buf = allocate(backend, NUMEL, DType.FLOAT32)
     comm.Barrier()
     error, seconds = None, 0.3
     problem = None
     if RANK != LAST:
         error, seconds = failure_of(lambda: OPERATIONS[operation](backend, buf))
-        wanted = [operation.split()[-1], "'layer3.weight'", "did not", "0.3 s", "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"]
+        wanted = [operation.split()[-1], *named(operation), "did not", "0.3 s", "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"]
         if not all(part in str(error) for part in wanted) or not 0.25 < seconds < 5:
             problem = f"{error!r} after {seconds:.2f} s"
     assert_none(problem)
@@ -119,12 +123,12 @@ def test_ring_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
 @pytest.mark.parametrize("limits", [RING, HALVING], ids=["doubling", "halving"])
 def test_a_call_that_came_before_names_the_late_rank_too(comm: MPI.Intracomm, limits: Limits) -> None:
     backend = Lab(timeout_s=0.3).ring(MPI.COMM_WORLD.Dup(), limits=limits)
-    buf = backend.allocate(20, DType.FLOAT32)
+    buf = allocate(backend, 20, DType.FLOAT32)
     fill(buf, np.zeros(20))
     for _ in range(3):
-        backend.allreduce(buf)
+        backend.allreduce(buf).wait()
     comm.Barrier()
-    error = failure_of(lambda: backend.allreduce(buf))[0] if RANK != LAST else None
+    error = failure_of(lambda: backend.allreduce(buf).wait())[0] if RANK != LAST else None
     problem = None if RANK == LAST or "allreduce: rank" in str(error) else repr(error)
     assert_none(problem)
     assert any(f"rank {LAST} did not" in text for text in comm.allgather(str(error)))
@@ -134,14 +138,14 @@ def test_a_call_that_came_before_names_the_late_rank_too(comm: MPI.Intracomm, li
 def test_failures_of_mpi_become_ours() -> None:
     """The last rank breaks the contract and sends more than rank 0 has room for."""
     backend = Lab(timeout_s=10).ring(MPI.COMM_WORLD.Dup())
-    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    buf = allocate(backend, NUMEL, DType.FLOAT32)
     problem = None
     if RANK == 0:
-        error, _ = failure_of(lambda: backend.broadcast(buf.narrow(0, 10), LAST))
+        error, _ = failure_of(lambda: backend.broadcast(buf.narrow(0, 10), LAST).wait())
         if "broadcast: MPI failed" not in str(error) or not isinstance(error and error.__cause__, MPI.Exception):
             problem = repr(error)
     else:
-        backend.broadcast(buf.narrow(0, 20), LAST)
+        backend.broadcast(buf.narrow(0, 20), LAST).wait()
     assert_none(problem)
 
 
@@ -149,15 +153,15 @@ def test_failures_of_mpi_become_ours() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_waiting_takes_no_cpu(comm: MPI.Intracomm, kind: str) -> None:
     backend = Lab().build(kind)
-    buf = backend.allocate(NUMEL, DType.FLOAT32)
+    buf = allocate(backend, NUMEL, DType.FLOAT32)
     fill(buf, values_of(RANK, NUMEL))
     for _ in range(2):  # what comes again is prepared by then
-        backend.allreduce(buf)
+        backend.allreduce(buf).wait()
     comm.Barrier()
     if RANK == LAST:
         time.sleep(0.5)
     start = time.thread_time()
-    backend.allreduce(buf)
+    backend.allreduce(buf).wait()
     seconds = time.thread_time() - start
     assert_none(f"{seconds:.3f} s of CPU during a wait of 0.5 s" if seconds > 0.1 else None)
     backend.close()

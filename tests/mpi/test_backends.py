@@ -21,6 +21,7 @@ from backend_lab import (
     SMALL,
     Lab,
     Layout,
+    allocate,
     assert_none,
     difference,
     encode,
@@ -30,16 +31,19 @@ from backend_lab import (
     reduced,
     values_of,
 )
-from hvdlite.collectives.base import Backend, Range
+from hvdlite.collectives.algorithms import Algorithm
+from hvdlite.collectives.base import Backend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
-from hvdlite.collectives.plans import Algorithm
 from hvdlite.collectives.ring import RingBackend
-from hvdlite.collectives.select import Limits, build_backend
+from hvdlite.collectives.select import build_backend
 from hvdlite.collectives.shm import ShmBackend
+from hvdlite.collectives.thresholds import Limits
 from hvdlite.config import Config
-from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.memory import Buffer, shard_bounds
-from hvdlite.timeline.recorder import Lane, Recorder
+from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.memory.host import HostMemory
+from hvdlite.memory.layout import Range, shard_bounds
+from hvdlite.memory.views import Buffer
+from hvdlite.recorder import Lane, Recorder
 from hvdlite.topology import Topology
 
 REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]
@@ -64,7 +68,7 @@ Take = Callable[[int, DType], Buffer]
 @pytest.fixture(scope="module")
 def take(backend: Backend) -> Take:
     """Buffers that all begin at the same place, so that every operation follows the one before it at once."""
-    whole = backend.allocate(1 << 16, DType.UINT8)
+    whole = allocate(backend, 1 << 16, DType.UINT8)
     return lambda numel, dtype: whole.narrow(0, numel * dtype.itemsize).as_dtype(dtype)
 
 
@@ -76,7 +80,7 @@ def sizes(dtype: DType) -> list[int]:
 
 
 def test_allocated_buffers_are_apart(backend: Backend, comm: MPI.Intracomm) -> None:
-    buffers = [backend.allocate(numel, DType.INT16) for numel in (0, 1, 5000)]
+    buffers = [allocate(backend, numel, DType.INT16) for numel in (0, 1, 5000)]
     for number, buf in enumerate(buffers):
         assert buf.address % 64 == 0
         fill(buf, values_of(RANK, buf.numel, number))
@@ -90,34 +94,25 @@ def test_allreduce_sums_at_every_size(backend: Backend, take: Take) -> None:
         for numel in sizes(dtype):
             buf = take(numel, dtype)
             fill(buf, values_of(RANK, numel))
-            backend.allreduce(buf)
+            backend.allreduce(buf).wait()
             problems.append(difference(buf, reduced(ReduceOp.SUM, numel, dtype)))
     assert_none(*problems)
 
 
-def test_neighbours_are_at_work_while_one_is_on_its_way(lab: Lab, comm: MPI.Intracomm) -> None:
-    """What is prepared late, by the call, is reduced all the same."""
-    ring = lab.ring(MPI.COMM_WORLD.Dup())
-    buffers = [ring.allocate(numel, DType.INT64) for numel in (3000, 5, 0, 700)]
-    for count in range(1, len(buffers) + 1):
-        calls: list[str] = []
-
-        def prepare(number: int, calls: list[str] = calls) -> None:
-            calls.append(f"prepare {number}")
-            fill(buffers[number], values_of(RANK, buffers[number].numel))
-
-        def deliver(number: int, calls: list[str] = calls) -> None:
-            calls.append(f"deliver {number}")
-            buf = buffers[number]
-            assert_none(difference(buf, reduced(ReduceOp.SUM, buf.numel, DType.INT64)))
-            fill(buf, np.zeros(buf.numel))
-
-        ring.allreduce_each(buffers[:count], prepare=prepare, deliver=deliver)
-        expected = ["prepare 0"]
-        for number in range(1, count):
-            expected += [f"prepare {number}", f"deliver {number - 1}"]
-        assert calls == [*expected, f"deliver {count - 1}"]
-    ring.close()
+def test_operations_that_are_begun_complete_in_order(backend: Backend, take: Take) -> None:
+    """Whoever waits for the last has waited for all; a wait may come again, and in any order."""
+    numels = (3000, 5, 0, 700)
+    whole, offsets = take(2 * sum(numels), DType.INT64), itertools.accumulate(numels, initial=0)
+    buffers = [whole.narrow(start, start + numel) for start, numel in zip(offsets, numels, strict=False)]
+    for salt, order in enumerate(itertools.permutations(range(len(numels)))):
+        for buf in buffers:
+            fill(buf, values_of(RANK, buf.numel, salt))
+        begun = [backend.allreduce(buf) for buf in buffers]
+        for number in (*order, 0) if salt % 2 else (-1,):
+            begun[number].wait()
+        problems = [difference(buf, reduced(ReduceOp.SUM, buf.numel, DType.INT64, salt=salt)) for buf in buffers]
+        assert_none(*problems)
+        backend.barrier()  # no rank fills what another one may still be reading
 
 
 def test_allreduce_combines_with_every_operation(backend: Backend, take: Take) -> None:
@@ -125,7 +120,7 @@ def test_allreduce_combines_with_every_operation(backend: Backend, take: Take) -
     for numel, dtype, op in itertools.product([5, 1500], REDUCING, OPS):
         buf = take(numel, dtype)
         fill(buf, values_of(RANK, numel))
-        backend.allreduce(buf, op=op)
+        backend.allreduce(buf, Reduction(op)).wait()
         problems.append(difference(buf, reduced(op, numel, dtype), op.label))
     assert_none(*problems)
 
@@ -139,7 +134,7 @@ def test_scales_apply_before_and_after(backend: Backend, take: Take, numel: int)
             for prescale, postscale in [(0.5, 1.0), (1.0, 1.5), (0.5, 1.5)]:
                 buf = take(numel, dtype)
                 fill(buf, values_of(RANK, numel))
-                backend.allreduce(buf, op=op, prescale=prescale, postscale=postscale)
+                backend.allreduce(buf, Reduction(op, prescale, postscale)).wait()
                 expected = reduced(op, numel, dtype, prescale, postscale)
                 problems.append(difference(buf, expected, f"{op.label} {prescale} {postscale}"))
     assert_none(*problems)
@@ -149,7 +144,7 @@ def test_scales_apply_before_and_after(backend: Backend, take: Take, numel: int)
 def test_prescale_keeps_fp16_in_range(backend: Backend, take: Take, numel: int) -> None:
     buf = take(numel, DType.FLOAT16)
     fill(buf, np.full(numel, 57344.0))  # two of them pass the largest fp16, 65504
-    backend.allreduce(buf, prescale=0.25)
+    backend.allreduce(buf, Reduction(prescale=0.25)).wait()
     assert_none(difference(buf, np.full(numel, 14336.0 * SIZE)))
 
 
@@ -167,7 +162,7 @@ def test_every_rank_gets_the_same_bits_every_time(
         for _ in range(3):
             buf = take(numel, dtype)
             fill(buf, values)
-            backend.allreduce(buf, op=op, postscale=1 / SIZE)
+            backend.allreduce(buf, Reduction(op, postscale=1 / SIZE)).wait()
             results.append(memory(buf).tobytes())
             time.sleep(random.random() * 1e-3)
         everybody = {result for row in comm.allgather(results) for result in row}
@@ -184,7 +179,7 @@ def test_calls_that_come_again_on_the_same_memory(
         for dtype, op in ((DType.BFLOAT16, ReduceOp.SUM), (DType.INT32, ReduceOp.MAX))[: 1 + (repetition == 3)]:
             buf = take(numel, dtype)
             fill(buf, values_of(RANK, numel, number))
-            backend.allreduce(buf, op=op, prescale=2.0, postscale=0.5)
+            backend.allreduce(buf, Reduction(op, 2.0, 0.5)).wait()
             problems.append(difference(buf, reduced(op, numel, dtype, 2.0, 0.5, number), f"time {repetition}"))
     assert_none(*problems)
 
@@ -195,25 +190,9 @@ def test_rounding_stays_small(backend: Backend, take: Take) -> None:
     contributions = [np.random.default_rng(rank).standard_normal(numel).astype(np.float32) for rank in range(SIZE)]
     buf = take(numel, DType.FLOAT32)
     memory(buf)[:] = contributions[RANK].view(np.uint8)
-    backend.allreduce(buf)
+    backend.allreduce(buf).wait()
     error = np.abs(memory(buf).view(np.float32) - np.sum(contributions, axis=0, dtype=np.float64)).max()
     assert_none(None if error < 2e-6 else f"error {error}")
-
-
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX], ids=lambda op: op.label)
-def test_reduce_scatter_leaves_every_part_with_its_rank(backend: Backend, take: Take, op: ReduceOp) -> None:
-    problems = []
-    for parts in range(1, SIZE + 1):
-        for dtype in (DType.UINT8, DType.BFLOAT16, DType.FLOAT32, DType.INT64):
-            for numel in (0, 1, 33, 130, 1500):
-                buf = take(numel, dtype)
-                fill(buf, values_of(RANK, numel))
-                backend.reduce_scatter(buf, parts=parts, op=op, prescale=2.0, postscale=0.5)
-                if parts > RANK:
-                    start, stop = shard_bounds(numel, parts, RANK, dtype.itemsize)
-                    expected = reduced(op, numel, dtype, 2.0, 0.5)[start:stop]
-                    problems.append(difference(buf.narrow(start, stop), expected, f"part {RANK} of {parts}"))
-    assert_none(*problems)
 
 
 def deal(numel: int, seed: int) -> list[list[Range]]:
@@ -227,6 +206,41 @@ def deal(numel: int, seed: int) -> list[list[Range]]:
     for ranges in blocks:
         generator.shuffle(ranges)
     return blocks
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX], ids=lambda op: op.label)
+def test_reduce_scatter_leaves_every_block_with_its_rank(backend: Backend, take: Take, op: ReduceOp) -> None:
+    problems = []
+    for dtype in (DType.UINT8, DType.BFLOAT16, DType.FLOAT32, DType.INT64):
+        for seed, numel in enumerate((0, 1, 33, 130, 1500, 1500, 60_000 // dtype.itemsize)):
+            shards = [[shard_bounds(numel, SIZE, rank, dtype.itemsize)] for rank in range(SIZE)]
+            for blocks in (shards, deal(numel, seed)):
+                buf = take(numel, dtype)
+                fill(buf, values_of(RANK, numel))
+                backend.reduce_scatter(buf, blocks, Reduction(op, 2.0, 0.5)).wait()
+                expected = reduced(op, numel, dtype, 2.0, 0.5)
+                for start, stop in blocks[RANK]:
+                    problems.append(difference(buf.narrow(start, stop), expected[start:stop], f"{blocks}"))
+    assert_none(*problems)
+
+
+def test_a_reduce_scatter_that_stays_open_and_the_allgather_that_closes_it(backend: Backend, take: Take) -> None:
+    """Are an allreduce, in between which each rank may change its own ranges."""
+    problems = []
+    for seed, numel in enumerate((0, 1, 130, 1500, 15_000, 1500)):
+        blocks = deal(numel, seed)
+        buf = take(numel, DType.INT32)
+        fill(buf, values_of(RANK, numel, seed))
+        backend.reduce_scatter(buf, blocks, stays_open=True).wait()
+        expected = reduced(ReduceOp.SUM, numel, DType.INT32, salt=seed)
+        for start, stop in blocks[RANK]:
+            problems.append(difference(buf.narrow(start, stop), expected[start:stop], "reduced"))
+            fill(buf.narrow(start, stop), expected[start:stop] + 1)
+        backend.allgather(buf, blocks, closes=True).wait()
+        for start, stop in (elements for ranges in blocks for elements in ranges):
+            problems.append(difference(buf.narrow(start, stop), expected[start:stop] + 1, "gathered"))
+        memory(buf)[:] = 0  # the owner goes on at once
+    assert_none(*problems)
 
 
 def gathered(blocks: Sequence[Sequence[Range]], numel: int, salt: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -262,7 +276,7 @@ def test_allgather_of_ragged_blocks(backend: Backend, take: Take, dtype: DType) 
         memory(buf)[:] = 0
         for start, stop in blocks[RANK]:
             fill(buf.narrow(start, stop), values_of(RANK, numel)[start:stop])
-        backend.allgather(buf, blocks)
+        backend.allgather(buf, blocks).wait()
         problems.append(gather_problem(buf, blocks))
     assert_none(*problems)
 
@@ -274,7 +288,7 @@ def test_broadcast_from_every_root(backend: Backend, take: Take, root: int) -> N
         for numel in sizes(dtype):
             buf = take(numel, dtype)
             fill(buf, values_of(RANK, numel))
-            backend.broadcast(buf, root)
+            backend.broadcast(buf, root).wait()
             problems.append(difference(buf, values_of(root, numel), f"broadcast from {root}"))
     assert_none(*problems)
 
@@ -331,7 +345,7 @@ def test_operations_back_to_back(backend: Backend) -> None:
     """
     numel = 2000
     common, own = random.Random(1), random.Random(1000 + RANK)
-    buffers = [backend.allocate(numel * 4, DType.UINT8) for _ in range(3)]
+    buffers = [allocate(backend, numel * 4, DType.UINT8) for _ in range(3)]
     problems: list[str | None] = []
     for number in range(600):
         step = random_step(common, numel)
@@ -343,24 +357,25 @@ def test_operations_back_to_back(backend: Backend) -> None:
         problem = None
         if step.kind == "allreduce":
             fill(buf, values)
-            backend.allreduce(buf, op=step.op)
+            backend.allreduce(buf, Reduction(step.op)).wait()
             problem = difference(buf, reduced(step.op, buf.numel, buf.dtype, salt=number), step.op.label)
         elif step.kind == "reduce_scatter":
             fill(buf, values)
-            backend.reduce_scatter(buf, parts=SIZE, op=step.op)
-            start, stop = shard_bounds(buf.numel, SIZE, RANK, buf.dtype.itemsize)
-            expected = reduced(step.op, buf.numel, buf.dtype, salt=number)[start:stop]
-            problem = difference(buf.narrow(start, stop), expected, "reduce_scatter")
+            blocks = deal(buf.numel, step.seed)
+            backend.reduce_scatter(buf, blocks, Reduction(step.op)).wait()
+            expected = reduced(step.op, buf.numel, buf.dtype, salt=number)
+            found = [difference(buf.narrow(a, b), expected[a:b], "reduce_scatter") for a, b in blocks[RANK]]
+            problem = next((text for text in found if text), None)
         elif step.kind == "allgather":
             blocks = deal(buf.numel, step.seed)
             memory(buf)[:] = 0
             for start, stop in blocks[RANK]:
                 fill(buf.narrow(start, stop), values[start:stop])
-            backend.allgather(buf, blocks)
+            backend.allgather(buf, blocks).wait()
             problem = gather_problem(buf, blocks, number)
         elif step.kind == "broadcast":
             fill(buf, values)
-            backend.broadcast(buf, step.root)
+            backend.broadcast(buf, step.root).wait()
             problem = difference(buf, values_of(step.root, buf.numel, number), "broadcast")
         else:
             backend.barrier()
@@ -374,7 +389,7 @@ def test_memory_is_free_when_large_messages_are_gone(algorithm: Algorithm) -> No
     """Messages that MPI does not buffer: a rank that returns before they have left sends what it writes next."""
     up_to = {Algorithm.DOUBLING: (1 << 30, 0), Algorithm.HALVING: (0, 1 << 30), Algorithm.RING: (0, 0)}[algorithm]
     backend = Lab(segment_bytes=1 << 17).ring(MPI.COMM_WORLD.Dup(), limits=Limits(*up_to, tree_bytes=1 << 18))
-    whole = backend.allocate(1 << 18, DType.FLOAT32)
+    whole = allocate(backend, 1 << 18, DType.FLOAT32)
     problems: list[str | None] = []
     for number in range(12):
         buf = whole.narrow(0, (1 << 16) - 3) if number % 2 else whole
@@ -383,10 +398,10 @@ def test_memory_is_free_when_large_messages_are_gone(algorithm: Algorithm) -> No
         if (root + 1) % SIZE == RANK:
             time.sleep(3e-3)
         if number % 3:
-            backend.allreduce(buf)
+            backend.allreduce(buf).wait()
             expected = reduced(ReduceOp.SUM, buf.numel, DType.FLOAT32, salt=number)
         else:
-            backend.broadcast(buf, root)
+            backend.broadcast(buf, root).wait()
             if root == RANK:
                 memory(buf)[:] = 0
                 continue
@@ -402,10 +417,10 @@ def test_the_table_of_backends(nodes: Layout) -> None:
     lab = Lab()
     node = lab.node(nodes)
     rail = lab.rail(nodes) if len(nodes) > 1 else None
-    backend = build_backend(node, rail, Topology(RANK, nodes), Config(), nothing_failed, lab.recorder)
-    buf = backend.allocate(3, DType.FLOAT64)
+    backend = build_backend(node, HostMemory(node), rail, Topology(RANK, nodes), Config(), nothing_failed, lab.recorder)
+    buf = allocate(backend, 3, DType.FLOAT64)
     fill(buf, values_of(RANK, 3))
-    backend.allreduce(buf)
+    backend.allreduce(buf).wait()
     wanted = ShmBackend if len(nodes) == 1 else RingBackend if len(nodes) == SIZE else HierarchicalBackend
     kind = None if type(backend) is wanted else f"{nodes} got {type(backend).__name__}"
     assert_none(kind, difference(buf, reduced(ReduceOp.SUM, 3, DType.FLOAT64)))
@@ -418,11 +433,10 @@ def test_the_timeline_shows_the_stages() -> None:
     recorder = Recorder(100)
     lab = Lab(recorder)
     backend: Backend = lab.build("shm") if nodes is None else lab.hierarchical(nodes, one_rail_bytes=0)
-    backend.label = "bucket 3"
-    buf = backend.allocate(1000, DType.FLOAT32)
+    buf = allocate(backend, 1000, DType.FLOAT32)
     fill(buf, values_of(RANK, 1000))
     recorder.start()
-    backend.allreduce(buf)
+    backend.allreduce(buf, label="bucket 3").wait()
     events, _ = recorder.drain()
     spans = [
         (lane, nbytes) for _, lane, name, _, _, nbytes, dtype in events if (name, dtype) == ("bucket 3", "float32")

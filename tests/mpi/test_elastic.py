@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from mpi4py import MPI
 
 import hvdlite
 import hvdlite.torch as hvd
-from hvdlite.errors import MismatchError
+from hvdlite.errors import MismatchError, UsageError
 
 pytestmark = pytest.mark.any_mpi
 
@@ -191,6 +192,65 @@ def test_a_failure_of_one_rank_costs_one_batch(place: str, set_to_none: bool) ->
     # What was left was shared anew, but each batch of all ranks together is the same.
     for name, value in weights.items():
         torch.testing.assert_close(again[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_the_ranks_and_the_process_sets_are_kept(comm: MPI.Intracomm) -> None:
+    """Those of init(), and those that were added since; the rank that init() left out stays out."""
+    if hvd.size() == 1:
+        pytest.skip("nobody would be left")
+    members = list(range(hvd.size() - 1))
+    me = hvd.rank()
+    hvd.shutdown()
+    if me in members:
+        first, gone = hvd.ProcessSet([0]), hvd.ProcessSet([members[-1]])
+        hvd.init(comm=members, process_sets=[first] if len(members) > 1 else None)
+        if len(members) > 1:
+            hvd.add_process_set(gone)
+            assert hvd.remove_process_set(gone)
+            added = hvd.add_process_set(members[1:])
+        starts = 0
+
+        @hvd.elastic.run
+        def loop(state: hvd.elastic.ObjectState) -> None:
+            nonlocal starts
+            starts += 1
+            hvd.barrier()
+            if starts < 3 and hvd.rank() == members[-1]:
+                raise hvd.HorovodInternalError("a failure")
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == len(members)
+            if len(members) == 1:
+                return
+            assert hvdlite.runtime().process_sets() == {0: members, 1: [0], 3: members[1:]}
+            for process_set in (first, added):
+                if process_set.included():
+                    total = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=process_set)
+                    assert total.item() == process_set.size()
+            with pytest.raises(ValueError, match="is not registered"):
+                gone.group()
+            assert (first.process_set_id, added.process_set_id) == (1, 3)
+            hvd.barrier()  # before any of them shuts down
+
+        loop(hvd.elastic.ObjectState())
+        assert starts == 3
+        hvd.shutdown()
+    comm.Barrier()
+    hvd.init()  # for the others
+
+
+def test_a_wrong_op_ends_it() -> None:
+    """Which would come again and again, though programs written for Horovod catch HorovodInternalError for it."""
+    starts = 0
+
+    @hvd.elastic.run
+    def loop(state: hvd.elastic.ObjectState) -> None:
+        nonlocal starts
+        starts += 1
+        hvd.reducescatter(torch.ones(4), op=hvd.Max)
+
+    with pytest.raises(UsageError, match="op is Max; pass hvd.Average or hvd.Sum"):
+        loop(hvd.elastic.ObjectState())
+    assert starts == 1
+    hvd.barrier()
 
 
 def test_ranks_that_contradict_one_another_are_told() -> None:

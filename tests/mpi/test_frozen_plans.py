@@ -14,6 +14,7 @@ from mpi4py import MPI
 import hvdlite.torch as hvd
 from backend_lab import RANK, SIZE
 from hvdlite.dtypes import DType
+from hvdlite.operations.join import join_async
 from hvdlite.runtime import Runtime
 from runtime_lab import TINY, Difference, Machines, Tensor, agree, allreduce, machines, running
 
@@ -102,8 +103,8 @@ def test_a_bucket_of_a_frozen_plan(runtime: Runtime, world: MPI.Intracomm) -> No
         claims_heard=0,
         messages_cached=0,
         messages_spelled_out=0,
-        page_bytes_written=FRAME * count * runtime.topology.is_leader,
-        page_bytes_read=FRAME * count,
+        page_bytes_written=FRAME * count * (runtime.topology.is_leader and runtime.local_size > 1),
+        page_bytes_read=FRAME * count * (not runtime.topology.is_leader),
         tree_messages_sent=edges(runtime) * count,
         tree_bytes_sent=FRAME * edges(runtime) * count,
         tree_messages_received=edges(runtime) * count,
@@ -116,7 +117,7 @@ def test_an_order_that_changes_at_once_is_counted_all_the_same(
     runtime: Runtime, world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is missing comes before anybody has waited for it, on every rank in an order of its own."""
-    monkeypatch.setattr("hvdlite.coordinator.plan_protocol._GAP_S", inf)
+    monkeypatch.setattr("hvdlite.coordinator.plan_member._GAP_S", inf)
     freeze(runtime, world)
     with Difference(runtime.statistics, world) as counts:
         step(runtime, ORDER[RANK % 3 :] + ORDER[: RANK % 3], at_once=True)
@@ -159,7 +160,7 @@ def test_a_rank_that_joins(runtime: Runtime, world: MPI.Intracomm) -> None:
     with Difference(runtime.statistics, world) as counts:
         if runtime.rank < SIZE - 1:
             step(runtime)
-        runtime.group.join_async().wait()
+        join_async(runtime.group).wait()
     join = 1
     own = join + len(ORDER) * (runtime.rank < SIZE - 1)
     check(world, counts, responses=len(ORDER) + join, counted=0, submissions=own)
@@ -169,7 +170,9 @@ def test_a_rank_that_joins(runtime: Runtime, world: MPI.Intracomm) -> None:
     with Difference(runtime.statistics, world) as counts:
         for _ in range(4):
             step(runtime)
-    check_claims(runtime, world, counts, claimed=UNTIL_FROZEN, counted=4 * len(ORDER) - UNTIL_FROZEN)
+    # That the plan ended says nothing about the next one, which has to repeat itself once less.
+    claimed = UNTIL_FROZEN - len(ORDER)
+    check_claims(runtime, world, counts, claimed=claimed, counted=4 * len(ORDER) - claimed)
     check(world, counts, plans=1)
 
 

@@ -13,7 +13,7 @@ import torch
 import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
-from hvdlite.timeline.recorder import Lane
+from hvdlite.recorder import Lane
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
@@ -222,6 +222,41 @@ def test_switched_off_and_on() -> None:
                 assert torch.equal(p.grad, torch.full_like(p, (i + 1) * total()))
         optimizer.zero_grad()
     assert same_everywhere(model)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_frozen_after_backward_where_ranks_lack_gradients(groups: int) -> None:
+    """A rank with all its gradients takes another way than one without some; both reduce the same buckets."""
+    needs_two()
+    model = Scales([(3,), (9000,), (40, 300), (7,), (5,), (20000,)])
+    optimizer = wrap(model, op=hvd.Sum, groups=groups)
+    everything = range(len(model.p))
+    together = random.Random(0)
+    frozen: set[int] = set()
+    on = set(everything)
+    for _ in range(40):
+        for i, p in enumerate(model.p):
+            p.requires_grad_(i not in frozen)
+        was_on, on = on, set(everything) - frozen
+        lacking = [
+            {i for i in everything if together.random() < 0.2} if together.random() < 0.5 else set()
+            for _ in range(hvd.size())
+        ]
+        mine = on - lacking[hvd.rank()]
+        if mine:
+            model.loss(hvd.rank() + 1.0, tuple(set(everything) - mine)).backward()
+        later = {i for i in on & was_on if together.random() < 0.2}
+        for i in later:
+            model.p[i].requires_grad_(False)
+        optimizer.step()
+        for i in on - later:
+            gradient = model.p[i].grad
+            assert gradient is not None
+            total = sum(rank + 1.0 for rank in range(hvd.size()) if i not in lacking[rank])
+            assert torch.equal(gradient, torch.full_like(gradient, (i + 1) * total))
+        frozen = {i for i in later | frozen if together.random() < 0.5}
+        on -= later
+        optimizer.zero_grad()
 
 
 def test_two_optimizers_in_turns() -> None:

@@ -1,4 +1,4 @@
-"""What the default runtime does to its process: forks, uncaught exceptions, the end of the interpreter."""
+"""The default runtime on several ranks: forks in the middle of work, and what it is when it starts again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from mpi4py import MPI
 
 import hvdlite
 from backend_lab import RANK, SIZE
-from hvdlite.errors import NotInitializedError, ShutDownError
-from hvdlite.memory import TensorView
+from hvdlite import default_runtime
+from hvdlite.errors import NotInitializedError, ShutDownError, StartupError
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.barrier import barrier_async
+from hvdlite.runtime import Runtime
 
 PATIENCE_S = 20.0
 
@@ -32,7 +37,7 @@ def running() -> Iterator[None]:
 def total(name: str | None = None) -> float:
     array = np.full(1000, RANK + 1.0, np.float32)
     view = TensorView.of_numpy(array)
-    hvdlite.runtime().group.allreduce_async([view], [view], name=name).wait()
+    allreduce_async(hvdlite.runtime().group, [view], [view], name=name).wait()
     return float(array[0])
 
 
@@ -85,9 +90,9 @@ def test_a_child_does_not_touch_what_it_inherited(running: None) -> None:
 
     def work() -> str:
         with pytest.raises(ShutDownError):
-            runtime.group.barrier_async()
+            barrier_async(runtime.group)
         with pytest.raises(ShutDownError):
-            runtime.group.allocate(8)
+            allocate(runtime.group, 8)
         runtime.close()
         hvdlite.shutdown()
         return "fine"
@@ -151,10 +156,10 @@ def test_forks_while_operations_are_in_flight(running: None) -> None:
     for step in range(20):
         array = np.full(50_000, RANK + 1.0, np.float32)
         view = TensorView.of_numpy(array)
-        handle = hvdlite.runtime().group.allreduce_async([view], [view], name=f"step {step}")
+        submission = allreduce_async(hvdlite.runtime().group, [view], [view], name=f"step {step}")
         if step % SIZE == RANK:
             children.append(Child(lambda: "fine"))
-        handle.wait()
+        submission.wait()
         problems.append(not (array == EXPECTED).all())
     assert not any(problems)
     assert {child.result() for child in children} <= {"fine"}
@@ -189,8 +194,64 @@ def test_a_child_can_start_a_runtime_of_its_own(running: None) -> None:
         with Runtime(None, Config()) as alone:
             array = np.ones(10, np.float32)
             view = TensorView.of_numpy(array)
-            alone.group.allreduce_async([view], [view]).wait()
+            allreduce_async(alone.group, [view], [view]).wait()
             return f"{alone.size} {array.sum()}"
 
     assert Child(work).result() == "1 10.0"
     assert total() == EXPECTED
+
+
+def test_a_restart_is_a_new_runtime_of_the_same_ranks(running: None) -> None:
+    before = hvdlite.runtime()
+    assert total("gradient") == EXPECTED
+    hvdlite.restart()
+    assert hvdlite.runtime() is not before and before.closed
+    assert (hvdlite.rank(), hvdlite.size()) == (RANK, SIZE)
+    assert total("gradient") == EXPECTED
+
+
+def test_a_restart_after_a_shutdown(running: None) -> None:
+    hvdlite.shutdown()
+    with pytest.raises(NotInitializedError):
+        total()
+    hvdlite.restart()
+    assert total() == EXPECTED
+
+
+def test_a_restart_on_some_ranks_leaves_out_the_others() -> None:
+    """Ranks that never called init() are not waited for."""
+    ranks = list(range(max(1, SIZE - 1)))
+    if RANK in ranks:
+        hvdlite.init(ranks)
+        ranks.append(SIZE)  # what becomes of the caller's list is no concern of hvdlite's
+        hvdlite.restart()
+        assert hvdlite.size() == max(1, SIZE - 1)
+        assert total() == sum(range(1, hvdlite.size() + 1))
+        hvdlite.shutdown()
+
+
+def test_a_restart_on_a_communicator_in_its_order(comm: MPI.Intracomm) -> None:
+    backwards = comm.Split(0, -comm.rank)
+    assert isinstance(backwards, MPI.Intracomm)
+    hvdlite.init(backwards)
+    hvdlite.restart()
+    assert hvdlite.rank() == SIZE - 1 - RANK
+    assert total() == EXPECTED
+    backwards.Free()
+    with pytest.raises(StartupError, match=r"the communicator that hvd\.init\(comm=\.\.\.\) was given has been freed"):
+        hvdlite.restart()
+    assert not hvdlite.is_initialized()
+
+
+def test_a_restart_compares_versions_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def start(*args: object, **kwargs: object) -> Runtime:
+        told.append(kwargs["versions"])
+        return Runtime(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(default_runtime, "Runtime", start)
+    hvdlite.init(versions={"torch": "2.13.0"})
+    hvdlite.restart()
+    hvdlite.shutdown()
+    assert told == [{"torch": "2.13.0"}] * 2

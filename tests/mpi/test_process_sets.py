@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 import hvdlite
 import hvdlite.torch as hvd
+from hvdlite import mpi
 from hvdlite.errors import HorovodInternalError, MismatchError, ShutDownError
 from runtime_lab import LAYOUTS, machines
 
@@ -119,6 +120,27 @@ def test_from_a_communicator() -> None:
     half.Free()
 
 
+def test_ranks_of_a_communicator_leave_no_group_behind() -> None:
+    kept: list[MPI.Group] = []
+
+    class Noted(MPI.Group):
+        def Free(self) -> None:
+            kept.remove(self)
+            super().Free()
+
+    class Comm:
+        def Get_group(self) -> MPI.Group:
+            kept.append(Noted(MPI.COMM_SELF.Get_group()))
+            return kept[-1]
+
+    assert mpi.world_ranks_of(Comm()) == (WORLD.rank,)  # type: ignore[arg-type]
+    assert not kept
+    runtime = hvdlite.runtime()
+    assert runtime.ranks_of(range(WORLD.size)) == runtime.topology.ranks
+    with pytest.raises(ValueError, match="did not call"):
+        runtime.ranks_of([WORLD.size])
+
+
 def test_ranks_that_name_different_sets() -> None:
     if hvd.size() < 2:
         pytest.skip("one rank contradicts nobody")
@@ -189,6 +211,31 @@ def test_removal_fails_what_is_in_flight() -> None:
     if handle is not None:
         with pytest.raises(ShutDownError, match="was removed, so this operation cannot"):
             hvd.synchronize(handle)
+
+
+def test_a_removal_that_was_contradicted_can_be_tried_again() -> None:
+    if hvd.size() < 2:
+        pytest.skip("one rank contradicts nobody")
+    made = [hvd.add_process_set([rank]) for rank in (0, 1)]
+    mine = made[min(hvd.rank(), 1)]
+    for _ in range(2):
+        with pytest.raises(MismatchError, match="ranks of the process set"):
+            hvd.remove_process_set(mine)
+        if mine.included():
+            total(mine)
+    assert [hvd.remove_process_set(process_set) for process_set in made] == [True, True]
+
+
+def test_sets_need_an_mpi_that_serves_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    if hvd.size() < 3:
+        pytest.skip("needs a set of several ranks")
+    monkeypatch.setattr(mpi, "allows_threads", lambda: False)
+    with pytest.raises(hvdlite.ConfigError, match="HVDLITE_MPI_THREADS_DISABLE"):
+        hvd.add_process_set([0, 1])
+    alone = hvd.add_process_set([0])  # calls no MPI
+    if alone.included():
+        total(alone)
+    hvd.remove_process_set(alone)
 
 
 def test_an_optimizer_per_set() -> None:

@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 import hvdlite.torch as hvd
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError
+from hvdlite.operations.allocate import allocate
 from program_lab import SETS, Call, Program, Step, draw
 from runtime_lab import LAYOUTS, Machines, machines
 
@@ -97,7 +98,7 @@ class Worker:
         self._sets = sets
         self._own = random.Random()
         buffers = [
-            process_set.group().allocate(2 * SLOTS * SLOT_BYTES) for process_set in sets if process_set.included()
+            allocate(process_set.group(), 2 * SLOTS * SLOT_BYTES) for process_set in sets if process_set.included()
         ]
         self._slots = [torch.from_numpy(buffer.memory) for buffer in buffers]
 

@@ -17,9 +17,15 @@ from mpi4py import MPI
 
 from backend_lab import RANK, SIZE, reduced, values_of
 from hvdlite.config import Config
-from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.fusion.fusion_buffer import Home, slot_offsets
-from hvdlite.memory import TensorView
+from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.memory.base import Home
+from hvdlite.memory.layout import slot_offsets
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allgather import allgather_async
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.barrier import barrier_async
+from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.runtime import Runtime
 from runtime_lab import CHUNK, LAYOUTS, REDUCING, SIZES, STAGING, Gathered, Tensor, agree, allreduce, nodes_of, running
 
@@ -59,7 +65,7 @@ def test_sums_of_every_size_at_once(runtime: Runtime, world: MPI.Intracomm, dtyp
     for salt, numel in enumerate(SIZES):
         tensor = Tensor.input(numel, dtype, salt)
         target = tensor if salt % 2 else Tensor.empty(numel, dtype)
-        handle = runtime.group.allreduce_async([tensor.view], [target.view], name=f"{dtype.label}.{numel}")
+        handle = allreduce_async(runtime.group, [tensor.view], [target.view], name=f"{dtype.label}.{numel}")
         work.append((handle, tensor, target, salt))
     problems = []
     for (handle, tensor, target, salt), numel in zip(work, SIZES, strict=True):
@@ -114,15 +120,15 @@ def test_a_group_of_all_types_goes_together(runtime: Runtime, world: MPI.Intraco
         sizes = [0, 1, 17, STAGING, 5, 0, 33, 1000, 2]
         tensors = [Tensor.input(n, dtype, salt) for n, dtype in zip(sizes, REDUCING, strict=True)]
         targets = [Tensor.empty(n, dtype) for n, dtype in zip(sizes, REDUCING, strict=True)]
-        runtime.group.allreduce_async([t.view for t in tensors], [t.view for t in targets], name="group").wait()
+        allreduce_async(runtime.group, [t.view for t in tensors], [t.view for t in targets], name="group").wait()
         expected = [reduced(ReduceOp.SUM, n, dtype, salt=salt) for n, dtype in zip(sizes, REDUCING, strict=True)]
         agree(world, *(t.problem(values) for t, values in zip(targets, expected, strict=True)))
 
 
 def test_groups_of_nothing(runtime: Runtime) -> None:
-    runtime.group.allreduce_async([], []).wait()
-    runtime.group.allgather_async([], lambda index, shape: None).wait()  # type: ignore[arg-type, return-value]
-    runtime.group.broadcast_async([], root_rank=LAST).wait()
+    allreduce_async(runtime.group, [], []).wait()
+    allgather_async(runtime.group, [], lambda index, shape: None).wait()  # type: ignore[arg-type, return-value]
+    broadcast_async(runtime.group, [], root_rank=LAST).wait()
 
 
 def test_scalars_and_shapes_of_many_dimensions(runtime: Runtime, world: MPI.Intracomm) -> None:
@@ -142,7 +148,9 @@ def test_floats_travel_in_fewer_bytes_and_integers_as_they_are(
     for dtype in REDUCING:
         for numel in (0, 1, CHUNK // 2 + 1, 3000):
             tensor, target = Tensor.input(numel, dtype), Tensor.empty(numel, dtype)
-            handle = runtime.group.allreduce_async([tensor.view], [target.view], wire_dtype=wire, postscale=2.0)
+            handle = allreduce_async(
+                runtime.group, [tensor.view], [target.view], reduction=Reduction(postscale=2.0), wire_dtype=wire
+            )
             work.append((handle, target, reduced(ReduceOp.SUM, numel, dtype, 1.0, 2.0)))
     fine = Tensor.of(np.full(50, 1 + 2**-12), DType.FLOAT32)  # neither 16-bit type can hold this
     work.append((allreduce(runtime, fine, wire_dtype=wire), fine, np.full(50, float(SIZE))))
@@ -171,7 +179,7 @@ def test_hundreds_of_small_ones_in_a_different_order_on_every_rank(runtime: Runt
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.INT8], ids=lambda dtype: dtype.label)
 def test_tensors_in_their_slots(runtime: Runtime, world: MPI.Intracomm, dtype: DType) -> None:
-    buffer = runtime.group.allocate(10_000)
+    buffer = allocate(runtime.group, 10_000)
     assert not buffer.memory.any()
     problems = []
     for salt, (start, numel) in enumerate([(0, 1), (64, 0), (128, 333), (2, 777), (5000, 5000 // dtype.itemsize)]):
@@ -187,7 +195,7 @@ def test_tensors_in_their_slots(runtime: Runtime, world: MPI.Intracomm, dtype: D
 
 def test_ranks_may_differ_in_place(runtime: Runtime, world: MPI.Intracomm) -> None:
     """In a slot here, at another offset or outside there: the tensors are copied, the result is the same."""
-    buffers = [runtime.group.allocate(4096) for _ in range(2)]
+    buffers = [allocate(runtime.group, 4096) for _ in range(2)]
     problems = []
     for salt in range(8):
         chosen = (salt + RANK * (salt % 3)) % 4  # alike on all ranks in some turns
@@ -206,7 +214,7 @@ def test_a_group_with_a_home(runtime: Runtime, world: MPI.Intracomm, dtype: DTyp
     """Members at their place, elsewhere, without memory (zeros), and targets elsewhere; on some ranks only."""
     sizes = [33, 0, 5, 64, 1, 700]
     offsets, total = slot_offsets(sizes, dtype.itemsize)
-    buffer = runtime.group.allocate(4096 + total * dtype.itemsize)
+    buffer = allocate(runtime.group, 4096 + total * dtype.itemsize)
     home = Home(buffer, 4096)
     place = [buffer.memory[4096 + offset * dtype.itemsize :] for offset in offsets]
     problems = []
@@ -224,9 +232,8 @@ def test_a_group_with_a_home(runtime: Runtime, world: MPI.Intracomm, dtype: DTyp
                 tensor.view = TensorView(0, (numel,), dtype, None)
             inputs.append(tensor)
             outputs.append(own if generator.random() < 0.5 else Tensor.empty(numel, dtype))
-        runtime.group.allreduce_async(
-            [t.view for t in inputs], [t.view for t in outputs], name="bucket", home=home, postscale=2.0
-        ).wait()
+        views = [[t.view for t in tensors] for tensors in (inputs, outputs)]
+        allreduce_async(runtime.group, *views, Reduction(postscale=2.0), name="bucket", home=home).wait()
         for i, (numel, target) in enumerate(zip(sizes, outputs, strict=True)):
             expected = reduced(ReduceOp.SUM, numel, dtype, 1.0, 2.0, salt + i)
             if i == zeros:
@@ -243,7 +250,7 @@ def test_a_fusion_buffer_goes_with_its_last_tensor(runtime: Runtime, world: MPI.
 
     before = mapped()
     for salt in range(5):
-        tensor = Tensor.at(runtime.group.allocate(5000).memory, values_of(RANK, 1000, salt), DType.FLOAT32)
+        tensor = Tensor.at(allocate(runtime.group, 5000).memory, values_of(RANK, 1000, salt), DType.FLOAT32)
         gc.collect()
         allreduce(runtime, tensor).wait()
         agree(world, tensor.problem(reduced(ReduceOp.SUM, 1000, DType.FLOAT32, salt=salt)))
@@ -270,7 +277,7 @@ def test_allgather_of_ragged_tensors(runtime: Runtime, world: MPI.Intracomm, dty
             width = int(np.prod(inner))
             mine = Tensor.of(values_of(RANK, rows_of[RANK] * width, turn), dtype, (rows_of[RANK], *inner))
             result = Gathered([dtype])
-            runtime.group.allgather_async([mine.view], result.allocate, name="ragged").wait()
+            allgather_async(runtime.group, [mine.view], result.allocate, name="ragged").wait()
             expected = np.concatenate([values_of(rank, rows * width, turn) for rank, rows in enumerate(rows_of)])
             problems.append(result.problem(0, expected, (sum(rows_of), *inner), f"rows {rows_of} of {inner}"))
     agree(world, *problems)
@@ -281,7 +288,7 @@ def test_allgather_of_a_group(runtime: Runtime, world: MPI.Intracomm) -> None:
     rows_of = [[rank + 1, 3 * (rank == 0), 100] for rank in range(SIZE)]
     mine = [Tensor.of(values_of(RANK, rows * 2, i), dtypes[i], (rows, 2)) for i, rows in enumerate(rows_of[RANK])]
     result = Gathered(dtypes)
-    runtime.group.allgather_async([t.view for t in mine], result.allocate).wait()
+    allgather_async(runtime.group, [t.view for t in mine], result.allocate).wait()
     problems = []
     for i in range(3):
         expected = np.concatenate([values_of(rank, rows[i] * 2, i) for rank, rows in enumerate(rows_of)])
@@ -295,9 +302,9 @@ def test_broadcast_of_everything_from_every_root(runtime: Runtime, world: MPI.In
     for numel in (0, 1, STAGING - 1, STAGING + 1):
         tensors = [Tensor.of(values_of(RANK, numel, dtype), dtype) for dtype in DType]
         for tensor in tensors:
-            work.append((runtime.group.broadcast_async([tensor.view], root_rank=root), [tensor]))
+            work.append((broadcast_async(runtime.group, [tensor.view], root_rank=root), [tensor]))
         group = [Tensor.of(values_of(RANK, numel, dtype), dtype) for dtype in DType]
-        work.append((runtime.group.broadcast_async([t.view for t in group], root_rank=root), group))
+        work.append((broadcast_async(runtime.group, [t.view for t in group], root_rank=root), group))
     problems = []
     for handle, tensors in work:
         handle.wait()
@@ -312,7 +319,7 @@ def test_barrier_waits_for_the_last(runtime: Runtime, world: MPI.Intracomm) -> N
         if late == RANK:
             time.sleep(0.03)
         came = time.monotonic()  # one clock for the machine
-        runtime.group.barrier_async().wait()
+        barrier_async(runtime.group).wait()
         left = time.monotonic()
         if left < max(world.allgather(came)):
             problems.append(f"left before rank {late} came")
@@ -337,11 +344,11 @@ def test_unnamed_operations_count_by_operation(runtime: Runtime, world: MPI.Intr
         if step == "allreduce":
             handle = allreduce(runtime, tensor)
         elif step == "allgather":
-            handle = runtime.group.allgather_async([tensor.view], result.allocate)
+            handle = allgather_async(runtime.group, [tensor.view], result.allocate)
         elif step == "broadcast":
-            handle = runtime.group.broadcast_async([tensor.view], root_rank=number % SIZE)
+            handle = broadcast_async(runtime.group, [tensor.view], root_rank=number % SIZE)
         else:
-            handle = runtime.group.barrier_async()
+            handle = barrier_async(runtime.group)
         work.append((step, number, handle, tensor, result))
     problems = []
     for step, number, handle, tensor, result in work:
@@ -401,7 +408,7 @@ def test_what_is_said_may_be_larger_than_every_stream(runtime: Runtime, world: M
     group = [Tensor.input(i % 5, DType.INT16, i) for i in range(1000)]
     names = [f"{'module.' * 40}{i}.weight" for i in range(1000)]
     views = [tensor.view for tensor in group]
-    runtime.group.allreduce_async(views, views, name="group", names=names).wait()
+    allreduce_async(runtime.group, views, views, name="group", names=names).wait()
     problems = [t.problem(reduced(ReduceOp.SUM, i % 5, DType.INT16, salt=i), names[i]) for i, t in enumerate(group)]
     agree(world, long.problem(reduced(ReduceOp.SUM, 5, DType.INT32)), *problems)
 
@@ -429,9 +436,10 @@ def test_settings_at_their_limits(world: MPI.Intracomm, config: Config, machine_
             generator.shuffle(order)
             handles = [allreduce(runtime, tensors[i], name=f"t{i}") for i in order]
             sent = Tensor.input(300, DType.INT8)
-            handles.append(runtime.group.broadcast_async([sent.view], root_rank=LAST))
+            handles.append(broadcast_async(runtime.group, [sent.view], root_rank=LAST))
             result = Gathered([DType.INT16])
-            handles.append(runtime.group.allgather_async([Tensor.input(RANK * 50, DType.INT16).view], result.allocate))
+            rows = Tensor.input(RANK * 50, DType.INT16).view
+            handles.append(allgather_async(runtime.group, [rows], result.allocate))
             for handle in handles:
                 handle.wait()
             problems += [

@@ -15,10 +15,15 @@ from mpi4py import MPI
 import hvdlite
 from backend_lab import RANK, SIZE, reduced
 from hvdlite.config import Config
-from hvdlite.coordinator.handle import Handle
-from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.errors import DuplicateNameError, MismatchError, ShutDownError, StartupError
-from hvdlite.memory import TensorView
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allgather import allgather_async
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.barrier import barrier_async
+from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, Gathered, Tensor, agree, allreduce, running
 
@@ -53,19 +58,23 @@ def ones(*shape: int, dtype: DType = DType.FLOAT32) -> TensorView:
     return Tensor.of(np.ones(int(np.prod(shape))), dtype, shape).view
 
 
-def reduce(runtime: Runtime, view: TensorView, **options: Any) -> Handle:
-    return runtime.group.allreduce_async([view], [view], name="layer3.weight", **options)
+def reduce(runtime: Runtime, view: TensorView, *reduction: Any, wire_dtype: DType | None = None) -> Submission:
+    """``reduction``: op, prescale, postscale."""
+    views = [view]
+    return allreduce_async(
+        runtime.group, views, views, Reduction(*reduction), name="layer3.weight", wire_dtype=wire_dtype
+    )
 
 
-def gather(runtime: Runtime, view: TensorView) -> Handle:
-    return runtime.group.allgather_async([view], Gathered([view.dtype]).allocate, name="layer3.weight")
+def gather(runtime: Runtime, view: TensorView) -> Submission:
+    return allgather_async(runtime.group, [view], Gathered([view.dtype]).allocate, name="layer3.weight")
 
 
-def send(runtime: Runtime, view: TensorView, root: int) -> Handle:
-    return runtime.group.broadcast_async([view], root_rank=root, name="layer3.weight")
+def send(runtime: Runtime, view: TensorView, root: int) -> Submission:
+    return broadcast_async(runtime.group, [view], root_rank=root, name="layer3.weight")
 
 
-Case = Callable[[Runtime, bool], Handle]
+Case = Callable[[Runtime, bool], Submission]
 CASES: dict[str, tuple[Case, list[str]]] = {
     "shape": (lambda rt, odd: reduce(rt, ones(4, 3 if odd else 2)), ["shape", "(4, 2)", "(4, 3)", "allgather"]),
     "dimensions": (lambda rt, odd: reduce(rt, ones(8) if odd else ones(4, 2)), ["shape", "(4, 2)", "(8,)"]),
@@ -73,13 +82,16 @@ CASES: dict[str, tuple[Case, list[str]]] = {
         lambda rt, odd: reduce(rt, ones(4, dtype=DType.INT32 if odd else DType.FLOAT32)),
         ["dtype", "float32", "int32"],
     ),
-    "op": (lambda rt, odd: reduce(rt, ones(4), op=ReduceOp.MAX if odd else ReduceOp.SUM), ["op", "Sum", "Max"]),
+    "op": (lambda rt, odd: reduce(rt, ones(4), ReduceOp.MAX if odd else ReduceOp.SUM), ["op", "Sum", "Max"]),
     "average": (
-        lambda rt, odd: reduce(rt, ones(4), op=ReduceOp.AVERAGE if odd else ReduceOp.SUM),
+        lambda rt, odd: reduce(rt, ones(4), ReduceOp.AVERAGE if odd else ReduceOp.SUM),
         ["op", "Sum", "Average"],
     ),
-    "prescale": (lambda rt, odd: reduce(rt, ones(4), prescale=0.5 if odd else 1.0), ["prescale", "1.0", "0.5"]),
-    "postscale": (lambda rt, odd: reduce(rt, ones(4), postscale=0.5 if odd else 1.0), ["postscale", "1.0", "0.5"]),
+    "prescale": (lambda rt, odd: reduce(rt, ones(4), ReduceOp.SUM, 0.5 if odd else 1.0), ["prescale", "1.0", "0.5"]),
+    "postscale": (
+        lambda rt, odd: reduce(rt, ones(4), ReduceOp.SUM, 1.0, 0.5 if odd else 1.0),
+        ["postscale", "1.0", "0.5"],
+    ),
     "compression": (
         lambda rt, odd: reduce(rt, ones(4), wire_dtype=DType.FLOAT16 if odd else None),
         ["compression", "none", "float16"],
@@ -96,12 +108,12 @@ CASES: dict[str, tuple[Case, list[str]]] = {
         ["operation", "allreduce", "broadcast"],
     ),
     "members": (
-        lambda rt, odd: rt.group.allreduce_async([ones(4)] * (3 if odd else 2), [ones(4)] * (3 if odd else 2), name="layer3.weight"),  # noqa: E501
+        lambda rt, odd: allreduce_async(rt.group, *[[ones(4)] * (3 if odd else 2)] * 2, name="layer3.weight"),
         ["number of tensors", "is 2", "but 3"],
     ),
     "member": (
-        lambda rt, odd: rt.group.broadcast_async(
-            [ones(4), ones(7 if odd else 6)], root_rank=0, name="group", names=["layer3.bias", "layer3.weight"]
+        lambda rt, odd: broadcast_async(
+            rt.group, [ones(4), ones(7 if odd else 6)], root_rank=0, name="group", names=["layer3.b", "layer3.weight"]
         ),
         ["shape", "(6,)", "(7,)"],
     ),
@@ -183,8 +195,8 @@ def test_an_error_may_be_waited_for_again_and_by_many(runtime: Runtime) -> None:
 @several
 def test_allocate_of_different_sizes(runtime: Runtime, world: MPI.Intracomm) -> None:
     with pytest.raises(MismatchError, match="size in bytes is 4096 on rank"):
-        runtime.group.allocate(4096 if RANK == 0 else 8192, name="buffer")
-    assert runtime.group.allocate(64, name="buffer").memory.shape == (64,)
+        allocate(runtime.group, 4096 if RANK == 0 else 8192, name="buffer")
+    assert allocate(runtime.group, 64, name="buffer").memory.shape == (64,)
     goes_on(runtime, world)
 
 
@@ -199,7 +211,7 @@ def test_a_name_in_flight_is_refused(runtime: Runtime, world: MPI.Intracomm) -> 
         if SIZE > 1:
             for again in (
                 lambda: allreduce(runtime, tensor, name="layer1.bias"),
-                lambda: runtime.group.broadcast_async([tensor.view], root_rank=0, name="layer1.bias"),
+                lambda: broadcast_async(runtime.group, [tensor.view], root_rank=0, name="layer1.bias"),
             ):
                 with pytest.raises(DuplicateNameError, match="'layer1.bias' was submitted while"):
                     again()
@@ -212,12 +224,12 @@ def test_a_name_in_flight_is_refused(runtime: Runtime, world: MPI.Intracomm) -> 
 def test_what_is_refused_at_once(runtime: Runtime, world: MPI.Intracomm) -> None:
     flag = ones(4, dtype=DType.BOOL)
     with pytest.raises(ValueError, match="bool"):
-        runtime.group.allreduce_async([flag], [flag])
+        allreduce_async(runtime.group, [flag], [flag])
     with pytest.raises(NotImplementedError, match="Adasum"):
-        runtime.group.allreduce_async([ones(4)], [ones(4)], op=ReduceOp.ADASUM)
+        allreduce_async(runtime.group, [ones(4)], [ones(4)], Reduction(ReduceOp.ADASUM))
     for root in (-1, SIZE):
         with pytest.raises(ValueError, match=f"root_rank is {root}, but the ranks of this process set are"):
-            runtime.group.broadcast_async([ones(4)], root_rank=root)
+            broadcast_async(runtime.group, [ones(4)], root_rank=root)
     with pytest.raises(ValueError, match="C-contiguous"):
         TensorView.of_numpy(np.zeros((4, 4))[:, ::2])
     with pytest.raises(TypeError, match="complex128"):
@@ -231,8 +243,8 @@ def test_numbers_of_numpy_are_numbers(runtime: Runtime, world: MPI.Intracomm) ->
     allreduce(runtime, tensor, prescale=np.float32(0.5), postscale=np.int64(4)).wait()
     problems = [tensor.problem(reduced(ReduceOp.SUM, 5, DType.FLOAT32, 0.5, 4.0))]
     sent = Tensor.input(5, DType.INT64)
-    runtime.group.broadcast_async([sent.view], root_rank=np.int64(LAST)).wait()
-    assert runtime.group.allocate(np.int64(256)).memory.shape == (256,)
+    broadcast_async(runtime.group, [sent.view], root_rank=np.int64(LAST)).wait()
+    assert allocate(runtime.group, np.int64(256)).memory.shape == (256,)
     agree(world, *problems)
 
 
@@ -253,7 +265,7 @@ def test_what_is_in_flight_at_the_end_fails_with_the_reason(world: MPI.Intracomm
         with running(world, machine_of=machine_of) as runtime:
             world.Barrier()
             if RANK == 0:
-                handle = runtime.group.allreduce_async([ones(3)], [ones(3)], name="of rank 0 only")
+                handle = allreduce_async(runtime.group, [ones(3)], [ones(3)], name="of rank 0 only")
                 time.sleep(0.05)
                 runtime.close()
                 if SIZE > 1:
@@ -261,16 +273,16 @@ def test_what_is_in_flight_at_the_end_fails_with_the_reason(world: MPI.Intracomm
                         handle.wait()
             else:
                 with pytest.raises(ShutDownError, match="rank 0 has shut down hvdlite"):
-                    runtime.group.allreduce_async([ones(3)], [ones(3)], name="of all but rank 0").wait()
+                    allreduce_async(runtime.group, [ones(3)], [ones(3)], name="of all but rank 0").wait()
                 with pytest.raises(ShutDownError, match="rank 0 has shut down"):
-                    runtime.group.barrier_async()
+                    barrier_async(runtime.group)
             runtime.close()
             runtime.close()
             assert runtime.closed
             for later in (
-                runtime.group.barrier_async,
+                lambda runtime=runtime: barrier_async(runtime.group),
                 lambda runtime=runtime: reduce(runtime, ones(3)),
-                lambda runtime=runtime: runtime.group.allocate(8),
+                lambda runtime=runtime: allocate(runtime.group, 8),
             ):
                 with pytest.raises(ShutDownError, match="shut down in this process"):
                     later()

@@ -12,9 +12,13 @@ from mpi4py import MPI
 
 import hvdlite
 from backend_lab import RANK, SIZE, reduced
+from hvdlite._native import SocketBell
 from hvdlite.config import Config
+from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.errors import ConfigError, NotInitializedError, ShutDownError
+from hvdlite.errors import ConfigError, NotInitializedError, RankFailedError, ShutDownError, StartupError
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.barrier import barrier_async
 from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, TINY, Tensor, agree, allreduce, machines, running
 
@@ -110,10 +114,10 @@ def test_the_default_runtime_starts_and_ends_many_times(world: MPI.Intracomm) ->
         assert not hvdlite.is_initialized()
         with pytest.raises(NotInitializedError):
             hvdlite.size()
-        with pytest.raises(ShutDownError):
+        with pytest.raises(NotInitializedError):
             hvdlite.runtime()
         with pytest.raises(ShutDownError):
-            runtime.group.barrier_async()
+            barrier_async(runtime.group)
 
 
 @several
@@ -176,6 +180,85 @@ def test_messages_of_the_user_do_not_mix_with_ours(world: MPI.Intracomm) -> None
         agree(world, *problems)
 
 
+@several
+def test_a_start_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(world: MPI.Intracomm) -> None:
+    """There is no room on the last rank's machine; once there is, all can start."""
+
+    def no_room(node: object) -> None:
+        raise ValueError("no room")
+
+    def fail(layout: tuple[int, ...]) -> None:
+        with machines(layout), pytest.MonkeyPatch.context() as patch:
+            if RANK == SIZE - 1:
+                patch.setattr("hvdlite.world.HostMemory", no_room)
+            with pytest.raises((ValueError, StartupError), match="no room") as raised:
+                Runtime(world, TINY)
+            problem = (
+                None if RANK == SIZE - 1 or f"rank {SIZE - 1}: no room" in str(raised.value) else str(raised.value)
+            )
+            agree(world, problem)
+
+    for layout in LAYOUTS:
+        fail(layout)
+        before = _resources()
+        for _ in range(3):
+            fail(layout)
+        after = _resources()
+        agree(world, *(f"{name}: {before[name]}, {after[name]}" for name in COUNTED if after[name] > before[name]))
+        with running(world, TINY, layout) as runtime:
+            agree(world, sums(runtime))
+
+
+@several
+def test_a_failure_wakes_who_sleeps_at_a_barrier_of_the_node(
+    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise they would notice 0.1 s later, when they look by themselves."""
+    woken: list[int] = []
+    wake_all = hvdlite._native.wake_all
+    monkeypatch.setattr(hvdlite._native, "wake_all", lambda address: (woken.append(address), wake_all(address)))
+    with machines((0,) * SIZE):
+        runtime = Runtime(world, TINY)
+    runtime.fail(ValueError("as a test"))
+    with pytest.raises(RankFailedError):
+        barrier_async(runtime.group).wait()
+    runtime.close()
+    agree(world, None if woken else "nobody was woken")
+
+
+@several
+def test_links_are_closed_after_the_bell_that_watches_them(
+    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another socket may take their numbers."""
+    closed: list[str] = []
+
+    def noted(owner: type, name: str) -> None:
+        close = getattr(owner, name)
+
+        def note(self: object) -> None:
+            closed.append(owner.__name__)
+            close(self)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(Tree, "abandon")
+    noted(Tree, "close")
+    noted(SocketBell, "close")
+    for end in (Runtime.close, lambda runtime: runtime.world.release()):
+        with machines(tuple(range(SIZE))):
+            runtime = Runtime(world, TINY)
+        closed.clear()
+        world.Barrier()
+        end(runtime)
+        problem = None if closed[:1] == ["SocketBell"] else f"{closed}"
+        runtime.close()
+        agree(world, problem)
+
+
+COUNTED = ("files", "threads", "mappings")
+
+
 def _resources() -> dict[str, int]:
     gc.collect()
     with open("/proc/self/maps") as maps:
@@ -197,7 +280,7 @@ def test_nothing_grows_with_the_number_of_runtimes(world: MPI.Intracomm) -> None
     def turn(count: int) -> None:
         for i in range(count):
             with running(world, TINY if i % 3 else Config(), LAYOUTS[i % len(LAYOUTS)]) as runtime:
-                memory = runtime.group.allocate(1 << 16).memory
+                memory = allocate(runtime.group, 1 << 16).memory
                 tensor = Tensor.at(memory, Tensor.input(900, DType.INT8).memory, DType.INT8)
                 allreduce(runtime, tensor).wait()
 
@@ -206,5 +289,5 @@ def test_nothing_grows_with_the_number_of_runtimes(world: MPI.Intracomm) -> None
     turn(200 if SIZE < 3 else 60)
     after = _resources()
     growth = {name: after[name] - before[name] for name in before}
-    allowed = {"files": 0, "threads": 0, "mappings": 0, "resident": 8 << 20}
+    allowed = dict.fromkeys(COUNTED, 0) | {"resident": 8 << 20}
     agree(world, *(f"{name}: {growth[name]} more" for name in growth if growth[name] > allowed[name]))

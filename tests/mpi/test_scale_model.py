@@ -25,7 +25,7 @@ def test_virtual_ranks_say_what_real_ranks_say(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, machine_of: Machines, fanout: int, freezes: bool
 ) -> None:
     if not freezes:
-        monkeypatch.setattr("hvdlite.coordinator.frozen_plan._FREEZABLE", ())
+        monkeypatch.setattr("hvdlite.coordinator.plan_leader.OrderWatch.period", lambda watch: 0)
     # Who has waited long says so, for the stall check; on a busy machine that would be more messages.
     with running(comm, replace(TINY, tree_fanout=fanout, stall_check_disable=True), machine_of) as runtime:
         steps = [counts for _, counts in compare(runtime, comm, freezes, STEPS)]

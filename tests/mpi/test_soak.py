@@ -16,9 +16,13 @@ from mpi4py import MPI
 
 from backend_lab import RANK, SIZE
 from hvdlite.config import Config
-from hvdlite.coordinator.handle import Handle
-from hvdlite.dtypes import ReduceOp
-from hvdlite.memory import TensorView
+from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import ReduceOp, Reduction
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allgather import allgather_async
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, agree, running
 
@@ -40,7 +44,7 @@ def value(rank: int, step: int, name: int) -> int:
 class Pending:
     """An operation in flight, and what must come of it."""
 
-    handle: Handle
+    handle: Submission
     check: Callable[[], str | None]
     keep: object
 
@@ -54,7 +58,7 @@ class Worker:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._slots = runtime.group.allocate(IN_FLIGHT * NAMES * SLOT_BYTES).memory
+        self._slots = allocate(runtime.group, IN_FLIGHT * NAMES * SLOT_BYTES).memory
 
     def submit(self, step: int, name: int, common: random.Random) -> Callable[[], Pending]:
         """Decides with the others what ``name`` is in this step; returns what starts it."""
@@ -80,7 +84,7 @@ class Worker:
         for array in arrays:
             array[:] = mine
         views = [TensorView.of_numpy(array) for array in arrays]
-        handle = self._runtime.group.allreduce_async(views, views, name=label, op=op)
+        handle = allreduce_async(self._runtime.group, views, views, Reduction(op), name=label)
         check = lambda: next((p for a in arrays if (p := all_equal(a, expected, f"{op.label} {label}"))), None)  # noqa: E731
         return Pending(handle, check, arrays)
 
@@ -98,11 +102,11 @@ class Worker:
             good = result[0].shape == (sum(rows), 2) and (result[0] == expected[:, None]).all()
             return None if good else f"allgather {label}: expected {expected}, got {result[0][:, 0]}"
 
-        handle = self._runtime.group.allgather_async([TensorView.of_numpy(mine)], allocate, name=label)
+        handle = allgather_async(self._runtime.group, [TensorView.of_numpy(mine)], allocate, name=label)
         return Pending(handle, check, mine)
 
     def _broadcast(self, label: str, array: np.ndarray, root: int, expected: int) -> Pending:
-        handle = self._runtime.group.broadcast_async([TensorView.of_numpy(array)], root_rank=root, name=label)
+        handle = broadcast_async(self._runtime.group, [TensorView.of_numpy(array)], root_rank=root, name=label)
         return Pending(handle, lambda: all_equal(array, expected, f"broadcast {label}"), array)
 
 

@@ -65,6 +65,29 @@ def test_one_after_the_other(directory: Path) -> None:
         assert hvd.rank() != 0 or any("between" in event["name"] for event in events)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_the_end_of_another_rank_completes_the_file(directory: Path, late: bool) -> None:
+    """As in the last lines of a script: rank 1 is through, and rank 0 has nobody left to tell."""
+    if hvd.size() == 1:
+        pytest.skip("there is no other rank")
+    path, rank = directory / "last.json", hvd.rank()
+    hvd.start_timeline(str(path))
+    hvd.allreduce(torch.ones(3), name="between")
+    if rank == 1:
+        hvd.shutdown()
+    if rank == 0:
+        if late:
+            with pytest.raises(hvd.HorovodInternalError):
+                hvd.barrier()  # so that the end of rank 1 has come here
+        hvd.stop_timeline()
+        assert any("between" in event["name"] for event in events_of(path))
+        if late:
+            with pytest.raises(hvd.HorovodInternalError):
+                hvd.start_timeline(str(path))
+    hvd.shutdown()
+    hvd.init()
+
+
 def test_a_call_of_another_rank_does_nothing(directory: Path) -> None:
     if hvd.rank() != 0:
         hvd.start_timeline(str(directory / "other.json"))

@@ -12,12 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from hvdlite.config import Config
-from hvdlite.coordinator import thread
-from hvdlite.coordinator.handle import Handle
-from hvdlite.coordinator.messages import NAMED, Kind, Request, TensorSpec
+from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.request import NAMED, TensorSpec
 from hvdlite.coordinator.submission import Submission
+from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType
-from hvdlite.timeline.recorder import Recorder
+from hvdlite.operations import OPERATIONS, decode
+from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 
 TICK_S = 1e-4
@@ -26,6 +28,9 @@ PATIENT = {"stall_check_time_s": 20.0}  # longer than anything waits; ranks say 
 
 class Page:
     """What `ControlPage` is, in lists; its streams take and give some of the bytes only."""
+
+    bytes_written = bytes_read = 0  # nobody counts
+    aborted = False
 
     def __init__(self, shared: SimpleNamespace, local_rank: int, generator: random.Random) -> None:
         self._shared = shared
@@ -46,7 +51,7 @@ class Page:
         return data
 
     def publish(self, outbox: bytearray) -> None:
-        for log in self._shared.logs:
+        for log in self._shared.logs[1:]:
             log += outbox
         outbox.clear()
         for local_rank in range(len(self._shared.logs)):
@@ -62,14 +67,13 @@ class Page:
         return data
 
     def set_ready(self, plan: int, count: int) -> None:
-        before = self._shared.ready[self._local_rank]
+        before = self.ready(plan)
         self._shared.ready[self._local_rank] = (plan, count)
-        if min(self._shared.ready) > before:
+        if self.ready(plan) > before:
             self.ring(0)
 
     def ready(self, plan: int) -> int:
-        lowest = min(self._shared.ready)
-        return lowest[1] if lowest[0] == plan else 0
+        return min(count if its == plan else 0 for its, count in self._shared.ready)
 
     def ring(self, local_rank: int) -> None:
         self.rung.add(local_rank)
@@ -88,6 +92,7 @@ class Tree:
     def __init__(self, links: dict[tuple[int, int], deque[bytes]], index: int, topology: Topology, fanout: int) -> None:
         self.parent = topology.parent(fanout)
         self.children = topology.children(fanout)
+        self.traffic = Traffic()
         self.sent = 0
         self.is_full = False
         self._links = links
@@ -114,35 +119,43 @@ class Tree:
                 yield source, queue.popleft()
 
 
-class Executor:
-    """Writes down which operations went together."""
+class Owner:
+    """Writes down which operations went together, and does none."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.recorder = Recorder(16)
         self.buckets: list[tuple[tuple[str, int], ...]] = []
 
-    def execute(self, work: Sequence[Any]) -> None:
+    def check(self) -> None:
+        pass
+
+    def execute(self, work: Sequence[tuple[Response, Submission | None]]) -> None:
         for response, submission in work:
-            assert response.key == submission.key
-            assert response.request.at(None) == submission.request.at(None)
+            if submission is not None:
+                assert response.key == submission.key
+                assert response.request.settled() == submission.request.settled()
         self.buckets.append(tuple(response.key for response, _ in work))
+
+    def coordinator_died(self, error: BaseException) -> None:
+        raise error
+
+    def take_notice(self, content: dict[str, Any]) -> None:
+        pass
 
 
 class Lab:
     """The coordinators of ``nodes``, given as the ranks of each."""
 
-    def __init__(self, nodes: Sequence[tuple[int, ...]], seed: int, monkeypatch: Any, **settings: Any) -> None:
+    def __init__(self, nodes: Sequence[tuple[int, ...]], seed: int, **settings: Any) -> None:
         self.now_s = 0.0
-        clock = SimpleNamespace(
-            monotonic=lambda: self.now_s, monotonic_ns=lambda: int(self.now_s * 1e9), sleep=lambda seconds: None
-        )
-        monkeypatch.setattr(thread, "time", clock)
         self.random = random.Random(seed)
         config = Config(**{**PATIENT, "tree_fanout": 2, **settings})
         links: dict[tuple[int, int], deque[bytes]] = {}
-        self.executors: list[Executor] = []
+        self.owners: list[Owner] = []
         self.trees: list[Tree] = []
         self.pages: list[Page] = []
-        self.ranks: list[thread.Coordinator] = []
+        self.ranks: list[Coordinator] = []
         for index, ranks in enumerate(nodes):
             shared = SimpleNamespace(
                 mailboxes=[bytearray() for _ in ranks],
@@ -153,43 +166,40 @@ class Lab:
             for local_rank, rank in enumerate(ranks):
                 topology = Topology(rank, tuple(nodes))
                 tree = Tree(links, index, topology, config.tree_fanout)
-                self.executors.append(Executor())
+                self.owners.append(Owner(config))
                 self.trees.append(tree)
                 self.pages.append(Page(shared, local_rank, self.random))
                 self.ranks.append(
-                    thread.Coordinator(
+                    Coordinator(
+                        self.owners[-1],
                         topology,
                         self.pages[-1],  # type: ignore[arg-type]
                         tree,  # type: ignore[arg-type]
-                        self.executors[-1],  # type: ignore[arg-type]
-                        config,
-                        Recorder(16),
+                        decode,
                         spin_us=0,
-                        check=lambda: None,
-                        on_fatal=self._raise,
-                        on_notice=lambda content: None,
-                        on_joined=lambda: None,
+                        clock=lambda: self.now_s,
                     )
                 )
-
-    @staticmethod
-    def _raise(error: BaseException) -> None:
-        raise error
 
     def turn(self) -> None:
         """One cycle of some rank."""
         self.now_s += TICK_S
-        self.random.choice(self.ranks)._cycle()
+        self.random.choice(self.ranks).cycle()
 
-    def settle(self, handles: Sequence[Handle], limit: int = 200_000) -> None:
+    def claims(self) -> list[int]:
+        """How many each rank has sent or heard."""
+        counts = [coordinator.statistics() for coordinator in self.ranks]
+        return [count["claims_sent"] + count["claims_heard"] for count in counts]
+
+    def settle(self, submissions: Sequence[Submission], limit: int = 200_000) -> None:
         """Go on until all are done."""
         for _ in range(limit):
-            if all(handle.done() for handle in handles):
+            if all(made.done() for made in submissions):
                 return
             self.turn()
         raise AssertionError("they wait for ever")
 
 
-def submission(name: str, numel: int = 4, sequence: int = NAMED, kind: Kind = Kind.ALLREDUCE) -> Submission:
-    tensors = () if kind in (Kind.BARRIER, Kind.JOIN) else (TensorSpec(name, DType.FLOAT32, (numel,)),)
-    return Submission(Request(kind, name, tensors), sequence)
+def submission(name: str, numel: int = 4, sequence: int = NAMED, kind: str = "allreduce") -> Submission:
+    tensors = () if kind in ("barrier", "join") else (TensorSpec(name, DType.FLOAT32, (numel,)),)
+    return Submission(OPERATIONS[kind](name, tensors), sequence)

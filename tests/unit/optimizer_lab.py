@@ -1,4 +1,4 @@
-"""A model whose gradients are known, for the tests of DistributedOptimizer on the runtime of fake_runtime.py."""
+"""A model whose gradients are known, for the tests of DistributedOptimizer in the worlds of fake_world.py."""
 
 from __future__ import annotations
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.autotune.log import Choice, Job, TuningLog, read_choice
-from hvdlite.autotune.settings import Settings
-from hvdlite.config import Config
+from hvdlite.autotune.log import Choice, TuningLog, Workload, read_choice
+from hvdlite.config import Config, Tunable
 from hvdlite.errors import ConfigError
 from hvdlite.runtime import Runtime
 
-JOB = Job(ranks=4, nodes=2, gradient_bytes=1000)
-DEFAULT = Settings.of(Config())
-FOUND = Settings(bucket_bytes=1 << 20, segment_bytes=1 << 18, small_bytes=0, rails=1)
+JOB = Workload(ranks=4, nodes=2, gradient_bytes=1000)
+DEFAULT = Tunable.of(Config())
+FOUND = Tunable(bucket_bytes=1 << 20, segment_bytes=1 << 18, small_bytes=0, rails=1)
 
 
 def write(path: Path, complete: bool = True) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from hvdlite.autotune.search import Search, is_clearly_faster
-from hvdlite.autotune.settings import Settings, Space
-from hvdlite.config import Config
+from hvdlite.autotune.settings import Space
+from hvdlite.config import Config, Tunable
 
 MIB = 1 << 20
-DEFAULT = Settings.of(Config(bucket_bytes=8 * MIB))
+DEFAULT = Tunable.of(Config(bucket_bytes=8 * MIB))
 SETTLING, COUNTED = 3, Config().autotune_steps_per_sample
-Cost = Callable[[Settings], float]
+Cost = Callable[[Tunable], float]
 Noise = Callable[[float], float]
 
 
@@ -33,7 +32,7 @@ def search_in(where: Space, samples: int = Config().autotune_max_samples, warmup
     return Search(where.default, where.ladders(), where.effect, warmup=warmup, samples=samples)
 
 
-def run(search: Search, cost: Cost, noise: Noise = lambda time: time) -> tuple[Settings, int]:
+def run(search: Search, cost: Cost, noise: Noise = lambda time: time) -> tuple[Tunable, int]:
     """The choice, and the steps of a training job until it is known, of which the first is not measured."""
     steps = 1
     while not search.over:
@@ -45,7 +44,7 @@ def run(search: Search, cost: Cost, noise: Noise = lambda time: time) -> tuple[S
 def bowl(**best: float) -> Cost:
     """3 % for each factor of 2 that a setting is away from its best value."""
 
-    def cost(settings: Settings) -> float:
+    def cost(settings: Tunable) -> float:
         return math.prod(1 + 0.03 * abs(math.log2(getattr(settings, name) / value)) for name, value in best.items())
 
     return cost
@@ -54,23 +53,23 @@ def bowl(**best: float) -> Cost:
 @pytest.mark.parametrize(("best", "found"), [(MIB // 2, MIB // 2), (3 * MIB, 2 * MIB), (20 * MIB, 32 * MIB)])
 def test_the_nearest_value_is_found(best: int, found: int) -> None:
     choice, steps = run(search_in(space(nodes=1)), bowl(bucket_bytes=best))
-    assert choice == replace(DEFAULT, bucket_bytes=found)
+    assert choice == DEFAULT._replace(bucket_bytes=found)
     assert steps <= 100
 
 
 def test_several_settings() -> None:
     search = search_in(space())
     choice, steps = run(search, bowl(bucket_bytes=2 * MIB, segment_bytes=4 * DEFAULT.segment_bytes))
-    assert choice == replace(DEFAULT, bucket_bytes=2 * MIB, segment_bytes=4 * DEFAULT.segment_bytes)
+    assert choice == DEFAULT._replace(bucket_bytes=2 * MIB, segment_bytes=4 * DEFAULT.segment_bytes)
     assert steps <= 100
     assert search.outcome == "steps are 11% shorter than with the defaults"
 
 
 def test_rails() -> None:
     choice, _ = run(search_in(space()), lambda settings: 1.0 if settings.rails == 1 else 1.1)
-    assert choice == replace(DEFAULT, rails=1)
+    assert choice == DEFAULT._replace(rails=1)
     choice, _ = run(search_in(space(rails=8)), lambda settings: {0: 1.1, 4: 1.0, 1: 1.2}[settings.rails])
-    assert choice == replace(DEFAULT, rails=4)
+    assert choice == DEFAULT._replace(rails=4)
 
 
 def test_where_the_defaults_are_best_they_stay() -> None:
@@ -85,9 +84,9 @@ def test_what_comes_to_the_same_is_not_measured() -> None:
     """On one node only buckets matter; and of these only the ways in which they are cut."""
     measured = []
 
-    def cost(settings: Settings) -> float:
+    def cost(settings: Tunable) -> float:
         measured.append(settings.bucket_bytes)
-        assert replace(settings, bucket_bytes=DEFAULT.bucket_bytes) == DEFAULT
+        assert settings._replace(bucket_bytes=DEFAULT.bucket_bytes) == DEFAULT
         return 1.0
 
     run(search_in(space(nodes=1, total=5 * MIB)), cost)
@@ -100,7 +99,7 @@ def test_what_comes_to_the_same_is_not_measured() -> None:
 def test_thresholds_are_measured_only_where_buckets_lie_between_them() -> None:
     measured = set()
 
-    def cost(settings: Settings) -> float:
+    def cost(settings: Tunable) -> float:
         measured.add(settings.small_bytes)
         return 1.0
 
@@ -181,7 +180,7 @@ def landscape(rng: random.Random) -> Cost:
     slope = {name: rng.uniform(0, 0.05) for name in names}
     one_rail = rng.uniform(0.8, 1.2)
 
-    def cost(settings: Settings) -> float:
+    def cost(settings: Tunable) -> float:
         away = {name: abs(math.log2(getattr(settings, name) / getattr(DEFAULT, name)) - best[name]) for name in names}
         return math.prod(1 + slope[name] * away[name] for name in names) * (one_rail if settings.rails == 1 else 1)
 

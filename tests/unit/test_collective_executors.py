@@ -1,4 +1,4 @@
-"""Plans on real memory, piece by piece and bound, between ranks that are threads; messages leave as late as may be."""
+"""Schedules on real memory, piece by piece and bound, between ranks as threads; messages leave as late as may be."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hvdlite.collectives import pipeline, plans
-from hvdlite.collectives.bound import BoundPlan, BoundPlans
-from hvdlite.collectives.pipeline import WINDOW, Plan
-from hvdlite.collectives.plans import Algorithm
+from hvdlite.collectives import algorithms
+from hvdlite.collectives.algorithms import Algorithm
+from hvdlite.collectives.bound import BoundSchedule, BoundSchedules
+from hvdlite.collectives.pipeline import Pipeline
+from hvdlite.collectives.schedule import WINDOW, Schedule
 from hvdlite.counters import Traffic
-from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.memory import ALIGNMENT, Buffer
+from hvdlite.dtypes import DType, Reduction
+from hvdlite.memory.layout import ALIGNMENT
+from hvdlite.memory.views import Buffer
 from thread_comm import ThreadComm, on_ranks
 
 SEGMENT = 2 * ALIGNMENT
@@ -50,7 +52,7 @@ class Request:
 
 
 class FakeEndpoint:
-    """What plans need of `hvdlite.collectives.requests.Endpoint`."""
+    """What schedules need of `hvdlite.collectives.requests.Endpoint`."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self.traffic = Traffic()
@@ -121,26 +123,29 @@ def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
         endpoint = FakeEndpoint(network, comm.rank)
         memory = np.zeros(20 * size * per_line, np.int64)
         scratch = np.zeros(WINDOW * SEGMENT, np.uint8)
-        bound = BoundPlans(endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
+        bound = BoundSchedules(endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
         problems = []
         for numel, salt in itertools.product([0, 1, per_line * size - 1, len(memory)], range(3)):
             memory[:numel] = contribution(comm.rank, numel, salt)
             buf = Buffer.of_numpy(memory[:numel])
-            plan = plans.allreduce(algorithm, numel, dtype.itemsize, comm.rank, size, SEGMENT, ReduceOp.SUM, 3.0, 5.0)
+            reduction = Reduction(prescale=3.0, postscale=5.0)
+            schedule = algorithms.allreduce(algorithm, numel, dtype.itemsize, comm.rank, size, SEGMENT, reduction)
             before = Traffic(*counts(endpoint.traffic))
             again = bound.get(numel)
             if again is None:
-                pipeline.run(plan, buf, endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
-                bound.called(numel, plan, buf)
+                execution = Pipeline(schedule, buf, endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
+                execution.start()
+                execution.finish()
+                bound.called(numel, schedule, buf)
             else:
                 again.run("allreduce", "")
             expected = 15 * sum(contribution(rank, numel, salt) for rank in range(size))
             if not np.array_equal(memory[:numel], expected):
                 problems.append(f"wrong sum of {numel}, time {salt}")
-            if (again is not None) != (salt == 2 and BoundPlan.fits(plan)):
+            if (again is not None) != (salt == 2 and BoundSchedule.fits(schedule)):
                 problems.append(f"{numel}, time {salt}: bound is {again}")
             moved = [now - then for now, then in zip(counts(endpoint.traffic), counts(before), strict=True)]
-            if moved != planned(plan, dtype.itemsize):
+            if moved != scheduled(schedule, dtype.itemsize):
                 problems.append(f"{numel}, time {salt}: counted {moved}")
         bound.close()
         return problems
@@ -152,7 +157,7 @@ def counts(traffic: Traffic) -> tuple[int, int, int, int]:
     return traffic.messages_sent, traffic.bytes_sent, traffic.messages_received, traffic.bytes_received
 
 
-def planned(plan: Plan, itemsize: int) -> list[int]:
-    outgoing = [piece.stop - piece.start for piece in plan.outgoing]
-    arriving = [piece.stop - piece.start for piece in plan.arriving]
+def scheduled(schedule: Schedule, itemsize: int) -> list[int]:
+    outgoing = [piece.stop - piece.start for piece in schedule.outgoing]
+    arriving = [piece.stop - piece.start for piece in schedule.arriving]
     return [len(outgoing), itemsize * sum(outgoing), len(arriving), itemsize * sum(arriving)]

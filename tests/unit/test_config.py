@@ -1,10 +1,13 @@
-"""Settings: names, precedence, and errors that name the variable."""
+"""Settings: names, precedence, errors that name the variable; all of them in one list, read in one place."""
 
 import math
+import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from hvdlite.config import Config
+from hvdlite.config import OTHER_VARIABLES, Config
 from hvdlite.errors import ConfigError, StartupError
 
 
@@ -28,6 +31,10 @@ def test_booleans_mean_what_people_write(text, value):
     ("HVDLITE_FUSION_THRESHOLD", "-1"),
     ("HVDLITE_FUSION_THRESHOLD", "64MB"),
     ("HVDLITE_START_TIMEOUT", "0"),
+    ("HVDLITE_START_TIMEOUT", "inf"),
+    ("HVDLITE_CYCLE_TIME", "nan"),
+    ("HVDLITE_IDLE_SECONDS", "nan"),
+    ("HOROVOD_STALL_CHECK_TIME_SECONDS", "-inf"),
     ("HVDLITE_LOG_LEVEL", "loud"),
 ])  # fmt: skip
 def test_an_error_names_variable_and_value(name, text):
@@ -68,3 +75,27 @@ def test_interfaces_fall_back_to_those_of_nccl_and_gloo():
 def test_horovods_word_for_a_timeline_that_starts_later():
     assert Config.from_env({"HOROVOD_TIMELINE": "DYNAMIC"}).timeline == ""
     assert Config.from_env({"HOROVOD_TIMELINE": "dynamic.json"}).timeline == "dynamic.json"
+
+
+def test_a_coordinator_may_sleep_without_end():
+    assert Config.from_env({"HVDLITE_IDLE_SECONDS": "inf"}).idle_s == math.inf
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("csrc/*")]
+
+
+def test_one_module_touches_the_environment():
+    touches = re.compile(r"\b(os\.(environb?|getenvb?|putenv|unsetenv)|(secure_)?getenv|setenv)\b")
+    found = {str(path.relative_to(ROOT)) for path in SOURCES if touches.search(path.read_text())}
+    assert found == {"hvdlite/environment.py"}
+
+
+def test_every_variable_is_listed_with_its_meaning():
+    settings = {f"HVDLITE_{name}" for item in fields(Config) for name in item.metadata["names"]}
+    sources = [*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("tools/*.py"), ROOT / "setup.py"]
+    named = {name for path in sources for name in re.findall(r"\bHVDLITE_[A-Z_]*[A-Z]\b", path.read_text())}
+    assert named - {"HVDLITE_X"} <= settings | OTHER_VARIABLES.keys()
+    source = (ROOT / "hvdlite" / "config.py").read_text()
+    for item in fields(Config):
+        assert re.search(rf'^    {item.name}: .*\n    """\S', source, re.MULTILINE), item.name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from hvdlite.coordinator.messages import NAMED, Claim, Encoder, EndOfBatch, Kind, Notice, Request, Response, Written
+from hvdlite.coordinator.messages import Claim, Encoder, EndOfBatch, Notice, Response, Written
+from hvdlite.coordinator.request import NAMED
 from hvdlite.counters import Traffic
+from hvdlite.operations.barrier import Barrier
 
 
 def claim(name: str) -> Claim:
-    return Claim(Request(Kind.BARRIER, name), NAMED)
+    return Claim(Barrier(name), NAMED)
 
 
 def test_traffic_is_named_after_its_link() -> None:
@@ -28,7 +30,7 @@ def test_an_encoder_tells_what_its_codebook_saved() -> None:
     for name in ["a", "a", "b", "a", "c", "b"]:  # c takes the place of b, and b that of a
         encoder.send(claim(name))
     assert encoder.written == Written(claims=6, cached=2, spelled_out=4)
-    encoder.send(Response(Request(Kind.BARRIER, "c"), NAMED))
+    encoder.send(Response(Barrier("c"), NAMED))
     encoder.send(EndOfBatch())
     encoder.send(Notice({"kind": "shutdown"}))
     assert encoder.written == Written(claims=6, cached=3, spelled_out=4)

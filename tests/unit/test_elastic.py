@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from fake_runtime import FakeRuntime, install
-from hvdlite.errors import CollectiveError, MismatchError, NotInitializedError, RankFailedError
+from fake_world import Universe
+from hvdlite.errors import CollectiveError, MismatchError, NotInitializedError, RankFailedError, UsageError
+from hvdlite.torch import startup
 
 World = Callable[[int, int], None]
 
@@ -263,15 +264,15 @@ def test_a_model_that_was_replaced() -> None:
     assert torch.equal(replacement.weight, weight)
 
 
-def test_commit_asks_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = install(monkeypatch, FakeRuntime(3))
+def test_commit_asks_for_updates(universe: Universe) -> None:
+    world = universe.start(3)
     state = hvd.elastic.ObjectState(epoch=0)
     state.epoch = 1
     state.commit()
     state.epoch = 2
     state.restore()
     assert state.epoch == 1
-    assert runtime.names() == ["elastic.updates"]
+    assert world.names() == ["elastic.updates"]
     for result, skip_sync in [(1, True), (2, False), (3, False)]:
         state.epoch = 10 * result
         state.on_hosts_updated(0.0, result)
@@ -283,8 +284,8 @@ def test_commit_asks_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
         state.check_host_updates()
 
 
-def test_several_updates_are_one_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeRuntime(2))
+def test_several_updates_are_one_interrupt(universe: Universe) -> None:
+    universe.start(2)
     state = hvd.elastic.ObjectState()
     state.on_hosts_updated(0.0, 1)
     state.on_hosts_updated(1.0, 2)
@@ -329,11 +330,10 @@ class Diary(hvd.elastic.State):
 
 
 @pytest.fixture
-def diary(monkeypatch: pytest.MonkeyPatch) -> Diary:
+def diary(universe: Universe, monkeypatch: pytest.MonkeyPatch) -> Diary:
     diary = Diary()
-    install(monkeypatch, FakeRuntime(2))
-    monkeypatch.setattr(hvdlite, "shutdown", lambda: diary.entries.append("shutdown"))
-    monkeypatch.setattr(hvdlite, "init", lambda versions: diary.entries.append("init"))
+    universe.start(2)
+    monkeypatch.setattr(hvdlite, "restart", lambda: diary.entries.append("restart"), raising=False)
     return diary
 
 
@@ -354,7 +354,7 @@ def trainer(*outcomes: Exception | None) -> Callable[..., Any]:
 
 
 CALLBACKS = ["reset", "first", "second"]
-RESTART = ["shutdown", "abandon", "init", "restore", *CALLBACKS, "sync"]
+RESTART = ["restart", "abandon", "restore", *CALLBACKS, "sync"]
 
 
 def test_run_without_a_failure(diary: Diary) -> None:
@@ -386,7 +386,7 @@ def test_run_after_an_update(diary: Diary, skip_sync: bool) -> None:
 
 def test_a_mistake_of_the_program_is_raised(diary: Diary) -> None:
     """It would come again and again."""
-    for mistake in (MismatchError("shape"), ValueError("v")):
+    for mistake in (MismatchError("shape"), UsageError("op"), ValueError("v")):
         diary.entries.clear()
         with pytest.raises(type(mistake), match=str(mistake)):
             trainer(mistake)(diary, 7, word="w")
@@ -401,3 +401,39 @@ def test_a_dead_rank_leaves_the_last_commit_and_a_clear_sentence(diary: Diary) -
         trainer(failure)(diary, 7, word="w")
     assert e.value.__cause__ is failure
     assert diary.entries == ["sync", "train", "restore"]
+
+
+def test_process_sets_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, with their numbers, also where sets between them are no more."""
+
+    class Sets:
+        """The process sets of one start."""
+
+        def __init__(self) -> None:
+            self.numbers = 0
+            self.members = {0: [0, 1, 2, 3]}
+
+        def add_group(self, ranks: Sequence[int]) -> tuple[int, None]:
+            assert list(ranks) not in self.members.values()
+            self.numbers += 1
+            self.members[self.numbers] = list(ranks)
+            return self.numbers, None
+
+        def remove_group(self, number: int) -> None:
+            del self.members[number]
+
+        def process_sets(self) -> dict[int, list[int]]:
+            return dict(self.members)
+
+    starts = [Sets()]
+    monkeypatch.setattr(hvdlite, "runtime", lambda: starts[-1])
+    monkeypatch.setattr(hvdlite, "restart", lambda: starts.append(Sets()), raising=False)
+    before = starts[0]
+    for ranks in ([0, 1], [2], [1, 2], [0, 3], [3]):
+        before.add_group(ranks)
+    for number in (1, 2, 4):
+        before.remove_group(number)
+    startup.restart()
+    assert len(starts) == 2
+    assert list(starts[1].members.items()) == [(0, [0, 1, 2, 3]), (3, [1, 2]), (5, [3])]
+    assert starts[1].add_group([0])[0] == 6

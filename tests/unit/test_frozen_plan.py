@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator_lab import Lab, submission
-from hvdlite.coordinator.frozen_plan import FrozenPlan, OrderWatch
-from hvdlite.coordinator.handle import Handle
-from hvdlite.coordinator.messages import NAMED, Kind, Response
+from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.plan_leader import OrderWatch
+from hvdlite.coordinator.plan_member import FrozenPlan
+from hvdlite.coordinator.request import NAMED
+from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import MismatchError
 
 NODES = [[(0, 1)], [(0, 1, 2)], [(0,), (1,)], [(0, 1), (2, 3)], [(0,), (1, 2), (3,), (4, 5)]]
@@ -38,7 +40,7 @@ def test_what_repeats_is_found(names: str, period: int) -> None:
 def test_what_varies_between_ranks_is_never_frozen() -> None:
     watch = OrderWatch(longest=10)
     for _ in range(20):
-        watch.saw(Response(submission("a", kind=Kind.ALLGATHER).request, NAMED))
+        watch.saw(Response(submission("a", kind="allgather").request, NAMED))
         watch.saw(Response(submission("b").request, NAMED))
         assert watch.period() == 0
 
@@ -78,7 +80,7 @@ def test_what_has_repeated_itself_beside_a_plan_is_the_next_unless_the_plan_was_
 @pytest.mark.parametrize("told_first", [True, False])
 def test_an_order_that_changes_on_purpose_is_found_again_at_once(told_first: bool) -> None:
     watch = OrderWatch(longest=10)
-    configure = Response(submission("settings", kind=Kind.CONFIGURE).request, 0)
+    configure = Response(submission("settings", kind="configure").request, 0)
     for periods in (20, 2, 0, 2):  # however short the plan was
         if told_first:
             watch.saw(configure)
@@ -93,7 +95,7 @@ def test_an_order_that_changes_on_purpose_is_found_again_at_once(told_first: boo
 def test_settings_that_change_end_a_plan() -> None:
     entry = submission("a")
     plan = FrozenPlan([(entry.request, entry.sequence)])
-    assert plan.contradicts(submission("settings", kind=Kind.CONFIGURE))
+    assert plan.contradicts(submission("settings", kind="configure"))
 
 
 def test_a_plan_counts_in_its_own_order() -> None:
@@ -126,7 +128,7 @@ class Job:
     def step(self, orders: Sequence[Sequence[tuple[str, int]]]) -> None:
         """Rank r submits ``orders[r]``: (name, elements); a name of '?' is unnamed, '|' waits for what came before."""
         todo = [list(order) for order in orders]
-        handles: list[list[Handle]] = [[] for _ in orders]
+        handles: list[list[Submission]] = [[] for _ in orders]
         turns = 0
         while any(todo):
             turns += 1
@@ -141,7 +143,7 @@ class Job:
             if name != "|":
                 made = submission(name, numel, self._count(rank) if name == "?" else NAMED)
                 self.lab.ranks[rank].submit(made)
-                handles[rank].append(made.handle)
+                handles[rank].append(made)
         self.lab.settle([handle for own in handles for handle in own])
         for handle in handles[0]:
             try:
@@ -172,8 +174,8 @@ class Job:
 
     def check_order(self) -> None:
         """All ranks have done the same together: what they execute may block."""
-        first = self.lab.executors[0].buckets
-        assert all(executor.buckets == first for executor in self.lab.executors)
+        first = self.lab.owners[0].buckets
+        assert all(owner.buckets == first for owner in self.lab.owners)
 
 
 STEP = [("a", 4), ("?", 4), ("b", 5), ("?", 4), ("|", 0), ("loss", 1)]
@@ -181,29 +183,26 @@ STEP = [("a", 4), ("?", 4), ("b", 5), ("?", 4), ("|", 0), ("loss", 1)]
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_steps_that_repeat_are_frozen(nodes: list[tuple[int, ...]], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Lab(nodes, seed, monkeypatch)
+def test_steps_that_repeat_are_frozen(nodes: list[tuple[int, ...]], seed: int) -> None:
+    lab = Lab(nodes, seed)
     job = Job(lab)
     n = len(lab.ranks)
     job.freeze(STEP)
     job.check_order()
-    before = [len(executor.buckets) for executor in lab.executors]
-    requests = [coordinator._claims._slots for coordinator in lab.ranks]
-    slots = [dict(slot) for slot in requests]
+    before = [len(owner.buckets) for owner in lab.owners]
+    claims = lab.claims()
     for _ in range(20):
         job.step([STEP] * n)
     job.check_order()
     assert job.plans == [1] * n  # the same one still
-    assert all(len(executor.buckets) > count for executor, count in zip(lab.executors, before, strict=True))
-    assert [dict(slot) for slot in requests] == slots  # nothing was claimed
+    assert all(len(owner.buckets) > count for owner, count in zip(lab.owners, before, strict=True))
+    assert lab.claims() == claims
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_one_message_per_edge_and_operation_at_most(
-    nodes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_message_per_edge_and_operation_at_most(nodes: list[tuple[int, ...]]) -> None:
     """In each direction, of operations that come one by one."""
-    lab = Lab(nodes, 0, monkeypatch)
+    lab = Lab(nodes, 0)
     job = Job(lab)
     blocking = [entry for name in "abc" for entry in ((name, 4), ("|", 0))]
     job.freeze(blocking)
@@ -235,10 +234,8 @@ def varied(step: list[tuple[str, int]], how: str, rank: int, generator: random.R
 @pytest.mark.parametrize(
     "how", ["another order here", "one less", "one more", "another shape", "a contradiction", "anything"]
 )
-def test_what_changes_is_done_all_the_same(
-    nodes: list[tuple[int, ...]], how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lab = Lab(nodes, 1, monkeypatch)
+def test_what_changes_is_done_all_the_same(nodes: list[tuple[int, ...]], how: str) -> None:
+    lab = Lab(nodes, 1)
     job = Job(lab)
     n = len(lab.ranks)
     ways = ["another order here", "one less", "one more", "another shape", "a contradiction", "as ever"]
@@ -257,8 +254,8 @@ def test_what_changes_is_done_all_the_same(
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_a_plan_that_is_not_followed_makes_room(nodes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(Lab(nodes, 2, monkeypatch))
+def test_a_plan_that_is_not_followed_makes_room(nodes: list[tuple[int, ...]]) -> None:
+    job = Job(Lab(nodes, 2))
     for number, step in enumerate([[("a", 4)], [("b", 4), ("|", 0), ("c", 4)], STEP], start=1):
         for _ in range(300):
             job.step([step] * len(job.lab.ranks))
@@ -268,23 +265,23 @@ def test_a_plan_that_is_not_followed_makes_room(nodes: list[tuple[int, ...]], mo
         assert job.plans == [number] * len(job.plans) and all(job.frozen)
 
 
-def test_who_joins_ends_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = Lab([(0, 1), (2,)], 0, monkeypatch)
+def test_who_joins_ends_the_plan() -> None:
+    lab = Lab([(0, 1), (2,)], 0)
     job = Job(lab)
     job.freeze([("a", 4)])
-    joins = [submission("join.noname", sequence=0, kind=Kind.JOIN) for _ in range(3)]
+    joins = [submission("join.noname", sequence=0, kind="join") for _ in range(3)]
     lab.ranks[1].submit(joins[1])
     job.step([[("a", 4)], [], [("a", 4)]])  # without rank 1
     for rank in (0, 2):
         lab.ranks[rank].submit(joins[rank])
-    lab.settle([join.handle for join in joins])
+    lab.settle(joins)
     job.freeze([("a", 4)])
     assert job.plans == [2] * 3
 
 
-def test_a_rank_that_does_not_come_is_waited_for_in_the_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_is_waited_for_in_the_open() -> None:
     """So that the watch for stalls sees what waits."""
-    lab = Lab([(0, 1), (2,)], 0, monkeypatch)
+    lab = Lab([(0, 1), (2,)], 0)
     job = Job(lab)
     job.freeze([("a", 4)])
     early = [submission("a") for _ in range(2)]
@@ -293,15 +290,15 @@ def test_a_rank_that_does_not_come_is_waited_for_in_the_open(monkeypatch: pytest
     for _ in range(100_000):
         lab.turn()
     assert not any(job.frozen)
-    assert [label for _, label, _ in lab.ranks[0]._negotiation.waiting()] == ["allreduce 'a'"]
+    assert [label for _, label, _ in lab.ranks[0]._leader._negotiation.waiting()] == ["allreduce 'a'"]
     last = submission("a")
     lab.ranks[1].submit(last)
-    lab.settle([last.handle, *(made.handle for made in early)])
+    lab.settle([last, *early])
     job.check_order()
 
 
-def test_without_a_cache_nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(Lab([(0, 1)], 0, monkeypatch, cache_capacity=0))
+def test_without_a_cache_nothing_is_frozen() -> None:
+    job = Job(Lab([(0, 1)], 0, cache_capacity=0))
     for _ in range(30):
         job.step([[("a", 4)]] * 2)
     assert job.plans == [0, 0]

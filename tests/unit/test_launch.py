@@ -16,6 +16,7 @@ import pytest
 
 import hvdlite
 from hvdlite import remote_call
+from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import RankFailedError, StartupError
 from hvdlite.remote_call import CallServer, pack
 from launching import MARK, processes_with
@@ -28,7 +29,7 @@ class TestRun:
     @pytest.fixture
     def options(self, tmp_path: Path) -> list[str]:
         """An mpirun that starts two ranks, ends with the status of the last, and ends all at TERM."""
-        start = 'for r in 0 1; do OMPI_COMM_WORLD_RANK=$r "$@" & p="$p $!"; done'
+        start = 'for r in 0 1; do OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$r "$@" & p="$p $!"; done'
         wait = "trap 'kill $p' TERM; for i in $p; do wait $i || s=$?; done; exit $s"
         return self.mpirun(tmp_path, f"{PROGRAM}\n{start}\n{wait}")
 
@@ -137,7 +138,7 @@ class TestRun:
         assert processes_with(mark) == {}
 
     def test_a_bad_end_after_all_results(self, tmp_path: Path) -> None:
-        options = self.mpirun(tmp_path, f'{PROGRAM}\nOMPI_COMM_WORLD_RANK=0 "$@"; exit 9')
+        options = self.mpirun(tmp_path, f'{PROGRAM}\nOMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 "$@"; exit 9')
         with pytest.warns(RuntimeWarning, match="all ranks returned, but mpirun ended with exit status 9"):
             assert hvdlite.run(int, num_proc=1, options=options) == [0]
 
@@ -175,16 +176,17 @@ class TestServer:
     ) -> None:
         monkeypatch.setattr(sys, "path", list(sys.path))
         for rank in (2, 0):
-            for name, value in {**server.environment, "OMPI_COMM_WORLD_RANK": str(rank)}.items():
+            launched = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": str(rank)}
+            for name, value in {**server.environment, **launched}.items():
                 monkeypatch.setenv(name, value)
             remote_call.main()
-            assert remote_call.KEY not in os.environ
+            assert CALL_KEY not in os.environ
         outcomes = server.close()
         assert server.seen() == {0, 2}
         assert sorted((o.rank, o.returned, o.result()) for o in outcomes) == [(0, True, (3, 1)), (2, True, (3, 1))]
 
     def test_strangers_get_nothing_and_hold_nobody_up(self, server: CallServer) -> None:
-        where = server.environment[remote_call.ADDRESS]
+        where = server.environment[CALL_ADDRESS]
         hello = remote_call._RANK.pack(0)
         header = remote_call._HEADER
         silent = remote_call._connect(where)

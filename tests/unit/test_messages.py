@@ -4,33 +4,25 @@ import random
 
 import pytest
 
-from hvdlite.coordinator.messages import (
-    NAMED,
-    Claim,
-    Decoder,
-    Encoder,
-    EndOfBatch,
-    Fault,
-    Kind,
-    Notice,
-    Request,
-    Response,
-    TensorSpec,
-)
-from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.coordinator.messages import Claim, Decoder, Encoder, EndOfBatch, Fault, Notice, Response
+from hvdlite.coordinator.request import NAMED, TensorSpec
+from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.operations import OPERATIONS, decode
+from hvdlite.operations.allocate import Allocate
+from hvdlite.operations.allreduce import Allreduce
 
 
-def request(name: str, *shape: int, **options: object) -> Request:
-    return Request(Kind.ALLREDUCE, name, (TensorSpec(name, DType.FLOAT32, shape),), **options)  # type: ignore[arg-type]
+def request(name: str, *shape: int, **options: object) -> Allreduce:
+    return Allreduce(name, (TensorSpec(name, DType.FLOAT32, shape),), **options)  # type: ignore[arg-type]
 
 
 MESSAGES = [
     Claim(request("a", 3), NAMED),
     Claim(request("a", 3), 2**40),
-    Claim(request("b", op=ReduceOp.MAX, prescale=0.5, postscale=-2.0, root=3, wire_dtype=DType.BFLOAT16), NAMED),
+    Claim(request("b", reduction=Reduction(ReduceOp.MAX, 0.5, -2.0), wire_dtype=DType.BFLOAT16), NAMED),
     Claim(request("c", 1, 2, 3, place=(4, 64)), 5, (0, 7), ((1,), (0,))),
     Response(request("größe/ü", 0), NAMED),
-    Response(Request(Kind.ALLOCATE, "pool", nbytes=2**40), 1, ((1, 2), (3, 4))),
+    Response(Allocate("pool", nbytes=2**40), 1, ((1, 2), (3, 4))),
     Fault(("x", 3), "ranks 0 and 1 differ"),
     Notice({"kind": "shutdown", "rank": 1, "why": "it ended"}),
     EndOfBatch(),
@@ -39,7 +31,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 16, 17, 18, 1000])
 def test_messages_survive_any_cut(cut):
-    encoder, decoder = Encoder(1024), Decoder()
+    encoder, decoder = Encoder(1024), Decoder(decode)
     for message in MESSAGES * 2:
         encoder.send(message)
     data = bytes(encoder.outbox)
@@ -55,12 +47,12 @@ def test_a_known_request_is_not_spelled_out_again():
     assert len(encoder.outbox) - first == 17  # one frame header
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", OPERATIONS)
 def test_every_operation_is_cached(kind):
     """From the second time on a slot is sent, and what differs per rank: 17 bytes and no tensor names."""
-    request = Request(kind, "gradient", (TensorSpec("layer3.weight", DType.FLOAT32, (4, 5)),), root=1)
-    sizes = ((3,),) if kind in (Kind.ALLGATHER, Kind.ALLTOALL) else ()
-    encoder, decoder = Encoder(8), Decoder()
+    request = OPERATIONS[kind]("gradient", (TensorSpec("layer3.weight", DType.FLOAT32, (4, 5)),))
+    sizes = ((3,),) if request.is_ragged else ()
+    encoder, decoder = Encoder(8), Decoder(decode)
     lengths = []
     for rows in range(3):
         claim = Claim(request, NAMED, (2,) if sizes else None, ((rows,),) if sizes else ())
@@ -75,7 +67,7 @@ def test_every_operation_is_cached(kind):
 @pytest.mark.parametrize("capacity", [0, 1, 2, 7])
 def test_codebooks_stay_in_step_when_slots_are_reused(capacity):
     rng = random.Random(capacity)
-    encoder, decoder = Encoder(capacity), Decoder()
+    encoder, decoder = Encoder(capacity), Decoder(decode)
     sent = [Claim(request(f"t{rng.randrange(10)}", rng.randrange(3)), NAMED) for _ in range(500)]
     received = []
     for message in sent:

@@ -18,7 +18,7 @@ import pytest
 
 from hvdlite import _native
 from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.fusion.segment import Segment, create_memory_file
+from hvdlite.memory.segment import Segment, create_memory_file
 
 LONG_S = 60.0  # never reached unless a test fails
 ABORT = 0  # byte offsets in the shared memory of a test
@@ -228,6 +228,24 @@ def test_waits_release_the_gil(world: World) -> None:
     assert results == [_native.Barrier.OK] * 100
 
 
+def test_generations_wrap(world: World) -> None:
+    world.segment.memory[:] = 0
+
+    def meet(rank: int) -> None:
+        barrier = barrier_in(world.segment, rank, 3)
+        statuses[rank] = [barrier.wait(LONG_S) for _ in range(5)]
+
+    _native.store32(world.segment.address + BARRIER, 0xFFFFFFFE)
+    statuses: dict[int, list[int]] = {}
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LONG_S)
+    assert statuses == dict.fromkeys(range(3), [_native.Barrier.OK] * 5)
+    assert _native.load32(world.segment.address + BARRIER) == 3
+
+
 def test_epochs_wrap(world: World) -> None:
     world.segment.memory[:] = 0
     barrier = barrier_in(world.segment, 0, 2)
@@ -258,6 +276,9 @@ def test_doorbell_counts_and_times_out() -> None:
     assert _native.load32(address) == 3
     assert _native.doorbell_wait(address, 0, LONG_S) == 3  # rings that came before the wait are not missed
     assert _native.load32(address + 4) == 0  # nobody sleeps any more
+    _native.store32(address, 0xFFFFFFFF)
+    _native.doorbell_ring(address)
+    assert _native.doorbell_wait(address, 0xFFFFFFFF, LONG_S) == 0  # the count wraps
 
 
 def test_doorbell_wakes_every_sleeper() -> None:

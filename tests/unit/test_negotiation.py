@@ -4,15 +4,19 @@ import random
 
 import pytest
 
-from hvdlite.coordinator.messages import NAMED, Claim, Fault, Kind, Request, Response, TensorSpec
-from hvdlite.coordinator.negotiation import Negotiation, rank_list
-from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.coordinator.messages import Claim, Fault, Response
+from hvdlite.coordinator.negotiation import Negotiation
+from hvdlite.coordinator.request import NAMED, TensorSpec, rank_list
+from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.operations.allgather import Allgather
+from hvdlite.operations.allreduce import Allreduce
+from hvdlite.operations.broadcast import Broadcast
 
 PATIENCE_S = 1.0
 
 
-def request(name="layer3.weight", shape=(512, 512), dtype=DType.FLOAT32, kind=Kind.ALLREDUCE, **options):
-    return Request(kind, name, (TensorSpec(name, dtype, shape),), **options)
+def request(name="layer3.weight", shape=(512, 512), dtype=DType.FLOAT32, kind=Allreduce, **options):
+    return kind(name, (TensorSpec(name, dtype, shape),), **options)
 
 
 def verdict(*requests):
@@ -79,7 +83,7 @@ def test_what_a_tensor_costs_does_not_grow_with_the_ranks():
 
 
 def test_sizes_come_back_in_rank_order():
-    gather = Request(Kind.ALLGATHER, "g", (TensorSpec("g", DType.INT8, (7,)),))
+    gather = Allgather("g", (TensorSpec("g", DType.INT8, (7,)),))
     below, root = Negotiation((1, 2), PATIENCE_S), Negotiation(range(3), PATIENCE_S)
     for rank in (2, 1):
         below.add(Claim(gather, 4, (rank,), ((rank * 10,),)), (rank,), 0.0)
@@ -117,13 +121,8 @@ def test_nobody_is_late_while_all_execute():
     [
         (request(shape=(512, 256)), ["shape", "(512, 512)", "(512, 256)", "allgather"]),
         (request(dtype=DType.FLOAT64), ["dtype", "float32", "float64"]),
-        (request(op=ReduceOp.MAX), ["op", "Sum", "Max"]),
-        (request(kind=Kind.BROADCAST), ["operation", "allreduce", "broadcast"]),
-        (request(prescale=0.5), ["prescale factor", "1.0", "0.5"]),
-        (request(postscale=0.5), ["postscale factor", "1.0", "0.5"]),
-        (request(root=1), ["root rank", "is 0", "but 1"]),
-        (request(wire_dtype=DType.FLOAT16), ["compression", "none", "float16"]),
-        (request(device="cuda"), ["device", "cpu", "cuda"]),
+        (request(reduction=Reduction(ReduceOp.MAX)), ["op", "Sum", "Max"]),
+        (request(kind=Broadcast), ["operation", "allreduce", "broadcast"]),
     ],
 )
 def test_a_fault_names_tensor_ranks_and_both_values(other, words):
@@ -135,11 +134,7 @@ def test_a_fault_names_tensor_ranks_and_both_values(other, words):
 
 def test_a_fault_in_a_group_names_the_tensor():
     def group(second_shape):
-        return Request(
-            Kind.ALLREDUCE,
-            "group",
-            (TensorSpec("a", DType.INT8, (1,)), TensorSpec("b", DType.INT8, second_shape)),
-        )
+        return Allreduce("group", (TensorSpec("a", DType.INT8, (1,)), TensorSpec("b", DType.INT8, second_shape)))
 
     result = verdict(group((2,)), group((3,)))
     assert isinstance(result, Fault)

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import socket
+import threading
 import time
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 import hvdlite.node
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
-from hvdlite.fusion.segment import Segment, create_memory_file
+from hvdlite.memory.segment import Segment, create_memory_file
 from hvdlite.node import Node, discover
 from thread_comm import on_ranks
 
@@ -188,31 +189,48 @@ def test_a_leader_whose_rank_is_gone_says_so() -> None:
     close(nodes)
 
 
-def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_connect_is_named_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = hvdlite.node._connect_to_leader
-    silent: list[socket.socket] = []
 
     def reach(names: dict[int, str], rank: int) -> Any:
         leader, links = connect(names, rank)
-        if rank == 1:
-            links.pop().close()
-            silent.extend(links)
-            raise InterruptedError("rank 1 stops here")
-        return leader, links
+        if rank == 0:
+            return leader, links
+        pairs = [socket.socketpair() for _ in links]
+        for link in (*links, *(other for _, other in pairs)):
+            link.close()
+        return leader, [own for own, _ in pairs]  # to nobody
 
     monkeypatch.setattr(hvdlite.node, "_connect_to_leader", reach)
 
     def work(comm: Any) -> None:
-        if comm.rank == 0:
-            with pytest.raises(StartupError, match=r"ranks \[1\] did not connect to rank 0.*HVDLITE_START_TIMEOUT"):
-                discover(comm, 0.3)
-        else:
-            with pytest.raises(InterruptedError):
-                discover(comm, 0.3)
-            comm.allgather(0)  # it was seen to reach rank 0
+        with pytest.raises(StartupError, match=r"ranks \[1\] did not connect to rank 0.*HVDLITE_START_TIMEOUT"):
+            discover(comm, 0.3)
 
     on_ranks(2, work)
-    silent[0].close()
+
+
+@pytest.mark.parametrize("step", ["_core_mask", "_connect_to_leader", "Node"])
+def test_what_fails_on_one_rank_fails_on_all_at_once(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(hvdlite.node, step)
+    culprit = threading.local()
+
+    def fail(*args: Any) -> Any:
+        if culprit.rank == 2:
+            raise OSError("out of everything")
+        return original(*args)
+
+    monkeypatch.setattr(hvdlite.node, step, fail)
+    started_s = time.monotonic()
+
+    def work(comm: Any) -> None:
+        culprit.rank = comm.rank
+        with pytest.raises(OSError if comm.rank == 2 else StartupError, match="out of everything") as caught:
+            discover(comm, 20.0)
+        assert comm.rank == 2 or str(caught.value) == "rank 2: out of everything"
+
+    on_ranks(3, work)
+    assert time.monotonic() - started_s < 5
 
 
 def test_nothing_is_left_of_nodes_and_segments() -> None:

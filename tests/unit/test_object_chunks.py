@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from fake_runtime import FakeRuntime, install
+from fake_world import Universe
 from hvdlite.torch import functions
 
 GIB = 1 << 30
@@ -43,8 +43,8 @@ def payload_of(size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    install(monkeypatch, FakeRuntime(2))
+def test_broadcast(universe: Universe, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    universe.start(2)
     wire = Wire(monkeypatch)
     functions._broadcast_bytes(payload_of(size), None, 0, "n", hvd.global_process_set)
     check_tiles(wire.pieces, size, GIB)

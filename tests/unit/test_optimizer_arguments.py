@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import hvdlite.torch as hvd
-from fake_runtime import FakeRuntime, install
-from hvdlite.errors import ShutDownError
-from hvdlite.torch.process_set import ProcessSet
+from fake_world import FakeWorld, Universe
+from hvdlite.errors import NotInitializedError, UsageError
 
 
 @pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    return install(monkeypatch, FakeRuntime(2))
+def world(universe: Universe) -> FakeWorld:
+    return universe.start(2)
 
 
 @pytest.fixture
@@ -66,7 +67,6 @@ def test_backward_passes(model: torch.nn.Module, passes: int) -> None:
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor"),
         ({"gradient_predivide_factor": 0.0}, "above 0"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Adasum}, "gradient_predivide_factor"),
-        ({"op": 6}, "hvd.Average"),
         ({"groups": -1}, "groups is -1"),
         ({"groups": [[1.0]]}, "lists of parameters"),
         ({"groups": [torch.ones(1)]}, "lists of parameters"),
@@ -81,6 +81,12 @@ def test_arguments_that_make_no_sense(model: torch.nn.Module, arguments: dict[st
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("op", [6, True, "sum", hvd.Sum + 0.0])
+def test_an_op_that_is_none(model: torch.nn.Module, op: Any) -> None:
+    with pytest.raises(UsageError, match="pass hvd.Average"):
+        wrap(model, op=op)
+
+
 def test_a_parameter_in_two_groups(model: torch.nn.Module) -> None:
     weight = model[0].weight
     for groups in ([[weight], [weight]], [[weight, weight]]):
@@ -88,24 +94,18 @@ def test_a_parameter_in_two_groups(model: torch.nn.Module) -> None:
             wrap(model, named_parameters=model.named_parameters(), groups=groups)
 
 
-def test_num_groups_is_deprecated(model: torch.nn.Module, runtime: FakeRuntime) -> None:
+def test_num_groups_is_deprecated(model: torch.nn.Module, world: FakeWorld) -> None:
     with pytest.warns(DeprecationWarning, match="groups"):
         optimizer = wrap(model, num_groups=3)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    assert sum(".bucket" in name for name in runtime.names()) == 3
+    assert len(world.buckets) == 3
 
 
-@pytest.mark.parametrize(
-    ("size", "set_id", "text"), [(3, 0, "power of two.*there are 3"), (2, 1, "global process set")]
-)
-def test_adasum_where_it_is_not_defined(
-    monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module, size: int, set_id: int, text: str
-) -> None:
-    install(monkeypatch, FakeRuntime(size))
-    process_set = hvd.global_process_set if set_id == 0 else ProcessSet(set_id)
-    with pytest.raises(NotImplementedError, match=text):
-        wrap(model, op=hvd.Adasum, process_set=process_set)
+def test_adasum_of_a_part_of_the_ranks(model: torch.nn.Module) -> None:
+    """Of three ranks: tests/mpi/test_adasum.py."""
+    with pytest.raises(NotImplementedError, match="global process set"):
+        wrap(model, op=hvd.Adasum, process_set=hvd.ProcessSet([0]))
 
 
 def test_wrapping_twice(model: torch.nn.Module) -> None:
@@ -123,13 +123,30 @@ def test_parameters_that_cannot_travel() -> None:
             hvd.DistributedOptimizer(optimizer)
 
 
-def test_integer_parameters_are_left_alone(runtime: FakeRuntime) -> None:
+def test_parameters_that_fsdp_has_sharded_are_refused(model: torch.nn.Module) -> None:
+    """They, and their gradients, have no memory of their own."""
+    from torch.distributed.fsdp import fully_shard  # slow
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match=r"parameter '0\.weight': a DTensor without .*; FSDP reduces"):
+            wrap(model, named_parameters=model.named_parameters())
+        with pytest.raises(ValueError, match=r"'t': a DTensor without memory of its own; pass tensor\.to_local\(\)"):
+            hvd.allreduce(model[0].weight, name="t")
+        local = model[0].weight.to_local().detach()
+        assert torch.equal(hvd.allreduce(local, op=hvd.Sum), 3 * local)  # of this rank and one that has twice as much
+    finally:
+        dist.destroy_process_group()
+
+
+def test_integer_parameters_are_left_alone(world: FakeWorld) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     scales = torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([scales, weight], lr=0.1))
     weight.sum().backward()
     optimizer.step()
-    assert runtime.calls[0]["shapes"] == [(2,)]
+    assert world.buckets[0].shapes == [(2,)]
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -142,7 +159,7 @@ def test_names_of_parameters(model: torch.nn.Module, named: bool) -> None:
     assert list(names.values()) == (expected if named else [f"group0.{i}" for i in range(len(expected))])
 
 
-def test_before_init(monkeypatch: pytest.MonkeyPatch, model: torch.nn.Module) -> None:
-    monkeypatch.undo()
-    with pytest.raises(ShutDownError, match="init"):
+def test_before_init(universe: Universe, model: torch.nn.Module) -> None:
+    universe.end()
+    with pytest.raises(NotInitializedError, match="init"):
         wrap(model)

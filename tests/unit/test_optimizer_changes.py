@@ -11,21 +11,22 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from fake_runtime import FakeRuntime, install
-from hvdlite.errors import MismatchError, ShutDownError
+from fake_world import FakeWorld, Universe
+from hvdlite.errors import MismatchError, NotInitializedError, ShutDownError
 from optimizer_lab import FACTOR, Scales, expected, reduced, wrap
 
 
-@pytest.fixture(params=[1, 2], ids=["1 node", "2 nodes"])
-def runtime(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeRuntime:
-    return install(monkeypatch, FakeRuntime(3, nodes=request.param, bucket_bytes=4096))
+@pytest.fixture(params=[(1, 4096), (2, 4096), (1, 1 << 30)], ids=["1 node", "2 nodes", "1 bucket"])
+def world(universe: Universe, request: pytest.FixtureRequest) -> FakeWorld:
+    nodes, bucket_bytes = request.param
+    return universe.start(3, nodes=nodes, bucket_bytes=bucket_bytes)
 
 
 # Parameters that are switched off and on.
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_switched_off(runtime: FakeRuntime, set_to_none: bool) -> None:
+def test_switched_off(world: FakeWorld, set_to_none: bool) -> None:
     model = Scales((3,), (20000,), (5,))
     optimizer = wrap(model)
     model.loss().backward()
@@ -34,7 +35,6 @@ def test_switched_off(runtime: FakeRuntime, set_to_none: bool) -> None:
     model.p[1].requires_grad_(False)
     model.p[2].requires_grad_(False)
     for _ in range(3):
-        runtime.calls.clear()
         model.loss().backward()
         optimizer.step()
         assert reduced(model) == [FACTOR, None, None] if set_to_none else [FACTOR, 0.0, 0.0]
@@ -45,11 +45,11 @@ def test_switched_off(runtime: FakeRuntime, set_to_none: bool) -> None:
         optimizer.step()
         assert reduced(model)[:2] == [FACTOR, 2 * FACTOR]
         optimizer.zero_grad(set_to_none=set_to_none)
-    if len(runtime.topology.nodes) > 1:
-        assert len(runtime.allocated) == 1
+    if len(world.topology.nodes) > 1:
+        assert len(world.allocated) == 1
 
 
-def test_a_stale_gradient_of_a_frozen_parameter_stays(runtime: FakeRuntime) -> None:
+def test_a_stale_gradient_of_a_frozen_parameter_stays(world: FakeWorld) -> None:
     model = Scales((3,), (4,))
     optimizer = wrap(model)
     model.loss().backward()
@@ -62,7 +62,7 @@ def test_a_stale_gradient_of_a_frozen_parameter_stays(runtime: FakeRuntime) -> N
         assert reduced(model) == [FACTOR, 2 * FACTOR]
 
 
-def test_frozen_between_backward_and_step(runtime: FakeRuntime) -> None:
+def test_frozen_between_backward_and_step(world: FakeWorld) -> None:
     model = Scales((3,), (4,))
     optimizer = wrap(model)
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_frozen_between_backward_and_step(runtime: FakeRuntime) -> None:
         model.p[1].requires_grad_(True)
 
 
-def test_switched_on_for_the_first_time(runtime: FakeRuntime) -> None:
+def test_switched_on_for_the_first_time(world: FakeWorld) -> None:
     model = Scales((3,), (20000,), (5,))
     model.p[1].requires_grad_(False)
     optimizer = wrap(model)
@@ -90,12 +90,12 @@ def test_switched_on_for_the_first_time(runtime: FakeRuntime) -> None:
         optimizer.step()
         assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
-    assert "optimizer0.plan2.late" in runtime.names()
-    (last,) = (call["home"] for call in runtime.calls[-3:] if call.get("names") == ["p.1"])
-    assert last == (len(runtime.topology.nodes) > 1)
+    assert sum(name.endswith(".late") for name in world.names()) == 1
+    last = next(each for each in reversed(world.buckets) if "p.1" in each.names)
+    assert last.has_home == (len(world.topology.nodes) > 1)
 
 
-def test_a_gradient_that_is_left_behind_when_buckets_change_stays(runtime: FakeRuntime) -> None:
+def test_a_gradient_that_is_left_behind_when_buckets_change_stays(world: FakeWorld) -> None:
     model = Scales((3,), (20000,), (5,))
     model.p[0].requires_grad_(False)
     optimizer = wrap(model)
@@ -116,7 +116,7 @@ def test_a_gradient_that_is_left_behind_when_buckets_change_stays(runtime: FakeR
         assert reduced(model) == [FACTOR * factor, 2 * FACTOR * factor, 3 * FACTOR]
 
 
-def test_all_frozen(runtime: FakeRuntime) -> None:
+def test_all_frozen(world: FakeWorld) -> None:
     model = Scales((3,), (4,))
     model.requires_grad_(False)
     optimizer = wrap(model)
@@ -128,7 +128,7 @@ def test_all_frozen(runtime: FakeRuntime) -> None:
     assert reduced(model) == expected(model, FACTOR)
 
 
-def test_added_groups(runtime: FakeRuntime) -> None:
+def test_added_groups(world: FakeWorld) -> None:
     model = Scales((3,), (4,), (5,))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([model.p[0]], lr=1.0), named_parameters=model.named_parameters()
@@ -148,7 +148,7 @@ def test_added_groups(runtime: FakeRuntime) -> None:
 # Several, and the end.
 
 
-def test_several_optimizers_have_names_of_their_own(runtime: FakeRuntime) -> None:
+def test_several_optimizers_have_names_of_their_own(world: FakeWorld) -> None:
     models = [Scales((3,)), Scales((3,))]
     optimizers = [wrap(model) for model in models]
     for _ in range(2):
@@ -157,11 +157,10 @@ def test_several_optimizers_have_names_of_their_own(runtime: FakeRuntime) -> Non
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    names = runtime.names()
-    assert {name.split(".")[0] for name in names} == {"optimizer0", "optimizer1"}
+    assert {name.split(".")[0] for name in world.names()} == {"optimizer0", "optimizer1"}
 
 
-def test_hooks_go_with_the_optimizer(runtime: FakeRuntime) -> None:
+def test_hooks_go_with_the_optimizer(world: FakeWorld) -> None:
     model = Scales((3,))
     optimizer = wrap(model)
     reference = weakref.ref(optimizer)
@@ -169,12 +168,12 @@ def test_hooks_go_with_the_optimizer(runtime: FakeRuntime) -> None:
     gc.collect()
     assert reference() is None
     model.loss().backward()
-    assert not runtime.calls
+    assert not world.submitted
     assert reduced(model) == [1.0]
 
 
-def test_alone_there_are_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = install(monkeypatch, FakeRuntime(1))
+def test_alone_there_are_no_hooks(universe: Universe) -> None:
+    world = universe.start(1, nodes=1)
     model = Scales((3,), (4,))
     optimizer = wrap(model, backward_passes_per_step=2)
     assert not any(p._post_accumulate_grad_hooks for p in model.p)
@@ -183,93 +182,110 @@ def test_alone_there_are_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.step()
         assert reduced(model) == [1.0, 2.0]
         optimizer.zero_grad()
-    assert not runtime.calls
+    assert not world.submitted
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (1, 3), (3, 1)])
-def test_after_a_restart(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]) -> None:
-    model = Scales((3,), (20000,))
-    install(monkeypatch, FakeRuntime(sizes[0]))
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 30])
+def test_after_a_restart(universe: Universe, bucket_bytes: int, sizes: tuple[int, int]) -> None:
+    model = Scales((3,), (20000,), (4,), (5,))
+    universe.start(sizes[0], bucket_bytes=bucket_bytes)
     optimizer = wrap(model)
     for size in sizes:
-        runtime = install(monkeypatch, FakeRuntime(size))
-        for _ in range(3):
+        world = universe.start(size, nodes=1, bucket_bytes=bucket_bytes)
+        for _ in range(4):
             model.loss().backward()
             optimizer.step()
             assert reduced(model) == expected(model, (size + 1) / 2)
             optimizer.zero_grad()
-        assert not size > 1 or "optimizer0.plan1.bucket0" in runtime.names()
+        assert (size > 1) == ("optimizer0.assignment1.bucket0" in world.names())
 
 
-def test_after_shutdown(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
+def test_after_shutdown(universe: Universe, world: FakeWorld) -> None:
     model = Scales((3,))
     optimizer = wrap(model)
     model.loss().backward()
     optimizer.step()
     optimizer.zero_grad()
-    monkeypatch.undo()
-    with pytest.raises(ShutDownError):
+    universe.end()
+    with pytest.raises(NotInitializedError):
         model.loss().backward()
 
 
-def test_the_next_step_works_after_an_error(runtime: FakeRuntime) -> None:
+def test_the_next_step_works_after_an_error(world: FakeWorld) -> None:
     model = Scales((3,), (20000,))
     optimizer = wrap(model)
     for step in range(6):
         if step % 2 == 0:
-            runtime.error = MismatchError("shapes differ")
+            world.error = MismatchError("shapes differ")
         model.loss().backward()
         if step % 2 == 0:
             with pytest.raises(MismatchError):
                 optimizer.step()
-            assert all(handle.done() for handle in runtime.handles)  # nothing is in flight any more
+            assert all(each.submission.done() for each in world.submitted)  # nothing is in flight any more
         else:
             optimizer.step()
             assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
 
 
-def test_errors_in_backward_leave_a_clean_state(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Scales((3,))
+def test_refused_submissions_leave_a_clean_state(world: FakeWorld) -> None:
+    model = Scales((3,), (20000,))
     optimizer = wrap(model)
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise ShutDownError("over")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runtime, "allreduce_async", refuse)
-        with pytest.raises(ShutDownError, match="over"):
-            model.loss().backward()
+    world.refusal = ShutDownError("over")
+    with pytest.raises(ShutDownError, match="over"):
+        model.loss().backward()  # of the only bucket not before step()
+        optimizer.step()
+    world.refusal = None
     optimizer.zero_grad()
     model.loss().backward()
     optimizer.step()
-    assert reduced(model) == [FACTOR]
+    assert reduced(model) == expected(model, FACTOR)
 
 
-def test_timeline(runtime: FakeRuntime) -> None:
-    model = Scales((3,), (20000,))
+def test_gradients_on_their_way_when_hvdlite_is_started_again(universe: Universe, world: FakeWorld) -> None:
+    """As hvd.elastic.run does it."""
+    model = Scales((3,), (20000,), (4,))
     optimizer = wrap(model)
-    runtime.recorder.start()
-    for _ in range(2):
+    for steps in range(4):
+        for step in range(steps):
+            model.loss(step + 10).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.loss(5).backward()
+        universe.start(3, nodes=len(world.topology.nodes), bucket_bytes=world.config.bucket_bytes)
+        optimizer._hvd_abandon()
         optimizer.zero_grad()
-        model.loss().backward()
-        optimizer.step()
-    events, _ = runtime.recorder.drain()
-    spans = [(event[1].value, event[2]) for event in events]
-    assert spans.count(("optimizer", "step")) == 2
-    assert spans.count(("backward", "backward")) == 2
-    assert spans.count(("wait", "synchronize")) == 2
-    assert ("backward", "optimizer0.plan2.bucket0") in spans
-
-
-@pytest.mark.parametrize("groups", [1, 2, lambda p: [[p[0], p[3]], [p[1]]]])
-def test_groups(runtime: FakeRuntime, groups: int | Callable[[Any], Any]) -> None:
-    model = Scales((3,), (4,), (5,), (6,), (7,))
-    optimizer = wrap(model, groups=groups if isinstance(groups, int) else groups(model.p))
-    for _ in range(2):
-        runtime.calls.clear()
         model.loss().backward()
         optimizer.step()
         assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
-    assert len(runtime.calls) == (groups if isinstance(groups, int) else 3)
+
+
+def test_timeline(world: FakeWorld) -> None:
+    model = Scales((3,), (20000,))
+    optimizer = wrap(model)
+    world.recorder.start()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss().backward()
+        optimizer.step()
+    events, _ = world.recorder.drain()
+    spans = [(event[1].value, event[2]) for event in events]
+    assert spans.count(("optimizer", "step")) == 2
+    assert spans.count(("backward", "backward")) == 2
+    assert spans.count(("wait", "synchronize")) == 2
+    assert ("backward", "optimizer0.assignment2.bucket0") in spans
+
+
+@pytest.mark.parametrize("groups", [1, 2, lambda p: [[p[0], p[3]], [p[1]]]])
+def test_groups(world: FakeWorld, groups: int | Callable[[Any], Any]) -> None:
+    model = Scales((3,), (4,), (5,), (6,), (7,))
+    optimizer = wrap(model, groups=groups if isinstance(groups, int) else groups(model.p))
+    for _ in range(2):
+        world.submitted.clear()
+        model.loss().backward()
+        optimizer.step()
+        assert reduced(model) == expected(model, FACTOR)
+        optimizer.zero_grad()
+    assert len(world.submitted) == (groups if isinstance(groups, int) else 3)

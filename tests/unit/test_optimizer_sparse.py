@@ -1,4 +1,4 @@
-"""Sparse gradients through DistributedOptimizer; every rank of the runtime gathers what this one sends."""
+"""Sparse gradients through DistributedOptimizer; every rank gathers what this one sends (fake_world.py)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from fake_runtime import FakeRuntime, install
+from fake_world import FakeWorld, Universe
 
 SIZE = 3
 
 
 @pytest.fixture(autouse=True)
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    return install(monkeypatch, FakeRuntime(SIZE))
+def world(universe: Universe) -> FakeWorld:
+    return universe.start(SIZE)
 
 
 class Words(torch.nn.Module):
@@ -49,26 +49,25 @@ def rows(model: Words) -> list[float]:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_stay_sparse(runtime: FakeRuntime, set_to_none: bool) -> None:
+def test_stay_sparse(world: FakeWorld, set_to_none: bool) -> None:
     model = Words()
     optimizer = wrap(model)
     for step in range(4):
-        runtime.calls.clear()
+        world.submitted.clear()
         model.loss(1, 1, 2).backward()
         optimizer.synchronize()
         assert gradient(model).layout is torch.sparse_coo
         assert gradient(model).is_coalesced()
         assert rows(model)[:4] == [0.0, 2.0 * SIZE, 1.0 * SIZE, 0.0]
         # Only the rows travel, and from the second step on the dense weight has a home.
-        gathered = [call["shapes"] for call in runtime.calls if call["kind"] == "allgather"]
-        assert [(2, 3)] in gathered
-        assert [call["home"] for call in runtime.calls if ".bucket" in call["name"]] == [step > 0]
+        assert [(2, 3)] in [each.shapes for each in world.of_kind("allgather")]
+        assert [each.has_home for each in world.buckets] == [step > 0]
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
 @pytest.mark.parametrize("sparse_as_dense", [True, False])
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Average, hvd.Max])
-def test_layouts(runtime: FakeRuntime, op: int, sparse_as_dense: bool) -> None:
+def test_layouts(world: FakeWorld, op: int, sparse_as_dense: bool) -> None:
     """Max knows no sparse tensors: a row that a rank lacks is one of zeros."""
     model = Words()
     optimizer = wrap(model, op=op, sparse_as_dense=sparse_as_dense)
@@ -76,11 +75,11 @@ def test_layouts(runtime: FakeRuntime, op: int, sparse_as_dense: bool) -> None:
         model.loss(4).backward()
         optimizer.step()
         assert gradient(model).is_sparse == (op != hvd.Max and not sparse_as_dense)
-        assert not any(name.endswith(".sparse") for name in runtime.names()) or gradient(model).is_sparse
+        assert not any(name.endswith(".sparse") for name in world.names()) or gradient(model).is_sparse
         optimizer.zero_grad()
 
 
-def test_a_step_without_rows(runtime: FakeRuntime) -> None:
+def test_a_step_without_rows(world: FakeWorld) -> None:
     model = Words()
     optimizer = wrap(model)
     for words in [(3,), (), (5,)]:
@@ -92,7 +91,7 @@ def test_a_step_without_rows(runtime: FakeRuntime) -> None:
         optimizer.zero_grad()
 
 
-def test_a_dense_gradient_of_a_sparse_parameter(runtime: FakeRuntime) -> None:
+def test_a_dense_gradient_of_a_sparse_parameter(world: FakeWorld) -> None:
     model = Words()
     optimizer = wrap(model)
     model.loss(3).backward()
@@ -104,7 +103,7 @@ def test_a_dense_gradient_of_a_sparse_parameter(runtime: FakeRuntime) -> None:
     assert rows(model) == [2.0 * SIZE if row == 3 else 1.0 * SIZE for row in range(10)]
 
 
-def test_a_sparse_gradient_of_a_dense_parameter(runtime: FakeRuntime) -> None:
+def test_a_sparse_gradient_of_a_dense_parameter(world: FakeWorld) -> None:
     model = Words()
     optimizer = wrap(model)
     model.table.sum().backward()
@@ -125,7 +124,7 @@ def test_a_sparse_gradient_of_a_dense_parameter(runtime: FakeRuntime) -> None:
     optimizer.step()
 
 
-def test_both_in_one_step(runtime: FakeRuntime) -> None:
+def test_both_in_one_step(world: FakeWorld) -> None:
     """Autograd adds a sparse and a dense part up to a dense gradient."""
     model = Words()
     optimizer = wrap(model)
@@ -136,7 +135,7 @@ def test_both_in_one_step(runtime: FakeRuntime) -> None:
         optimizer.zero_grad()
 
 
-def test_accumulated(runtime: FakeRuntime) -> None:
+def test_accumulated(world: FakeWorld) -> None:
     model = Words()
     optimizer = wrap(model, backward_passes_per_step=2)
     for _ in range(3):
@@ -147,7 +146,7 @@ def test_accumulated(runtime: FakeRuntime) -> None:
         optimizer.zero_grad()
 
 
-def test_scales_and_compression(runtime: FakeRuntime) -> None:
+def test_scales_and_compression(world: FakeWorld) -> None:
     for arguments in ({"gradient_predivide_factor": 4.0}, {"compression": hvd.Compression.fp16}):
         model = Words()
         optimizer = wrap(model, op=hvd.Average, **arguments)
@@ -159,7 +158,7 @@ def test_scales_and_compression(runtime: FakeRuntime) -> None:
             optimizer.zero_grad()
 
 
-def test_groups_leave_it_to_itself(runtime: FakeRuntime) -> None:
+def test_groups_leave_it_to_itself(world: FakeWorld) -> None:
     model = Words()
     optimizer = wrap(model, groups=[[model.table, model.weight]])
     for _ in range(2):
@@ -170,7 +169,7 @@ def test_groups_leave_it_to_itself(runtime: FakeRuntime) -> None:
 
 
 @pytest.mark.parametrize("added", [True, False])
-def test_switched_on_or_added_later(runtime: FakeRuntime, added: bool) -> None:
+def test_switched_on_or_added_later(world: FakeWorld, added: bool) -> None:
     model = Words()
     model.table.requires_grad_(False)
     parameters = [model.weight] if added else [model.weight, model.table]
@@ -189,7 +188,7 @@ def test_switched_on_or_added_later(runtime: FakeRuntime, added: bool) -> None:
         optimizer.zero_grad()
 
 
-def test_a_change_on_the_way_is_noticed(runtime: FakeRuntime) -> None:
+def test_a_change_on_the_way_is_noticed(world: FakeWorld) -> None:
     model = Words()
     optimizer = wrap(model)
     model.loss(1).backward()
@@ -201,7 +200,7 @@ def test_a_change_on_the_way_is_noticed(runtime: FakeRuntime) -> None:
         optimizer.step()
 
 
-def test_a_gradient_sparse_in_all_dimensions(runtime: FakeRuntime) -> None:
+def test_a_gradient_sparse_in_all_dimensions(world: FakeWorld) -> None:
     p = torch.nn.Parameter(torch.zeros(2, 3))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), op=hvd.Sum)
     with pytest.warns(UserWarning, match="several sparse dimensions"):
@@ -211,7 +210,7 @@ def test_a_gradient_sparse_in_all_dimensions(runtime: FakeRuntime) -> None:
     assert p.grad.tolist() == [[0.0, 6.0, 0.0], [0.0, 0.0, 6.0]]
 
 
-def test_converted_after_the_first_step(runtime: FakeRuntime) -> None:
+def test_converted_after_the_first_step(world: FakeWorld) -> None:
     model = Words()
     optimizer = wrap(model)
     model.loss(1).backward()

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.cli import launchers, run
-from hvdlite.cli.launchers import Host, Job, Launcher, Mpi, build, find_launcher, identify, parse_hosts, read_hostfile
+from hvdlite.cli import mpirun, run
+from hvdlite.cli.mpirun import Host, Launch, Mpi, Mpirun, build, find_mpirun, identify, parse_hosts, read_hostfile
 from hvdlite.errors import ConfigError, StartupError
 
-OPEN_MPI_5 = Launcher("/opt/5/bin/mpirun", Mpi.OPEN_MPI, (5, 0, 11))
-OPEN_MPI_4 = Launcher("/opt/4/bin/mpirun", Mpi.OPEN_MPI, (4, 1, 4))
-MPICH = Launcher("/opt/m/bin/mpirun", Mpi.MPICH, (5, 0, 2))
+OPEN_MPI_5 = Mpirun("/opt/5/bin/mpirun", Mpi.OPEN_MPI, (5, 0, 11))
+OPEN_MPI_4 = Mpirun("/opt/4/bin/mpirun", Mpi.OPEN_MPI, (4, 1, 4))
+MPICH = Mpirun("/opt/m/bin/mpirun", Mpi.MPICH, (5, 0, 2))
 TWO_HOSTS = (Host("a", 2), Host("b", 2))
 PROGRAM = ("python", "train.py")
 
@@ -52,7 +52,7 @@ class TestFindingMpirun:
     @pytest.mark.parametrize("text", VERSIONS)
     def test_tells_them_apart(self, tmp_path: Path, text: str) -> None:
         path = str(says(tmp_path / "mpirun", text))
-        assert identify(path) == Launcher(path, *VERSIONS[text])
+        assert identify(path) == Mpirun(path, *VERSIONS[text])
 
     def test_refuses_another_mpi(self, tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=r"neither Open MPI's nor MPICH's .*'Some MPI 1\.0'"):
@@ -62,9 +62,9 @@ class TestFindingMpirun:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "python"))
         monkeypatch.setenv("PATH", str(tmp_path / "path") + os.pathsep + os.environ["PATH"])
         says(tmp_path / "path" / "mpirun", "mpirun (Open MPI) 4.1.4")
-        assert find_launcher().version == (4, 1, 4)
+        assert find_mpirun().version == (4, 1, 4)
         says(tmp_path / "env" / "mpirun", "mpirun (Open MPI) 5.0.11")
-        assert find_launcher().version == (5, 0, 11)
+        assert find_mpirun().version == (5, 0, 11)
 
     def test_without_any(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -142,11 +142,11 @@ class TestParsing:
 
 
 class TestBuilding:
-    def line(self, launcher: Launcher, environ: dict[str, str] | None = None, **job: object) -> str:
-        return shlex.join(build(launcher, Job(PROGRAM, **{"ranks": 4, **job}), environ or {}).argv)  # type: ignore[arg-type]
+    def line(self, mpirun: Mpirun, environ: dict[str, str] | None = None, **job: object) -> str:
+        return shlex.join(build(mpirun, Launch(PROGRAM, **{"ranks": 4, **job}), environ or {}).argv)  # type: ignore[arg-type]
 
     def test_one_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launchers, "_INFINIBAND", Path("/nonexistent"))
+        monkeypatch.setattr(mpirun, "_INFINIBAND", Path("/nonexistent"))
         common = "-np 4 --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
         assert self.line(OPEN_MPI_5) == f"/opt/5/bin/mpirun {common} --mca osc '^ucx' python train.py"
         assert self.line(OPEN_MPI_4) == f"/opt/4/bin/mpirun {common} python train.py"
@@ -188,7 +188,7 @@ class TestBuilding:
 
     def test_users_environment_wins(self) -> None:
         assert "mpi_yield_when_idle" not in self.line(OPEN_MPI_5, {"OMPI_MCA_mpi_yield_when_idle": "0"})
-        assert build(MPICH, Job(PROGRAM, 4), {"OMP_NUM_THREADS": "3"}).environment == {}
+        assert build(MPICH, Launch(PROGRAM, 4), {"OMP_NUM_THREADS": "3"}).environment == {}
 
     @pytest.mark.parametrize(
         ("ranks", "hosts", "threads"),
@@ -203,18 +203,18 @@ class TestBuilding:
         ],
     )
     def test_threads(self, ranks: int, hosts: tuple[Host, ...], threads: int) -> None:
-        command = build(MPICH, Job(PROGRAM, ranks, hosts), {})
+        command = build(MPICH, Launch(PROGRAM, ranks, hosts), {})
         assert command.environment["OMP_NUM_THREADS"] == str(threads)
         assert f"OMP_NUM_THREADS={threads}" in command.notes[0]
 
     def test_hosts_of_a_scheduler(self) -> None:
-        job = Job(PROGRAM, 8, scheduled_hosts=2)
+        job = Launch(PROGRAM, 8, scheduled_hosts=2)
         assert build(MPICH, job, {}).environment["OMP_NUM_THREADS"] == "2"
         line = shlex.join(build(OPEN_MPI_5, job, {"HVDLITE_A": "1"}).argv)
         assert "--mca coll '^han'" in line and "-x HVDLITE_A" in line and "--host" not in line
 
     def test_interfaces(self) -> None:
-        job = Job(PROGRAM, 4, TWO_HOSTS, interfaces="=lo")
+        job = Launch(PROGRAM, 4, TWO_HOSTS, interfaces="=lo")
         five, mpich = build(OPEN_MPI_5, job, {}), build(MPICH, job, {})
         for command in (five, mpich):
             assert command.environment["HVDLITE_NETWORK_INTERFACES"] == "=lo"
@@ -224,7 +224,7 @@ class TestBuilding:
 
     def test_no_such_interface(self) -> None:
         with pytest.raises(ConfigError, match="this machine has lo"):
-            build(MPICH, Job(PROGRAM, 4, interfaces="=none"), {})
+            build(MPICH, Launch(PROGRAM, 4, interfaces="=none"), {})
 
 
 class TestRunning:

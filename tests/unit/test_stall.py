@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from hvdlite.config import Config
-from hvdlite.coordinator.messages import NAMED, Claim, Fault, Key, Kind, Notice, Request, Response, TensorSpec
+from hvdlite.coordinator.messages import Claim, Fault, Notice, Response
 from hvdlite.coordinator.negotiation import Negotiation
+from hvdlite.coordinator.request import NAMED, Key, TensorSpec
 from hvdlite.coordinator.stall import StallWatch, status_of
 from hvdlite.dtypes import DType
 from hvdlite.errors import StallError
+from hvdlite.operations.allreduce import Allreduce
 
 A: Key = ("a", NAMED)
 B: Key = ("b", NAMED)
@@ -162,9 +164,9 @@ def test_a_status_says_what_this_process_does() -> None:
 
 def test_a_leader_passes_on_what_waits_too_long() -> None:
     """So the root can tell that rank 2 waits for rank 3 of its own node; it judges once all the same, and as before."""
-    request = Request(Kind.ALLREDUCE, "a", (TensorSpec("a", DType.FLOAT32, (4,)),))
+    request = Allreduce("a", (TensorSpec("a", DType.FLOAT32, (4,)),))
     for contradiction in (False, True):
-        other = Request(Kind.ALLREDUCE, "a", (TensorSpec("a", DType.FLOAT32, (5 if contradiction else 4,)),))
+        other = Allreduce("a", (TensorSpec("a", DType.FLOAT32, (5 if contradiction else 4,)),))
         root, leader = Negotiation(range(4), 1.0), Negotiation((2, 3), 1.0)
         leader.add(Claim(request, NAMED), (2,), 10.0)
         assert not any(leader.upward(10 + tenth / 10) for tenth in range(10))

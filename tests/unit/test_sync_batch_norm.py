@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from fake_runtime import FakeRuntime, install
+from fake_world import Universe
 from hvdlite.torch.sync_batch_norm import combine, local_statistics
 
 
@@ -38,9 +38,9 @@ def test_no_values() -> None:
     assert (count, mean.tolist(), variance.tolist()) == (0, [0, 0], [0, 0])
 
 
-def test_one_communication_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_communication_in_forward(universe: Universe) -> None:
     """Here every rank has the same batch, so that all together normalize like one."""
-    runtime = install(monkeypatch, FakeRuntime(3))
+    world = universe.start(3)
     torch.manual_seed(0)
     x = torch.randn(4, 2, 3, dtype=torch.float64)
     layer = hvd.SyncBatchNorm(2, dtype=torch.float64, momentum=1.0)
@@ -48,22 +48,22 @@ def test_one_communication_in_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(layer(x), alone(x), rtol=1e-13, atol=1e-13)
     alone(torch.cat([x] * 3))
     torch.testing.assert_close(layer.running_var, alone.running_var, rtol=1e-13, atol=0)
-    assert [(call["kind"], call["shapes"]) for call in runtime.calls] == [("allgather", [(1, 5)])]
+    assert [(each.request.label, each.shapes) for each in world.submitted] == [("allgather", [(1, 5)])]
 
 
-def test_alone_and_in_eval_nothing_is_communicated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_and_in_eval_nothing_is_communicated(universe: Universe) -> None:
     x = torch.randn(4, 2)
     layer = hvd.SyncBatchNorm(2)
     assert torch.equal(layer.eval()(x), torch.nn.BatchNorm1d(2).eval()(x))  # before init() as well
-    runtime = install(monkeypatch, FakeRuntime(1))
+    world = universe.start(1, nodes=1)
     assert torch.equal(layer.train()(x), torch.nn.BatchNorm1d(2)(x))
-    assert runtime.calls == []
+    assert world.submitted == []
     assert layer.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 3), (4, 3, 2, 2)])
-def test_inputs_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    install(monkeypatch, FakeRuntime(2))
+def test_inputs_that_do_not_fit(universe: Universe, shape: tuple[int, ...]) -> None:
+    universe.start(2)
     with pytest.raises(
         ValueError, match=r"SyncBatchNorm\(2\) expects an input of shape \(N, 2, ...\), got \(" + str(shape[0])
     ):

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from hvdlite.recorder import INSTANT, Event, Lane, Recorder
 from hvdlite.timeline.chrome_trace import TraceWriter
 from hvdlite.timeline.clock import estimate_offset
-from hvdlite.timeline.recorder import INSTANT, Event, Lane, Recorder
 from hvdlite.timeline.timeline import Timeline
 
 

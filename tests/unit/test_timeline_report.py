@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvdlite.cli.timeline import main
+from hvdlite.recorder import Lane
 from hvdlite.timeline.chrome_trace import TraceWriter
-from hvdlite.timeline.recorder import Lane
 from hvdlite.timeline.report import BusyTime, build_report
 from hvdlite.timeline.trace_file import TraceFile, read_trace
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hvdlite.memory import ALIGNMENT, shard_bounds
+from hvdlite.memory.layout import ALIGNMENT, shard_bounds
 from hvdlite.topology import Topology
 
 

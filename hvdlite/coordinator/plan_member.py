@@ -1,0 +1,206 @@
+"""A frozen plan, as one rank follows it.
+
+Training does the same operations in the same order in every step. When the log has repeated itself for long enough, the
+root freezes the period: from then on every rank counts how many operations of the plan it is ready for, in the plan's
+order; leaders pass on the smallest count of those below them; the root writes into the log how far all may go. A count
+says what otherwise takes a claim and a response per operation. Operations that are not of the plan are negotiated as
+ever, in between.
+
+A rank for which the plan does not come true (an operation of it is missing, or is different now, or other ranks do not
+come) asks the root to end it. Before a plan begins or ends, every rank holds new claims back for a moment, so that no
+operation is claimed on one rank and counted on another:
+
+HOLD and what comes after it (RESUME, FREEZE or END) are in the log, so every rank takes them at the same point. Between
+the two no rank claims anything, and the answers, HELD, come up behind all claims that were made before: when the root
+has all of them, it knows of every claim there is.
+
+Pure: takes messages and says which to send; no MPI, no clock, no shared memory. plan_leader.py has the leaders' part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hvdlite.coordinator.messages import PlanMessage, Response, Verb
+from hvdlite.coordinator.request import NAMED, Request
+from hvdlite.coordinator.submission import Submission
+
+_GAP_S = 0.01  # what comes first in the plan may take so long when something behind it is there already
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Of a request: where it is in the plan's period, and how often it was submitted so far."""
+
+    found_by: Request  # the object that was looked for last
+    positions: list[int] = field(default_factory=list)
+    offered: int = 0
+
+
+class FrozenPlan:
+    """What this rank has of a plan. Operations count from 0, on and on through the periods.
+
+    Args:
+        entries: (request, sequence) of the period that the log ended with.
+    """
+
+    def __init__(self, entries: Sequence[tuple[Request, int]]) -> None:
+        self.ready = 0  # operations of the plan, in its order, that this rank has submitted
+        self.told = 0  # of these, those that the leader knows of
+        self.done = 0
+        self._entries = entries
+        self._turns: dict[Request, _Turns] = {}
+        self._by_identity: dict[int, _Turns] = {}  # of `_Turns.found_by`
+        for position, (request, _) in enumerate(entries):
+            self._turns.setdefault(request, _Turns(request)).positions.append(position)
+        self._per_period = Counter(request.name for request, _ in entries)
+        self._named = [Response(request, NAMED) for request, _ in entries]
+        self._pending: dict[int, Submission] = {}
+
+    def offer(self, submission: Submission) -> bool:
+        """Whether it is an operation of the plan, and the one that comes next of its kind."""
+        turns = self._turns_of(submission.request)
+        if turns is None:
+            return False
+        turn, which = divmod(turns.offered, len(turns.positions))
+        position = turns.positions[which]
+        request, sequence = self._entries[position]
+        if sequence != NAMED:
+            sequence += (turn + 1) * self._per_period[request.name]
+        if submission.sequence != sequence:
+            return False
+        turns.offered += 1
+        self._pending[turn * len(self._entries) + position] = submission
+        while self.ready in self._pending:
+            self.ready += 1
+        return True
+
+    def _turns_of(self, request: Request) -> _Turns | None:
+        turns = self._by_identity.get(id(request))
+        if turns is None:
+            turns = self._turns.get(request) or self._turns.get(request.settled())  # all ranks may not name one place
+            if turns is not None:  # from now on it is known by its address, as long as it is the same object
+                self._by_identity.pop(id(turns.found_by), None)
+                self._by_identity[id(request)] = turns
+                turns.found_by = request
+        return turns
+
+    def contradicts(self, submission: Submission) -> bool:
+        """Of something that the plan does not take: whether the plan will not come true therefore."""
+        return submission.request.unsettles or submission.request.name in self._per_period
+
+    def take(self, count: int) -> list[Response]:
+        """What all ranks are ready for, up to operation ``count``; this rank does it now."""
+        assert self.done <= count <= self.ready, (self.done, count, self.ready)
+        responses = []
+        for index in range(self.done, count):
+            response = self._named[index % len(self._entries)]
+            sequence = self._pending.pop(index).sequence
+            responses.append(response if sequence == NAMED else Response(response.request, sequence))
+        self.done = count
+        return responses
+
+    @property
+    def waits(self) -> bool:
+        """Whether this rank has submitted anything that is not done."""
+        return bool(self._pending)
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether it has submitted something, but not what comes before that in the plan."""
+        return len(self._pending) > self.ready - self.done
+
+    def leftovers(self) -> list[Submission]:
+        """What was submitted and is not done, in the plan's order."""
+        return [self._pending[index] for index in sorted(self._pending)]
+
+
+@dataclass(slots=True)
+class Reaction:
+    """What a rank does because of a message of the log."""
+
+    responses: Sequence[Response] = ()
+    again: Sequence[Submission] = ()  # submit these once more
+    answer: PlanMessage | None = None
+    begins: bool = False  # a plan does
+
+
+class PlanMember:
+    """One rank's part.
+
+    Args:
+        longest: plan, in operations.
+        patience_s: after which what waits for other ranks is negotiated, so that the watch for stalls can see it.
+    """
+
+    def __init__(self, longest: int, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self.number = 0  # of the plan; plans are counted from 1
+        self.plan: FrozenPlan | None = None
+        self._recent: deque[tuple[Request, int]] = deque(maxlen=longest)
+        self._held: list[Submission] | None = None  # a list while claims are held back
+        self._moved_s = math.inf
+        self._contradicted = False
+        self._gave_up = False
+
+    def logged(self, response: Response) -> None:
+        """A response of the log, which may become a part of a plan."""
+        self._recent.append((response.request, response.sequence))
+
+    def admit(self, submission: Submission, now_s: float) -> bool:
+        """Whether that is all there is to do; False where the submission must be claimed."""
+        if self._held is not None:
+            self._held.append(submission)
+            return True
+        if self.plan is None:
+            return False
+        if self.plan.offer(submission):
+            self._moved_s = now_s
+            return True
+        self._contradicted |= self.plan.contradicts(submission)
+        return False
+
+    def complaint(self, now_s: float) -> PlanMessage | None:
+        """A wish to end the plan, once, where it does not come true."""
+        if self.plan is None or self._gave_up or self._held is not None or self.patience_s(now_s) > 0:
+            return None
+        self._gave_up = True
+        return PlanMessage(Verb.BREAK)
+
+    def patience_s(self, now_s: float) -> float:
+        """When to ask for a `complaint`, in seconds from now."""
+        if self.plan is None or self._gave_up:
+            return math.inf
+        if self._contradicted:
+            return 0.0
+        if not self.plan.waits:
+            return math.inf
+        return max(0.0, self._moved_s + (_GAP_S if self.plan.has_gap else self._patience_s) - now_s)
+
+    def obey(self, message: PlanMessage, now_s: float) -> Reaction:
+        """Do what the log says."""
+        verb, reaction = message.verb, Reaction()
+        if verb is Verb.GO:
+            assert self.plan is not None
+            reaction.responses = self.plan.take(message.count)
+            self._moved_s = now_s
+        elif verb is Verb.HOLD:
+            self._held = []
+            reaction.answer = PlanMessage(Verb.HELD, 0 if self.plan is None else self.plan.ready)
+        else:
+            assert self._held is not None, message
+            reaction.again, self._held = self._held, None
+            if verb is Verb.FREEZE:
+                self.plan = FrozenPlan(list(self._recent)[-message.count :])
+                self.number += 1
+                reaction.begins = True
+                self._contradicted = self._gave_up = False
+            elif verb is Verb.END:
+                assert self.plan is not None
+                reaction.responses = self.plan.take(message.count)
+                reaction.again = [*self.plan.leftovers(), *reaction.again]
+                self.plan = None
+        return reaction

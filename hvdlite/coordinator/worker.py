@@ -1,0 +1,106 @@
+"""The coordinator thread, and user threads that do its work while they wait for an operation.
+
+One of them is at work at a time. Where nobody is, the thread sleeps on the doorbell of its rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from hvdlite.coordinator.control_page import ControlPage
+from hvdlite.coordinator.submission import Submission
+
+
+class Work(Protocol):
+    """What is to be done."""
+
+    has_ended: bool
+
+    def cycle(self) -> bool:
+        """Do what there is; whether anything was heard, which may be followed by more to do. Raises only Ctrl-C."""
+
+    def patience_s(self) -> float:
+        """How long to sleep if nobody rings."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that `cycle` has not seen."""
+
+
+class Worker:
+    """Runs ``work`` on a thread of its own.
+
+    Args:
+        idle_s: the longest sleep. Nothing can come but through the doorbell; a wake-up that finds nothing costs
+            microseconds.
+        spin_us: how long a thread that waits for one operation looks for it before it sleeps.
+    """
+
+    def __init__(self, name: str, work: Work, page: ControlPage, idle_s: float, spin_us: int) -> None:
+        self._work = work
+        self._page = page
+        self._idle_s = idle_s
+        self._spin_us = spin_us
+        self._at_work = threading.RLock()  # held by whoever is
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """From any thread."""
+        self._page.ring_self()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the thread to end; whether it did."""
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def assist(self, submission: Submission) -> None:
+        """Do the thread's work until ``submission`` is complete, on the caller's, which has nothing else to do.
+
+        It saves two changes of threads, each of which costs as much as a small operation. If the thread is at work, it
+        goes on, and the caller waits.
+        """
+        at_work, page, work = self._at_work, self._page, self._work
+        if _owns(at_work):
+            raise RuntimeError(
+                f"'{submission.label}' was waited for by a signal handler that interrupted hvdlite at work"
+            )
+        rings = -1
+        try:
+            # An interrupt may come between any two instructions, so `finally` looks who has the lock.
+            if not at_work.acquire(blocking=False):
+                page.ring_self()  # it may have looked at the queue before
+                return
+            page.begin_assistance()
+            while not submission.done() and not work.has_ended:
+                rings = page.rings()
+                if not work.cycle() and not submission.done() and not work.has_ended:
+                    page.assist(rings, min(work.patience_s(), self._idle_s), self._spin_us)
+        finally:
+            if _owns(at_work):
+                missed = page.end_assistance() != rings
+                unfinished = work.has_news or work.patience_s() < self._idle_s or work.has_ended
+                at_work.release()
+                if missed or unfinished:
+                    page.ring_self()
+
+    def _run(self) -> None:
+        page, work = self._page, self._work
+        while True:
+            with self._at_work:
+                if work.has_ended:
+                    return
+                rings = page.rings()
+                busy = work.cycle()
+                patience_s = min(work.patience_s(), self._idle_s)
+            if not busy and not work.has_ended:
+                page.sleep(rings, patience_s)
+
+
+def _owns(lock: threading.RLock) -> bool:
+    """Whether this thread holds ``lock``; what `threading.Condition` asks."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]

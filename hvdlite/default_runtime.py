@@ -1,0 +1,181 @@
+"""The default runtime: started, ended and found here, and asked who this process is among others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hvdlite import mpi
+from hvdlite.config import Config
+from hvdlite.errors import NotInitializedError, ShutDownError, StartupError
+from hvdlite.logs import configure_logging
+from hvdlite.process import InitArguments, ProcessHooks
+from hvdlite.runtime import Runtime
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_FORKED = (
+    "this process was forked from one that runs hvdlite (a DataLoader worker, for example) and cannot take part; "
+    "communicate in the parent only"
+)
+
+_hooks = ProcessHooks()  # holds the default runtime, and all else that changes
+
+
+def init(
+    comm: MPI.Intracomm | Sequence[int] | None = None,
+    *,
+    versions: Mapping[str, str] | None = None,
+) -> None:
+    """Start hvdlite on the ranks of ``comm``; a collective call. Does nothing where hvdlite runs already.
+
+    Args:
+        comm: an mpi4py communicator (duplicated), a list of ranks of COMM_WORLD, or None for all ranks that the
+            launcher started; without a launcher that is this process alone, and MPI is not touched.
+        versions: of packages that must be the same on every rank.
+
+    Raises:
+        StartupError: says what is wrong and the way out.
+    """
+    with _hooks.lock:
+        if not is_initialized():
+            _start(InitArguments(list(comm) if isinstance(comm, Sequence) else comm, dict(versions or {})))
+
+
+def restart() -> None:
+    """Shut down, and start again with what init() was called with last; a collective call of the same ranks.
+
+    Process sets are gone, and must be added again.
+
+    Raises:
+        NotInitializedError: init() was never called.
+        StartupError: says what is wrong and the way out; the communicator that init() was given has been freed.
+    """
+    with _hooks.lock:
+        if _hooks.arguments is None:
+            raise NotInitializedError
+        shutdown()
+        _start(_hooks.arguments)
+
+
+def _start(arguments: InitArguments) -> None:
+    if _hooks.in_child:
+        raise StartupError(_FORKED)
+    _hooks.install()
+    config = Config.from_env()
+    deadline = mpi.start_deadline(config)
+    try:
+        with mpi.communicator(arguments.comm, config) as comm:
+            configure_logging(config, 0 if comm is None else comm.rank)
+            _hooks.started(Runtime(comm, config, versions=arguments.versions), arguments)
+    except BaseException:
+        _hooks.startup_failed()
+        raise
+    finally:
+        deadline.cancel()
+
+
+def shutdown() -> None:
+    """Stop hvdlite; operations in flight, and later ones, fail on every rank. init() starts hvdlite again."""
+    with _hooks.lock:
+        if _hooks.runtime is not None and not _hooks.in_child:
+            _hooks.runtime.close()
+            if _hooks.runtime.failure is None:
+                _hooks.runtime = None
+
+
+def is_initialized() -> bool:
+    """Whether init() was called, and shutdown() was not, in this process."""
+    current = _hooks.runtime
+    return current is not None and not _hooks.in_child and not current.closed
+
+
+def runtime() -> Runtime:
+    """The default runtime.
+
+    Raises:
+        NotInitializedError: init() was not called, or shutdown() was.
+        ShutDownError: this process was forked from one that runs hvdlite.
+    """
+    current = _hooks.runtime
+    if current is None:
+        raise NotInitializedError
+    if _hooks.in_child:
+        raise ShutDownError(_FORKED)
+    return current
+
+
+def _identity() -> Runtime:
+    if not is_initialized():
+        raise NotInitializedError
+    return runtime()
+
+
+def rank() -> int:
+    """This process's number among all."""
+    return _identity().rank
+
+
+def size() -> int:
+    """Number of processes."""
+    return _identity().size
+
+
+def local_rank() -> int:
+    """This process's number among those of its node."""
+    return _identity().local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this node."""
+    return _identity().local_size
+
+
+def cross_rank() -> int:
+    """This node's number among those that have a process with this local rank."""
+    return _identity().cross_rank
+
+
+def cross_size() -> int:
+    """Number of nodes that have a process with this local rank."""
+    return _identity().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every node has the same number of processes."""
+    return _identity().is_homogeneous
+
+
+def statistics() -> dict[str, int]:
+    """What this rank has done since init(), over all process sets that it is or was a member of.
+
+    Counted always, at the cost of additions; each count only grows, so two calls tell what lies between them. Of an
+    operation that is done, all that this rank did for it is counted. docs/statistics.md says what to expect of them.
+
+    ===================== ============================================================================================
+    submissions           operations that this rank has submitted
+    cycles                times that its coordinator has looked at everything it serves
+    claims_sent           to the node leader; of a leader, to its parent in the tree
+    claims_heard          by a leader: its own, of its node's ranks, of its children in the tree
+    responses, faults     agreements read: that every rank is ready, that the ranks contradict one another
+    batches               groups of operations agreed on together, within which allreduces may be fused
+    plans                 how often an order that repeats was frozen
+    counted               operations of frozen plans, agreed on by counting instead of claims and responses
+    buckets               what was executed; operations that were fused are one
+    reduced_bytes         of allreduce and reducescatter, in the type that travels, with the padding between tensors
+    messages_cached       claims and responses that gave their request as a number: 17 bytes, and what ranks differ in
+    messages_spelled_out  claims and responses whose request the other end did not know yet
+    page_bytes_written    control messages within the node: to the leader; by the leader, to all
+    page_bytes_read       the same from the other end
+    tree_...              control messages between nodes, over TCP; leaders only
+    ring_...              data between nodes, over MPI: allreduce, allgather, broadcast
+    alltoall_...          data of alltoall, over MPI, within the node too
+    ===================== ============================================================================================
+
+    The last three are each ``messages_sent``, ``bytes_sent``, ``messages_received`` and ``bytes_received``.
+
+    Raises:
+        ShutDownError: hvdlite does not run in this process; see `runtime`.
+    """
+    return runtime().statistics()

@@ -1,0 +1,51 @@
+"""The environment variables of this process. No other module touches os.environ, nor does the compiled extension."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+def variables() -> dict[str, str]:
+    """All variables as they are now."""
+    return dict(os.environ)
+
+
+def add(values: Mapping[str, str]) -> None:
+    """Set variables, for this process and those that it starts."""
+    os.environ.update(values)
+
+
+def add_defaults(values: Mapping[str, str]) -> None:
+    """Set those variables that are not set."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def take(name: str) -> str:
+    """The value of a variable, which processes that this one starts do not see.
+
+    Raises:
+        KeyError: the variable is not set.
+    """
+    return os.environ.pop(name)
+
+
+@contextmanager
+def changed(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables for a while; remove those whose value is None."""
+    before = {name: os.environ.get(name) for name in values}
+    _put(values)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,129 @@
+"""Whether a job lives, and why it does not: one failure, known on every rank, that ends every wait."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import traceback
+from typing import Protocol
+
+from hvdlite import _native
+from hvdlite.config import Config
+from hvdlite.errors import CollectiveError, HorovodInternalError, RankFailedError, StallError, is_known_everywhere
+from hvdlite.node import Node
+from hvdlite.sentinel import Sentinel
+
+_LOG = logging.getLogger("hvdlite")
+_STALL = -1  # what the sentinel calls the rank that failed where none did: the ranks wait for one another
+_REASON_S = 2.0  # how long a rank that finds its node aborted waits to hear why
+
+
+class Mortal(Protocol):
+    """What ends with the job."""
+
+    def fail(self, reason: HorovodInternalError) -> None:
+        """End every wait, and every operation now and later, with ``reason``; called on any thread."""
+
+
+class Health:
+    """This rank's knowledge of the job's failure, which it shares with all other ranks.
+
+    Args:
+        links: (rank, where it is, connected socket) of every neighbour, for the sentinel, which owns the sockets.
+    """
+
+    def __init__(self, rank: int, links: list[tuple[int, str, socket.socket]], config: Config) -> None:
+        self.failure: HorovodInternalError | None = None
+        self.failed_rank: int | None = None
+        self._rank = rank
+        self._grace_s = config.failure_grace_s
+        self._is_known = threading.Event()
+        self._lock = threading.Lock()  # guards _mortals, what is told to them, and _last_words
+        self._mortals: list[Mortal] = []
+        self._last_words: _native.Deadline | None = None
+        self._is_closing = False
+        self._sentinel = Sentinel(rank, links, self._learn, config.heartbeat_timeout_s)
+
+    def add(self, mortal: Mortal) -> None:
+        """From here on ``mortal`` hears of a failure; of one that has happened already, at once."""
+        with self._lock:
+            self._mortals.append(mortal)
+            failure = self.failure
+        if failure is not None:
+            mortal.fail(failure)
+
+    def remove(self, mortal: Mortal) -> None:
+        """It has ended in order, or never began."""
+        with self._lock:
+            if mortal in self._mortals:
+                self._mortals.remove(mortal)
+
+    def check(self, node: Node) -> None:
+        """Raise the reason once the job has failed; ``node`` may know before this rank."""
+        if self.failure is None and node.aborted:
+            self._is_known.wait(_REASON_S)
+            if self.failure is None:
+                raise CollectiveError("another rank of this node has failed; its output says why")
+        if self.failure is not None:
+            raise self.failure.with_traceback(None)  # several threads raise it, each from its own place
+
+    def report(self, error: BaseException) -> None:
+        """Tell every rank that ``error`` has ended this one; from any thread. The first report of all ranks counts."""
+        if error is self.failure:
+            return
+        if isinstance(error, StallError):
+            self._sentinel.report(_STALL, str(error))
+        elif is_known_everywhere(error):
+            self._sentinel.report(self._rank, str(error))
+        else:
+            self._sentinel.report(self._rank, f"rank {self._rank} raised {describe_exception(error)}")
+
+    @property
+    def all_live(self) -> bool:
+        """Whether nothing has failed but perhaps that ranks wait for one another."""
+        return self.failure is None or isinstance(self.failure, StallError)
+
+    def expect_end(self) -> None:
+        """This rank is closing: a failure of others is no news any more."""
+        self._is_closing = True
+
+    def close(self) -> None:
+        """This rank has ended in order: nobody takes its silence for its death."""
+        with self._lock:
+            self._is_closing = True
+            if self._last_words is not None:
+                self._last_words.cancel()
+        self._sentinel.close()
+
+    def release(self) -> None:
+        """Close what a forked child has inherited."""
+        self._sentinel.release()
+
+    def _learn(self, rank: int, text: str) -> None:
+        """On the sentinel's thread, or that of who reported: end every wait with the reason."""
+        if rank != self._rank and not self._is_closing:
+            _LOG.error("%s", text.splitlines()[0])  # before the launcher ends this rank as well
+        failure = StallError(text) if rank == _STALL else RankFailedError(rank, text)
+        with self._lock:
+            self.failure = failure
+            self.failed_rank = None if rank == _STALL else rank
+            mortals = list(self._mortals)
+        self._is_known.set()
+        for mortal in mortals:  # none yet when a rank dies during the start
+            mortal.fail(failure)
+        with self._lock:
+            if self._is_closing or rank == _STALL:  # all ranks live, and one that is late may still come
+                return
+            self._last_words = _native.Deadline(
+                self._grace_s,
+                f"\nhvdlite: rank {self._rank} ends, since it did not end by itself within {self._grace_s:g} s "
+                f"(HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
+                1,
+            )
+
+
+def describe_exception(error: BaseException) -> str:
+    """Type and message on the first line, then the traceback."""
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    return "\n".join([summary, "".join(traceback.format_exception(error)).rstrip()])

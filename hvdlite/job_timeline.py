@@ -1,0 +1,69 @@
+"""The timeline of all ranks: one rank says start or stop, and all do so at the same place of the log."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from hvdlite.errors import ShutDownError
+from hvdlite.timeline.clock import measure_offset
+from hvdlite.timeline.timeline import Timeline
+from hvdlite.world import World
+
+
+class JobTimeline:
+    """Collective to build, before the coordinators of ``world`` run."""
+
+    def __init__(self, world: World) -> None:
+        topology, config = world.topology, world.config
+        self._world = world
+        self._switched = threading.Event()
+        clocks = world.allgather((measure_offset(world.leaders, topology, config.tree_fanout), time.monotonic_ns()))
+        self._offset_ns = clocks[topology.local_ranks[0]][0]
+        self._timeline = Timeline(
+            topology.rank, topology.node_index, topology.is_leader, world.recorder, self._offset_ns
+        )
+        if config.timeline:
+            self._timeline.start(config.timeline, config.timeline_mark_cycles, clocks[0][1])
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        """See `hvdlite.runtime.Runtime.start_timeline`."""
+        origin_ns = time.monotonic_ns() + self._offset_ns
+        self._switch({"kind": "timeline_start", "path": path, "mark_cycles": mark_cycles, "origin_ns": origin_ns})
+
+    def stop(self) -> None:
+        """See `hvdlite.runtime.Runtime.stop_timeline`."""
+        with suppress(ShutDownError):  # the shutdown has completed the file
+            self._switch({"kind": "timeline_stop"})
+
+    def fail(self, _: BaseException) -> None:
+        """The job has failed: nobody shall wait for a switch any more."""
+        self._switched.set()
+
+    def close(self) -> None:
+        """Once the coordinator has ended."""
+        self._timeline.close()
+
+    def _switch(self, content: dict[str, Any]) -> None:
+        if self._world.topology.rank != 0:
+            self._world.check()
+            return
+        self._switched.clear()
+        self._world.coordinator.announce(content)  # raises where nobody would hear it
+        self._switched.wait()
+        self._world.check()
+
+    # On the coordinator thread.
+
+    def take_notice(self, content: dict[str, Any]) -> None:
+        kind = content["kind"]
+        if kind == "timeline_start":
+            if not self._timeline.is_recording:  # rank 0 may have called twice
+                self._timeline.start(content["path"], content["mark_cycles"], content["origin_ns"])
+        elif kind in ("timeline_stop", "shutdown") and self._timeline.is_recording:
+            self._timeline.flush_and_close()
+            self._world.engine.backend.barrier()  # every rank of a node has written before its leader reads
+            self._timeline.merge(None if self._world.leaders is None else self._world.gather_from_leaders)
+        self._switched.set()

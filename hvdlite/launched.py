@@ -1,0 +1,137 @@
+"""Who started this process, and as one of how many: the launchers that are known, by the variables that they set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdlite import environment
+from hvdlite.errors import StartupError
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts processes. Names of variables are separated by blanks.
+
+    Attributes:
+        name: what an error calls it.
+        marks: variables that show its processes, which have at least one each.
+        rank: variables that may hold a process's number.
+        size: variables that may hold how many processes there are.
+        way_out: why each process may find itself alone, and the command that works. ``{size}`` and ``{library}``, the
+            MPI that was tried, are filled in.
+        serves_mpi: whether MPI can find the other processes by what the launcher has set.
+        has_terminals: whether its processes may have a terminal. If not, a process that has one was started by hand,
+            from a shell that has the launcher's marks.
+    """
+
+    name: str
+    marks: str
+    rank: str
+    size: str
+    way_out: str
+    serves_mpi: bool = True
+    has_terminals: bool = True
+
+
+_OTHER_MPI = (
+    "mpi4py has loaded {library}, which is not the MPI of that mpirun. Use the mpirun of the same MPI, as "
+    "`hvdliterun -np {size} python train.py` does, or point MPI4PY_LIBMPI at the library of this mpirun."
+)
+_OTHER_PMI = (
+    "mpi4py has loaded {library}, which does not understand this launcher. Of srun's, Open MPI understands "
+    "`srun --mpi=pmix -n {size} python train.py`, and MPICH --mpi=pmi2; in an allocation "
+    "`hvdliterun -np {size} python train.py` does as well."
+)
+_OTHER_JSRUN = (
+    "mpi4py has loaded {library}, which is not jsrun's MPI. Point MPI4PY_LIBMPI at the library of Spectrum MPI, or use "
+    "`hvdliterun -np {size} python train.py`."
+)
+_NO_PMI = (
+    "srun has told MPI nothing of them. Use `srun --mpi=pmix -n {size} python train.py` with Open MPI, --mpi=pmi2 with "
+    "MPICH (`srun --mpi=list` names what this Slurm has), or, in the allocation, "
+    "`hvdliterun -np {size} python train.py`."
+)
+_NO_MPI = "hvdlite's ranks find one another through MPI. Start them with `hvdliterun -np {size} python train.py`."
+
+OPEN_MPI = Launcher(
+    "mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _OTHER_MPI
+)
+# In this order: mpirun in a Slurm allocation leaves its own marks beside srun's.
+LAUNCHERS = (
+    OPEN_MPI,
+    Launcher("mpirun of MPICH or Intel MPI", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE", _OTHER_MPI),
+    Launcher("srun or mpiexec of a Cray", "PALS_RANKID", "PALS_RANKID", "PMI_SIZE SLURM_STEP_NUM_TASKS", _OTHER_PMI),
+    Launcher(
+        "a launcher with PMI (as srun --mpi=pmi2)", "PMI_RANK PMI_SIZE PMI_FD", "PMI_RANK", "PMI_SIZE", _OTHER_PMI
+    ),
+    Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", _OTHER_JSRUN),
+    Launcher("a launcher with PMIx (as srun --mpi=pmix)", "PMIX_RANK", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", _OTHER_PMI),
+    Launcher("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", _NO_MPI, serves_mpi=False),
+    Launcher(
+        "srun",
+        "SLURM_STEP_NUM_TASKS",  # which salloc and sbatch do not set
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        _NO_PMI,
+        serves_mpi=False,
+        has_terminals=False,  # but the first one with --pty
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What ``launcher`` says of a process.
+
+    Attributes:
+        rank: the number of the process; 0 where the launcher does not say.
+        size: how many processes there are; 1 where the launcher does not say.
+    """
+
+    launcher: Launcher
+    rank: int
+    size: int
+
+    def check_not_alone(self, found: int, library: str = "") -> None:
+        """Refuse to let one process of several train alone.
+
+        Args:
+            found: how many processes MPI knows; 1 where MPI was not started.
+            library: the MPI, if one was loaded.
+
+        Raises:
+            StartupError: names the launcher, what it has started, and the command that works.
+        """
+        if found == 1 and self.size > 1:
+            way_out = self.launcher.way_out.format(size=self.size, library=library)
+            raise StartupError(f"{self.launcher.name} started {self.size} processes, but each is alone: {way_out}")
+
+
+def find(environ: Mapping[str, str], *, has_terminal: bool = False) -> Launched | None:
+    """What the launcher has said of the process that has ``environ``; None without a launcher.
+
+    Args:
+        has_terminal: whether the process's stdin is a terminal.
+    """
+    for launcher in LAUNCHERS:
+        by_hand = has_terminal and not launcher.has_terminals
+        if not environ.keys().isdisjoint(launcher.marks.split()) and not by_hand:
+            return Launched(launcher, _number(environ, launcher.rank, 0), _number(environ, launcher.size, 1))
+    return None
+
+
+def _number(environ: Mapping[str, str], names: str, default: int) -> int:
+    return next((int(environ[name]) for name in names.split() if environ.get(name, "").isdigit()), default)
+
+
+def this_process() -> Launched | None:
+    """What the launcher has said of this process; None without a launcher."""
+    return find(environment.variables(), has_terminal=os.isatty(0))
+
+
+def launched_rank() -> int:
+    """The number that the launcher gave this process, whether or not MPI runs by now; 0 without a launcher."""
+    launched = this_process()
+    return 0 if launched is None else launched.rank

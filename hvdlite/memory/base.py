@@ -1,0 +1,110 @@
+"""What a kind of memory must offer: buffers with a copy per local rank, and ways in and out of them for tensors.
+
+Backends and operations know no other memory than this; another kind, such as that of a GPU, is another `Memory`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hvdlite.dtypes import DType
+from hvdlite.memory.views import Buffer, TensorView
+
+if TYPE_CHECKING:
+    from hvdlite._native import TensorList
+
+
+class FusionBuffer:
+    """``nbytes`` per local rank, divided into slots; a tensor that lives in its slot is reduced where it is.
+
+    Args:
+        buffer_id: the same on every rank.
+        copies: address of every local rank's copy.
+        index: of this rank's own.
+        owner: keeps the copies alive: (bytes of all copies,) uint8, beginning at the first.
+    """
+
+    __slots__ = ("address", "buffer_id", "copies", "index", "nbytes", "owner")
+
+    def __init__(self, buffer_id: int, copies: tuple[int, ...], index: int, nbytes: int, owner: np.ndarray) -> None:
+        self.buffer_id = buffer_id
+        self.copies = copies
+        self.index = index
+        self.nbytes = nbytes
+        self.owner = owner
+        self.address = copies[index]  # of this rank's own copy
+
+    @property
+    def memory(self) -> np.ndarray:
+        """This rank's copy, (nbytes,) uint8; arrays and tensors made from it keep the buffer alive."""
+        start = self.address - self.copies[0]
+        return self.owner[start : start + self.nbytes]
+
+    def buffer(self, offset_bytes: int, numel: int, dtype: DType) -> Buffer:
+        """``numel`` elements of every local rank's copy, from ``offset_bytes`` on."""
+        assert offset_bytes + numel * dtype.itemsize <= self.nbytes, (offset_bytes, numel, dtype, self.nbytes)
+        copies = tuple([address + offset_bytes for address in self.copies])
+        return Buffer(copies, self.index, numel, dtype, self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a group of tensors lives: from ``offset_bytes`` of ``buffer`` on, each in its slot, see `Layout`."""
+
+    buffer: FusionBuffer
+    offset_bytes: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(buffer id, offset in bytes): equal on every rank where the tensors live at the same place."""
+        return self.buffer.buffer_id, self.offset_bytes
+
+
+class Memory(ABC):
+    """The memory of one device that the ranks of a node share.
+
+    Attributes:
+        device: what users call it, as in ``torch.device``.
+    """
+
+    device: str
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> FusionBuffer:
+        """A zeroed buffer of ``nbytes`` per local rank. Collective in the node, in the same order on every rank of it.
+
+        It lives as long as any tensor in it. Buffers are numbered in the order in which they are made.
+        """
+
+    @abstractmethod
+    def find(self, address: int, nbytes: int) -> Home | None:
+        """The home of a tensor by its address; None where it lives elsewhere. From any thread."""
+
+    @abstractmethod
+    def filled(self, shape: tuple[int, ...], dtype: DType, value: float) -> TensorView:
+        """A new private tensor with ``value`` in every element, of a type that holds it exactly or rounds it."""
+
+    @abstractmethod
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy between two addresses."""
+
+    @abstractmethod
+    def tensors(self, addresses: Sequence[int], numels: Sequence[int], offsets: Sequence[int]) -> TensorList:
+        """Tensors as they lie in a buffer, see `Layout`. Address 0: zeros that nobody stored, a result nobody wants."""
+
+    @abstractmethod
+    def pack(self, tensors: TensorList, dtype: DType, part: Buffer, begin: int) -> None:
+        """Fill this rank's copy of ``part``, which is the layout of ``tensors`` from element ``begin`` on.
+
+        Elements are cast from ``dtype`` to that of ``part``, gaps become 0, and a tensor that lives at its place is not
+        touched.
+        """
+
+    @abstractmethod
+    def unpack(self, part: Buffer, begin: int, tensors: TensorList, dtype: DType) -> None:
+        """The mirror of `pack`."""

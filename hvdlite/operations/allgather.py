@@ -1,0 +1,85 @@
+"""Allgather: every rank gets the rows of all, in the order of ranks; how many each has may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.submission import Allocate, Submission
+from hvdlite.dtypes import DType
+from hvdlite.memory.base import Memory
+from hvdlite.memory.layout import windows
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.engine import Engine
+from hvdlite.operations.operation import Operation, Submitter, Work, full_name, sequence_of, tensor_specs
+from hvdlite.recorder import Lane
+
+
+def allgather_async(
+    group: Submitter,
+    inputs: Sequence[TensorView],
+    allocate: Allocate,
+    *,
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+    needs_all: bool = False,
+) -> Submission:
+    """Concatenate along dimension 0, in the order of ranks; only that dimension may differ between ranks.
+
+    Args:
+        inputs: each of at least one dimension.
+        allocate: called on the coordinator thread with (index, shape of the result) for the memory to fill.
+        needs_all: it is an error where a rank has joined; otherwise that rank has no rows.
+    """
+    own_name = full_name("allgather", name)
+    rows = tuple(view.shape[0] for view in inputs)
+    request = Allgather(own_name, tensor_specs(own_name, names, inputs, skip_dims=1), needs_all)
+    return group.submit(
+        Submission(request, sequence_of(group, "allgather", name), inputs, sizes=rows, allocate=allocate)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Allgather(Operation):
+    """What ranks agree on; rows travel beside it."""
+
+    needs_all: bool = False
+
+    label = "allgather"
+    is_ragged = True
+
+    def absentee(self, response: Response, memory: Memory) -> Submission:
+        inputs = [TensorView(0, (0, *spec.shape), spec.dtype, None) for spec in self.tensors]
+
+        def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
+            return memory.filled(shape, self.tensors[index].dtype, 0)
+
+        return Submission(self, response.sequence, inputs, allocate=allocate)
+
+    def run(self, engine: Engine, work: Work, label: str) -> None:
+        ((response, submission),) = work
+        assert submission.allocate is not None
+        for i, (spec, view) in enumerate(zip(self.tensors, submission.inputs, strict=True)):
+            rows = [sizes[i] for sizes in response.sizes]
+            result = submission.allocate(i, (sum(rows), *spec.shape))
+            row_bytes = result.nbytes // sum(rows) if sum(rows) else 0
+            bounds = [0, *(row_bytes * count for count in accumulate(rows))]
+            _gather(engine, view.address, result.address, bounds, label)
+
+
+def _gather(engine: Engine, source: int, target: int, bounds: list[int], label: str) -> None:
+    """Rank r gives bytes [bounds[r], bounds[r + 1]) of the result, which it has at ``source``."""
+    staging = engine.staging(DType.UINT8)
+    mine = bounds[engine.rank]
+    for begin, end in windows(bounds[-1], staging.numel):
+        clipped = [min(max(bound, begin), end) - begin for bound in bounds]
+        blocks = [[(start, stop)] if stop > start else [] for start, stop in pairwise(clipped)]
+        part = staging.narrow(0, end - begin)
+        with engine.recorder.span(Lane.PACK, label, part.nbytes):
+            for start, stop in blocks[engine.rank]:
+                engine.memory.copy(part.address + start, source + begin + start - mine, stop - start)
+        engine.backend.allgather(part, blocks, label=label).wait()
+        with engine.recorder.span(Lane.UNPACK, label, part.nbytes):
+            engine.memory.copy(target + begin, part.address, end - begin)

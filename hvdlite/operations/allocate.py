@@ -1,0 +1,33 @@
+"""Allocate: every rank gets a fusion buffer of the same size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hvdlite.coordinator.request import Difference
+from hvdlite.memory.base import FusionBuffer
+from hvdlite.operations.engine import Engine
+from hvdlite.operations.operation import Operation, Submitter, Work, submit_bare
+
+
+def allocate(group: Submitter, nbytes: int, name: str | None = None) -> FusionBuffer:
+    """A fusion buffer of ``nbytes`` per rank, zeroed; blocks until every rank asks for the same.
+
+    Tensors made from its `memory` are reduced where they are.
+    """
+    buffer: FusionBuffer = submit_bare(group, Allocate, int(nbytes), name=name).wait()
+    return buffer
+
+
+@dataclass(frozen=True, eq=False)
+class Allocate(Operation):
+    nbytes: int = 0
+
+    label = "allocate"
+
+    def differences(self, other: Allocate) -> Iterator[Difference]:
+        yield Difference("", "size in bytes", self.nbytes, other.nbytes, "Ask for the same size on every rank")
+
+    def run(self, engine: Engine, work: Work, label: str) -> FusionBuffer:
+        return engine.memory.allocate(self.nbytes)

@@ -1,0 +1,196 @@
+"""Allreduce: every rank gets the reduction of the tensors of all; what comes together travels together."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+from hvdlite.coordinator.messages import KNOWN_REQUESTS
+from hvdlite.coordinator.request import NAMED, Request, TensorSpec
+from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import SUM, DType, Reduction
+from hvdlite.memory.base import Home
+from hvdlite.memory.layout import Layout, concatenated
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.engine import Engine
+from hvdlite.operations.operation import Submitter, Work, tensor_names
+from hvdlite.operations.reducing import ReducingOperation, checked
+from hvdlite.recorder import Lane
+
+_TELLING_BYTES = 256 << 10  # from here on bytes matter more than what every allreduce costs
+
+
+def allreduce_async(
+    group: Submitter,
+    inputs: Sequence[TensorView],
+    outputs: Sequence[TensorView],
+    reduction: Reduction = SUM,
+    *,
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+    wire_dtype: DType | None = None,
+    home: Home | None = None,
+    needs_all: bool = False,
+    background: bool = True,
+) -> Submission:
+    """``outputs[i] = postscale * op over ranks(prescale * inputs[i])``, all together or none.
+
+    Args:
+        inputs: of one dtype where ``home`` is given; address 0 contributes zeros.
+        outputs: of the same shapes and dtypes as ``inputs``; may be the same memory.
+        name: of the operation, the same on every rank; None counts unnamed operations.
+        names: of the tensors, for messages.
+        wire_dtype: floats are cast to it on the way.
+        home: where the group lives; its tensors are not copied as far as they are at their places already.
+        needs_all: it is an error where a rank has joined.
+        background: False where the caller waits for it at once.
+
+    Raises:
+        ValueError: an element type that does not reduce.
+        NotImplementedError: Adasum.
+    """
+    if home is None and len(inputs) == 1 and wire_dtype is None and inputs[0].address == outputs[0].address:
+        home = group.memory.find(inputs[0].address, inputs[0].nbytes)
+    request = _request(
+        "allreduce.noname" if name is None else name,
+        None if names is None else tuple(names),
+        tuple([(view.dtype, view.shape) for view in inputs]),
+        reduction,
+        wire_dtype,
+        None if home is None else home.place,
+        needs_all,
+    )
+    sequence = NAMED if name is not None else group.count("allreduce")
+    return group.submit(Submission(request, sequence, inputs, outputs, home=home), background)
+
+
+@lru_cache(maxsize=KNOWN_REQUESTS)
+def _request(
+    name: str,
+    names: tuple[str, ...] | None,
+    tensors: tuple[tuple[DType, tuple[int, ...]], ...],
+    reduction: Reduction,
+    wire_dtype: DType | None,
+    place: tuple[int, int] | None,
+    needs_all: bool,
+) -> Allreduce:
+    """The request of an allreduce of ``tensors`` of these dtypes and shapes; remembered, see `Request`."""
+    reduction = checked("allreduce", reduction, [dtype for dtype, _ in tensors])
+    names = names or tensor_names(name, len(tensors))
+    specs = tuple(TensorSpec(own, *tensor) for own, tensor in zip(names, tensors, strict=True))
+    return Allreduce(name, specs, reduction, wire_dtype, place, needs_all)
+
+
+@dataclass(frozen=True, eq=False)
+class Allreduce(ReducingOperation):
+    """What ranks agree on.
+
+    Attributes:
+        place: of the home of its tensors, see `Home`. Where ranks name different ones, the tensors are copied.
+    """
+
+    place: tuple[int, int] | None = None
+    needs_all: bool = False
+
+    label = "allreduce"
+
+    @classmethod
+    def decode(
+        cls,
+        name: str,
+        tensors: Sequence[Any],
+        reduction: Any = SUM,
+        wire_dtype: int | None = None,
+        place: Sequence[int] | None = None,
+        needs_all: bool = False,
+    ) -> Request:
+        where = None if place is None else tuple(place)
+        return super().decode(name, tensors, reduction, wire_dtype, where, needs_all)
+
+    def settled(self) -> Allreduce:
+        return self if self.place is None else replace(self, place=None)
+
+    @cached_property
+    def fusion(self) -> tuple[Hashable, int]:
+        """Tensors from elsewhere travel with others of the same type that are reduced alike."""
+        if self.place is not None or len(self._layouts) != 1:
+            return None, 0
+        dtype = self.tensors[0].dtype
+        nbytes = sum(math.prod(spec.shape) * dtype.itemsize for spec in self.tensors)
+        return (dtype, self.reduction, self.wire_dtype), nbytes
+
+    def run(self, engine: Engine, work: Work, label: str) -> None:
+        """In place where the tensors live in a buffer; else by way of the staging buffer, each type for itself."""
+        began_s, before = time.monotonic(), engine.executed.reduced_bytes
+        submission = work[0][1]
+        if self.place is not None and submission.home is not None:
+            self._reduce_at_home(engine, submission, submission.home, label)
+        elif len(work) > 1:  # each has one layout, and all of the same types
+            inputs = [view for _, submission in work for view in submission.inputs]
+            outputs = [view for _, submission in work for view in submission.outputs]
+            requests = [response.request for response, _ in work]
+            layouts = [request._layouts[0][1] for request in requests if isinstance(request, Allreduce)]
+            self._reduce(engine, inputs, outputs, concatenated(layouts), label)
+        elif len(self._layouts) == 1:
+            self._reduce(engine, submission.inputs, submission.outputs, self._layouts[0][1], label)
+        else:
+            for indices, layout in self._layouts:
+                inputs, outputs = ([views[i] for i in indices] for views in (submission.inputs, submission.outputs))
+                self._reduce(engine, inputs, outputs, layout, label)
+        nbytes = engine.executed.reduced_bytes - before
+        if nbytes >= _TELLING_BYTES:
+            engine.fastest_allreduce = max(engine.fastest_allreduce, nbytes / (time.monotonic() - began_s))
+
+    def _reduce(
+        self,
+        engine: Engine,
+        inputs: Sequence[TensorView],
+        outputs: Sequence[TensorView],
+        layout: Layout,
+        label: str,
+    ) -> None:
+        engine.executed.reduced_bytes += layout.nbytes
+        wire_dtype = layout.wire_dtype
+        sources = engine.tensors(inputs, layout)
+        targets = sources if outputs is inputs else engine.tensors(outputs, layout)
+        reduction = engine.resolved(self.reduction, wire_dtype)
+        staging = engine.chunk(wire_dtype)
+        engine.backend.allreduce_tensors(sources, targets, layout, reduction, staging=staging, label=label).wait()
+
+    def _reduce_at_home(self, engine: Engine, submission: Submission, home: Home, label: str) -> None:
+        """Tensors that are not at their places are copied there, and results to where they are wanted."""
+        layout, dtype = self._home_layout, self._home_layout.dtype
+        engine.executed.reduced_bytes += layout.nbytes
+        buffer = home.buffer.buffer(home.offset_bytes, layout.end, dtype)
+        sources = engine.tensors(submission.inputs, layout)
+        with engine.recorder.span(Lane.PACK, label, buffer.nbytes, dtype.label):
+            engine.memory.pack(sources, dtype, buffer, 0)
+        engine.backend.allreduce(buffer, engine.resolved(self.reduction, dtype), label=label).wait()
+        outputs = submission.outputs
+        targets = sources if outputs is submission.inputs else engine.tensors(outputs, layout)
+        with engine.recorder.span(Lane.UNPACK, label, buffer.nbytes, dtype.label):
+            engine.memory.unpack(buffer, 0, targets, dtype)
+
+    @cached_property
+    def _layouts(self) -> list[tuple[Sequence[int], Layout]]:
+        """(which tensors, their layout in the staging buffer) for each type."""
+        by_dtype: dict[DType, list[int]] = {}
+        for i, spec in enumerate(self.tensors):
+            by_dtype.setdefault(spec.dtype, []).append(i)
+        return [
+            (indices, Layout.of(self._numels(indices), dtype, self.travels_as(dtype)))
+            for dtype, indices in sorted(by_dtype.items())
+        ]
+
+    @cached_property
+    def _home_layout(self) -> Layout:
+        """Tensors travel as they are where they live, and are of one type."""
+        dtype = self.tensors[0].dtype
+        return Layout.of(self._numels(range(len(self.tensors))), dtype, dtype)
+
+    def _numels(self, indices: Sequence[int]) -> list[int]:
+        return [math.prod(self.tensors[i].shape) for i in indices]

@@ -1,0 +1,53 @@
+"""Alltoall: every rank sends some rows to each, over MPI; inside a node as well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdlite.coordinator.submission import Allocate, Submission
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.engine import Engine
+from hvdlite.operations.operation import Operation, Submitter, Work, full_name, sequence_of, tensor_specs
+
+
+def alltoall_async(
+    group: Submitter, tensor: TensorView, splits: Sequence[int], allocate: Allocate, *, name: str | None = None
+) -> Submission:
+    """Send ``splits[r]`` rows of ``tensor`` to each rank r, in the order of ranks, and receive likewise.
+
+    The result is the number of rows received from each rank.
+
+    Args:
+        tensor: of at least one dimension; the others are the same on every rank.
+        splits: one number per rank; together at most ``tensor.shape[0]``.
+        allocate: called on the coordinator thread with (0, shape of the result) for the memory to fill.
+    """
+    assert len(splits) == group.size and 0 <= sum(splits) <= tensor.shape[0], (splits, tensor.shape)
+    own_name = full_name("alltoall", name)
+    request = Alltoall(own_name, tensor_specs(own_name, None, [tensor], skip_dims=1))
+    sequence = sequence_of(group, "alltoall", name)
+    return group.submit(Submission(request, sequence, [tensor], sizes=tuple(splits), allocate=allocate))
+
+
+@dataclass(frozen=True, eq=False)
+class Alltoall(Operation):
+    """What ranks agree on; splits travel beside it."""
+
+    label = "alltoall"
+    is_ragged = True
+    needs_all = True
+
+    def run(self, engine: Engine, work: Work, label: str) -> tuple[int, ...]:
+        ((response, submission),) = work
+        assert submission.allocate is not None
+        (spec,) = self.tensors
+        received = tuple(rows[engine.rank] for rows in response.sizes)
+        result = submission.allocate(0, (sum(received), *spec.shape))
+        row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+        sends = [rows * row_bytes for rows in response.sizes[engine.rank]]
+        receives = [rows * row_bytes for rows in received]
+        view = submission.inputs[0]
+        engine.exchange.exchange(view.address, sends, result.address, receives, label, (view, result))
+        return received

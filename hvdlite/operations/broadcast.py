@@ -1,0 +1,89 @@
+"""Broadcast: every rank gets the tensors of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.request import Difference
+from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import DType
+from hvdlite.memory.base import Memory
+from hvdlite.memory.layout import Layout, windows
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.engine import Engine
+from hvdlite.operations.operation import (
+    MUST_TAKE_PART,
+    Operation,
+    Submitter,
+    Work,
+    full_name,
+    nothing,
+    sequence_of,
+    tensor_specs,
+)
+from hvdlite.recorder import Lane
+
+
+def broadcast_async(
+    group: Submitter,
+    tensors: Sequence[TensorView],
+    *,
+    root_rank: int,
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+    needs_all: bool = False,
+) -> Submission:
+    """Overwrite ``tensors`` with those of rank ``root_rank`` of the job.
+
+    Args:
+        needs_all: it is an error where a rank has joined; otherwise only the root must not have.
+
+    Raises:
+        ValueError: there is no such rank in the group.
+    """
+    if root_rank not in group.ranks:
+        raise ValueError(f"root_rank is {root_rank}, but the ranks of this process set are {list(group.ranks)}")
+    own_name = full_name("broadcast", name)
+    request = Broadcast(own_name, tensor_specs(own_name, names, tensors), int(root_rank), needs_all)
+    return group.submit(Submission(request, sequence_of(group, "broadcast", name), tensors, tensors))
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast(Operation):
+    """What ranks agree on."""
+
+    root_rank: int = 0
+    needs_all: bool = False
+
+    label = "broadcast"
+    repeats = True
+
+    def differences(self, other: Broadcast) -> Iterator[Difference]:
+        yield from super().differences(other)
+        yield Difference("", "root rank", self.root_rank, other.root_rank, "Pass the same root_rank on every rank")
+
+    def objection(self, absent: Sequence[int]) -> str | None:
+        return MUST_TAKE_PART if self.root_rank in absent else super().objection(absent)
+
+    def absentee(self, response: Response, memory: Memory) -> Submission:
+        views = [nothing(spec) for spec in self.tensors]
+        return Submission(self, response.sequence, views, views)
+
+    def run(self, engine: Engine, work: Work, label: str) -> None:
+        views = work[0][1].inputs
+        memory, dtype = engine.memory, DType.UINT8
+        layout = Layout.of([view.nbytes for view in views], dtype, dtype)  # a broadcast does not care for types
+        tensors = engine.tensors(views, layout)
+        root = engine.ranks.index(self.root_rank)
+        staging = engine.staging(dtype)
+        for begin, end in windows(layout.end, staging.numel):
+            part = staging.narrow(0, end - begin)
+            if engine.rank == root:
+                with engine.recorder.span(Lane.PACK, label, part.nbytes):
+                    memory.pack(tensors, dtype, part, begin)
+            engine.backend.broadcast(part, root, label=label).wait()
+            if engine.rank != root:
+                with engine.recorder.span(Lane.UNPACK, label, part.nbytes):
+                    memory.unpack(part, begin, tensors, dtype)

@@ -1,0 +1,26 @@
+"""Join: a rank takes part in whatever the others do, with nothing, until all have joined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdlite.coordinator.submission import Submission
+from hvdlite.operations.engine import Engine
+from hvdlite.operations.operation import Operation, Submitter, Work, submit_bare
+
+
+def join_async(group: Submitter) -> Submission:
+    """The result is the last rank that joined."""
+    return submit_bare(group, Join)
+
+
+@dataclass(frozen=True, eq=False)
+class Join(Operation):
+    label = "join"
+    departs = True
+    unsettles = True
+
+    def run(self, engine: Engine, work: Work, label: str) -> int:
+        engine.administrator.all_have_joined()
+        ((last,),) = work[0][0].sizes
+        return last

@@ -1,0 +1,184 @@
+"""DistributedOptimizer with any op but hvd.Adasum: its step() uses the gradients of all ranks."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdlite.errors import UsageError
+from hvdlite.torch.allreduce import allreduce
+from hvdlite.torch.reducer import GradientReducer
+from hvdlite.torch.wrapped_optimizer import WrappedOptimizer, parameters_of
+
+
+class GradientOptimizer(WrappedOptimizer):
+    """Reduces gradients while backward runs, and waits for them before each step."""
+
+    _hvd_reducer: GradientReducer
+    _hvd_should_synchronize: bool
+    _hvd_synchronized: bool  # by the user
+    _hvd_synchronized_by_scaler: bool
+
+    def _hvd_reduce_by(self, reducer: GradientReducer) -> None:
+        """Called once: ``reducer`` has hooks at this optimizer's parameters."""
+        self._hvd_reducer = reducer
+        # Hooks belong to parameters, which may live longer, and be given to another optimizer.
+        weakref.finalize(self, reducer.arrival.unwatch).atexit = False
+        self._hvd_should_synchronize = True
+        self._hvd_synchronized = False
+        self._hvd_synchronized_by_scaler = False
+
+    def synchronize(self) -> None:
+        if self.synchronizes_once and self._hvd_synchronized and not self._hvd_reducer.arrival.has_pending:
+            return
+        self._hvd_reducer.synchronize()
+        self._hvd_synchronized = True
+
+    def synchronize_pending(self) -> None:
+        if self._hvd_reducer.arrival.has_pending:
+            self.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        before = self._hvd_should_synchronize
+        self._hvd_should_synchronize = False
+        try:
+            yield
+        finally:
+            self._hvd_should_synchronize = before
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self._hvd_reducer.arrival.paused():
+            yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        if self._hvd_reducer.arrival.has_pending:
+            raise UsageError(
+                "set_backward_passes_per_step() was called between backward() and step(); call it after step()"
+            )
+        super().set_backward_passes_per_step(passes)
+        self._hvd_reducer.arrival.passes = passes
+
+    def _hvd_abandon(self) -> None:
+        self._hvd_reducer.reset()
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Synchronize, then do the step of the wrapped optimizer.
+
+        With ``closure`` gradients are synchronized each time that it has been called, and the loss that it returns is
+        reduced like them, so that an optimizer that decides by the loss (LBFGS) decides alike on every rank.
+        """
+        if closure is not None:
+            self.synchronize_pending()
+            kwargs["closure"] = self._synchronizing(closure)
+        elif self._hvd_should_synchronize:
+            arrival = self._hvd_reducer.arrival
+            if self._hvd_synchronized_by_scaler and not arrival.has_pending:
+                if self._hvd_must_skip():
+                    self._hvd_synchronized_by_scaler = False
+                    return None
+            else:
+                if self._hvd_synchronized and not self.synchronizes_once and not arrival.has_pending:
+                    warnings.warn(
+                        "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
+                        "it reduces the gradients a second time; call it inside `with optimizer.skip_synchronize():`",
+                        stacklevel=2,
+                    )
+                self.synchronize()
+        if self._hvd_arguments["sparse_as_dense"] and isinstance(self, torch.optim.SparseAdam):  # it takes no others
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and not parameter.grad.is_sparse:
+                        parameter.grad = parameter.grad.to_sparse(1)
+        try:
+            return self._hvd_step_inside(self._hvd_reducer.recorder, kwargs)
+        finally:
+            self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
+
+    # Read by torch. The inner step() has the hooks of torch.optim, which would run twice around both. And learning rate
+    # schedulers need not wrap step() to learn that it was called: it tells them, by _opt_called.
+    step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        options = self._hvd_reducer.options.reduce
+
+        def synchronized_closure() -> Any:
+            loss = closure()
+            if self._hvd_should_synchronize:
+                self.synchronize()
+            if isinstance(loss, torch.Tensor) and self._hvd_reducer.is_distributed:
+                loss = allreduce(loss.detach(), op=options.reduction.op, process_set=options.process_set)
+            return loss
+
+        return synchronized_closure
+
+    # `torch.amp.GradScaler.step` reads _step_supports_amp_scaling before it looks at gradients. If that is false, it
+    # unscales them and calls step() where it finds no overflow; if it is true, it calls step() in any case, and leaves
+    # found_inf and grad_scale in attributes for that time.
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether step() unscales gradients, and does nothing after an overflow.
+
+        Reading it reduces gradients, unless `synchronize` did: what the scaler finds in them decides about the step
+        and about its next scale, and must be the same on every rank.
+        """
+        reducer = self._hvd_reducer
+        synchronized = self._hvd_synchronized or self._hvd_synchronized_by_scaler
+        if (
+            not reducer.is_distributed
+            or not self._hvd_should_synchronize
+            or (synchronized and not reducer.arrival.has_pending)
+        ):
+            return self._hvd_unscales_inside
+        reducer.synchronize()
+        self._hvd_synchronized_by_scaler = True
+        return True
+
+    def _hvd_must_skip(self) -> bool:
+        """Whether the scaler that called step() found an overflow; otherwise unscales gradients.
+
+        Raises:
+            RuntimeError: they were unscaled while they were on their way to other ranks.
+        """
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        if self.grad_scale is None:
+            del self.grad_scale, self.found_inf  # as the scaler would do after step()
+            raise RuntimeError(
+                "scaler.unscale_(optimizer) was called while gradients were on their way to other ranks. Call "
+                "optimizer.synchronize() before it, and scaler.step(optimizer) inside `with "
+                "optimizer.skip_synchronize():`."
+            )
+        if found.item():
+            return True
+        self._hvd_unscale()
+        return False
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.optim.Optimizer.zero_grad`.
+
+        Raises:
+            UsageError: called between backward() and step(), when gradients are on their way.
+        """
+        if self._hvd_reducer.arrival.has_pending:
+            raise UsageError(
+                "optimizer.zero_grad() was called between loss.backward() and optimizer.step(), when gradients are on "
+                "their way to other ranks. Call optimizer.synchronize() first, on every rank."
+            )
+        self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
+        super().zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """`torch.optim.Optimizer.add_param_group`; the new gradients are reduced as well."""
+        super().add_param_group(param_group)
+        first = len(self.param_groups) - 1
+        self._hvd_reducer.add(parameters_of(self.param_groups[first:], self._hvd_arguments["named_parameters"], first))

@@ -1,0 +1,183 @@
+"""Each operation started on tensors, without autograd: the one implementation beneath all public forms of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allgather import allgather_async
+from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.alltoall import alltoall_async
+from hvdlite.operations.broadcast import broadcast_async
+from hvdlite.operations.reducescatter import reducescatter_async, row_bounds
+from hvdlite.torch.handle import Handle
+from hvdlite.torch.process_set import ProcessSet, check_process_set
+from hvdlite.torch.reduce_options import ReduceOptions
+from hvdlite.torch.tensor_view import contiguous_block, copied_back, view_of
+
+
+def start_allreduce(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    options: ReduceOptions,
+    *,
+    in_place: bool,
+    grouped: bool,
+    background: bool = True,
+) -> Handle[list[torch.Tensor]]:
+    """Reduce each of ``tensors``, by any op but Adasum.
+
+    Args:
+        background: False where the caller waits for it at once.
+    """
+    label = _label("allreduce", name)
+    sources = [contiguous_block(tensor, label) for tensor in tensors]
+    results = sources if in_place else [torch.empty_like(source) for source in sources]
+    inputs = [view_of(source) for source in sources]
+    group = options.process_set.group()
+    pending = allreduce_async(
+        group,
+        inputs,
+        inputs if in_place else [view_of(result) for result in results],
+        options.reduction,
+        name=name,
+        names=_member_names(name, len(tensors)) if grouped else None,
+        wire_dtype=options.wire_dtype,
+        background=background,
+    )
+    kept = list(tensors)
+    return Handle(pending, group.recorder, label, lambda: copied_back(kept, results) if in_place else results)
+
+
+def start_allgather(
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    grouped: bool,
+    needs_all: bool = True,
+) -> Handle[list[torch.Tensor]]:
+    """Gather the rows of each of ``tensors``; a scalar is one row.
+
+    Args:
+        needs_all: it is an error where a rank has joined; otherwise that rank has no rows.
+    """
+    label = _label("allgather", name)
+    blocks = [contiguous_block(tensor, label) for tensor in tensors]
+    sources = [block if block.dim() else block.reshape(1) for block in blocks]
+    results: dict[int, torch.Tensor] = {}
+
+    def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
+        results[index] = torch.empty(shape, dtype=sources[index].dtype)
+        return view_of(results[index])
+
+    group = check_process_set(process_set).group()
+    pending = allgather_async(
+        group,
+        [view_of(source) for source in sources],
+        allocate,
+        name=name,
+        names=_member_names(name, len(tensors)) if grouped else None,
+        needs_all=needs_all,
+    )
+    return Handle(pending, group.recorder, label, lambda: [results[i] for i in range(len(sources))])
+
+
+def start_broadcast(
+    tensors: Sequence[torch.Tensor],
+    root_rank: int,
+    name: str | None,
+    names: Sequence[str] | None,
+    process_set: ProcessSet,
+    *,
+    needs_all: bool = True,
+) -> Handle[list[torch.Tensor]]:
+    """Overwrite ``tensors`` with those of rank ``root_rank``, in one operation.
+
+    Args:
+        names: of the tensors.
+        needs_all: it is an error where a rank has joined; otherwise only the root must not have.
+    """
+    label = _label("broadcast", name)
+    results = [contiguous_block(tensor, label) for tensor in tensors]
+    group = check_process_set(process_set).group()
+    pending = broadcast_async(
+        group, [view_of(result) for result in results], root_rank=root_rank, name=name, names=names, needs_all=needs_all
+    )
+    kept = list(tensors)
+    return Handle(pending, group.recorder, label, lambda: copied_back(kept, results))
+
+
+def start_reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions, *, grouped: bool
+) -> Handle[list[torch.Tensor]]:
+    """Reduce each of ``tensors``, and keep this rank's rows."""
+    label = _label("reducescatter", name)
+    sources = [contiguous_block(tensor, label) for tensor in tensors]
+    if any(source.dim() == 0 for source in sources):
+        raise ValueError(f"{label}: the tensor is a scalar; it needs a dimension to scatter")
+    group = options.process_set.group()
+    results = []
+    for source in sources:
+        bounds = row_bounds(source.shape[0], group.size)
+        rows = bounds[group.rank + 1] - bounds[group.rank]
+        results.append(torch.empty((rows, *source.shape[1:]), dtype=source.dtype))
+    pending = reducescatter_async(
+        group,
+        [view_of(source) for source in sources],
+        [view_of(result) for result in results],
+        options.reduction,
+        name=name,
+        names=_member_names(name, len(tensors)) if grouped else None,
+        wire_dtype=options.wire_dtype,
+    )
+    return Handle(pending, group.recorder, label, lambda: results)
+
+
+def start_alltoall(
+    tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
+    """Send rows of ``tensor`` to each rank; the result has the rows received, and how many came from each rank."""
+    label = _label("alltoall", name)
+    source = contiguous_block(tensor, label)
+    group = check_process_set(process_set).group()
+    counts = _checked_splits(source, splits, group.size, label)
+    results: list[torch.Tensor] = []
+
+    def allocate(_: int, shape: tuple[int, ...]) -> TensorView:
+        results.append(torch.empty(shape, dtype=source.dtype))
+        return view_of(results[0])
+
+    pending = alltoall_async(group, view_of(source), counts, allocate, name=name)
+    return Handle(pending, group.recorder, label, lambda: (results[0], torch.tensor(pending.wait(), dtype=torch.int32)))
+
+
+def _checked_splits(source: torch.Tensor, splits: torch.Tensor | None, size: int, label: str) -> list[int]:
+    if source.dim() == 0:
+        raise ValueError(f"{label}: the tensor is a scalar; it needs a dimension to split")
+    rows = source.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ValueError(f"{label}: {rows} rows do not divide into {size} equal parts; pass splits")
+        return [rows // size] * size
+    counts = torch.as_tensor(splits)
+    if counts.dim() != 1 or counts.dtype.is_floating_point or counts.dtype in (torch.bool, torch.complex64):
+        raise ValueError(f"{label}: splits must be a tensor of one dimension of integers, got {splits!r}")
+    listed: list[int] = counts.tolist()
+    if len(listed) != size:
+        raise ValueError(f"{label}: splits has {len(listed)} numbers for {size} ranks; pass one per rank")
+    if min(listed) < 0 or sum(listed) > rows:
+        raise ValueError(f"{label}: splits are {listed}, but the tensor has {rows} rows; pass parts of these")
+    return listed
+
+
+def _label(operation: str, name: str | None) -> str:
+    """For errors and the timeline."""
+    return operation if name is None else f"{operation} '{name}'"
+
+
+def _member_names(name: str | None, count: int) -> list[str] | None:
+    """Names of the tensors of a group, where the group has one: ``name.0`` even of the only member."""
+    return None if name is None else [f"{name}.{i}" for i in range(count)]

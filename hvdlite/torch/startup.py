@@ -1,0 +1,100 @@
+"""hvd.init, which registers process sets and compares versions of torch; and a restart that keeps process sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+import hvdlite
+from hvdlite.errors import MismatchError
+from hvdlite.torch.functions import allgather_object
+from hvdlite.torch.process_set import ProcessSet, global_process_set
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def init(
+    comm: MPI.Intracomm | Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
+) -> None:
+    """`hvdlite.init`, which also sees to it that every rank runs the same version of torch, and registers process sets.
+
+    Args:
+        comm: who takes part; see `hvdlite.init`.
+        process_sets: registered in this order, the same on every rank; of a communicator that was split, each rank
+            passes its part. "dynamic", which Horovod needs for sets that are added later, is accepted; they always can
+            be.
+
+    Raises:
+        ValueError: two sets have the same ranks; those that are not duplicates stay registered, and another init() with
+            them makes the objects that it is given usable.
+    """
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f"process_sets is {process_sets!r}; pass a list of hvd.ProcessSet, or 'dynamic'")
+        process_sets = None
+    if not hvdlite.is_initialized():
+        hvdlite.init(comm, versions={"torch": torch.__version__})
+        global_process_set.mpi_comm = None if comm is None or isinstance(comm, Sequence) else comm
+    if process_sets:
+        _register(process_sets)
+
+
+def _register(process_sets: Sequence[ProcessSet]) -> None:
+    """Register what is not registered yet, and make every set of the list usable; all ranks call it.
+
+    The sets of a position may differ between ranks where they come from parts of one communicator that was split.
+
+    Raises:
+        ValueError: a set of the list has the ranks of another, or all ranks; the others are usable.
+        MismatchError: ranks named other ranks.
+    """
+    runtime = hvdlite.runtime()
+    everywhere = allgather_object([(made.ranks, made.mpi_comm is not None) for made in process_sets])
+    if len({len(lists) for lists in everywhere}) > 1:
+        raise ValueError(
+            f"process_sets has {[len(lists) for lists in everywhere]} sets on the ranks; pass the same ones"
+        )
+    seen, duplicates = {0}, []
+    for position, made in enumerate(process_sets):
+        named = [lists[position] for lists in everywhere]
+        others = [rank for rank, (ranks, _) in enumerate(named) if ranks != named[0][0]]
+        if others and not all(is_part for _, is_part in named):
+            raise MismatchError(
+                f"process_sets: set {position} has ranks {named[0][0]} on rank 0 but {named[others[0]][0]} on rank "
+                f"{others[0]}. Name the same ranks on every rank."
+            )
+        for ranks, _ in named:
+            if runtime.group_number(ranks) is None:
+                runtime.add_group(ranks)
+        number = runtime.group_number(made.ranks)
+        assert number is not None
+        if number in seen:
+            duplicates.append(made)
+            continue
+        seen.add(number)
+        made.process_set_id = number
+    if duplicates:
+        raise ValueError(f"process_sets: {duplicates[0]} has the ranks of another process set; leave it out")
+
+
+def restart() -> None:
+    """Call `hvdlite.restart`, and register the same process sets under the same numbers. Collective.
+
+    A `ProcessSet` is known by its number and its ranks, so the objects that programs hold stay usable.
+
+    Raises:
+        NotInitializedError: hvdlite does not run in this process.
+    """
+    sets = hvdlite.runtime().process_sets()
+    hvdlite.restart()
+    runtime = hvdlite.runtime()
+    for wanted, ranks in sets.items():
+        if wanted == 0:
+            continue
+        number, _ = runtime.add_group(ranks)
+        while number < wanted:  # sets that were removed have taken numbers
+            runtime.remove_group(number)
+            number, _ = runtime.add_group(ranks)

@@ -1,0 +1,150 @@
+"""What both kinds of `hvdlite.torch.DistributedOptimizer` have in common."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hvdlite.recorder import Lane, Recorder
+from hvdlite.torch.tensor_view import check_tensor
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose class was replaced by a subclass, with a step() that concerns all ranks.
+
+    Attributes:
+        synchronizes_once: see `DistributedOptimizer`.
+    """
+
+    synchronizes_once = False
+
+    _hvd_arguments: dict[str, Any]
+    _hvd_inner_step: Callable[..., Any] | None
+    found_inf: torch.Tensor | None
+    grad_scale: torch.Tensor | None
+    _opt_called: bool
+
+    def _hvd_start(self, arguments: dict[str, Any]) -> None:
+        """Called once, when the class of this object has been replaced."""
+        self._hvd_arguments = arguments
+        # A learning rate scheduler made before this has put a wrapper of step() into the object, which hides ours.
+        self._hvd_inner_step = vars(self).pop("step", None)
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the reduced one. A parameter without gradient on this rank counts as zeros.
+
+        Raises:
+            HorovodInternalError: a gradient could not be reduced; says why.
+        """
+        raise NotImplementedError
+
+    def synchronize_pending(self) -> None:
+        """`synchronize`, if gradients have come since the last time; not those of passes in `no_sync`."""
+        raise NotImplementedError
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """step() in this context takes the gradients as they are, since synchronize() was called before."""
+        yield
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context accumulate gradients on their own rank; a pass outside reduces the sum."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change ``backward_passes_per_step``; between steps, on all ranks alike.
+
+        Raises:
+            ValueError: ``passes`` is below 1.
+            UsageError: called between backward() and step().
+        """
+        self._hvd_arguments["backward_passes_per_step"] = check_passes(passes)
+
+    def _hvd_abandon(self) -> None:
+        """Drop gradients that were on their way when hvdlite was shut down."""
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Of every parameter; Horovod's name, which programs read."""
+        named = parameters_of(self.param_groups, self._hvd_arguments["named_parameters"])
+        return {parameter: name for name, parameter in named}
+
+    def _hvd_step_inside(self, recorder: Recorder, kwargs: dict[str, Any]) -> Any:
+        """The step of the wrapped optimizer."""
+        self._opt_called = True
+        inner = self._hvd_inner_step or super().step
+        with recorder.span(Lane.OPTIMIZER, "step"):
+            return inner(**kwargs)
+
+    @property
+    def _hvd_unscales_inside(self) -> bool:
+        """`_step_supports_amp_scaling` of the wrapped optimizer; fused ones do."""
+        inherited = getattr(super(), "_step_supports_amp_scaling", False)
+        return bool(vars(self).get("_step_supports_amp_scaling", inherited))
+
+    def _hvd_unscale(self) -> None:
+        """Multiply gradients by 1 / grad_scale, unless the wrapped optimizer does."""
+        if self._hvd_unscales_inside:
+            return
+        if self.grad_scale is not None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(1.0 / self.grad_scale.item())
+        self.grad_scale = self.found_inf = None  # optimizers that cannot use these refuse to see them
+
+
+# What users pass, checked.
+
+
+def check_named_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Raises:
+    ValueError: these are no pairs of name and parameter; several have one name.
+    """
+    named = list(named_parameters)
+    if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor) for item in named):
+        raise ValueError("named_parameters must yield pairs of name and parameter; pass model.named_parameters()")
+    duplicates = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
+    if duplicates:
+        raise ValueError(
+            f"named_parameters has these names several times: {', '.join(duplicates)}. Give each model a prefix of its "
+            "own, as in model.named_parameters(prefix='generator')."
+        )
+    return named
+
+
+def parameters_of(
+    groups: Sequence[Mapping[str, Any]], named: list[tuple[str, torch.Tensor]] | None, first_group: int = 0
+) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of ``groups`` that can have gradients, each with its name.
+
+    Raises:
+        ValueError: one has no name in ``named``, or hvdlite cannot communicate its gradient.
+    """
+    names = {id(parameter): name for name, parameter in named or ()}
+    parameters = []
+    for number, group in enumerate(groups, first_group):
+        for i, parameter in enumerate(group["params"]):
+            name = f"group{number}.{i}" if named is None else names.get(id(parameter))
+            if name is None:
+                raise ValueError(
+                    f"named_parameters lacks parameter {i} of group {number}, of shape {tuple(parameter.shape)}; pass "
+                    "model.named_parameters() of all models whose parameters the optimizer has"
+                )
+            if parameter.is_floating_point() or parameter.is_complex():  # quantized weights have no gradients
+                parameters.append((name, check_tensor(parameter, f"parameter '{name}'")))
+    return parameters
+
+
+def check_passes(passes: int) -> int:
+    """Raises:
+    ValueError: below 1.
+    """
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes}; it must be at least 1")
+    return passes

@@ -1,0 +1,301 @@
+"""A world: one generation of ranks, from building to closing, and all that it owns."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hvdlite import mpi
+from hvdlite.agreement import exchange
+from hvdlite.collectives.pairwise import PairwiseExchange
+from hvdlite.collectives.select import build_backend, spin_us
+from hvdlite.config import Config, Tunable
+from hvdlite.coordinator.control_page import ControlPage
+from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.coordinator.tree import Tree
+from hvdlite.dtypes import DType
+from hvdlite.errors import HorovodInternalError, ShutDownError
+from hvdlite.health import Health
+from hvdlite.interfaces import select
+from hvdlite.leader_links import Door, Listener, connect_tree, new_token
+from hvdlite.memory.host import HostMemory
+from hvdlite.memory.layout import ALIGNMENT, align_up
+from hvdlite.node import Node, discover
+from hvdlite.operations import decode
+from hvdlite.operations.engine import Engine
+from hvdlite.recorder import Recorder
+from hvdlite.topology import Topology
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_LOG = logging.getLogger("hvdlite")
+_LOOK_S = 0.2
+
+T = TypeVar("T")
+
+OnNotice = Callable[[dict[str, Any]], None]
+
+
+class World:
+    """The ranks of ``topology``, of which this process is one. Collective to build, and to close in order.
+
+    It owns communicators, sockets, threads and memory of these ranks. What is half built when building fails is closed,
+    and ``health`` hears of it, so that the other ranks do not wait.
+
+    Args:
+        comm: the ranks of ``topology`` in ascending order; None where it is this process alone.
+        node: those of them on this machine.
+        config: `tune` changes it; there is no other copy.
+        health: of the job.
+        on_notice: called on the coordinator thread with what concerns all ranks, before this world acts upon it.
+
+    Attributes:
+        subsets: of which this process is a member, by number.
+        joins: how often all ranks have joined.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None,
+        topology: Topology,
+        node: Node,
+        config: Config,
+        recorder: Recorder,
+        health: Health,
+        on_notice: OnNotice = lambda content: None,
+    ) -> None:
+        self.topology = topology
+        self.node = node
+        self.config = config
+        self.recorder = recorder
+        self.health = health
+        self.subsets: dict[int, World] = {}
+        self.joins = 0
+        self.is_stuck = False
+        self._comm = comm
+        self._on_notice = on_notice
+        self._numbers = itertools.count(1)  # of subsets
+        self._ended: Counter[str] = Counter()  # what subsets that are no more have counted
+        self._own = ExitStack()  # what this rank closes for itself
+        self._shared = ExitStack()  # what all ranks release together, on their coordinator threads
+        self._own.callback(node.close)
+        try:
+            self._build(comm, topology, node, config)
+        except BaseException as error:
+            health.report(error)
+            self._own.close()
+            raise
+        health.add(self)
+
+    def _build(self, comm: MPI.Intracomm | None, topology: Topology, node: Node, config: Config) -> None:
+        node.check, node.timeout_s = self.check, config.start_timeout_s
+        self.leaders = rail = None  # on leaders of several nodes, and on ranks that every node has
+        if comm is not None:
+            self._shared.callback(comm.Free)
+        if comm is not None and len(topology.nodes) > 1:
+            self.leaders = self._part(comm, topology.is_leader, 0)
+            rail = self._part(comm, topology.local_rank < topology.rails, topology.local_rank)
+        links = {} if self.leaders is None else _connect_leaders(self.leaders, topology, config)
+        # From here on ranks wait for one another on their node only, where one that fails is noticed.
+        page = ControlPage(node)
+        tree = Tree(links, topology.parent(config.tree_fanout), topology.children(config.tree_fanout), self.check)
+        self._own.callback(tree.abandon)
+        self._shared.callback(tree.close)
+        if links:
+            bell = page.ring_for(links.values())  # which must go before the sockets
+            self._own.callback(bell.close)
+            self._shared.callback(bell.close)
+        memory = HostMemory(node)
+        self._backend = build_backend(node, memory, rail, topology, config, self.check, self.recorder)
+        self._shared.callback(self._backend.close)
+        staging_bytes = align_up(max(config.staging_bytes, topology.size * ALIGNMENT))
+        self.engine = Engine(
+            self._backend,
+            PairwiseExchange(
+                comm, topology.ranks, timeout_s=config.collective_timeout_s, check=self.check, recorder=self.recorder
+            ),
+            memory.allocate(staging_bytes).buffer(0, staging_bytes, DType.UINT8),
+            # On one node a chunk stays in cache on its way; across nodes it should fill the wire.
+            config.staging_bytes if len(topology.nodes) > 1 else config.chunk_bytes,
+            topology,
+            self.recorder,
+            self,
+        )
+        self.execute = self.engine.execute
+        self.coordinator = Coordinator(self, topology, page, tree, decode, spin_us=spin_us(config, node))
+
+    def _part(self, comm: MPI.Comm, included: bool, color: int) -> MPI.Comm | None:
+        """The ranks of one color, in the order of nodes; None for those not included. Collective over ``comm``."""
+        from mpi4py import MPI
+
+        part = comm.Split(color if included else MPI.UNDEFINED, self.topology.node_index)
+        if not included:
+            return None
+        self._shared.callback(part.Free)
+        return part
+
+    def allgather(self, value: T) -> list[T]:
+        """Every rank's ``value``, by place in `topology`. Before `start` only."""
+        return [value] if self._comm is None else self._comm.allgather(value)
+
+    def start(self) -> None:
+        """Let the coordinator work."""
+        self.coordinator.start()
+
+    # Life and death.
+
+    def subset(self, ranks: Sequence[int]) -> World:
+        """The world of some of these ranks, called by them only, by who is at work here; it lives no longer than this.
+
+        Args:
+            ranks: ascending.
+        """
+        comm = None if self._comm is None or len(ranks) == 1 else mpi.subset(self._comm, ranks)
+        nodes, node = discover(comm, self.config.start_timeout_s, ranks)
+        return World(comm, Topology(self.topology.rank, nodes), node, self.config, self.recorder, self.health)
+
+    def survivors(self) -> tuple[int, ...]:
+        """The ranks that have not failed, as far as this one knows."""
+        return tuple(rank for rank in self.topology.ranks if rank != self.health.failed_rank)
+
+    def check(self) -> None:
+        """Raise the reason once the job has failed."""
+        self.health.check(self.node)
+
+    def fail(self, reason: HorovodInternalError) -> None:
+        """End every wait, and every operation now and later, with ``reason``; called on any thread."""
+        self.node.abort()
+        self._backend.wake()
+        self.coordinator.close(reason)
+        self.coordinator.wake()
+
+    def close(self, text: str, own_text: str) -> None:
+        """End on all ranks, in order unless the job has failed: what is in flight fails with `ShutDownError`.
+
+        Args:
+            text: why, for the other ranks; ``own_text``: for this one.
+        """
+        if self.health.failure is None:
+            self._announce_end(text, own_text)
+        while not self.coordinator.join(_LOOK_S):
+            if self.health.failure is not None and not self.coordinator.join(self.config.failure_grace_s):
+                _LOG.error("rank %d: the coordinator thread is stuck and is left behind", self.topology.rank)
+                self.is_stuck = True
+                break
+        if self.health.failure is None:
+            self.coordinator.refuse(ShutDownError(own_text))  # whoever was the first to end the world
+        self.release()
+
+    def release(self) -> None:
+        """Close what this rank can close for itself: all that is left after a failure."""
+        for subset in self.subsets.values():
+            subset.release()
+        self._own.close()
+
+    def abandon(self, reason: HorovodInternalError) -> None:
+        """In a forked child: close what it has inherited, and refuse what only the parent may do."""
+        for world in (self, *self.subsets.values()):
+            world.coordinator.refuse(reason)
+        self.release()
+
+    def _announce_end(self, text: str, own_text: str) -> None:
+        rank = self.topology.rank
+        with suppress(HorovodInternalError):  # another rank was the first, or the job has failed meanwhile
+            self.coordinator.announce({"kind": "shutdown", "rank": rank, "text": text, "own_text": own_text})
+
+    # For the coordinator, in the order of its log.
+
+    def gather_from_leaders(self, data: bytes) -> list[bytes] | None:
+        """``data`` of every node's leader, on the root; None on others. Collective over leaders of several nodes."""
+        from hvdlite.collectives.requests import Endpoint
+
+        assert self.leaders is not None
+        endpoint = Endpoint(
+            self.leaders, ranks=self.topology.leaders, timeout_s=self.config.collective_timeout_s, check=self.check
+        )
+        return endpoint.gather(data)
+
+    def take_notice(self, content: dict[str, Any]) -> None:
+        self._on_notice(content)
+        if content["kind"] == "shutdown":
+            for number in list(self.subsets):
+                self._end_subset(number, content["text"])
+            self._shared.close()
+
+    def coordinator_died(self, error: BaseException) -> None:
+        self.health.report(error)
+
+    # For operations.
+
+    def tune(self, settings: Tunable) -> None:
+        self.config = settings.within(self.config)
+        self._backend.configure(self.config)
+
+    def all_have_joined(self) -> None:
+        self.joins += 1
+
+    def add_process_set(self, ranks: tuple[int, ...]) -> tuple[int, World | None]:
+        """A new subset: its number, and, on its members, its world."""
+        number = next(self._numbers)
+        if self.topology.rank not in ranks:
+            return number, None
+        subset = self.subsets[number] = self.subset(ranks)
+        subset.start()
+        return number, subset
+
+    def remove_process_set(self, number: int) -> None:
+        if number in self.subsets:
+            was = f"the process set of ranks {list(self.subsets[number].topology.ranks)} was removed"
+            self._end_subset(number, f"{was}, so this operation cannot complete")
+
+    def _end_subset(self, number: int, text: str) -> None:
+        """Every member does; its coordinator stops once it has read in its log that one of them has said so."""
+        subset = self.subsets[number]
+        subset._announce_end(text, text)
+        while not subset.coordinator.join(_LOOK_S):
+            self.check()
+        self._ended.update(subset.own_statistics())
+        del self.subsets[number]
+        self.health.remove(subset)
+        subset.release()
+
+    # Facts.
+
+    def statistics(self) -> dict[str, int]:
+        """What this rank has done so far, in this world and its subsets; see `hvdlite.statistics`."""
+        total = Counter(self.own_statistics())
+        for counts in (self._ended, *(subset.own_statistics() for subset in list(self.subsets.values()))):
+            total.update(counts)
+        return dict(total)
+
+    def own_statistics(self) -> dict[str, int]:
+        """Without the subsets."""
+        return {
+            **self.coordinator.statistics(),
+            **asdict(self.engine.executed),
+            **self._backend.traffic.named("ring"),
+            **self.engine.exchange.traffic.named("alltoall"),
+        }
+
+
+def _connect_leaders(leaders: MPI.Comm, topology: Topology, config: Config) -> dict[int, socket.socket]:
+    """This leader's connections to its neighbours in the tree, by node index. Collective over ``leaders``."""
+    deadline_s = time.monotonic() + config.start_timeout_s
+    with closing(Listener()) as listener:
+        addresses = [(interface.address, listener.port) for interface in select(config.network_interfaces)]
+        told = exchange(leaders, lambda: (new_token(), Door(socket.gethostname(), addresses)))
+        token, doors = told[0][0], [door for _, door in told]
+        links: dict[int, socket.socket] = {}
+        exchange(
+            leaders,
+            lambda: links.update(connect_tree(doors, topology, config.tree_fanout, token, listener, deadline_s)),
+        )
+        return links

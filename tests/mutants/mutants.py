@@ -1,0 +1,147 @@
+"""The wrong lines, and the tests that must notice each; run.py applies them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """``line`` of ``path``, which is there once, becomes ``wrong``.
+
+    Attributes:
+        tests: files below tests/, and before them the number of ranks for those that run under mpirun.
+    """
+
+    path: str
+    line: str
+    wrong: str
+    tests: str
+
+
+_COORDINATOR = "hvdlite/coordinator/"
+_COLLECTIVES = "hvdlite/collectives/"
+
+MUTANTS = [
+    # The coordinator: whom it wakes, what it holds back, what it compares.
+    Mutant(f"{_COORDINATOR}worker.py", "if missed or unfinished:", "if unfinished:", "unit/test_worker.py"),
+    Mutant(f"{_COORDINATOR}worker.py", "if missed or unfinished:", "if missed:", "unit/test_worker.py"),
+    Mutant(f"{_COORDINATOR}worker.py", "                at_work.release()\n", "", "unit/test_worker.py"),
+    Mutant(f"{_COORDINATOR}coordinator.py", "        self._has_rung = False\n", "", "2 mpi/test_runtime.py"),
+    Mutant(
+        f"{_COORDINATOR}coordinator.py",
+        "for key in list(self._in_flight) if key not in self._executing]",
+        "for key in list(self._in_flight)]",
+        "unit/test_coordinator.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "while len(self._spread) > unsent:",
+        "while self._spread:",
+        "unit/test_coordinator.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "while self._own_words and self._own_words[0][0] <= self._published:",
+        "while self._own_words:",
+        "unit/test_coordinator.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}control_page.py",
+        "if word >> _COUNT_BITS == plan & _PLAN_MASK else 0",
+        "if word >> _COUNT_BITS == plan else 0",
+        "unit/test_control_page.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}control_page.py",
+        "self._capacity + min(map(_native.load64, self._tails))",
+        "self._capacity + max(map(_native.load64, self._tails))",
+        "unit/test_control_page.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}negotiation.py",
+        "        gathering.missing -= len(ranks)\n",
+        "        gathering.missing -= 1\n",
+        "unit/test_negotiation.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}negotiation.py",
+        "return tuple(ranks[i] for i in order), tuple(sizes[i] for i in order)",
+        "return tuple(ranks[i] for i in order), sizes",
+        "unit/test_negotiation.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}messages.py",
+        "            self._slots.move_to_end(request)\n",
+        "",
+        "unit/test_messages.py",
+    ),
+    # Collectives: bytes that come from the wrong place, too early, or scaled twice.
+    Mutant(f"{_COLLECTIVES}shm.py", "if not (alone and stays_open):", "if not stays_open:", "3 mpi/test_backends.py"),
+    Mutant(
+        f"{_COLLECTIVES}thresholds.py",
+        "halvings if nodes & (nodes - 1) == 0 else halvings + 1",
+        "halvings",
+        "unit/test_algorithms.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}algorithms.py",
+        "own_first=rank < partner,",
+        "own_first=True,",
+        "unit/test_schedules.py unit/test_collective_executors.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}algorithms.py",
+        "postscale=postscale if step == size - 2 else 1.0,",
+        "postscale=postscale if step == 0 else 1.0,",
+        "unit/test_schedules.py unit/test_collective_executors.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}algorithms.py",
+        "if now == size and size % 2 == 1:",
+        "if now == size and size % 4 == 1:",
+        "unit/test_schedules.py unit/test_collective_executors.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}pairwise.py",
+        "ahead, behind = (rank + distance) % size, (rank - distance) % size",
+        "ahead, behind = (rank + distance) % size, (rank + distance) % size",
+        "3 mpi/test_alltoall.py",
+    ),
+    # Native code: who is woken, what is rounded, where an edge is.
+    Mutant(
+        "csrc/signal.cpp",
+        "if (assistants_asleep.load(std::memory_order_seq_cst) != 0) futex_wake_all(count, kAssistant);",
+        "futex_wake_all(count, kOwner);",
+        "unit/test_native_signal.py",
+    ),
+    Mutant(
+        "csrc/signal.cpp",
+        "  reducer.reduce(copies, copies, start, stop);\n  return wait(timeout_s);\n",
+        "  reducer.reduce(copies, copies, start, stop);\n  return WaitStatus::kOk;\n",
+        "unit/test_native_signal.py",
+    ),
+    Mutant(
+        "csrc/staged_allreduce.cpp",
+        "if (k <= windows) {",
+        "if (k < windows) {",
+        "unit/test_native_staged_allreduce.py",
+    ),
+    Mutant(
+        "csrc/pack.cpp",
+        "  if (at < end) mover.zero(place(), end - at);\n",
+        "",
+        "unit/test_native_pack.py",
+    ),
+    Mutant(
+        "csrc/reduce.cpp",
+        "constexpr double kAbove = 1 << 24;",
+        "constexpr double kAbove = 1 << 4;",
+        "unit/test_native_reduce.py",
+    ),
+    Mutant(
+        "csrc/socket_bell.cpp",
+        "EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET",
+        "EPOLLIN | EPOLLRDHUP | EPOLLET",
+        "unit/test_native_socket_bell.py",
+    ),
+]

@@ -1,0 +1,66 @@
+"""Leaders whose links to other nodes are slow, and coordinators whose world ends under them."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator_lab import Lab, submission
+from hvdlite.errors import CollectiveError, ShutDownError
+
+CHAIN = [(0, 1), (2, 3), (4,)]
+
+
+@pytest.mark.parametrize(("leader", "claims"), [(0, 0), (2, 1)], ids=["root", "in the middle"])
+def test_nobody_begins_what_other_nodes_have_not_been_told(leader: int, claims: int) -> None:
+    """A node that executes sends nothing more, and would wait for ever for those that do not know that they shall."""
+    lab = Lab(CHAIN, 0, tree_fanout=1)
+    submissions = [submission("a") for _ in lab.ranks]
+    for rank, made in zip(lab.ranks, submissions, strict=True):
+        rank.submit(made)
+    tree = lab.trees[leader]
+    while tree.sent < claims:
+        lab.turn()
+    tree.is_full = True
+    for _ in range(5000):
+        lab.turn()
+    began = [bool(owner.buckets) for owner in lab.owners]
+    assert began == [rank < leader for rank in range(len(lab.ranks))]
+    tree.is_full = False
+    lab.settle(submissions)
+
+
+def test_what_is_executed_fails_only_once_nobody_touches_its_memory() -> None:
+    """Whoever hears of a failure may write to it at once: `elastic.run` restores a state there."""
+    lab = Lab([(0,)], 0, fusion_threshold_bytes=0)
+    executed, waiting = submission("a"), submission("b")
+    (coordinator,), (owner,) = lab.ranks, lab.owners
+    reason = ShutDownError("as a test")
+    seen: list[tuple[bool, bool]] = []
+
+    def execute(work: object) -> None:
+        coordinator.close(reason)
+        seen.append((executed.done(), waiting.done()))
+        raise CollectiveError("a peer is gone")
+
+    owner.execute = execute  # type: ignore[method-assign, assignment]
+    owner.coordinator_died = lambda error: None  # type: ignore[method-assign]
+    coordinator.submit(executed)
+    coordinator.submit(waiting)
+    for _ in range(1000):
+        lab.turn()
+    assert seen == [(False, True)]
+    for made in (executed, waiting):
+        with pytest.raises(ShutDownError, match="as a test"):
+            made.wait()
+
+
+def test_what_was_executed_has_succeeded_though_all_is_over() -> None:
+    lab = Lab([(0,)], 0)
+    made = submission("a")
+    (coordinator,), (owner,) = lab.ranks, lab.owners
+    owner.execute = lambda work: coordinator.close(ShutDownError("as a test")) or "a result"  # type: ignore[assignment]
+    coordinator.submit(made)
+    lab.settle([made])
+    assert made.wait() == "a result"
+    with pytest.raises(ShutDownError):
+        coordinator.submit(submission("a"))

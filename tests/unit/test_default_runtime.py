@@ -1,0 +1,85 @@
+"""The default runtime of a process that was started alone; tests/mpi/test_process.py has it on several ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def run(program: str) -> str:
+    """What ``program`` prints; in a process of its own, which hvdlite hooks itself into."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+WITHOUT_A_RUNTIME = """
+import hvdlite
+
+def refused(call):
+    try:
+        call()
+    except hvdlite.NotInitializedError as error:
+        return isinstance(error, hvdlite.ShutDownError) and isinstance(error, ValueError) and "hvd.init()" in str(error)
+
+calls = (hvdlite.runtime, hvdlite.rank, hvdlite.statistics)
+print(all(map(refused, calls)), refused(hvdlite.restart))
+hvdlite.init()
+hvdlite.shutdown()
+print(all(map(refused, calls)))
+hvdlite.restart()
+print(hvdlite.rank(), hvdlite.is_initialized())
+"""
+
+
+def test_before_init_and_after_shutdown() -> None:
+    assert run(WITHOUT_A_RUNTIME) == "True True\nTrue\n0 True\n"
+
+
+MANY_THREADS = """
+import threading
+import hvdlite
+
+together = threading.Barrier(8)
+found = []
+
+def start():
+    together.wait()
+    hvdlite.init()
+    found.append(hvdlite.runtime())
+
+threads = [threading.Thread(target=start) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+coordinators = [thread for thread in threading.enumerate() if thread.name.startswith("hvdlite-coordinator")]
+print(len(found), len(set(map(id, found))), len(coordinators))
+"""
+
+
+def test_init_from_many_threads_starts_once() -> None:
+    assert run(MANY_THREADS) == "8 1 1\n"
+
+
+FORKED = """
+import os
+import hvdlite
+
+hvdlite.init()
+if os.fork() == 0:
+    try:
+        hvdlite.init()
+    except hvdlite.StartupError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+hvdlite.restart()
+print(hvdlite.size())
+"""
+
+
+def test_a_forked_child_cannot_start() -> None:
+    refusal, size = run(FORKED).splitlines()
+    assert refusal.startswith("this process was forked from one that runs hvdlite")
+    assert size == "1"

@@ -1,0 +1,124 @@
+"""Which launcher a process has, by environments as the launchers make them, and that nobody trains alone by mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvdlite.errors import StartupError
+from hvdlite.launched import LAUNCHERS, Launched, Launcher, find
+
+
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=") for word in text.split())
+
+
+# What an allocation of 4 tasks sets in the shell of salloc and in the script of sbatch, before any step.
+ALLOCATION = variables("SLURM_JOB_ID=7 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_JOB_NUM_NODES=2")
+SCRIPT = ALLOCATION | variables("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASK_PID=99")
+# What srun sets for a step of 2 tasks; and for the step of 1 task in which some clusters run the shell of salloc.
+STEP = ALLOCATION | variables("SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1")
+SHELL = ALLOCATION | variables("SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_PTY_PORT=34889")
+PMIX = variables("PMIX_RANK=1 PMIX_NAMESPACE=slurm.pmix.7.0 PMIX_HOSTNAME=node16")
+PMI2 = variables("PMI_RANK=1 PMI_SIZE=2 PMI_FD=13 PMI_JOBID=7.0")
+OPEN_MPI = variables("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 PMIX_RANK=1 PMIX_NAMESPACE=prterun-a-9@1")
+HYDRA = variables("PMI_RANK=1 PMI_SIZE=2 PMI_FD=9 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1")
+TORCHRUN = variables(
+    "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=localhost TORCHELASTIC_RUN_ID=none"
+)
+JSRUN = variables("JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 JSM_NAMESPACE_LOCAL_RANK=1 PMIX_RANK=1")
+CRAY = STEP | variables("PALS_RANKID=1 PALS_APID=8 PMI_CONTROL_PORT=20000")
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "serves_mpi"),
+    [
+        (OPEN_MPI, "mpirun of Open MPI", True),
+        (HYDRA, "mpirun of MPICH or Intel MPI", True),
+        (STEP | PMI2, "a launcher with PMI (as srun --mpi=pmi2)", True),
+        (STEP | PMIX, "a launcher with PMIx (as srun --mpi=pmix)", True),
+        (CRAY, "srun or mpiexec of a Cray", True),
+        (JSRUN, "jsrun", True),
+        (TORCHRUN, "torchrun", False),
+        (STEP, "srun", False),
+    ],
+)
+def test_launchers(environ: dict[str, str], name: str, serves_mpi: bool) -> None:
+    launched = find(environ)
+    assert launched is not None
+    assert (launched.launcher.name, launched.rank, launched.size) == (name, 1, 2)
+    assert launched.launcher.serves_mpi is serves_mpi
+
+
+@pytest.mark.parametrize("inner", [OPEN_MPI, HYDRA, TORCHRUN])
+def test_the_inner_launcher_counts(inner: dict[str, str]) -> None:
+    """Where mpirun has several hosts, srun starts a daemon on each, whose processes see the step of these daemons."""
+    daemon = STEP | variables("SLURM_STEP_NUM_TASKS=7 SLURM_PROCID=5")
+    assert find(daemon | inner) == find(inner)
+
+
+@pytest.mark.parametrize("environ", [{}, ALLOCATION, SCRIPT, variables("WORLD_SIZE=8 RANK=3")])
+def test_without_a_launcher(environ: dict[str, str]) -> None:
+    assert find(environ) is None
+
+
+@pytest.mark.parametrize("environ", [SHELL, TORCHRUN | variables("WORLD_SIZE=1"), SHELL | PMIX])
+def test_one_process_may_be_alone(environ: dict[str, str]) -> None:
+    launched = find(environ)
+    assert launched is not None
+    launched.check_not_alone(1)
+
+
+def test_a_shell_of_srun_may_start_one_process_by_hand() -> None:
+    """``srun -n 2 --pty bash``: srun gives no other process a terminal."""
+    assert find(STEP, has_terminal=True) is None
+    assert find(TORCHRUN, has_terminal=True) == find(TORCHRUN)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_the_error_names_the_launcher_and_a_command_that_works(launcher: Launcher) -> None:
+    launched = Launched(launcher, 3, 16)
+    with pytest.raises(StartupError) as caught:
+        launched.check_not_alone(1, "Some MPI v1.0")
+    text = str(caught.value)
+    assert text.startswith(f"{launcher.name} started 16 processes, but each is alone: ")
+    assert "`hvdliterun -np 16 python train.py`" in text
+    assert ("mpi4py has loaded Some MPI v1.0" in text) is launcher.serves_mpi
+    launched.check_not_alone(16)
+
+
+INIT = "import hvdlite, sys; hvdlite.init(); print(hvdlite.rank(), hvdlite.size(), 'mpi4py.MPI' in sys.modules)"
+
+
+def init(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", INIT], env=os.environ | environ, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        (TORCHRUN, "torchrun started 2 processes, but each is alone: hvdlite's ranks find one another through MPI"),
+        (STEP, "srun started 2 processes, but each is alone: srun has told MPI nothing of them. Use `srun --mpi=pmix"),
+    ],
+    ids=["torchrun", "srun"],
+)
+def test_init_refuses_to_train_alone(environ: dict[str, str], words: str) -> None:
+    done = init(environ)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert f"hvdlite.errors.StartupError: {words}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [ALLOCATION, SCRIPT, SHELL, TORCHRUN | variables("WORLD_SIZE=1 RANK=0")],
+    ids=["salloc", "sbatch", "salloc with an interactive step", "torchrun of one"],
+)
+def test_init_of_one_process_needs_no_mpi(environ: dict[str, str]) -> None:
+    done = init(environ)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0 1 False\n", "")

@@ -1,0 +1,179 @@
+"""Who is at work, and that every way out of it leaves a coordinator that goes on."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from coordinator_lab import submission
+from hvdlite.coordinator.worker import Worker
+
+PATIENCE_S = 20.0
+
+
+class Doorbell:
+    """A `ControlPage` as far as one rank's rings are concerned; a sleep on it ends when somebody rings."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Condition()
+        self._count = 0
+        self.assistants = 0
+
+    def rings(self) -> int:
+        return self._count
+
+    def ring_self(self) -> None:
+        with self._rung:
+            self._count += 1
+            self._rung.notify_all()
+
+    def sleep(self, seen: int, timeout_s: float) -> None:
+        with self._rung:
+            assert self._rung.wait_for(lambda: self._count != seen, min(timeout_s, PATIENCE_S)), "nobody rang"
+
+    def begin_assistance(self) -> None:
+        self.assistants += 1
+
+    def assist(self, seen: int, timeout_s: float, spin_us: int) -> None:
+        self.sleep(seen, timeout_s)
+
+    def end_assistance(self) -> int:
+        self.assistants = 0
+        return self._count
+
+
+class Work:
+    """Does what `on_cycle` says, and writes down who did it."""
+
+    def __init__(self, on_cycle: Callable[[], object] = lambda: None) -> None:
+        self.on_cycle = on_cycle
+        self.has_ended = self.has_news = False
+        self.workers: list[threading.Thread] = []
+        self.cycled = threading.Semaphore(0)
+
+    def cycle(self) -> bool:
+        self.workers.append(threading.current_thread())
+        self.on_cycle()
+        self.cycled.release()
+        return False
+
+    def patience_s(self) -> float:
+        return math.inf
+
+
+class Stage:
+    """A worker whose thread runs and sleeps."""
+
+    def __init__(self) -> None:
+        self.work, self.page = Work(), Doorbell()
+        self.worker = Worker("worker", self.work, self.page, math.inf, 0)  # type: ignore[arg-type]
+        self.worker.start()
+        assert self.thread_works()
+
+    def thread_works(self) -> bool:
+        """Whether a ring makes the thread work."""
+        self.worker.wake()
+        return self.work.cycled.acquire(timeout=PATIENCE_S)
+
+    def end(self) -> None:
+        self.work.has_ended = True
+        self.worker.wake()
+        assert self.worker.join(PATIENCE_S)
+
+
+class Interrupted:
+    """A lock after whose acquisition Ctrl-C comes at once."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._is_owned, self.release = lock._is_owned, lock.release
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        while not self._lock.acquire(blocking=False):  # the thread may be about to fall asleep
+            pass
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_the_work_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.worker, "_at_work", Interrupted(stage.worker._at_work))
+        with pytest.raises(KeyboardInterrupt):
+            stage.worker.assist(submission("a"))
+    assert stage.thread_works()
+    assert not stage.page.assistants
+    stage.end()
+
+
+def test_an_error_leaves_the_work_to_the_thread() -> None:
+    stage = Stage()
+
+    def fail() -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    stage.work.on_cycle = fail
+    with pytest.raises(KeyboardInterrupt):
+        while True:  # until the thread sleeps
+            stage.worker.assist(submission("a"))
+    assert stage.thread_works()
+    stage.end()
+
+
+def assisted(stage: Stage, during: Callable[[], object]) -> None:
+    """The main thread assists for one cycle, in which ``during()`` happens."""
+    made = submission("a")
+
+    def on_cycle() -> None:
+        if threading.current_thread() is threading.main_thread():
+            during()
+            made.succeed()
+
+    stage.work.on_cycle = on_cycle
+    while not made.done():  # until the thread sleeps
+        stage.worker.assist(made)
+    stage.work.on_cycle = lambda: None
+
+
+@pytest.mark.parametrize("what", ["ring", "news"])
+def test_who_leaves_passes_on_what_came_meanwhile(what: str) -> None:
+    """Rings of the last cycle have woken nobody, as have submissions of other threads that were to be found by it."""
+    stage = Stage()
+
+    def during() -> None:
+        while stage.work.cycled.acquire(blocking=False):
+            pass
+        if what == "ring":
+            stage.page.ring_self()
+        else:
+            stage.work.has_news = True
+
+    assisted(stage, during)
+    assert stage.work.cycled.acquire(timeout=PATIENCE_S)  # the assistant's own cycle
+    assert stage.work.cycled.acquire(timeout=PATIENCE_S), "the thread has slept on"
+    assert stage.work.workers[-1] is not threading.main_thread()
+    stage.work.has_news = False
+    stage.end()
+
+
+def test_the_thread_learns_of_an_end_that_an_assistant_has_met() -> None:
+    stage = Stage()
+    assisted(stage, lambda: setattr(stage.work, "has_ended", True))
+    assert stage.worker.join(PATIENCE_S)
+
+
+def test_a_signal_handler_cannot_wait_inside_of_work() -> None:
+    """It would do the work of the frame below it, which is in the middle of that."""
+    stage = Stage()
+
+    def during() -> None:
+        with pytest.raises(RuntimeError, match="'b' was waited for by a signal handler"):
+            stage.worker.assist(submission("b"))
+
+    assisted(stage, during)
+    assert stage.thread_works()
+    stage.end()
