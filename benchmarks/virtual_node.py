@@ -20,7 +20,6 @@ from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader, Sender
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.submission import Submission
 from hvdlite.counters import Traffic
-from hvdlite.operations import decode
 from hvdlite.topology import Topology
 
 
@@ -38,7 +37,7 @@ class Letters:
 
     def __init__(self, capacity: int) -> None:
         self._pen = Encoder(capacity)
-        self._decoder = Decoder(decode)
+        self._decoder = Decoder()
         self._claims: dict[str, Letter] = {}
 
     def new_step(self) -> None:
@@ -93,8 +92,8 @@ class VirtualNode:
         self.negotiation = Negotiation(below, config.stall_patience_s)
         self._senders: list[Sender] = [(rank,) for rank in nodes[index]]
         self._speaks_for = {child: self.topology.subtree_ranks(child, config.tree_fanout) for child in self.children}
-        self._links = {child: Decoder(decode) for child in self.children}
-        self._mailboxes = [Decoder(decode) for _ in nodes[index]]
+        self._links = {child: Decoder() for child in self.children}
+        self._mailboxes = [Decoder() for _ in nodes[index]]
         self._pen = Encoder(config.cache_capacity)  # to the parent, or, of the root, the log
         self._letters = letters
         watch = OrderWatch(config.cache_capacity if freezes else 0) if self.parent is None else None

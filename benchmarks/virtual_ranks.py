@@ -30,7 +30,6 @@ from hvdlite.coordinator.negotiation import LOOK_S
 from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Submission
 from hvdlite.counters import Traffic
-from hvdlite.operations import decode
 from hvdlite.topology import Topology
 from schedules import Schedule
 from virtual_node import Letter, Letters, VirtualNode
@@ -142,7 +141,7 @@ class VirtualJob:
         self._nbytes = {bucket.request.name: bucket.nbytes for bucket in schedule.buckets}
         # Whoever has nothing left to compute waits, and does what its coordinator thread would have to be woken for.
         self._wakes_s = [machine.wake_s * (bucket.ready_s < schedule.compute_s) for bucket in schedule.buckets]
-        self._log_decoder = Decoder(decode)
+        self._log_decoder = Decoder()
         self._log_bytes = 0
         self._batch: list[Response] = []
         self._submitted = 0  # by each rank, and done

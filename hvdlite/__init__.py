@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -29,5 +30,48 @@ def _path() -> list[str]:
 
 __path__ = _path()
 
-from hvdlite.api import *  # noqa: E402, F403 (wherever the path leads)
-from hvdlite.api import __all__, __version__  # noqa: E402, F401
+from hvdlite import _native
+from hvdlite.config import INSTRUCTION_SET, Config as Config, instruction_set
+from hvdlite.default_runtime import (
+    cross_rank as cross_rank,
+    cross_size as cross_size,
+    init as init,
+    is_homogeneous as is_homogeneous,
+    is_initialized as is_initialized,
+    local_rank as local_rank,
+    local_size as local_size,
+    rank as rank,
+    restart as restart,
+    runtime as runtime,
+    shutdown as shutdown,
+    size as size,
+    statistics as statistics,
+)
+from hvdlite.dtypes import DType as DType, ReduceOp as ReduceOp
+from hvdlite.errors import (
+    CollectiveError as CollectiveError,
+    ConfigError as ConfigError,
+    DuplicateNameError as DuplicateNameError,
+    HorovodInternalError as HorovodInternalError,
+    HorovodVersionMismatchError as HorovodVersionMismatchError,
+    HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+    MismatchError as MismatchError,
+    NotInitializedError as NotInitializedError,
+    RankFailedError as RankFailedError,
+    ShutDownError as ShutDownError,
+    StallError as StallError,
+    StartupError as StartupError,
+    UsageError as UsageError,
+)
+from hvdlite.launch import run as run
+from hvdlite.memory.views import TensorView as TensorView
+from hvdlite.runtime import Runtime as Runtime
+from hvdlite.version import __version__ as __version__
+
+logging.getLogger("hvdlite").addHandler(logging.NullHandler())
+
+if instruction_set():
+    try:
+        _native.use_instruction_set(instruction_set())
+    except ValueError as error:
+        raise ConfigError(f"{INSTRUCTION_SET}={instruction_set()!r}: {error}") from error

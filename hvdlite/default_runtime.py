@@ -124,58 +124,36 @@ def size() -> int:
 
 def local_rank() -> int:
     """This process's number among those of its node."""
-    return _identity().local_rank
+    return _identity().topology.local_rank
 
 
 def local_size() -> int:
     """Number of processes on this node."""
-    return _identity().local_size
+    return _identity().topology.local_size
 
 
 def cross_rank() -> int:
     """This node's number among those that have a process with this local rank."""
-    return _identity().cross_rank
+    return _identity().topology.cross_rank
 
 
 def cross_size() -> int:
     """Number of nodes that have a process with this local rank."""
-    return _identity().cross_size
+    return _identity().topology.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every node has the same number of processes."""
-    return _identity().is_homogeneous
+    return _identity().topology.is_homogeneous
 
 
 def statistics() -> dict[str, int]:
     """What this rank has done since init(), over all process sets that it is or was a member of.
 
-    Counted always, at the cost of additions; each count only grows, so two calls tell what lies between them. Of an
-    operation that is done, all that this rank did for it is counted. docs/statistics.md says what to expect of them.
-
-    ===================== ============================================================================================
-    submissions           operations that this rank has submitted
-    cycles                times that its coordinator has looked at everything it serves
-    claims_sent           to the node leader; of a leader, to its parent in the tree
-    claims_heard          by a leader: its own, of its node's ranks, of its children in the tree
-    responses, faults     agreements read: that every rank is ready, that the ranks contradict one another
-    batches               groups of operations agreed on together, within which allreduces may be fused
-    plans                 how often an order that repeats was frozen
-    counted               operations of frozen plans, agreed on by counting instead of claims and responses
-    buckets               what was executed; operations that were fused are one
-    reduced_bytes         of allreduce and reducescatter, in the type that travels, with the padding between tensors
-    messages_cached       claims and responses that gave their request as a number: 17 bytes, and what ranks differ in
-    messages_spelled_out  claims and responses whose request the other end did not know yet
-    page_bytes_written    control messages within the node: to the leader; by the leader, to all
-    page_bytes_read       the same from the other end
-    tree_...              control messages between nodes, over TCP; leaders only
-    ring_...              data between nodes, over MPI: allreduce, allgather, broadcast
-    alltoall_...          data of alltoall, over MPI, within the node too
-    ===================== ============================================================================================
-
-    The last three are each ``messages_sent``, ``bytes_sent``, ``messages_received`` and ``bytes_received``.
+    Counted always, at the cost of additions; each count only grows, so two calls tell what lies between them.
+    docs/statistics.md says what is counted, and what to expect.
 
     Raises:
-        ShutDownError: hvdlite does not run in this process; see `runtime`.
+        ShutDownError: see `runtime`.
     """
     return runtime().statistics()

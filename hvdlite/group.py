@@ -10,9 +10,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 from hvdlite.config import Config
+from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
+from hvdlite.memory.views import TensorView
 from hvdlite.recorder import Recorder
 from hvdlite.world import World
 
@@ -48,7 +52,7 @@ class Group:
         """What this rank has done here so far; see `hvdlite.statistics`."""
         return self.world.own_statistics()
 
-    def count(self, label: str) -> int:
+    def _count(self, label: str) -> int:
         """The sequence number of an unnamed operation of kind ``label``, which is about to be submitted.
 
         They count per kind, so that ranks that ran others meanwhile still agree. Once all ranks have joined, they begin
@@ -62,7 +66,24 @@ class Group:
             self._unnamed[label] += 1
         return sequence
 
-    def submit(self, submission: Submission, background: bool = True) -> Submission:
-        """Hand it to the coordinator; with ``background=False`` the caller waits for it at once, and does the work."""
+    def submit(
+        self,
+        request: Request,
+        name: str | None,
+        inputs: Sequence[TensorView] = (),
+        outputs: Sequence[TensorView] = (),
+        *,
+        background: bool = True,
+        **beside: Any,
+    ) -> Submission:
+        """Hand an operation to the coordinator.
+
+        Args:
+            name: the user's, if there is one.
+            background: False where the caller waits for it at once, and does the work.
+            beside: see `Submission`.
+        """
+        sequence = self._count(request.label) if name is None else NAMED
+        submission = Submission(request, sequence, inputs, outputs, **beside)
         self.world.coordinator.submit(submission, background=background)
         return submission

@@ -53,6 +53,7 @@ class Runtime:
         self.closed = False
         self._world_ranks = start.world_ranks
         self.topology, self.recorder = self.world.topology, self.world.recorder
+        self.rank, self.size = self.topology.rank, self.topology.size
         self.group = Group(self.world)
         self.groups = {0: self.group}
         self._members = {0: self.topology.ranks}  # of every group, whether this process is one or not
@@ -71,34 +72,6 @@ class Runtime:
     @property
     def config(self) -> Config:
         return self.world.config
-
-    @property
-    def rank(self) -> int:
-        return self.topology.rank
-
-    @property
-    def size(self) -> int:
-        return self.topology.size
-
-    @property
-    def local_rank(self) -> int:
-        return self.topology.local_rank
-
-    @property
-    def local_size(self) -> int:
-        return self.topology.local_size
-
-    @property
-    def cross_rank(self) -> int:
-        return self.topology.cross_rank
-
-    @property
-    def cross_size(self) -> int:
-        return self.topology.cross_size
-
-    @property
-    def is_homogeneous(self) -> bool:
-        return self.topology.is_homogeneous
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done so far, in all its groups, removed ones too; see `hvdlite.statistics`."""

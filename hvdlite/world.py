@@ -21,6 +21,7 @@ from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType
+from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, ShutDownError
 from hvdlite.health import Health
 from hvdlite.interfaces import select
@@ -28,8 +29,6 @@ from hvdlite.leader_links import Door, Listener, connect_tree, new_token
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import ALIGNMENT, align_up
 from hvdlite.node import Node, discover
-from hvdlite.operations import decode
-from hvdlite.operations.engine import Engine
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 
@@ -130,7 +129,7 @@ class World:
             self,
         )
         self.execute = self.engine.execute
-        self.coordinator = Coordinator(self, topology, page, tree, decode, spin_us=spin_us(config, node))
+        self.coordinator = Coordinator(self, topology, page, tree, spin_us=spin_us(config, node))
 
     def _part(self, comm: MPI.Comm, included: bool, color: int) -> MPI.Comm | None:
         """The ranks of one color, in the order of nodes; None for those not included. Collective over ``comm``."""

@@ -27,7 +27,7 @@ from hvdlite.coordinator.fusion import fuse
 from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
 from hvdlite.coordinator.plan_member import PlanMember
-from hvdlite.coordinator.request import Key, Request
+from hvdlite.coordinator.request import Key
 from hvdlite.coordinator.stall import status_of
 from hvdlite.coordinator.submission import Submission
 from hvdlite.coordinator.tree import Tree
@@ -77,7 +77,6 @@ class Coordinator:
 
     Args:
         tree: links between node leaders.
-        decode_request: the inverse of `Request.encode`.
         spin_us: how long a thread that waits for one operation looks for it before it sleeps.
         clock: in seconds.
     """
@@ -88,7 +87,6 @@ class Coordinator:
         topology: Topology,
         page: ControlPage,
         tree: Tree,
-        decode_request: Callable[[bytes], Request],
         *,
         spin_us: int,
         clock: Callable[[], float] = time.monotonic,
@@ -110,8 +108,8 @@ class Coordinator:
         self._has_joined = False
         self._batch: list[Response] = []
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
-        self._leader = Leader(topology, page, tree, config, decode_request, clock) if topology.is_leader else None
-        self._station = self._leader or Follower(page, config.cache_capacity, decode_request)
+        self._leader = Leader(topology, page, tree, config, clock) if topology.is_leader else None
+        self._station = self._leader or Follower(page, config.cache_capacity)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.messages import Decoder, Encoder, Message, PlanMessage, Written
-from hvdlite.coordinator.request import Request
 from hvdlite.counters import Traffic
 
 FULL_STREAM_S = 1e-3
@@ -17,10 +16,10 @@ FULL_STREAM_S = 1e-3
 class Follower:
     """Its end of the byte streams in the control page; a `Leader` has the same methods."""
 
-    def __init__(self, page: ControlPage, capacity: int, decode_request: Callable[[bytes], Request]) -> None:
+    def __init__(self, page: ControlPage, capacity: int) -> None:
         self._page = page
         self._claims = Encoder(capacity)
-        self._log = Decoder(decode_request)
+        self._log = Decoder()
 
     def say(self, message: Message) -> None:
         """Tell the leader."""

@@ -25,7 +25,6 @@ from hvdlite.coordinator.messages import (
 )
 from hvdlite.coordinator.negotiation import LOOK_S, Negotiation
 from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader
-from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.stall import StallWatch
 from hvdlite.coordinator.tree import Tree
 from hvdlite.counters import Traffic
@@ -46,7 +45,6 @@ class Leader:
         page: ControlPage,
         tree: Tree,
         config: Config,
-        decode_request: Callable[[bytes], Request],
         clock: Callable[[], float],
     ) -> None:
         self.claims_heard = 0
@@ -60,8 +58,8 @@ class Leader:
         self._has_claims = False  # that are not answered
         below = topology.subtree_ranks(topology.node_index, config.tree_fanout)
         self._negotiation = Negotiation(below, config.stall_patience_s)
-        self._mailboxes = {i: Decoder(decode_request) for i in range(1, topology.local_size)}
-        self._children = {child: Decoder(decode_request) for child in tree.children}
+        self._mailboxes = {i: Decoder() for i in range(1, topology.local_size)}
+        self._children = {child: Decoder() for child in tree.children}
         self._speaks_for = {child: topology.subtree_ranks(child, config.tree_fanout) for child in tree.children}
         self._pen = Encoder(config.cache_capacity)  # to the parent; of the root, to all: the log
         self._stall = StallWatch(config, topology.ranks) if self._is_root else None
@@ -76,7 +74,7 @@ class Leader:
         # The log as this rank reads it: the root knows its own words, and where each ends; others decode theirs.
         self._own_words: deque[tuple[int, Message]] = deque()
         self._flushed = 0  # bytes of the log that the root's pen has written before its outbox
-        self._decoder = Decoder(decode_request)
+        self._decoder = Decoder()
         self._readable = b""
 
     # What every rank of a node does.

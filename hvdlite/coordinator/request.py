@@ -5,7 +5,6 @@ Each kind of operation is a subclass of `Request`, in a file of its own in opera
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -63,8 +62,6 @@ class Request:
     departs: ClassVar[bool] = False
     """A rank that submits it is absent from all other operations until all ranks have submitted it."""
 
-    # Equality.
-
     @cached_property
     def _content(self) -> tuple[Any, ...]:
         return tuple(getattr(self, item.name) for item in fields(self))
@@ -79,18 +76,8 @@ class Request:
     def __eq__(self, other: object) -> bool:
         return self is other or (type(self) is type(other) and self._content == other._content)
 
-    # The wire.
-
-    def encode(self) -> bytes:
-        """What `decode` takes, as JSON."""
-        return json.dumps([self.label, *self._content]).encode()
-
-    @classmethod
-    def decode(cls, name: str, tensors: Sequence[Any], *options: Any) -> Request:
-        """The request of what JSON made of its fields."""
-        return cls(
-            name, tuple([TensorSpec(own, DType(dtype), tuple(shape)) for own, dtype, shape in tensors]), *options
-        )
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._content
 
     # Agreement.
 

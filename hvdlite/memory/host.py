@@ -71,7 +71,7 @@ class HostMemory(Memory):
     tensors = staticmethod(_native.TensorList)
 
     def pack(self, tensors: _native.TensorList, dtype: DType, part: Buffer, begin: int) -> None:
-        tensors.pack(part.address, begin, begin + part.numel, dtype, part.dtype)
+        tensors.pack(part.copies[part.index], begin, begin + part.numel, dtype, part.dtype)
 
     def unpack(self, part: Buffer, begin: int, tensors: _native.TensorList, dtype: DType) -> None:
-        tensors.unpack(part.address, begin, begin + part.numel, part.dtype, dtype)
+        tensors.unpack(part.copies[part.index], begin, begin + part.numel, part.dtype, dtype)

@@ -9,16 +9,17 @@ from itertools import accumulate, pairwise
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.submission import Allocate, Submission
 from hvdlite.dtypes import DType
+from hvdlite.engine import Engine
+from hvdlite.group import Group
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import windows
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Operation, Submitter, Work, full_name, sequence_of, tensor_specs
+from hvdlite.operations.operation import Operation, Work
 from hvdlite.recorder import Lane
 
 
 def allgather_async(
-    group: Submitter,
+    group: Group,
     inputs: Sequence[TensorView],
     allocate: Allocate,
     *,
@@ -33,12 +34,8 @@ def allgather_async(
         allocate: called on the coordinator thread with (index, shape of the result) for the memory to fill.
         needs_all: it is an error where a rank has joined; otherwise that rank has no rows.
     """
-    own_name = full_name("allgather", name)
-    rows = tuple(view.shape[0] for view in inputs)
-    request = Allgather(own_name, tensor_specs(own_name, names, inputs, skip_dims=1), needs_all)
-    return group.submit(
-        Submission(request, sequence_of(group, "allgather", name), inputs, sizes=rows, allocate=allocate)
-    )
+    request = Allgather.of(name, inputs, needs_all, names=names)
+    return group.submit(request, name, inputs, sizes=tuple(view.shape[0] for view in inputs), allocate=allocate)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hvdlite.coordinator.request import Difference
+from hvdlite.engine import Engine
+from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Operation, Submitter, Work, submit_bare
+from hvdlite.operations.operation import Operation, Work
 
 
-def allocate(group: Submitter, nbytes: int, name: str | None = None) -> FusionBuffer:
+def allocate(group: Group, nbytes: int, name: str | None = None) -> FusionBuffer:
     """A fusion buffer of ``nbytes`` per rank, zeroed; blocks until every rank asks for the same.
 
     Tensors made from its `memory` are reduced where they are.
     """
-    buffer: FusionBuffer = submit_bare(group, Allocate, int(nbytes), name=name).wait()
+    buffer: FusionBuffer = group.submit(Allocate.of(name, (), int(nbytes)), name).wait()
     return buffer
 
 

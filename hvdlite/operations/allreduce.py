@@ -6,26 +6,24 @@ import math
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
-from hvdlite.coordinator.messages import KNOWN_REQUESTS
-from hvdlite.coordinator.request import NAMED, Request, TensorSpec
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
+from hvdlite.engine import Engine
+from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout, concatenated
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Submitter, Work, tensor_names
-from hvdlite.operations.reducing import ReducingOperation, checked
+from hvdlite.operations.operation import Work
+from hvdlite.operations.reducing import ReducingOperation
 from hvdlite.recorder import Lane
 
 _TELLING_BYTES = 256 << 10  # from here on bytes matter more than what every allreduce costs
 
 
 def allreduce_async(
-    group: Submitter,
+    group: Group,
     inputs: Sequence[TensorView],
     outputs: Sequence[TensorView],
     reduction: Reduction = SUM,
@@ -55,34 +53,9 @@ def allreduce_async(
     """
     if home is None and len(inputs) == 1 and wire_dtype is None and inputs[0].address == outputs[0].address:
         home = group.memory.find(inputs[0].address, inputs[0].nbytes)
-    request = _request(
-        "allreduce.noname" if name is None else name,
-        None if names is None else tuple(names),
-        tuple([(view.dtype, view.shape) for view in inputs]),
-        reduction,
-        wire_dtype,
-        None if home is None else home.place,
-        needs_all,
-    )
-    sequence = NAMED if name is not None else group.count("allreduce")
-    return group.submit(Submission(request, sequence, inputs, outputs, home=home), background)
-
-
-@lru_cache(maxsize=KNOWN_REQUESTS)
-def _request(
-    name: str,
-    names: tuple[str, ...] | None,
-    tensors: tuple[tuple[DType, tuple[int, ...]], ...],
-    reduction: Reduction,
-    wire_dtype: DType | None,
-    place: tuple[int, int] | None,
-    needs_all: bool,
-) -> Allreduce:
-    """The request of an allreduce of ``tensors`` of these dtypes and shapes; remembered, see `Request`."""
-    reduction = checked("allreduce", reduction, [dtype for dtype, _ in tensors])
-    names = names or tensor_names(name, len(tensors))
-    specs = tuple(TensorSpec(own, *tensor) for own, tensor in zip(names, tensors, strict=True))
-    return Allreduce(name, specs, reduction, wire_dtype, place, needs_all)
+    place = None if home is None else home.place
+    request = Allreduce.of(name, inputs, reduction, wire_dtype, place, needs_all, names=names)
+    return group.submit(request, name, inputs, outputs, home=home, background=background)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,19 +70,6 @@ class Allreduce(ReducingOperation):
     needs_all: bool = False
 
     label = "allreduce"
-
-    @classmethod
-    def decode(
-        cls,
-        name: str,
-        tensors: Sequence[Any],
-        reduction: Any = SUM,
-        wire_dtype: int | None = None,
-        place: Sequence[int] | None = None,
-        needs_all: bool = False,
-    ) -> Request:
-        where = None if place is None else tuple(place)
-        return super().decode(name, tensors, reduction, wire_dtype, where, needs_all)
 
     def settled(self) -> Allreduce:
         return self if self.place is None else replace(self, place=None)

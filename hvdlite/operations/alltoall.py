@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdlite.coordinator.submission import Allocate, Submission
+from hvdlite.engine import Engine
+from hvdlite.group import Group
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Operation, Submitter, Work, full_name, sequence_of, tensor_specs
+from hvdlite.operations.operation import Operation, Work
 
 
 def alltoall_async(
-    group: Submitter, tensor: TensorView, splits: Sequence[int], allocate: Allocate, *, name: str | None = None
+    group: Group, tensor: TensorView, splits: Sequence[int], allocate: Allocate, *, name: str | None = None
 ) -> Submission:
     """Send ``splits[r]`` rows of ``tensor`` to each rank r, in the order of ranks, and receive likewise.
 
@@ -25,10 +26,7 @@ def alltoall_async(
         allocate: called on the coordinator thread with (0, shape of the result) for the memory to fill.
     """
     assert len(splits) == group.size and 0 <= sum(splits) <= tensor.shape[0], (splits, tensor.shape)
-    own_name = full_name("alltoall", name)
-    request = Alltoall(own_name, tensor_specs(own_name, None, [tensor], skip_dims=1))
-    sequence = sequence_of(group, "alltoall", name)
-    return group.submit(Submission(request, sequence, [tensor], sizes=tuple(splits), allocate=allocate))
+    return group.submit(Alltoall.of(name, [tensor]), name, [tensor], sizes=tuple(splits), allocate=allocate)
 
 
 @dataclass(frozen=True, eq=False)

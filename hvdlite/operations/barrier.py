@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdlite.coordinator.submission import Submission
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Operation, Submitter, Work, submit_bare
+from hvdlite.engine import Engine
+from hvdlite.group import Group
+from hvdlite.operations.operation import Operation, Work
 
 
-def barrier_async(group: Submitter, *, background: bool = True) -> Submission:
+def barrier_async(group: Group, *, background: bool = True) -> Submission:
     """Done once every rank has called it."""
-    return submit_bare(group, Barrier, background=background)
+    return group.submit(Barrier.of(None), None, background=background)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,25 +9,17 @@ from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import Difference
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType
+from hvdlite.engine import Engine
+from hvdlite.group import Group
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout, windows
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import (
-    MUST_TAKE_PART,
-    Operation,
-    Submitter,
-    Work,
-    full_name,
-    nothing,
-    sequence_of,
-    tensor_specs,
-)
+from hvdlite.operations.operation import MUST_TAKE_PART, Operation, Work, nothing
 from hvdlite.recorder import Lane
 
 
 def broadcast_async(
-    group: Submitter,
+    group: Group,
     tensors: Sequence[TensorView],
     *,
     root_rank: int,
@@ -45,9 +37,8 @@ def broadcast_async(
     """
     if root_rank not in group.ranks:
         raise ValueError(f"root_rank is {root_rank}, but the ranks of this process set are {list(group.ranks)}")
-    own_name = full_name("broadcast", name)
-    request = Broadcast(own_name, tensor_specs(own_name, names, tensors), int(root_rank), needs_all)
-    return group.submit(Submission(request, sequence_of(group, "broadcast", name), tensors, tensors))
+    request = Broadcast.of(name, tensors, int(root_rank), needs_all, names=names)
+    return group.submit(request, name, tensors, tensors)
 
 
 @dataclass(frozen=True, eq=False)

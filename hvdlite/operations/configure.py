@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hvdlite.config import Tunable
-from hvdlite.coordinator.request import Difference, Request
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Operation, Submitter, Work, submit_bare
+from hvdlite.coordinator.request import Difference
+from hvdlite.engine import Engine
+from hvdlite.group import Group
+from hvdlite.operations.operation import Operation, Work
 
 
-def configure(group: Submitter, settings: Tunable) -> None:
+def configure(group: Group, settings: Tunable) -> None:
     """Change settings; blocks until every rank asks for the same."""
-    submit_bare(group, Configure, settings, background=False).wait()
+    group.submit(Configure.of(None, (), settings), None, background=False).wait()
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,10 +23,6 @@ class Configure(Operation):
 
     label = "configure"
     unsettles = True
-
-    @classmethod
-    def decode(cls, name: str, tensors: Sequence[Any], settings: Sequence[int] = ()) -> Request:
-        return super().decode(name, tensors, Tunable(*settings))
 
     def differences(self, other: Configure) -> Iterator[Difference]:
         mine, theirs = tuple(self.settings), tuple(other.settings)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdlite.coordinator.submission import Submission
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Operation, Submitter, Work, submit_bare
+from hvdlite.engine import Engine
+from hvdlite.group import Group
+from hvdlite.operations.operation import Operation, Work
 
 
-def join_async(group: Submitter) -> Submission:
+def join_async(group: Group) -> Submission:
     """The result is the last rank that joined."""
-    return submit_bare(group, Join)
+    return group.submit(Join.of(None), None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,20 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlite.coordinator.request import Difference, Request
+from hvdlite.coordinator.request import Difference
 from hvdlite.coordinator.submission import Submission
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Operation, Submitter, Work, submit_bare
+from hvdlite.engine import Engine
+from hvdlite.group import Group
+from hvdlite.operations.operation import Operation, Work
 
 
-def add_process_set_async(group: Submitter, ranks: Sequence[int]) -> Submission:
+def add_process_set_async(group: Group, ranks: Sequence[int]) -> Submission:
     """Of the whole job: a new process set of ``ranks``; the result is what `Administrator.add_process_set` returns."""
-    return submit_bare(group, AddProcessSet, tuple(ranks))
+    return group.submit(AddProcessSet.of(None, (), tuple(ranks)), None)
 
 
-def remove_process_set_async(group: Submitter, number: int, ranks: Sequence[int]) -> Submission:
+def remove_process_set_async(group: Group, number: int, ranks: Sequence[int]) -> Submission:
     """Of the whole job: end process set ``number``, of ``ranks``."""
-    return submit_bare(group, RemoveProcessSet, tuple(ranks), number)
+    return group.submit(RemoveProcessSet.of(None, (), tuple(ranks), number), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +29,6 @@ class AddProcessSet(Operation):
 
     label = "add_process_set"
     needs_all = True
-
-    @classmethod
-    def decode(cls, name: str, tensors: Sequence[Any], ranks: Sequence[int] = (), *options: Any) -> Request:
-        return super().decode(name, tensors, tuple(ranks), *options)
 
     def differences(self, other: Any) -> Iterator[Difference]:
         yield Difference("", "ranks of the process set", self.ranks, other.ranks, "Name the same ranks on every rank")

@@ -9,16 +9,17 @@ from itertools import pairwise
 
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
+from hvdlite.engine import Engine
+from hvdlite.group import Group
 from hvdlite.memory.layout import ALIGNMENT, align_up
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.engine import Engine
-from hvdlite.operations.operation import Submitter, Work, full_name, sequence_of, tensor_specs
-from hvdlite.operations.reducing import ReducingOperation, checked
+from hvdlite.operations.operation import Work
+from hvdlite.operations.reducing import ReducingOperation
 from hvdlite.recorder import Lane
 
 
 def reducescatter_async(
-    group: Submitter,
+    group: Group,
     inputs: Sequence[TensorView],
     outputs: Sequence[TensorView],
     reduction: Reduction = SUM,
@@ -37,10 +38,8 @@ def reducescatter_async(
         ValueError: an element type that does not reduce.
         NotImplementedError: Adasum.
     """
-    reduction = checked("reducescatter", reduction, [view.dtype for view in inputs])
-    own_name = full_name("reducescatter", name)
-    request = Reducescatter(own_name, tensor_specs(own_name, names, inputs), reduction, wire_dtype)
-    return group.submit(Submission(request, sequence_of(group, "reducescatter", name), inputs, outputs))
+    request = Reducescatter.of(name, inputs, reduction, wire_dtype, names=names)
+    return group.submit(request, name, inputs, outputs)
 
 
 def row_bounds(rows: int, size: int) -> list[int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hvdlite.coordinator.messages import Response
-from hvdlite.coordinator.request import Difference, Request
+from hvdlite.coordinator.request import Difference
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.memory.base import Memory
@@ -28,13 +27,17 @@ class ReducingOperation(Operation):
 
     repeats = True
 
-    @classmethod
-    def decode(
-        cls, name: str, tensors: Sequence[Any], reduction: Any = SUM, wire_dtype: int | None = None, *options: Any
-    ) -> Request:
-        op, prescale, postscale = reduction
-        wire = None if wire_dtype is None else DType(wire_dtype)
-        return super().decode(name, tensors, Reduction(ReduceOp(op), prescale, postscale), wire, *options)
+    def __post_init__(self) -> None:
+        """Refuse what does not reduce.
+
+        Raises:
+            ValueError: an element type that does not reduce.
+            NotImplementedError: Adasum.
+        """
+        if self.reduction.op is ReduceOp.ADASUM:
+            raise NotImplementedError("Adasum is not one reduction; use hvdlite.torch.allreduce(op=Adasum)")
+        if any(spec.dtype is DType.BOOL for spec in self.tensors):
+            raise ValueError(f"{self.label} of bool is not defined; convert to uint8, and use Max for or, Min for and")
 
     def travels_as(self, dtype: DType) -> DType:
         """The type in which tensors of ``dtype`` travel."""
@@ -89,20 +92,6 @@ class ReducingOperation(Operation):
         # Below 2 and above 1 once it is prescaled. Where that is beyond the type, it is so for all, and 0 comes out.
         whole = math.ceil(min(1.0 / abs(prescale), 2.0**63))
         return min(max(math.copysign(whole, prescale), lowest), highest)
-
-
-def checked(label: str, reduction: Reduction, dtypes: Sequence[DType]) -> Reduction:
-    """``reduction`` with plain numbers.
-
-    Raises:
-        ValueError: an element type that does not reduce.
-        NotImplementedError: Adasum.
-    """
-    if reduction.op is ReduceOp.ADASUM:
-        raise NotImplementedError("Adasum is not one reduction; use hvdlite.torch.allreduce(op=Adasum)")
-    if DType.BOOL in dtypes:
-        raise ValueError(f"{label} of bool is not defined; convert to uint8, and use Max for or, Min for and")
-    return Reduction(reduction.op, float(reduction.prescale), float(reduction.postscale))
 
 
 def _label(dtype: DType | None) -> str:

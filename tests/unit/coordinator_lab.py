@@ -5,12 +5,15 @@ What they execute is written down instead of done.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import hvdlite.operations
 from hvdlite.config import Config
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.messages import Response
@@ -18,11 +21,24 @@ from hvdlite.coordinator.request import NAMED, TensorSpec
 from hvdlite.coordinator.submission import Submission
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType
-from hvdlite.operations import OPERATIONS, decode
+from hvdlite.operations.operation import Operation
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 
 TICK_S = 1e-4
+
+
+def _kinds(base: type[Operation]) -> Iterator[type[Operation]]:
+    for kind in base.__subclasses__():
+        if hasattr(kind, "label"):
+            yield kind
+        yield from _kinds(kind)
+
+
+for _module in pkgutil.iter_modules(hvdlite.operations.__path__):
+    importlib.import_module(f"hvdlite.operations.{_module.name}")
+OPERATIONS = {kind.label: kind for kind in _kinds(Operation)}
+"""The kinds of operations that there are."""
 PATIENT = {"stall_check_time_s": 20.0}  # longer than anything waits; ranks say after a tenth of it that they wait
 
 
@@ -175,7 +191,6 @@ class Lab:
                         topology,
                         self.pages[-1],  # type: ignore[arg-type]
                         tree,  # type: ignore[arg-type]
-                        decode,
                         spin_us=0,
                         clock=lambda: self.now_s,
                     )

@@ -21,6 +21,7 @@ from hvdlite.config import Config, Tunable
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
+from hvdlite.engine import Engine
 from hvdlite.errors import NotInitializedError
 from hvdlite.group import Group
 from hvdlite.memory.host import HostMemory
@@ -28,7 +29,6 @@ from hvdlite.memory.layout import Range
 from hvdlite.memory.segment import Segment, create_memory_file
 from hvdlite.memory.views import Buffer
 from hvdlite.operations.allocate import Allocate
-from hvdlite.operations.engine import Engine
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 

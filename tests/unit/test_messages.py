@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from coordinator_lab import OPERATIONS
 from hvdlite.coordinator.messages import Claim, Decoder, Encoder, EndOfBatch, Fault, Notice, Response
 from hvdlite.coordinator.request import NAMED, TensorSpec
 from hvdlite.dtypes import DType, ReduceOp, Reduction
-from hvdlite.operations import OPERATIONS, decode
 from hvdlite.operations.allocate import Allocate
 from hvdlite.operations.allreduce import Allreduce
 
@@ -31,7 +31,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 16, 17, 18, 1000])
 def test_messages_survive_any_cut(cut):
-    encoder, decoder = Encoder(1024), Decoder(decode)
+    encoder, decoder = Encoder(1024), Decoder()
     for message in MESSAGES * 2:
         encoder.send(message)
     data = bytes(encoder.outbox)
@@ -52,7 +52,7 @@ def test_every_operation_is_cached(kind):
     """From the second time on a slot is sent, and what differs per rank: 17 bytes and no tensor names."""
     request = OPERATIONS[kind]("gradient", (TensorSpec("layer3.weight", DType.FLOAT32, (4, 5)),))
     sizes = ((3,),) if request.is_ragged else ()
-    encoder, decoder = Encoder(8), Decoder(decode)
+    encoder, decoder = Encoder(8), Decoder()
     lengths = []
     for rows in range(3):
         claim = Claim(request, NAMED, (2,) if sizes else None, ((rows,),) if sizes else ())
@@ -67,7 +67,7 @@ def test_every_operation_is_cached(kind):
 @pytest.mark.parametrize("capacity", [0, 1, 2, 7])
 def test_codebooks_stay_in_step_when_slots_are_reused(capacity):
     rng = random.Random(capacity)
-    encoder, decoder = Encoder(capacity), Decoder(decode)
+    encoder, decoder = Encoder(capacity), Decoder()
     sent = [Claim(request(f"t{rng.randrange(10)}", rng.randrange(3)), NAMED) for _ in range(500)]
     received = []
     for message in sent:

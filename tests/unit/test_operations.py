@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 
+from coordinator_lab import OPERATIONS
 from hvdlite.config import Tunable
 from hvdlite.coordinator.messages import Claim, Fault, Response
 from hvdlite.coordinator.negotiation import Negotiation
 from hvdlite.coordinator.request import NAMED, Request, TensorSpec
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.layout import Layout, concatenated
-from hvdlite.operations import OPERATIONS, decode
-from hvdlite.operations.allreduce import Allreduce, _request
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allreduce import Allreduce
 
 TENSORS = (TensorSpec("layer3.weight", DType.FLOAT32, (4, 5)), TensorSpec("bias", DType.BFLOAT16, ()))
 REDUCING = {"reduction": Reduction(ReduceOp.MAX, 0.5, -2.0), "wire_dtype": DType.FLOAT16}
@@ -35,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {  # other than the defaults
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_a_request_survives_the_wire(label: str) -> None:
     request = OPERATIONS[label]("größe/ü", TENSORS, **OPTIONS[label])
-    arrived = decode(request.encode())
+    arrived = pickle.loads(pickle.dumps(request))
     assert arrived == request and hash(arrived) == hash(request) and arrived is not request
     assert type(arrived) is type(request) and repr(arrived) == repr(request)
     assert arrived != OPERATIONS["join"]("other")
@@ -112,7 +114,9 @@ FLOATS = ((DType.FLOAT32, (3, 5)),)
 def allreduce(
     name: str, tensors: tuple[tuple[DType, tuple[int, ...]], ...] = FLOATS, prescale: float = 1.0
 ) -> Allreduce:
-    return _request(name, None, tensors, Reduction(prescale=prescale), None, None, False)
+    return Allreduce.of(
+        name, [TensorView(0, shape, dtype, None) for dtype, shape in tensors], Reduction(prescale=prescale)
+    )
 
 
 def test_an_operation_that_comes_again_has_the_same_request() -> None:

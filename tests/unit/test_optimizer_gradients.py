@@ -11,8 +11,8 @@ import torch
 import hvdlite.torch as hvd
 from fake_world import FakeWorld, Universe
 from hvdlite.dtypes import DType
+from hvdlite.engine import Engine
 from hvdlite.errors import UsageError
-from hvdlite.operations.engine import Engine
 from optimizer_lab import FACTOR, Scales, expected, reduced, wrap
 from wrapper_lab import Sharded
 
