@@ -103,7 +103,7 @@ def test_a_bucket_of_a_frozen_plan(runtime: Runtime, world: MPI.Intracomm) -> No
         claims_heard=0,
         messages_cached=0,
         messages_spelled_out=0,
-        page_bytes_written=FRAME * count * (runtime.topology.is_leader and runtime.local_size > 1),
+        page_bytes_written=FRAME * count * (runtime.topology.is_leader and runtime.topology.local_size > 1),
         page_bytes_read=FRAME * count * (not runtime.topology.is_leader),
         tree_messages_sent=edges(runtime) * count,
         tree_bytes_sent=FRAME * edges(runtime) * count,

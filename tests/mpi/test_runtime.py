@@ -52,10 +52,10 @@ def test_it_knows_who_it_is(runtime: Runtime) -> None:
     nodes = runtime.topology.nodes
     mine = next(node for node in nodes if RANK in node)
     assert (runtime.rank, runtime.size) == (RANK, SIZE)
-    assert (runtime.local_rank, runtime.local_size) == (mine.index(RANK), len(mine))
-    peers = [node[runtime.local_rank] for node in nodes if len(node) > runtime.local_rank]
-    assert (runtime.cross_rank, runtime.cross_size) == (peers.index(RANK), len(peers))
-    assert runtime.is_homogeneous == (len({len(node) for node in nodes}) == 1)
+    assert (runtime.topology.local_rank, runtime.topology.local_size) == (mine.index(RANK), len(mine))
+    peers = [node[runtime.topology.local_rank] for node in nodes if len(node) > runtime.topology.local_rank]
+    assert (runtime.topology.cross_rank, runtime.topology.cross_size) == (peers.index(RANK), len(peers))
+    assert runtime.topology.is_homogeneous == (len({len(node) for node in nodes}) == 1)
 
 
 @pytest.mark.parametrize("dtype", REDUCING, ids=lambda dtype: dtype.label)

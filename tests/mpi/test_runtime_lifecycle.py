@@ -91,7 +91,7 @@ def test_rank_0_decides_the_settings(world: MPI.Intracomm) -> None:
 
 def test_a_runtime_of_this_process_alone_needs_no_communicator(world: MPI.Intracomm) -> None:
     with Runtime(None, Config()) as runtime:
-        assert (runtime.rank, runtime.size, runtime.local_size, runtime.cross_size) == (0, 1, 1, 1)
+        assert (runtime.rank, runtime.size, runtime.topology.local_size, runtime.topology.cross_size) == (0, 1, 1, 1)
         tensor = Tensor.input(5, DType.FLOAT32)
         allreduce(runtime, tensor, op=ReduceOp.AVERAGE, postscale=2.0).wait()
         agree(world, tensor.problem(2 * Tensor.input(5, DType.FLOAT32).memory.view("float32").astype(float)))
