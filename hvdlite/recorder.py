@@ -93,7 +93,7 @@ class Recorder:
     def span(self, lane: Lane, name: str, nbytes: int = 0, dtype: str = "") -> AbstractContextManager[None]:
         """Record how long a ``with`` block takes."""
         if not self.enabled:
-            return _DISABLED
+            return NO_SPAN
         return _Span(self, lane, name, nbytes, dtype)
 
     def add(self, lane: Lane, name: str, start_ns: int, end_ns: int, nbytes: int = 0, dtype: str = "") -> None:
@@ -153,4 +153,5 @@ class _Disabled:
     __exit__ = memoryview(b"").__exit__
 
 
-_DISABLED = cast("AbstractContextManager[None, Any]", _Disabled())
+NO_SPAN = cast("AbstractContextManager[None, Any]", _Disabled())
+"""For a ``with`` block where nothing is recorded; who runs often takes it without calling `Recorder.span`."""

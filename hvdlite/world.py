@@ -59,6 +59,7 @@ class World:
     Attributes:
         subsets: of which this process is a member, by number.
         joins: how often all ranks have joined.
+        has_ended: no operation will be done any more, as the world was closed or has failed.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class World:
         self.subsets: dict[int, World] = {}
         self.joins = 0
         self.is_stuck = False
+        self.has_ended = False
         self._comm = comm
         self._on_notice = on_notice
         self._numbers = itertools.count(1)  # of subsets
@@ -225,11 +227,13 @@ class World:
     def take_notice(self, content: dict[str, Any]) -> None:
         self._on_notice(content)
         if content["kind"] == "shutdown":
+            self.has_ended = True
             for number in list(self.subsets):
                 self._end_subset(number, content["text"])
             self._shared.close()
 
     def coordinator_died(self, error: BaseException) -> None:
+        self.has_ended = True
         self.health.report(error)
 
     # For operations.

@@ -17,7 +17,7 @@ from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout, Range, align_up, share_of
 from hvdlite.memory.views import Buffer
 from hvdlite.node import Node
-from hvdlite.recorder import Lane, Recorder
+from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 _ALONE_BYTES = 128 << 10  # up to this, waiting for helpers takes longer than reducing alone
 _EVEN = 1.25  # blocks of which the largest is at most so many times the mean: helping would gain nothing
@@ -90,7 +90,8 @@ class ShmBackend(Backend):
         if not self._window_bytes:
             return super().allreduce_tensors(inputs, outputs, layout, reduction, staging=staging, label=label)
         wire_dtype = layout.wire_dtype
-        with self.recorder.span(Lane.NODE_ALLREDUCE, label, layout.nbytes, wire_dtype.label):
+        recorder, lane = self.recorder, Lane.NODE_ALLREDUCE
+        with recorder.span(lane, label, layout.nbytes, wire_dtype.label) if recorder.enabled else NO_SPAN:
             status = self._barrier.staged_allreduce(
                 inputs,
                 outputs,
@@ -186,9 +187,7 @@ class ShmBackend(Backend):
             _native.reduce(places, [source], (stop - start) * buf.dtype.itemsize, DType.UINT8, ReduceOp.SUM)
 
     def _span(self, lane: Lane, buf: Buffer, label: str) -> AbstractContextManager[None]:
-        if not self.recorder.enabled:  # looking up what only a timeline wants would take 0.3 us
-            return self.recorder.span(lane, label)
-        return self.recorder.span(lane, label, buf.nbytes, buf.dtype.label)
+        return self.recorder.span(lane, label, buf.nbytes, buf.dtype.label) if self.recorder.enabled else NO_SPAN
 
     def _meet(self, operation: str, label: str = "") -> None:
         self._expect_ok(self._barrier.wait(self._timeout_s), operation, label)

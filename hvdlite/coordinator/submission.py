@@ -26,7 +26,7 @@ class Submission:
     """
 
     __slots__ = (
-        "_done", "_error", "_lock", "_result", "allocate", "assist", "home", "inputs", "key", "label", "outputs",
+        "_error", "_lock", "_result", "allocate", "assist", "home", "inputs", "is_done", "key", "label", "outputs",
         "request", "sequence", "sizes", "submitted_ns",
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class Submission:
         # A lock that is held until completion is the cheapest sleep that Python has: no condition, no polling.
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._done = False
+        self.is_done = False
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -65,14 +65,11 @@ class Submission:
             return Claim(self.request, self.sequence)
         return Claim(self.request, self.sequence, (rank,), (self.sizes,))
 
-    def done(self) -> bool:
-        return self._done
-
     def wait(self) -> Any:
         """Sleep until the operation is complete; return its result or raise its error. May be called again."""
-        if not self._done and self.assist is not None:
+        if not self.is_done and self.assist is not None:
             self.assist(self)
-        if not self._done:
+        if not self.is_done:
             with self._lock:  # released by whoever completes; the next waiter takes it in turn
                 pass
         if self._error is not None:
@@ -81,12 +78,12 @@ class Submission:
 
     def succeed(self, result: Any = None) -> None:
         self._result = result
-        self._done = True
+        self.is_done = True
         self._lock.release()
 
     def fail(self, error: BaseException) -> None:
         """Complete with an error, unless it is complete already."""
-        if not self._done:
+        if not self.is_done:
             self._error = error
-            self._done = True
+            self.is_done = True
             self._lock.release()

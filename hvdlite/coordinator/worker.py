@@ -76,9 +76,9 @@ class Worker:
                 page.ring_self()  # it may have looked at the queue before
                 return
             page.begin_assistance()
-            while not submission.done() and not work.has_ended:
+            while not submission.is_done and not work.has_ended:
                 rings = page.rings()
-                if not work.cycle() and not submission.done() and not work.has_ended:
+                if not work.cycle() and not submission.is_done and not work.has_ended:
                     page.assist(rings, min(work.patience_s(), self._idle_s), self._spin_us)
         finally:
             if _owns(at_work):

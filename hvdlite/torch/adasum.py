@@ -104,7 +104,8 @@ class _Gathers:
     def __init__(self, handles: Sequence[Handle[list[torch.Tensor]]]) -> None:
         self._handles = handles
 
-    def done(self) -> bool:
+    @property
+    def is_done(self) -> bool:
         return all(handle.poll() for handle in self._handles)
 
     def wait(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from hvdlite.recorder import Lane, Recorder
+from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -14,7 +14,8 @@ U = TypeVar("U")
 class Pending(Protocol):
     """An operation under way, or several."""
 
-    def done(self) -> bool:
+    @property
+    def is_done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
 
     def wait(self) -> Any:
@@ -38,7 +39,7 @@ class Handle(Generic[T]):
 
     def poll(self) -> bool:
         """Whether `synchronize` would return, or raise, at once."""
-        return self._pending.done()
+        return self._pending.is_done
 
     def synchronize(self) -> T:
         """Sleep until the operation is complete.
@@ -49,7 +50,7 @@ class Handle(Generic[T]):
         Raises:
             HorovodInternalError: the operation did not happen; says why.
         """
-        with self._recorder.span(Lane.WAIT, self._label):
+        with self._recorder.span(Lane.WAIT, self._label) if self._recorder.enabled else NO_SPAN:
             self._pending.wait()
         return self._finished()
 

@@ -22,7 +22,7 @@ from hvdlite.autotune.tuner import Tuner, start_tuning
 from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
-from hvdlite.recorder import Lane
+from hvdlite.recorder import NO_SPAN, Lane
 from hvdlite.torch.allreduce import allreduce_
 from hvdlite.torch.arrival import Arrival
 from hvdlite.torch.bucket_maker import BucketMaker, GradientOptions
@@ -110,7 +110,7 @@ class GradientReducer:
 
     def _begin(self) -> bool:
         """The first gradient of a step, or a step without any; whether there is something to reduce."""
-        if self._group.world.coordinator.has_ended:  # hvdlite was shut down, and perhaps started again
+        if self._group.world.has_ended:  # hvdlite was shut down, and perhaps started again
             group = self._current_group()
             if group is not self._group:
                 self._attach(group)
@@ -187,7 +187,7 @@ class GradientReducer:
         start_ns, end_ns = self._backward_ns
         if start_ns < end_ns:
             self.recorder.add(Lane.BACKWARD, "backward", start_ns, end_ns)
-        with self.recorder.span(Lane.WAIT, "synchronize"):
+        with self.recorder.span(Lane.WAIT, "synchronize") if self.recorder.enabled else NO_SPAN:
             left = [bucket for bucket in buckets if bucket.pending is None]
             for bucket in left:
                 self._submit(bucket, background=bucket is not left[-1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.recorder import Lane, Recorder
+from hvdlite.recorder import NO_SPAN, Lane, Recorder
 from hvdlite.torch.tensor_view import check_tensor
 
 
@@ -78,7 +78,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """The step of the wrapped optimizer."""
         self._opt_called = True
         inner = self._hvd_inner_step or super().step
-        with recorder.span(Lane.OPTIMIZER, "step"):
+        with recorder.span(Lane.OPTIMIZER, "step") if recorder.enabled else NO_SPAN:
             return inner(**kwargs)
 
     @property

@@ -391,7 +391,7 @@ def test_several_threads_wait_for_one_handle(runtime: Runtime, world: MPI.Intrac
         time.sleep(0.02)
     handle = allreduce(runtime, tensor)
     seen: list[bool] = []
-    threads = [threading.Thread(target=lambda: seen.append(handle.wait() is None and handle.done())) for _ in range(5)]
+    threads = [threading.Thread(target=lambda: seen.append(handle.wait() is None and handle.is_done)) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:

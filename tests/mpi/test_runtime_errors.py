@@ -187,7 +187,7 @@ def test_an_error_may_be_waited_for_again_and_by_many(runtime: Runtime) -> None:
     for thread in threads:
         thread.join()
     wait()
-    assert handle.done()
+    assert handle.is_done
     assert len(texts) == 5
     assert len(set(texts)) == 1
 

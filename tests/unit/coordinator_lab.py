@@ -209,7 +209,7 @@ class Lab:
     def settle(self, submissions: Sequence[Submission], limit: int = 200_000) -> None:
         """Go on until all are done."""
         for _ in range(limit):
-            if all(made.done() for made in submissions):
+            if all(made.is_done for made in submissions):
                 return
             self.turn()
         raise AssertionError("they wait for ever")

@@ -135,8 +135,6 @@ class Submitted:
 class _Coordinator:
     """Executes an operation when it is waited for, and not before, so that whoever forgets to wait sees its inputs."""
 
-    has_ended = False
-
     def __init__(self, world: FakeWorld) -> None:
         self._world = world
 
@@ -165,6 +163,7 @@ class FakeWorld:
         self.topology = Topology(0, tuple(tuple(range(node, size, nodes)) for node in range(nodes)))
         self.node = SimpleNamespace(cores=64, local_size=size)
         self.joins = 0
+        self.has_ended = False
         self.coordinator = _Coordinator(self)
         self.submitted: list[Submitted] = []
         self.error: Exception | None = None
@@ -243,7 +242,7 @@ class Universe:
             raise NotInitializedError
 
         if self._world is not None:
-            self._world.coordinator.has_ended = True
+            self._world.has_ended = True
             for name in ("runtime", "rank", "size"):
                 self._monkeypatch.setattr(hvdlite, name, refuse)
             self._monkeypatch.setattr(hvdlite, "is_initialized", lambda: False)

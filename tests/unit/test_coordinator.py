@@ -39,7 +39,7 @@ def test_what_is_executed_fails_only_once_nobody_touches_its_memory() -> None:
 
     def execute(work: object) -> None:
         coordinator.close(reason)
-        seen.append((executed.done(), waiting.done()))
+        seen.append((executed.is_done, waiting.is_done))
         raise CollectiveError("a peer is gone")
 
     owner.execute = execute  # type: ignore[method-assign, assignment]

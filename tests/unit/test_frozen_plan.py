@@ -136,7 +136,7 @@ class Job:
             rank = self.lab.random.randrange(len(todo))
             for _ in range(self.lab.random.randrange(4)):
                 self.lab.turn()
-            if not todo[rank] or (todo[rank][0][0] == "|" and not all(handle.done() for handle in handles[rank])):
+            if not todo[rank] or (todo[rank][0][0] == "|" and not all(handle.is_done for handle in handles[rank])):
                 self.lab.turn()
                 continue
             name, numel = todo[rank].pop(0)

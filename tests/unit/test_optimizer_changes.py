@@ -222,7 +222,7 @@ def test_the_next_step_works_after_an_error(world: FakeWorld) -> None:
         if step % 2 == 0:
             with pytest.raises(MismatchError):
                 optimizer.step()
-            assert all(each.submission.done() for each in world.submitted)  # nothing is in flight any more
+            assert all(each.submission.is_done for each in world.submitted)  # nothing is in flight any more
         else:
             optimizer.step()
             assert reduced(model) == expected(model, FACTOR)

@@ -134,7 +134,7 @@ def assisted(stage: Stage, during: Callable[[], object]) -> None:
             made.succeed()
 
     stage.work.on_cycle = on_cycle
-    while not made.done():  # until the thread sleeps
+    while not made.is_done:  # until the thread sleeps
         stage.worker.assist(made)
     stage.work.on_cycle = lambda: None
 
