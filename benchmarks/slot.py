@@ -19,6 +19,7 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
+from hvdlite.operations.allocate import allocate
 from measure import (
     add_json_option,
     describe,
@@ -52,7 +53,7 @@ class Slot:
         group = process_set.group_of_members()
         self._tensor = None
         if group is not None:
-            memory = group.allocate(nbytes).memory.view(np.uint8)
+            memory = allocate(group, nbytes).memory.view(np.uint8)
             self._tensor = torch.from_numpy(memory[:nbytes]).view(dtype)
 
     def block(self, comm: MPI.Comm) -> float:

@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--outcomes")
-    if path and _rank() == 0:
+    if path and _rank() == 0 and not hasattr(config, "workerinput"):  # pytest-xdist's workers tell the first process
         config.pluginmanager.register(_Outcomes(Path(path)), "hvdlite-outcomes")
 
 
@@ -58,25 +58,25 @@ class _Outcomes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._outcome = ("passed", "")
+        self._outcomes: dict[str, tuple[str, str]] = {}  # of tests that run now
 
     def _write(self, test: str, outcome: str, reason: str = "") -> None:
         with self._path.open("a") as file:
             file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._outcome = ("passed", "")
+        self._outcomes[nodeid] = ("passed", "")
         self._write(nodeid, "started")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self._outcome = ("failed", "")
-        elif report.skipped and self._outcome[0] == "passed" and not hasattr(report, "wasxfail"):
+            self._outcomes[report.nodeid] = ("failed", "")
+        elif report.skipped and self._outcomes[report.nodeid][0] == "passed" and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self._outcome = ("skipped", reason.removeprefix("Skipped: "))
+            self._outcomes[report.nodeid] = ("skipped", reason.removeprefix("Skipped: "))
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._write(nodeid, *self._outcome)
+        self._write(nodeid, *self._outcomes.pop(nodeid))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -244,16 +244,23 @@ def _files(directories: Sequence[str]) -> set[str]:
     return {str(path) for directory in directories for path in Path(directory).iterdir()}
 
 
-def _new_files(directories: Sequence[str], before: set[str]) -> list[str]:
-    """Files that appeared, but those that a living process has mapped: another job's. An MPI library's are removed."""
-    new = unmapped([*_files(directories) - before])
+def _new_files(directories: Sequence[str], before: set[str], patience_s: float = 2.0) -> list[str]:
+    """Files that appeared and stay for ``patience_s``, but those that a living process has mapped.
+
+    Those are another job's, and so are some that are seen before they are mapped. An MPI library's are removed.
+    """
+    deadline = time.monotonic() + patience_s
+    new = _unmapped([*_files(directories) - before])
+    while new and time.monotonic() < deadline:
+        time.sleep(0.1)
+        new = _unmapped([path for path in new if Path(path).exists()])
     for path in new:
         if Path(path).name.startswith(_MPI_FILES):
             Path(path).unlink(missing_ok=True)
     return [path for path in new if not Path(path).name.startswith(_MPI_FILES)]
 
 
-def unmapped(paths: Sequence[str]) -> list[str]:
+def _unmapped(paths: Sequence[str]) -> list[str]:
     """Those of ``paths`` that no living process has mapped."""
     left = set(paths)
     for entry in Path("/proc").glob("[0-9]*/maps") if left else []:

@@ -37,6 +37,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402 (the line above makes it importable)
 
+# Tests of a suite that run at the same time, on a machine of two cores; those of faults mostly wait.
+AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 3, "hosts": 2, "examples": 2}
 SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "integrations")
 BY_NAME = ("lint", "sanitizers", "integrations")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -52,6 +54,8 @@ class Stage:
     time_limit_s: float
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    ended_badly: list[str] = field(default_factory=list)
+    """Those of the failures that are tests which came to their end."""
     skips: Counter[str] = field(default_factory=Counter)
     elapsed_s: float = 0.0
     first_try: list[str] = field(default_factory=list)
@@ -76,8 +80,7 @@ def main() -> int:
             run(stage, arguments.this_python)
             if stage.failures and arguments.second_try and not stage.title.startswith(("lint", "unit", "sanitizers")):
                 print(f"\n==> [{number}/{len(stages)}] {stage.title}: a second try", flush=True)
-                done[-1] = Stage(stage.title, stage.command, stage.time_limit_s, first_try=stage.failures)
-                run(done[-1], arguments.this_python)
+                try_again(stage, arguments.this_python)
         except KeyboardInterrupt:
             stage.failures.append("interrupted")
             status = 130
@@ -97,7 +100,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--second-try",
         action="store_true",
-        help="run a stage that starts processes once more if it fails, for busy machines; the summary tells",
+        help="run what fails in a stage that starts processes once more, for busy machines; the summary tells",
     )
     parser.add_argument(
         "--this-python",
@@ -135,10 +138,13 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
     python = pythons["openmpi"]
 
     def pytest(suite: str, python: Path) -> list[str]:
+        at_once = [f"--numprocesses={AT_ONCE[suite]}"] if suite in AT_ONCE else []
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
         options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-        return [str(python), script, *options, *for_pytest, str(TESTS / suite)]
+        # Ranks share a directory for temporary ones: none removes what another one removes too. `run` removes it.
+        options += ["-o", "tmp_path_retention_count=1000"]
+        return [str(python), script, *options, *at_once, *for_pytest, str(TESTS / suite)]
 
     stages = []
     for suite in (suite for suite in SUITES if suite in arguments.suites):
@@ -164,8 +170,10 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
 
 def run(stage: Stage, keep_python_path: bool) -> None:
     environ = {name: value for name, value in os.environ.items() if keep_python_path or name != "PYTHONPATH"}
+    environ["HVDLITE_IDLE_SECONDS"] = "inf"  # a coordinator's look around heals a wake-up that is lost, unseen
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix="hvdlite-tests-") as directory:
+        environ["PYTEST_DEBUG_TEMPROOT"] = directory
         outcomes = Path(directory, "outcomes")
         lint = stage.title.startswith("lint")
         command = stage.command + ([] if lint else ["--outcomes", str(outcomes)])
@@ -190,6 +198,23 @@ def run(stage: Stage, keep_python_path: bool) -> None:
         stage.failures = stage.failures or [f"ended with exit status {status}"]
 
 
+def try_again(stage: Stage, keep_python_path: bool) -> None:
+    """The failed tests of ``stage``, one at a time; all of it where it broke off."""
+    second = Stage(stage.title, stage.command, stage.time_limit_s)
+    if len(stage.ended_badly) == len(stage.failures):
+        kept = [word for word in stage.command if not word.startswith(("--numprocesses", str(TESTS)))]
+        second.command = kept + [str(ROOT / test) for test in stage.ended_badly]
+        stage.counts["failed"] = 0
+    else:
+        stage.counts.clear()
+        stage.skips.clear()
+    run(second, keep_python_path)
+    stage.first_try, stage.failures = stage.failures, second.failures
+    stage.counts += second.counts
+    stage.skips += second.skips
+    stage.elapsed_s += second.elapsed_s
+
+
 def end(child: subprocess.Popen[bytes]) -> int:
     """TERM, which `python -m hvdlite run` passes on to all ranks; KILL to what is left of the session."""
     child.terminate()
@@ -212,6 +237,7 @@ def read(stage: Stage, outcomes: Path) -> None:
         stage.counts[outcome] += 1
         if outcome == "failed":
             stage.failures.append(f"{test}{f' ({reason})' if reason else ''}")
+            stage.ended_badly += [test] * (not reason)
         elif outcome == "skipped":
             stage.skips[reason] += 1
 

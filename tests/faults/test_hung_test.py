@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,8 +64,7 @@ def waits(comm): comm.recv(source=1)
 def run_tests(launch: Callable[..., Result], tmp_path: Path, mpi: str) -> Callable[..., Result]:
     """``run_tests(n, text)``: pytest under mpirun with ``n`` ranks on a test module of its own."""
     conftest = Path(__file__).parents[1] / "mpi" / "conftest.py"
-    pytest_script = Path(sys.argv[0]).resolve()
-    assert pytest_script.name == "pytest", "these tests need pytest's script, not python -m pytest"
+    pytest_script = Path(sysconfig.get_path("scripts"), "pytest")
 
     def run(n: int, text: str, *, grace_s: float = 20) -> Result:
         shutil.copy(conftest, tmp_path)

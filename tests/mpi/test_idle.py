@@ -13,7 +13,7 @@ from hvdlite.config import Config
 from hvdlite.dtypes import DType
 from runtime_lab import LAYOUTS, Machines, Tensor, agree, allreduce, running
 
-WINDOW_S = 1.5
+WINDOW_S = 0.8
 MOST_OF_A_CORE = 0.2  # coarse: what is measured is 0.1 %
 
 

@@ -18,8 +18,11 @@ from scale_check import TENSORS, compare, differences
 STEPS = 5  # three until the order is known to repeat, one in which it is frozen
 
 
-@pytest.mark.parametrize("fanout", [1, 4])
-@pytest.mark.parametrize("machine_of", LAYOUTS, ids=lambda machine_of: "".join(map(str, machine_of)))
+@pytest.mark.parametrize(
+    ("machine_of", "fanout"),
+    [*((machine_of, 4) for machine_of in LAYOUTS), (LAYOUTS[-1], 1)],
+    ids=lambda value: str(value) if isinstance(value, int) else "".join(map(str, value)),
+)
 @pytest.mark.parametrize("freezes", [True, False], ids=["frozen", "claimed"])
 def test_virtual_ranks_say_what_real_ranks_say(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, machine_of: Machines, fanout: int, freezes: bool

@@ -26,7 +26,7 @@ from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, agree, running
 
-STEPS = 10_000 if SIZE == 2 else 1_500  # elsewhere a shorter one: all counts of ranks together would take minutes
+STEPS = 10_000 if SIZE == 2 else 1_000  # elsewhere a shorter one: all counts of ranks together would take minutes
 WARM_UP = STEPS // 5
 NAMES = 60
 IN_FLIGHT = 3  # steps
