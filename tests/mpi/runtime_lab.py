@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]
 CHUNK = 2048  # bytes; small, so that long paths run on little data
 STAGING = 8192
 TINY = Config(
+    idle_s=math.inf,
     chunk_bytes=CHUNK,
     staging_bytes=STAGING,
     segment_bytes=512,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import hvdlite
 from backend_lab import (
     KINDS,
     LAYOUTS,
@@ -241,6 +242,22 @@ def test_a_reduce_scatter_that_stays_open_and_the_allgather_that_closes_it(backe
             problems.append(difference(buf.narrow(start, stop), expected[start:stop] + 1, "gathered"))
         memory(buf)[:] = 0  # the owner goes on at once
     assert_none(*problems)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody helps")
+def test_who_is_helped_waits_for_the_help(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large reduce-scatter that stays open, in which the first rank has everything, and the last one is late."""
+    backend = lab.build("shm")
+    numel = 100_000
+    buf = allocate(backend, numel, DType.INT32)
+    fill(buf, values_of(RANK, numel))
+    if RANK == SIZE - 1:
+        reduce = hvdlite._native.reduce
+        monkeypatch.setattr("hvdlite._native.reduce", lambda *arguments: (time.sleep(0.2), reduce(*arguments)))
+    backend.reduce_scatter(buf, [[(0, numel)] if rank == 0 else [] for rank in range(SIZE)], stays_open=True).wait()
+    expected = reduced(ReduceOp.SUM, numel, DType.INT32)
+    assert_none(difference(buf, expected) if RANK == 0 else None)
+    backend.close()
 
 
 def gathered(blocks: Sequence[Sequence[Range]], numel: int, salt: int = 0) -> tuple[np.ndarray, np.ndarray]:

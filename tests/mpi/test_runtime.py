@@ -159,6 +159,21 @@ def test_floats_travel_in_fewer_bytes_and_integers_as_they_are(
     agree(world, *(tensor.problem(expected) for _, tensor, expected in work))
 
 
+def test_what_nobody_waits_for_is_done(runtime: Runtime, world: MPI.Intracomm) -> None:
+    """The coordinator thread, asleep since the turn before, hears of each."""
+    problems = []
+    for turn in range(3):
+        tensor = Tensor.input(100, DType.FLOAT32, turn)
+        submission = allreduce(runtime, tensor, name=f"turn {turn}")
+        deadline = time.monotonic() + 10
+        while not submission.is_done and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        problems.append(None if submission.is_done else f"turn {turn} is not done")
+        world.barrier()
+        time.sleep(5e-3)
+    agree(world, *problems)
+
+
 def test_hundreds_of_small_ones_in_a_different_order_on_every_rank(runtime: Runtime, world: MPI.Intracomm) -> None:
     generator = random.Random(RANK)
     problems = []

@@ -20,6 +20,7 @@ class Mutant(NamedTuple):
 
 _COORDINATOR = "hvdlite/coordinator/"
 _COLLECTIVES = "hvdlite/collectives/"
+_TORCH = "hvdlite/torch/"
 
 MUTANTS = [
     # The coordinator: whom it wakes, what it holds back, what it compares.
@@ -106,6 +107,61 @@ MUTANTS = [
         "ahead, behind = (rank + distance) % size, (rank - distance) % size",
         "ahead, behind = (rank + distance) % size, (rank + distance) % size",
         "3 mpi/test_alltoall.py",
+    ),
+    # Gradients: what is counted, who contributes, what is agreed on.
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "            and all(map(operator.is_, self._noted, self._inner_parameters))\n",
+        "",
+        "unit/test_optimizer_sequences.py unit/test_optimizer_gradients.py",
+    ),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "for slot in (self.order[0], self.order[-1]) if is_as_expected else self.order:",
+        "for slot in self.order[:1] + self.order[-1:]:",
+        "unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "return self._came_as_expected or slot.passes_left < self._passes",
+        "return slot.passes_left < self._passes",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "            and not any(map(_requires_grad, self._left_out))\n",
+        "",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "elif not arrival.has_come(slot):  # switched off before backward, not after it",
+        "else:",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "late = sorted(arrival.late, key=lambda slot: slot.index)",
+        "late = list(arrival.late)",
+        "2 mpi/test_optimizer.py mpi/test_optimizer_in_torch.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "            bucket.missing = bucket.active\n",
+        "            bucket.missing = len(bucket.slots)\n",
+        "unit/test_optimizer_gradients.py",
+    ),
+    Mutant(
+        f"{_TORCH}bucketing.py",
+        "order = list(dict.fromkeys(reversed(arrived)))[::-1]",
+        "order = list(dict.fromkeys(arrived))",
+        "unit/test_bucketing.py",
+    ),
+    Mutant(
+        f"{_TORCH}bucketing.py",
+        "return nodes > 1 or have or stay",
+        "return nodes > 1 or stay",
+        "unit/test_bucketing.py",
     ),
     # Native code: who is woken, what is rounded, where an edge is.
     Mutant(

@@ -73,6 +73,7 @@ class Tree:
         pytest = [str(PYTHON.parent / "pytest"), "-q", "-x", "-p", "no:cacheprovider", "-c", "../pyproject.toml"]
         launcher = [str(PYTHON), "-m", "hvdlite", "run", "-np", ranks] if ranks != "0" else []
         environ = os.environ | {"PYTHONPATH": str(self._directory), "PYTHONDONTWRITEBYTECODE": "1"}
+        environ["HVDLITE_IDLE_SECONDS"] = "inf"  # see tests/run.py
         child = subprocess.Popen(
             [*launcher, str(PYTHON), *pytest, *files],
             cwd=self._directory / "tests",

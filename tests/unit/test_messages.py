@@ -47,6 +47,13 @@ def test_a_known_request_is_not_spelled_out_again():
     assert len(encoder.outbox) - first == 17  # one frame header
 
 
+def test_what_was_sent_longest_ago_gives_up_its_slot():
+    encoder = Encoder(2)
+    for name in "abaca":
+        encoder.send(Claim(request(name, 3), NAMED))
+    assert (encoder.written.cached, encoder.written.spelled_out) == (2, 3)  # a twice; a, b and c
+
+
 @pytest.mark.parametrize("kind", OPERATIONS)
 def test_every_operation_is_cached(kind):
     """From the second time on a slot is sent, and what differs per rank: 17 bytes and no tensor names."""

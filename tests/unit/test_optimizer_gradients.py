@@ -154,6 +154,33 @@ def test_buckets_go_while_backward_runs(several_buckets: FakeWorld) -> None:
     assert [names for each in world.submitted for names in each.names] == ["p.3", "p.2 to p.1 (2 parameters)", "p.0"]
 
 
+def test_buckets_go_without_what_is_switched_off(several_buckets: FakeWorld) -> None:
+    model = Scales((300,), (300,), (300,), (300,))
+    optimizer = wrap(model)
+    for _ in range(4):
+        several_buckets.submitted.clear()
+        model.loss().backward()
+        in_backward = len(several_buckets.submitted)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.p[1].requires_grad_(False)
+    assert in_backward == len(several_buckets.submitted) == 3
+
+
+def test_a_gradient_that_comes_twice_is_not_taken_for_another(universe: Universe) -> None:
+    """Hooks of those between the first and the last only make a note."""
+    universe.start(3, nodes=1, bucket_bytes=1 << 30)
+    model = Scales((3,), (4,), (5,), (6,))
+    optimizer = wrap(model)
+    for _ in range(3):
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.loss(leave_out=(0, 1)).backward()
+    with pytest.raises(UsageError, match=r"'p\.2' was computed 2 times"):
+        model.loss(leave_out=(1, 3)).backward()
+
+
 def test_the_only_bucket_goes_in_step(universe: Universe) -> None:
     world = universe.start(3, nodes=1)
     world.node.cores = 3 * torch.get_num_threads()

@@ -20,7 +20,8 @@ class Doorbell:
 
     def __init__(self) -> None:
         self._rung = threading.Condition()
-        self._count = 0
+        self._count = self._rings_for_owner = 0
+        self._seen_by_sleeper: int | None = None
         self.assistants = 0
 
     def rings(self) -> int:
@@ -29,17 +30,30 @@ class Doorbell:
     def ring_self(self) -> None:
         with self._rung:
             self._count += 1
+            self._rings_for_owner += not self.assistants
             self._rung.notify_all()
 
     def sleep(self, seen: int, timeout_s: float) -> None:
         with self._rung:
-            assert self._rung.wait_for(lambda: self._count != seen, min(timeout_s, PATIENCE_S)), "nobody rang"
+            self._seen_by_sleeper = seen
+            self._rung.notify_all()
+            before = self._rings_for_owner
+            if self._count == seen:
+                is_rung = self._rung.wait_for(lambda: self._rings_for_owner > before, min(timeout_s, PATIENCE_S))
+                assert is_rung, "nobody rang"
+            self._seen_by_sleeper = None
+
+    def wait_for_sleep(self) -> None:
+        """Until somebody sleeps, and nobody has rung meanwhile."""
+        with self._rung:
+            assert self._rung.wait_for(lambda: self._seen_by_sleeper == self._count, PATIENCE_S)
 
     def begin_assistance(self) -> None:
         self.assistants += 1
 
     def assist(self, seen: int, timeout_s: float, spin_us: int) -> None:
-        self.sleep(seen, timeout_s)
+        with self._rung:
+            assert self._rung.wait_for(lambda: self._count != seen, min(timeout_s, PATIENCE_S)), "nobody rang"
 
     def end_assistance(self) -> int:
         self.assistants = 0
@@ -116,10 +130,10 @@ def test_an_error_leaves_the_work_to_the_thread() -> None:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
 
+    stage.page.wait_for_sleep()
     stage.work.on_cycle = fail
     with pytest.raises(KeyboardInterrupt):
-        while True:  # until the thread sleeps
-            stage.worker.assist(submission("a"))
+        stage.worker.assist(submission("a"))
     assert stage.thread_works()
     stage.end()
 
@@ -133,9 +147,10 @@ def assisted(stage: Stage, during: Callable[[], object]) -> None:
             during()
             made.succeed()
 
+    stage.page.wait_for_sleep()
     stage.work.on_cycle = on_cycle
-    while not made.is_done:  # until the thread sleeps
-        stage.worker.assist(made)
+    stage.worker.assist(made)
+    assert made.is_done
     stage.work.on_cycle = lambda: None
 
 
