@@ -39,7 +39,7 @@ class Tuner:
     """Tunes ``group`` by the steps of one optimizer.
 
     Args:
-        replan: makes the optimizer's buckets anew, by ``group.config``.
+        move_gradients: makes the optimizer's buckets anew, by ``group.config``.
         clock: in seconds.
     """
 
@@ -48,13 +48,13 @@ class Tuner:
         group: Group,
         search: Search,
         log: TuningLog,
-        replan: Callable[[], None],
+        move_gradients: Callable[[], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._group = group
         self._search = search
         self._log = log
-        self._replan = replan
+        self._move_gradients = move_gradients
         self._clock = clock
         self._sample_steps = _SETTLING_STEPS + group.config.autotune_steps_per_sample
         self._steps = 0
@@ -104,7 +104,7 @@ class Tuner:
         if search.settings != measured:
             configure(self._group, search.settings)
             if search.settings.bucket_bytes != measured.bucket_bytes:
-                self._replan()
+                self._move_gradients()
         if search.over:
             self._log.choice(self._steps, search.settings)
             _say(self._group, logging.INFO, f"after {self._steps} steps: {search.outcome}; {_text(search.settings)}")
@@ -117,7 +117,7 @@ def start_tuning(
     gradient_bytes: int,
     bucket_bytes: int,
     bucket_sizes: Callable[[int], tuple[int, ...]],
-    replan: Callable[[], None],
+    move_gradients: Callable[[], None],
 ) -> Tuner | None:
     """The tuner of an optimizer that is about to plan its buckets; None where nothing is to be measured.
 
@@ -164,7 +164,7 @@ def start_tuning(
         _say(group, logging.WARNING, search.outcome)
         log.choice(0, search.settings)
         return None
-    return Tuner(group, search, log, replan)
+    return Tuner(group, search, log, move_gradients)
 
 
 def _say(group: Group, level: int, text: str) -> None:
