@@ -1,4 +1,4 @@
-"""Imports point down: all imports of hvdlite, wherever they stand, against the layers in ARCHITECTURE.md; no circles."""
+"""Imports point down: every import of hvdlite against the layers in ARCHITECTURE.md; no circles."""
 
 from __future__ import annotations
 
