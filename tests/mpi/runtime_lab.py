@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,8 +53,14 @@ LAYOUTS: list[Machines] = {
 
 def agree(world: MPI.Intracomm, *problems: str | None) -> None:
     """Fail on every rank if one of them has a problem: in the middle of a test no rank may go on alone."""
-    everywhere = world.allgather([problem for problem in problems if problem])
-    assert not any(everywhere), {rank: texts for rank, texts in enumerate(everywhere) if texts}
+    found = [problem for problem in problems if problem]
+    most = array.array("i", [0])
+    request = world.Iallreduce([array.array("i", [len(found)]), MPI.INT], [most, MPI.INT], MPI.MAX)
+    while not request.Test():
+        time.sleep(1e-4)  # a blocking call spins, on a core that a rank which is not there yet may need
+    if most[0]:
+        everywhere = world.allgather(found)
+        assert not any(everywhere), {rank: texts for rank, texts in enumerate(everywhere) if texts}
 
 
 def nodes_of(machine_of: Machines) -> tuple[tuple[int, ...], ...]:

@@ -412,6 +412,7 @@ def test_deadline_does_not_keep_a_forked_child_from_ending() -> None:
 import warnings
 warnings.simplefilter("ignore")  # newer Pythons warn of threads and fork
 d = Deadline(30.0, "the parent's", 7)
+time.sleep(0.2)  # AddressSanitizer's allocator does not survive a fork while the thread still starts
 child = os.fork()
 if child == 0:
     d.cancel()
