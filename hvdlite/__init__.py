@@ -31,7 +31,7 @@ def _path() -> list[str]:
 __path__ = _path()
 
 from hvdlite import _native
-from hvdlite.config import INSTRUCTION_SET, Config as Config, instruction_set
+from hvdlite.config import INSTRUCTION_SET, Config as Config, cuda_library, instruction_set
 from hvdlite.default_runtime import (
     cross_rank as cross_rank,
     cross_size as cross_size,
@@ -70,6 +70,7 @@ from hvdlite.version import __version__ as __version__
 
 logging.getLogger("hvdlite").addHandler(logging.NullHandler())
 
+_native.use_cuda_library(cuda_library())
 if instruction_set():
     try:
         _native.use_instruction_set(instruction_set())

@@ -148,3 +148,49 @@ class SocketBell:
 
     def __init__(self, sockets: Sequence[int], address: int, memory: object) -> None: ...
     def close(self) -> None: ...
+
+def use_cuda_library(path: str) -> None:
+    """Load the CUDA driver from ``path``, not from libcuda.so.1; before its first use. Source: csrc/cuda_driver.cpp."""
+
+def cuda_devices() -> int:
+    """How many GPUs the CUDA driver sees.
+
+    Raises:
+        RuntimeError: there is no driver, or none that works; says why.
+    """
+
+class Moment:
+    """A point in a stream: whatever was enqueued there until now has happened once it is reached.
+
+    Args:
+        stream: what torch calls ``torch.cuda.Stream.cuda_stream``.
+
+    Raises:
+        RuntimeError: of the driver; or the stream is being captured into a CUDA graph.
+    """
+
+    def __init__(self, device: int, stream: int) -> None: ...
+
+class PinnedMemory:
+    """``nbytes`` of the host's memory, which the device reads and writes by itself.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+
+    def __init__(self, device: int, nbytes: int) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class DeviceCopies:
+    """Copies between a device and pinned memory, on a stream of its own. Source: csrc/device_copies.cpp."""
+
+    def __init__(self, device: int) -> None: ...
+    def run(self, after: Sequence[Moment], copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy (to, from, bytes) each, after all of ``after``; sleep until it is done. Nothing else there waits.
+
+        Raises:
+            RuntimeError: of the driver.
+        """

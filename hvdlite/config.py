@@ -212,11 +212,13 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 
 
 INSTRUCTION_SET = "HVDLITE_INSTRUCTION_SET"
+CUDA_LIBRARY = "HVDLITE_CUDA_LIBRARY"
 CALL_KEY = "HVDLITE_CALL_KEY"
 CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
+    CUDA_LIBRARY: "when hvdlite is imported: the CUDA driver to load, by default libcuda.so.1",
     CALL_KEY: "from `hvdlite.run` to its ranks: the secret by which they prove to be its own",
     CALL_ADDRESS: "from `hvdlite.run` to its ranks: where they fetch the function",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
@@ -224,6 +226,11 @@ OTHER_VARIABLES = {
     "HVDLITE_SANITIZE": "in setup.py: sanitizers to compile in, as address,undefined",
 }
 """Variables that are no settings of a job: where they are used, and what they mean. They have no HOROVOD_ form."""
+
+
+def cuda_library() -> str:
+    """What `CUDA_LIBRARY` says; empty where it is not set."""
+    return environment.variables().get(CUDA_LIBRARY, "")
 
 
 def instruction_set() -> str:

@@ -11,6 +11,7 @@ from hvdlite.collectives.pairwise import PairwiseExchange
 from hvdlite.config import Tunable
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.submission import Submission
+from hvdlite.device_transfer import DeviceTransfer
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.layout import ALIGNMENT, Layout
 from hvdlite.memory.views import Buffer, TensorView
@@ -70,6 +71,7 @@ class Engine:
         self.recorder = recorder
         self.administrator = administrator
         self.executed = Executed()
+        self._transfer = DeviceTransfer(recorder)
         self.fastest_allreduce = 0.0
         """Bytes per second, of those that are not small; 0: none was."""
         self._nodes = len(topology.nodes)
@@ -89,7 +91,13 @@ class Engine:
         label = bucket[0][1].label
         if len(bucket) > 1:
             label = f"{label} and {len(bucket) - 1} more"
-        return operation.run(self, bucket, label)
+        submissions = [submission for _, submission in bucket]
+        if not any(submission.is_on_device for submission in submissions):
+            return operation.run(self, bucket, label)
+        responses = [response for response, _ in bucket]
+        return self._transfer.run(
+            submissions, lambda on_host: operation.run(self, list(zip(responses, on_host, strict=True)), label), label
+        )
 
     def staging(self, dtype: DType) -> Buffer:
         """All of it, as elements of ``dtype``."""

@@ -21,12 +21,14 @@ class Lane(Enum):
     WAIT = "wait"
     OPTIMIZER = "optimizer"
     NEGOTIATION = "negotiation"
+    FROM_DEVICE = "from device"
     PACK = "pack"
     NODE_REDUCE_SCATTER = "node reduce-scatter"
     NODE_ALLREDUCE = "node allreduce"
     RING = "ring"
     NODE_ALLGATHER = "node allgather"
     UNPACK = "unpack"
+    TO_DEVICE = "to device"
     BROADCAST = "broadcast"
     ALLGATHER = "allgather"
     ALLTOALL = "alltoall"
@@ -35,6 +37,8 @@ class Lane(Enum):
 
 COMMUNICATION_LANES = frozenset(
     {
+        Lane.FROM_DEVICE,
+        Lane.TO_DEVICE,
         Lane.PACK,
         Lane.NODE_REDUCE_SCATTER,
         Lane.NODE_ALLREDUCE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-from hvdlite import builds
+from hvdlite import _native, builds
 from hvdlite.cli.mpirun import find_mpirun
 from hvdlite.errors import StartupError
 from hvdlite.version import __version__
@@ -32,12 +32,22 @@ def report() -> str:
         "Ways of communication:",
         _line(True, "shared memory, within a node"),
         _line(builds.mpi_built(), "MPI, between nodes"),
+        _line(*_gpus()),
         _line(bool(builds.nccl_built()), "NCCL"),
         _line(builds.gloo_built(), "Gloo"),
         _line(builds.ddl_built(), "DDL"),
         _line(builds.ccl_built(), "CCL"),
     ]
     return "\n".join(lines)
+
+
+def _gpus() -> tuple[bool, str]:
+    """Whether there are GPUs, and how many; else why not."""
+    try:
+        count = _native.cuda_devices()
+    except RuntimeError as error:
+        return False, f"GPUs, by way of pinned memory: {error}"
+    return count > 0, f"GPUs, by way of pinned memory: {count}"
 
 
 def _line(there: bool, what: str) -> str:

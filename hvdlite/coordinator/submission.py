@@ -65,6 +65,11 @@ class Submission:
             return Claim(self.request, self.sequence)
         return Claim(self.request, self.sequence, (rank,), (self.sizes,))
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether some of its tensors are in the memory of a GPU."""
+        return any(view.device is not None for view in self.inputs)
+
     def wait(self) -> Any:
         """Sleep until the operation is complete; return its result or raise its error. May be called again."""
         if not self.is_done and self.assist is not None:

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hvdlite.dtypes import DType
+
+if TYPE_CHECKING:
+    from hvdlite._native import Moment
+
+
+class OnDevice(NamedTuple):
+    """Where a tensor in the memory of a GPU is.
+
+    Attributes:
+        ordinal: of the GPU in this process.
+        ready: its contents are what they should be, and may be overwritten, once this is reached.
+    """
+
+    ordinal: int
+    ready: Moment
 
 
 class TensorView(NamedTuple):
@@ -18,12 +33,14 @@ class TensorView(NamedTuple):
         address: of the first element; 0 stands for a tensor of zeros that nobody stored.
         shape: in elements.
         owner: any object whose life keeps ``address`` valid.
+        device: of a tensor that is not in the host's memory.
     """
 
     address: int
     shape: tuple[int, ...]
     dtype: DType
     owner: object
+    device: OnDevice | None = None
 
     @property
     def numel(self) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from hvdlite.memory.base import Home
 from hvdlite.memory.views import TensorView
+from hvdlite.torch.device import on_device
 from hvdlite.torch.tensor_view import check_memory, dtype_of
 
 SMALL_BYTES = 32 << 10
@@ -117,7 +118,7 @@ class Slot:
             if self.active:
                 self.param.grad = dense
             self.version = dense._version
-        return TensorView(dense.data_ptr(), self.shape, self.element_type, dense)
+        return TensorView(dense.data_ptr(), self.shape, self.element_type, dense, on_device(dense))
 
     def warn_if_changed(self) -> None:
         """Warn unless ``p.grad`` is as it was when it was loaded for other ranks."""

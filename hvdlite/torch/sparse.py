@@ -64,7 +64,7 @@ class SparseReduction:
         check_tensor(values, self._label)
         # One row of integers per rank says all, so that nobody has to know how many entries the others have.
         facts = [values.shape[0], int(op), self._sparse_dim, len(self._shape), *self._shape]
-        row = torch.cat([torch.tensor(facts), own.indices().t().flatten()])
+        row = torch.cat([torch.tensor(facts), own.indices().t().flatten().cpu()])
         self._row, self._values = (
             only(
                 start_allgather(
@@ -86,7 +86,7 @@ class SparseReduction:
                 rows = self._row.synchronize()
             finally:
                 values = self._values.synchronize()
-            self._result = self._combined(self._indices(rows), values)
+            self._result = self._combined(self._indices(rows).to(values.device), values)
         return self._result
 
     def _check(self, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -141,9 +141,8 @@ class SparseReduction:
 
 def no_entries(like: torch.Tensor) -> torch.Tensor:
     """Sparse zeros of the shape and dtype of ``like``, with one sparse dimension."""
-    return _coo(
-        torch.empty(1, 0, dtype=torch.int64), like.new_empty(0, *like.shape[1:]), tuple(like.shape), is_coalesced=True
-    )
+    indices = like.new_empty(1, 0, dtype=torch.int64)
+    return _coo(indices, like.new_empty(0, *like.shape[1:]), tuple(like.shape), is_coalesced=True)
 
 
 def _coo(

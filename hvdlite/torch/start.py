@@ -12,6 +12,7 @@ from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.alltoall import alltoall_async
 from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.operations.reducescatter import reducescatter_async, row_bounds
+from hvdlite.torch.device import new_empty, streaming_like
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.process_set import ProcessSet, check_process_set
 from hvdlite.torch.reduce_options import ReduceOptions
@@ -34,7 +35,7 @@ def start_allreduce(
     """
     label = _label("allreduce", name)
     sources = [contiguous_block(tensor, label) for tensor in tensors]
-    results = sources if in_place else [torch.empty_like(source) for source in sources]
+    results = sources if in_place else [new_empty(source, tuple(source.shape)) for source in sources]
     inputs = [view_of(source) for source in sources]
     group = options.process_set.group()
     pending = allreduce_async(
@@ -69,9 +70,12 @@ def start_allgather(
     sources = [block if block.dim() else block.reshape(1) for block in blocks]
     results: dict[int, torch.Tensor] = {}
 
+    streaming = [streaming_like(source) for source in sources]
+
     def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
-        results[index] = torch.empty(shape, dtype=sources[index].dtype)
-        return view_of(results[index])
+        with streaming[index]():
+            results[index] = new_empty(sources[index], shape)
+            return view_of(results[index])
 
     group = check_process_set(process_set).group()
     pending = allgather_async(
@@ -123,7 +127,7 @@ def start_reducescatter(
     for source in sources:
         bounds = row_bounds(source.shape[0], group.size)
         rows = bounds[group.rank + 1] - bounds[group.rank]
-        results.append(torch.empty((rows, *source.shape[1:]), dtype=source.dtype))
+        results.append(new_empty(source, (rows, *source.shape[1:])))
     pending = reducescatter_async(
         group,
         [view_of(source) for source in sources],
@@ -146,9 +150,12 @@ def start_alltoall(
     counts = _checked_splits(source, splits, group.size, label)
     results: list[torch.Tensor] = []
 
+    streaming = streaming_like(source)
+
     def allocate(_: int, shape: tuple[int, ...]) -> TensorView:
-        results.append(torch.empty(shape, dtype=source.dtype))
-        return view_of(results[0])
+        with streaming():
+            results.append(new_empty(source, shape))
+            return view_of(results[0])
 
     pending = alltoall_async(group, view_of(source), counts, allocate, name=name)
     return Handle(pending, group.recorder, label, lambda: (results[0], torch.tensor(pending.wait(), dtype=torch.int32)))

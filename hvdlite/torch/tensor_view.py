@@ -8,6 +8,7 @@ import torch
 
 from hvdlite.dtypes import DType
 from hvdlite.memory.views import TensorView
+from hvdlite.torch.device import on_device
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.uint8: DType.UINT8,
@@ -43,7 +44,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def check_tensor(tensor: object, what: str) -> torch.Tensor:
-    """``tensor`` itself, where hvdlite can communicate it: dense, in the CPU's memory, of a known element type.
+    """``tensor`` itself, where hvdlite can communicate it: dense, on the CPU or a GPU, of a known element type.
 
     Raises:
         ValueError: it cannot; the text starts with ``what`` and says how to make one that it can.
@@ -52,9 +53,9 @@ def check_tensor(tensor: object, what: str) -> torch.Tensor:
         raise ValueError(f"{what}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what}: the layout is {tensor.layout}; pass tensor.to_dense()")
-    if not tensor.is_cpu:
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise ValueError(
-            f"{what}: the tensor is on {tensor.device}, hvdlite communicates CPU tensors; pass tensor.cpu()"
+            f"{what}: the tensor is on {tensor.device}, hvdlite communicates CPU and CUDA tensors; pass tensor.cpu()"
         )
     if tensor.dtype not in _DTYPES:
         try:
@@ -93,7 +94,8 @@ def view_of(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Tenso
     Args:
         shape: in the order in which the elements lie in memory; by default that of a C-contiguous tensor, its own.
     """
-    return TensorView(tensor.data_ptr(), tuple(tensor.shape) if shape is None else shape, _DTYPES[tensor.dtype], tensor)
+    place = tuple(tensor.shape) if shape is None else shape
+    return TensorView(tensor.data_ptr(), place, _DTYPES[tensor.dtype], tensor, on_device(tensor))
 
 
 def contiguous_block(tensor: torch.Tensor, what: str) -> torch.Tensor:

@@ -163,6 +163,55 @@ MUTANTS = [
         "return nodes > 1 or stay",
         "unit/test_bucketing.py",
     ),
+    # GPUs: every wait, and what goes where.
+    Mutant(
+        "csrc/device_copies.cpp",
+        "for (const Moment* moment : after) check(",
+        "for (const Moment* moment : after) if (moment == nullptr) check(",
+        "unit/test_cuda_driver.py",
+    ),
+    Mutant(
+        "csrc/device_copies.cpp",
+        '  check(driver().event_synchronize(done_), "cuEventSynchronize");\n',
+        "",
+        "unit/test_cuda_driver.py",
+    ),
+    Mutant(
+        "csrc/device_copies.cpp",
+        '  check(driver().event_record(event_, handle), "cuEventRecord");\n',
+        "",
+        "unit/test_cuda_driver.py",
+    ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "        self._moments.append(view.device.ready)\n",
+        "        self._moments = [view.device.ready]\n",
+        "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "self._copies.run(self._moments, self._uploads)",
+        "self._copies.run([], self._uploads)",
+        "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "        self._used += nbytes\n",
+        "",
+        "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "            return self._place(allocate(index, shape), uploads=True)\n",
+        "            return self._place(allocate(index, shape))\n",
+        "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "            for view in submission.outputs:\n                self._place(view, uploads=True)\n",
+        "            pass\n",
+        "2 mpi/test_cuda.py",
+    ),
     # Native code: who is woken, what is rounded, where an edge is.
     Mutant(
         "csrc/signal.cpp",

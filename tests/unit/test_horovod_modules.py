@@ -219,7 +219,7 @@ def test_builds_before_init() -> None:
 
     assert hvd.mpi_built() is True
     assert (hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()) == (False,) * 4
-    assert (hvd.cuda_built(), hvd.rocm_built(), hvd.nccl_built()) == (False, False, 0)
+    assert (hvd.cuda_built(), hvd.rocm_built(), hvd.nccl_built()) == (True, False, 0)
     if not hvdlite.is_initialized():
         with pytest.raises(hvdlite.NotInitializedError, match="call hvd.init"):
             hvd.mpi_threads_supported()

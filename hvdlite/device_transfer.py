@@ -1,0 +1,134 @@
+"""Tensors of GPUs, by way of pinned memory of the host: operations see tensors of the host, and know no device.
+
+What an operation reads is copied to the host once the stream that makes it has come so far; what it writes is copied
+back before the operation is complete. The copies have a stream of their own, and nothing waits for a device as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from hvdlite import _native
+from hvdlite.coordinator.submission import Submission
+from hvdlite.memory.layout import align_up
+from hvdlite.memory.views import TensorView
+from hvdlite.recorder import NO_SPAN, Lane, Recorder
+
+_LEAST_BYTES = 1 << 20
+
+
+class DeviceTransfer:
+    """Takes the tensors of one bucket after the other to the host and back."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._devices: dict[int, _Device] = {}
+
+    def run(
+        self, submissions: Sequence[Submission], operate: Callable[[list[Submission]], object], label: str
+    ) -> object:
+        """What ``operate`` returns for the same submissions with all tensors on the host."""
+        on_host = [self._on_host(submission) for submission in submissions]
+        with self._span(Lane.FROM_DEVICE, label):
+            for device in self._devices.values():
+                device.download()
+        result = operate(on_host)
+        with self._span(Lane.TO_DEVICE, label):
+            for device in self._devices.values():
+                device.upload()
+        return result
+
+    def _on_host(self, submission: Submission) -> Submission:
+        if not submission.is_on_device:
+            return submission
+        inputs = [self._place(view, downloads=True) for view in submission.inputs]
+        outputs = inputs
+        if submission.outputs is submission.inputs:
+            for view in submission.outputs:
+                self._place(view, uploads=True)
+        else:
+            outputs = [self._place(view, uploads=True) for view in submission.outputs]
+        allocate = submission.allocate
+
+        def allocate_twice(index: int, shape: tuple[int, ...]) -> TensorView:
+            assert allocate is not None
+            return self._place(allocate(index, shape), uploads=True)
+
+        return Submission(
+            submission.request,
+            submission.sequence,
+            inputs,
+            outputs,
+            sizes=submission.sizes,
+            allocate=None if allocate is None else allocate_twice,
+        )
+
+    def _place(self, view: TensorView, *, downloads: bool = False, uploads: bool = False) -> TensorView:
+        """The place of ``view`` on the host; the same one each time in a bucket."""
+        if view.device is None or view.address == 0:
+            return view
+        ordinal = view.device.ordinal
+        if ordinal not in self._devices:
+            self._devices[ordinal] = _Device(ordinal)
+        return self._devices[ordinal].place(view, downloads=downloads, uploads=uploads)
+
+    def _span(self, lane: Lane, label: str) -> AbstractContextManager[None]:
+        return self._recorder.span(lane, label) if self._recorder.enabled else NO_SPAN
+
+
+class _Device:
+    """The copies of one device, and pinned memory, which grows to what the largest bucket needs."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._copies = _native.DeviceCopies(ordinal)
+        self._blocks: list[_native.PinnedMemory] = []
+        self._used = 0  # of the last block
+        self._clear()
+
+    def _clear(self) -> None:
+        self._places: dict[tuple[int, int], TensorView] = {}  # by address on the device and bytes
+        self._moments: list[_native.Moment] = []
+        self._downloads: list[tuple[int, int, int]] = []
+        self._uploads: list[tuple[int, int, int]] = []
+
+    def place(self, view: TensorView, *, downloads: bool, uploads: bool) -> TensorView:
+        assert view.device is not None
+        key = view.address, view.nbytes
+        if key not in self._places:
+            block, address = self._take(view.nbytes)
+            self._places[key] = TensorView(address, view.shape, view.dtype, block)
+        place = self._places[key]._replace(shape=view.shape, dtype=view.dtype)
+        self._moments.append(view.device.ready)
+        if downloads:
+            self._downloads.append((place.address, view.address, view.nbytes))
+        if uploads:
+            self._uploads.append((view.address, place.address, view.nbytes))
+        return place
+
+    def download(self) -> None:
+        if self._moments:
+            self._copies.run(self._moments, self._downloads)
+            self._moments.clear()
+
+    def upload(self) -> None:
+        """Also ends the bucket."""
+        if self._uploads:
+            self._copies.run(self._moments, self._uploads)
+        self._clear()
+        if len(self._blocks) > 1:  # one that is large enough for all, next time
+            total = sum(block.nbytes for block in self._blocks)
+            self._blocks = [_native.PinnedMemory(self._ordinal, total)]
+        self._used = 0
+
+    def _take(self, nbytes: int) -> tuple[_native.PinnedMemory, int]:
+        """(block, address) of ``nbytes`` that nobody has."""
+        nbytes = align_up(nbytes)
+        if not self._blocks or self._used + nbytes > self._blocks[-1].nbytes:
+            self._blocks.append(_native.PinnedMemory(self._ordinal, max(nbytes, _LEAST_BYTES)))
+            self._used = 0
+        block = self._blocks[-1]
+        address = block.address + self._used
+        self._used += nbytes
+        return block, address

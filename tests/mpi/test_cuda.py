@@ -1,0 +1,195 @@
+"""Tensors on GPUs, by a simulated driver: every operation waits for the stream that makes its tensors, and is right.
+
+Kernels come late here (`SimulatedGpus.later`), and device memory that nobody has written is NaN, so a wait that is
+missing shows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+from cuda_lab import SimulatedGpus, simulated
+
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+
+SIZES = [0, 1, 7, 1000, 300_001]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpus]:
+    found = SimulatedGpus(simulated())
+    monkeypatch.setattr("hvdlite.torch.device.gpus", found)
+    monkeypatch.setattr("hvdlite.torch.bucket_maker.gpus", found)
+    yield found
+    found.cuda.synchronize(found.stream)
+
+
+def late(gpus: SimulatedGpus, values: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device, which has ``values`` once the stream has come so far."""
+    tensor = gpus.cuda.tensor(tuple(values.shape), values.dtype)
+    gpus.later(lambda: tensor.copy_(values))
+    return tensor
+
+
+def ramp(numel: int, factor: float = 1.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (factor * (torch.arange(numel) % 7 + 1)).to(dtype)
+
+
+def total(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The sum of ``ramp(numel, rank + 1)`` over ranks."""
+    return ramp(numel, sum(range(1, hvd.size() + 1)), dtype)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_allreduce(gpus: SimulatedGpus, numel: int) -> None:
+    tensor = late(gpus, ramp(numel, hvd.rank() + 1))
+    result = hvd.allreduce(tensor, op=hvd.Sum)
+    assert gpus.ordinal_of(result) == 0 or not numel
+    assert torch.equal(result, total(numel))
+    assert torch.equal(tensor, ramp(numel, hvd.rank() + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
+def test_allreduce_in_place(gpus: SimulatedGpus, dtype: torch.dtype) -> None:
+    tensor = late(gpus, ramp(501, hvd.rank() + 1, dtype))
+    assert hvd.allreduce_(tensor, op=hvd.Sum) is tensor
+    assert torch.equal(tensor, total(501, dtype))
+
+
+def test_a_result_waits_for_the_last_use_of_its_memory(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's allocator gives out memory that kernels of the same stream still write."""
+    new_empty = gpus.new_empty
+
+    def used_before(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        made = new_empty(tensor, shape)
+        gpus.later(lambda: made.fill_(-1), 0.1)
+        return made
+
+    monkeypatch.setattr(gpus, "new_empty", used_before)
+    assert torch.equal(hvd.allreduce(late(gpus, ramp(20, hvd.rank() + 1)), op=hvd.Sum), total(20))
+    rows = late(gpus, ramp(3, hvd.rank() + 1))
+    gathered = hvd.allgather(rows)
+    gpus.cuda.synchronize(gpus.stream)
+    assert torch.equal(gathered, torch.cat([ramp(3, rank + 1) for rank in range(hvd.size())]))
+
+
+def test_a_group_of_all_kinds(gpus: SimulatedGpus) -> None:
+    """Of several types, one on the host, one twice as large as all before."""
+    kinds = [
+        (5, torch.float32),
+        (0, torch.float32),
+        (70_001, torch.float16),
+        (3, torch.int32),
+        (500_000, torch.float32),
+    ]
+    mine = [ramp(numel, hvd.rank() + 1, dtype) for numel, dtype in kinds]
+    tensors = [tensor if i == 3 else late(gpus, tensor) for i, tensor in enumerate(mine)]
+    for result, (numel, dtype) in zip(hvd.grouped_allreduce(tensors, op=hvd.Sum), kinds, strict=True):
+        assert torch.equal(result, total(numel, dtype))
+
+
+def test_many_at_once_and_ranks_that_differ(gpus: SimulatedGpus) -> None:
+    """They are fused, as host tensors are, and with them; which rank has its tensor where is its own business."""
+    handles = []
+    for i in range(30):
+        mine = ramp(100 + i, hvd.rank() + 1)
+        on_host = (i + hvd.rank()) % 3 == 0
+        handles.append(hvd.allreduce_async(mine if on_host else late(gpus, mine), op=hvd.Sum, name=f"many {i}"))
+    for i, handle in enumerate(handles):
+        assert torch.equal(hvd.synchronize(handle), total(100 + i))
+
+
+def test_allgather_of_ragged_rows(gpus: SimulatedGpus) -> None:
+    rows = [ramp(4 * (rank % 3 + 1), rank + 1).view(-1, 4) for rank in range(hvd.size())]
+    result = hvd.allgather(late(gpus, rows[hvd.rank()]))
+    assert gpus.ordinal_of(result) == 0
+    assert torch.equal(result, torch.cat(rows))
+
+
+def test_broadcast(gpus: SimulatedGpus) -> None:
+    for root in range(hvd.size()):
+        tensor = late(gpus, ramp(1001, hvd.rank() + 1))
+        assert torch.equal(hvd.broadcast_(tensor, root), ramp(1001, root + 1))
+
+
+def test_alltoall(gpus: SimulatedGpus) -> None:
+    size = hvd.size()
+    mine = torch.arange(2 * size) + 100 * hvd.rank()
+    result = hvd.alltoall(late(gpus, mine))
+    assert gpus.ordinal_of(result) == 0
+    assert result.tolist() == [100 * rank + 2 * hvd.rank() + i for rank in range(size) for i in range(2)]
+
+
+def test_reducescatter(gpus: SimulatedGpus) -> None:
+    size = hvd.size()
+    result = hvd.reducescatter(late(gpus, ramp(3 * size, hvd.rank() + 1)), op=hvd.Sum)
+    assert gpus.ordinal_of(result) == 0
+    assert torch.equal(result, total(3 * size)[3 * hvd.rank() : 3 * hvd.rank() + 3])
+
+
+def test_the_device_as_a_whole_is_never_waited_for(gpus: SimulatedGpus) -> None:
+    """A kernel on another stream, and one enqueued after the operation, run on meanwhile."""
+    go_on = threading.Event()
+    other = gpus.cuda.stream()
+    gpus.cuda.launch(other, lambda: go_on.wait(20))
+    handle = hvd.allreduce_async(late(gpus, ramp(10, hvd.rank() + 1)), op=hvd.Sum)
+    gpus.later(lambda: go_on.wait(20))
+    assert torch.equal(hvd.synchronize(handle), total(10))
+    go_on.set()
+    gpus.cuda.synchronize(other)
+
+
+class Layer(torch.autograd.Function):
+    """Adds ``weight``; the gradient comes back at once, and its values when the stream has come so far."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gpus: SimulatedGpus, value: float) -> torch.Tensor:
+        ctx.gpus, ctx.value, ctx.shape = gpus, value, tuple(weight.shape)
+        return x + 0
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        gradient = ctx.gpus.cuda.tensor(ctx.shape)
+        address, value = gradient.data_ptr(), ctx.value
+        # The kernel keeps no reference: as on a GPU, somebody else has to keep the memory.
+        numel = gradient.numel()
+        memory = torch.frombuffer(_bytes_at(address, numel * 4), dtype=torch.float32)
+        ctx.gpus.later(lambda: memory.copy_(value * ramp(numel)), 0.005)
+        return upstream[0], gradient, None, None
+
+
+def _bytes_at(address: int, nbytes: int) -> Any:
+    import ctypes
+
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16"])
+def test_training_is_that_of_one_process(gpus: SimulatedGpus, compression: str) -> None:
+    """Gradients of small, large and shared buckets, four steps: through guess, order and settled buckets."""
+    sizes = [3, 20_000, 50, 9000]
+    weights = [torch.nn.Parameter(gpus.cuda.tensor((numel,)).zero_()) for numel in sizes]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(weights, lr=1.0),
+        [(f"w{i}", weight) for i, weight in enumerate(weights)],
+        compression=getattr(hvd.Compression, compression),
+    )
+    value = 0.0
+    for step in range(4):
+        y = torch.zeros((), requires_grad=True)
+        for weight in weights:
+            y = Layer.apply(y, weight, gpus, float(step + hvd.rank()))
+        y.backward()
+        if hvd.size() == 1:  # nothing to communicate, and torch's steps would be kernels of the stream
+            gpus.cuda.synchronize(gpus.stream)
+        optimizer.step()
+        optimizer.zero_grad()
+        value += step + (hvd.size() - 1) / 2
+    for weight, numel in zip(weights, sizes, strict=True):
+        assert torch.equal(weight.detach(), -value * ramp(numel))
