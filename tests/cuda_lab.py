@@ -133,7 +133,7 @@ class SimulatedGpus(Gpus):
         on_host = self.ordinal_of(tensor) is None
         return tensor.new_empty(shape) if on_host else self.cuda.tensor(tuple(shape), tensor.dtype)
 
-    def later(self, kernel: Kernel, delay_s: float = 0.02) -> None:
+    def later(self, kernel: Kernel, delay_s: float) -> None:
         self.cuda.launch(self.stream, kernel, delay_s=delay_s)
 
 

@@ -30,10 +30,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpus]:
     found.cuda.synchronize(found.stream)
 
 
-def late(gpus: SimulatedGpus, values: torch.Tensor) -> torch.Tensor:
+def late(gpus: SimulatedGpus, values: torch.Tensor, delay_s: float = 0.02) -> torch.Tensor:
     """A tensor on the device, which has ``values`` once the stream has come so far."""
     tensor = gpus.cuda.tensor(tuple(values.shape), values.dtype)
-    gpus.later(lambda: tensor.copy_(values))
+    gpus.later(lambda: tensor.copy_(values), delay_s)
     return tensor
 
 
@@ -95,12 +95,14 @@ def test_a_group_of_all_kinds(gpus: SimulatedGpus) -> None:
 
 
 def test_many_at_once_and_ranks_that_differ(gpus: SimulatedGpus) -> None:
-    """They are fused, as host tensors are, and with them; which rank has its tensor where is its own business."""
-    handles = []
+    """They are fused, also with host tensors and across streams; where a rank has its tensor is its own business."""
+    handles, streams = [], [gpus.stream, gpus.cuda.stream()]
     for i in range(30):
+        gpus.stream = streams[i % 2]
         mine = ramp(100 + i, hvd.rank() + 1)
         on_host = (i + hvd.rank()) % 3 == 0
-        handles.append(hvd.allreduce_async(mine if on_host else late(gpus, mine), op=hvd.Sum, name=f"many {i}"))
+        tensor = mine if on_host else late(gpus, mine, 0.03 * (1 - i % 2))  # so that streams come at different times
+        handles.append(hvd.allreduce_async(tensor, op=hvd.Sum, name=f"many {i}"))
     for i, handle in enumerate(handles):
         assert torch.equal(hvd.synchronize(handle), total(100 + i))
 
@@ -139,7 +141,7 @@ def test_the_device_as_a_whole_is_never_waited_for(gpus: SimulatedGpus) -> None:
     other = gpus.cuda.stream()
     gpus.cuda.launch(other, lambda: go_on.wait(20))
     handle = hvd.allreduce_async(late(gpus, ramp(10, hvd.rank() + 1)), op=hvd.Sum)
-    gpus.later(lambda: go_on.wait(20))
+    gpus.later(lambda: go_on.wait(20), 0.0)
     assert torch.equal(hvd.synchronize(handle), total(10))
     go_on.set()
     gpus.cuda.synchronize(other)
