@@ -139,6 +139,8 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
 
     def pytest(suite: str, python: Path) -> list[str]:
         at_once = [f"--numprocesses={AT_ONCE[suite]}"] if suite in AT_ONCE else []
+        if suite == "sanitizers":  # what a file builds first takes longer than its tests
+            at_once.append("--dist=loadfile")
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
         options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
@@ -202,7 +204,7 @@ def try_again(stage: Stage, keep_python_path: bool) -> None:
     """The failed tests of ``stage``, one at a time; all of it where it broke off."""
     second = Stage(stage.title, stage.command, stage.time_limit_s)
     if len(stage.ended_badly) == len(stage.failures):
-        kept = [word for word in stage.command if not word.startswith(("--numprocesses", str(TESTS)))]
+        kept = [word for word in stage.command if not word.startswith(("--numprocesses", "--dist", str(TESTS)))]
         second.command = kept + [str(ROOT / test) for test in stage.ended_badly]
         stage.counts["failed"] = 0
     else:

@@ -1,0 +1,60 @@
+"""The native code under ThreadSanitizer, in programs of its own.
+
+ThreadSanitizer would see little in a Python that was not built for it, whose GIL orders nearly everything.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compiler import COMPILER, ROOT, Run, run, runtimes
+
+# Optimized enough for memory orders to be constants: GCC takes all others for sequentially consistent.
+FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str]) -> dict[str, Run]:
+    """What is run with the name of a case, and names all cases without one."""
+    directory = tmp_path_factory.mktemp("thread")
+    runtimes("thread", directory, fixed_addresses)
+    driver = directory / "driver.so"
+    result = run(*COMPILER, *FLAGS, "-shared", "-fPIC", ROOT / "tests" / "gpusim" / "cuda_sim.cpp", "-o", driver)
+    assert result.returncode == 0, result.stdout
+    sources = [source for source in (ROOT / "csrc").glob("*.cpp") if source.name != "bindings.cpp"]
+    chosen = {
+        "ranks_as_threads": (sources, []),
+        "device_as_threads": ([source for source in sources if source.stem in ("cuda_driver", "device_copies")], [driver]),
+    }
+    for name, (parts, _) in chosen.items():
+        result = run(*COMPILER, *FLAGS, *parts, HERE / f"{name}.cpp", "-ldl", "-o", directory / name)
+        assert result.returncode == 0, result.stdout
+
+    def program(name: str) -> Run:
+        command = [*fixed_addresses, directory / name, *chosen[name][1]]
+        return lambda *case: run(*command, *case, TSAN_OPTIONS="halt_on_error=1")
+
+    return {name: program(name) for name in chosen}
+
+
+NAMES = ["ranks_as_threads", "device_as_threads"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_race_is_seen(programs: dict[str, Run], name: str) -> None:
+    result = programs[name]("race")
+    assert result.returncode != 0
+    assert "data race" in result.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_case(programs: dict[str, Run], name: str) -> None:
+    program = programs[name]
+    cases = program().stdout.splitlines()
+    assert len(cases) > 1
+    results = {case: program(case) for case in cases if case != "race"}
+    failures = {case: result.stdout for case, result in results.items() if result.returncode != 0}
+    assert not failures, "\n".join(f"{case}:\n{output}" for case, output in failures.items())
