@@ -4,15 +4,13 @@ A gradient's way: its hook counts it (arrival.py). With the last one of its buck
 if there are several: `_complete`. `synchronize`, from ``optimizer.step()``, submits what is left, waits, and has the
 buckets deliver: ``p.grad`` is the reduced gradient.
 
-In the first step nobody knows the order of arrival, nor what is sparse. At its end the ranks agree on both, and
-assign gradients to buckets anew (bucketing.py).
+Which gradient is in which bucket is settled in the first steps (assignment.py).
 """
 
 from __future__ import annotations
 
 import operator
 import time
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -23,24 +21,13 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.recorder import NO_SPAN, Lane
-from hvdlite.torch.allreduce import allreduce_
 from hvdlite.torch.arrival import Arrival
-from hvdlite.torch.bucket_maker import BucketMaker, GradientOptions
-from hvdlite.torch.bucketing import (
-    BUCKET_BYTES,
-    Bucketing,
-    Phase,
-    arrival_order,
-    assign_buckets,
-    choose_bucket_bytes,
-    choose_homes,
-    split_evenly,
-)
-from hvdlite.torch.buckets import DenseBucket, SparseBucket
+from hvdlite.torch.assignment import Assignment
+from hvdlite.torch.bucket_maker import GradientOptions
+from hvdlite.torch.bucketing import Phase
+from hvdlite.torch.buckets import SparseBucket
 from hvdlite.torch.gradients import Bucket, Slot
-from hvdlite.torch.reduce_options import Max
 from hvdlite.torch.sparse import SparseReduction
-from hvdlite.torch.start import start_broadcast
 
 _requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
 
@@ -82,15 +69,8 @@ class GradientReducer:
         self._group = group
         self.recorder = group.recorder
         self.is_distributed = self.options.reduce.process_set.included() and group.size > 1
-        self._maker = BucketMaker(group, self.options)
+        self._assignment = Assignment(group, self.arrival, self.options, self._groups)
         self._tuner: Tuner | None = None
-        self._phase = Phase.UNASSIGNED
-        self._assignments = 0
-        self._buckets: list[Bucket] = []
-        self._first_gradients: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []  # large ones, of the step before
-        for slot in self.arrival.slots:
-            slot.bucket = slot.view = None
-            slot.active = slot.is_sparse = False
         self._recount()
         self._completed = 0  # buckets of this step
         self._backward_ns = (0, 0)
@@ -114,11 +94,9 @@ class GradientReducer:
             group = self._current_group()
             if group is not self._group:
                 self._attach(group)
-        if self._phase is Phase.UNASSIGNED and self.is_distributed:
-            self._phase = Phase.BY_REGISTRATION
-            self._number = self._group.next_number()
-            self._bucketing = Bucketing(BUCKET_BYTES, False, self._registration_order())
-            self._assign(is_guess=True)
+        if self._assignment.phase is Phase.UNASSIGNED and self.is_distributed:
+            self._assignment.guess()
+            self._recount()
         if self.recorder.enabled:
             now_ns = time.monotonic_ns()
             self._backward_ns = (now_ns, now_ns)
@@ -128,7 +106,7 @@ class GradientReducer:
         """All gradients of ``bucket`` are there."""
         self._completed += 1
         bucket.load()
-        if len(self._buckets) > 1:  # the only one has nothing to overlap: step() reduces it itself
+        if len(self._assignment.buckets) > 1:  # the only one has nothing to overlap: step() reduces it itself
             self._submit(bucket)
         if self.recorder.enabled:
             self.recorder.mark(Lane.BACKWARD, bucket.name)
@@ -208,7 +186,7 @@ class GradientReducer:
         self.arrival.reset()
         self._completed = 0
         self._backward_ns = (0, 0)
-        for bucket in self._buckets:
+        for bucket in self._assignment.buckets:
             bucket.loaded = bucket.pending = None
             bucket.missing = bucket.active
 
@@ -218,7 +196,7 @@ class GradientReducer:
     def _is_as_before(self) -> bool:
         """Whether buckets stay, no parameter was switched on or off, and all gradients have come."""
         return (
-            self._phase is Phase.SETTLED
+            self._assignment.phase is Phase.SETTLED
             and self._completed == len(self._live)
             and not self.arrival.late
             and all(map(_requires_grad, self._counted_on))
@@ -235,13 +213,13 @@ class GradientReducer:
             elif not arrival.has_come(slot):  # switched off before backward, not after it
                 self._switch_off(slot)
         late = sorted(arrival.late, key=lambda slot: slot.index)  # which have come in an order of this rank's own
-        agrees = self._phase is not Phase.SETTLED or any(slot.bucket is None for slot in late)
+        agrees = self._assignment.phase is not Phase.SETTLED or any(slot.bucket is None for slot in late)
         try:
             if agrees and self.options.keeps_sparse:
-                self._agree_on_sparse()
+                self._assignment.agree_on_sparse()
             # As counted at the end of the last step: a rank cannot know what others have seen of this step's switches.
-            live = [bucket for bucket in self._buckets if bucket.active]
-            self._finish([*live, *self._late_buckets(late)])
+            live = [bucket for bucket in self._assignment.buckets if bucket.active]
+            self._finish([*live, *self._assignment.late_buckets(late)])
             if agrees:
                 self._agree_on_order()
         finally:
@@ -260,149 +238,31 @@ class GradientReducer:
 
     def _recount(self) -> None:
         """Note which slots are active, after slots were switched on or off, or assigned to buckets."""
-        for bucket in self._buckets:
+        for bucket in self._assignment.buckets:
             bucket.count_active()
-        self._live = [bucket for bucket in self._buckets if bucket.active]
+        self._live = [bucket for bucket in self._assignment.buckets if bucket.active]
         self._counted_on = [slot.param for slot in self.arrival.slots if slot.active]
         self._left_out = [slot.param for slot in self.arrival.slots if not slot.active]
 
-    def _late_buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
-        """Buckets for this step only, of parameters that were switched on and on which no bucket counts yet."""
-        copies = [Slot(slot.index, slot.name, slot.param, slot.sparse_as_dense) for slot in slots]
-        for copy in copies:
-            copy.active = True
-        dense = [copy for copy, slot in zip(copies, slots, strict=True) if not slot.is_sparse]
-        sparse = [copy for copy, slot in zip(copies, slots, strict=True) if slot.is_sparse]
-        buckets: list[Bucket] = [self._maker.loose(f"{self._prefix}.late", dense)] if dense else []
-        return buckets + [self._sparse_bucket(slot) for slot in sparse]
-
-    def _agree_on_sparse(self) -> None:
-        """Take gradients that are sparse on some ranks, and dense on none, out of their buckets. Collective.
-
-        Nothing but a gradient tells that it is sparse, and a rank that has none in this step has to know as well.
-        """
-        slots = self.arrival.slots
-        has_dense, has_sparse = flags = torch.zeros(2, len(slots), dtype=torch.int64)
-        for slot in slots:
-            is_decided = slot.bucket is not None and (self._phase is not Phase.BY_REGISTRATION or not slot.active)
-            if is_decided or slot.is_sparse or slot.param.grad is None:
-                continue
-            # A bucket that some rank has loaded already has no sparse gradients there, so all of it counts as dense.
-            (has_sparse if slot.could_be_sparse else has_dense)[slot.index] = 1
-        allreduce_(flags, name=f"{self._prefix}.sparse", op=Max, process_set=self.options.reduce.process_set)
-        for slot in slots:
-            if has_dense[slot.index] or not has_sparse[slot.index]:
-                continue
-            slot.is_sparse = True
-            if slot.bucket is not None:
-                assert isinstance(slot.bucket, DenseBucket)
-                slot.bucket.leave_out(slot)
-                if not slot.bucket.slots:
-                    self._buckets.remove(slot.bucket)
-                slot.bucket = self._sparse_bucket(slot)
-                slot.bucket.count_active()
-                self._buckets.append(slot.bucket)
-
     def _agree_on_order(self) -> None:
-        """Have the first rank choose a bucketing, by the order in which its gradients have come. Collective."""
-        process_set, slots = self.options.reduce.process_set, self.arrival.slots
-        chosen = torch.tensor(self._choose().encode(len(slots)))
-        start_broadcast(
-            [chosen], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
-        ).synchronize()
-        self._bucketing = Bucketing.decode(chosen.tolist())
-        if self._phase is Phase.BY_REGISTRATION:
+        """Agree on buckets for the next step, and move gradients there. Collective."""
+        assignment = self._assignment
+        is_first = assignment.phase is Phase.BY_REGISTRATION
+        bucketing = assignment.agree_on_order()
+        if is_first:
             self._tuner = start_tuning(
                 hvdlite.runtime(),
                 self._group,
-                self._number,
-                sum(slots[index].nbytes for index in self._bucketing.order),
-                self._bucketing.bucket_bytes,
-                lambda nbytes: tuple(sum(slot.nbytes for slot in part) for part in self._parts(nbytes)),
+                assignment.number,
+                assignment.gradient_bytes(),
+                bucketing.bucket_bytes,
+                assignment.part_bytes,
                 self._move,
             )
         self._move()
-        large = [slot for slot in slots if slot.active and slot.view is None and not slot.is_sparse]
-        self._first_gradients = [(slot, weakref.ref(slot.param.grad)) for slot in large if slot.param.grad is not None]
-        homes_may_follow = self.options.allows_homes and not self._bucketing.has_homes and bool(large)
-        self._phase = self._phase.after_agreement(homes_may_follow=homes_may_follow)
-
-    def _choose(self) -> Bucketing:
-        """This rank's proposal."""
-        world = self._group.world
-        nodes = len(world.topology.nodes)
-        threads = world.node.local_size * torch.get_num_threads()
-        bucket_bytes = choose_bucket_bytes(nodes, world.node.cores, threads, world.engine.fastest_allreduce)
-        stay = bool(self._first_gradients) and all(
-            gradient() is not None and slot.param.grad is gradient() for slot, gradient in self._first_gradients
-        )
-        return Bucketing(
-            world.config.fusion_threshold_bytes if bucket_bytes is None else bucket_bytes,
-            self.options.allows_homes and choose_homes(nodes, have=self._bucketing.has_homes, stay=stay),
-            arrival_order([slot.index for slot in self.arrival.order], self._registration_order()),
-        )
-
-    # Buckets.
-
-    @property
-    def _prefix(self) -> str:
-        """Of the names of operations: unique to this optimizer and this assignment."""
-        return f"optimizer{self._number}.assignment{self._assignments}"
-
-    def _registration_order(self) -> list[int]:
-        """The reverse of the order of parameters, which is about that of backward."""
-        return [slot.index for slot in reversed(self.arrival.slots) if slot.param.requires_grad]
+        assignment.settle()
 
     def _move(self) -> None:
-        """Assign the gradients to new buckets and move them there, while nothing is in flight. Collective."""
-        slots = self.arrival.slots
-        for slot in slots:
-            slot.leave_view()
-        self._assign(is_guess=False)
-        for slot in slots:
-            if slot.view is not None and slot.param.grad is not None and slot.active:
-                slot.param.grad = slot.view.copy_(slot.param.grad)
-
-    def _assign(self, *, is_guess: bool) -> None:
-        """Make new buckets of the gradients in the order, each sparse gradient in a bucket of its own. Collective."""
-        self._assignments += 1
-        slots = self.arrival.slots
-        for slot in slots:
-            slot.measure()
-            slot.bucket = slot.view = None
-            slot.active = False
-        parts = self._parts(self._group.config.bucket_bytes or self._bucketing.bucket_bytes)
-        named = [(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]
-        if is_guess:
-            self._buckets = [self._maker.loose(*part) for part in named]
-        else:
-            self._buckets = self._maker.placed(self._prefix, named, has_homes=self._bucketing.has_homes)
-        self._buckets += [self._sparse_bucket(slots[i]) for i in self._bucketing.order if slots[i].is_sparse]
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                slot.bucket = bucket
-                slot.active = slot.param.requires_grad
+        """Take over new buckets, while nothing is in flight. Collective."""
+        self._assignment.move()
         self._recount()
-        self.arrival.waits_for_sparse = is_guess
-        if not is_guess and len(self._buckets) == 1:
-            self.arrival.watch(parts[0] if parts else ())
-        elif self.arrival.expects_an_order:
-            self.arrival.watch()
-
-    def _parts(self, bucket_bytes: int) -> list[list[Slot]]:
-        """The slots of dense gradients, by bucket."""
-        slots = self.arrival.slots
-        order = [index for index in self._bucketing.order if not slots[index].is_sparse]
-        most_bytes = self._group.config.fusion_threshold_bytes
-        parts = assign_buckets(
-            [slot.nbytes for slot in slots],
-            [slot.dtype for slot in slots],
-            order,
-            min(bucket_bytes, most_bytes),
-            split_evenly(order, self._groups) if isinstance(self._groups, int) else self._groups,
-            most_bytes if bucket_bytes >= most_bytes else None,  # nothing is to overlap
-        )
-        return [[slots[index] for index in part] for part in parts]
-
-    def _sparse_bucket(self, slot: Slot) -> Bucket:
-        return SparseBucket(f"{self._prefix}.sparse{slot.index}", [slot])
