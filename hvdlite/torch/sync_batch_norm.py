@@ -14,6 +14,8 @@ from hvdlite.torch.process_set import ProcessSet, check_process_set, global_proc
 from hvdlite.torch.reduce_options import Sum
 from hvdlite.torch.start import start_allgather
 
+_is_compiling = getattr(torch.compiler, "is_compiling", lambda: True)  # before torch 2.3 nobody can tell
+
 
 class SyncBatchNorm(_BatchNorm):
     """`torch.nn.BatchNorm1d`, 2d or 3d whose batch is those of all ranks together, which may differ in size.
@@ -68,7 +70,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         # A graph cannot communicate. To say so imports the compiler, for which only those wait who compile.
         train = self._train
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             train = torch.compiler.disable(train)  # type: ignore[no-untyped-call]
         return train(input)
 
