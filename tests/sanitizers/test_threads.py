@@ -27,7 +27,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
     sources = [source for source in (ROOT / "csrc").glob("*.cpp") if source.name != "bindings.cpp"]
     chosen = {
         "ranks_as_threads": (sources, []),
-        "device_as_threads": ([source for source in sources if source.stem in ("cuda_driver", "device_copies")], [driver]),
+        "device_as_threads": (
+            [source for source in sources if source.stem in ("cuda_driver", "device_copies")],
+            [driver],
+        ),
     }
     for name, (parts, _) in chosen.items():
         result = run(*COMPILER, *FLAGS, *parts, HERE / f"{name}.cpp", "-ldl", "-o", directory / name)
