@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from hvdlite import _native
+from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.submission import Submission
 from hvdlite.memory.layout import align_up
 from hvdlite.memory.views import TensorView
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 _LEAST_BYTES = 1 << 20
+
+Bucket = Sequence[tuple[Response, Submission]]
 
 
 class DeviceTransfer:
@@ -25,11 +28,9 @@ class DeviceTransfer:
         self._recorder = recorder
         self._devices: dict[int, _Device] = {}
 
-    def run(
-        self, submissions: Sequence[Submission], operate: Callable[[list[Submission]], object], label: str
-    ) -> object:
-        """What ``operate`` returns for the same submissions with all tensors on the host."""
-        on_host = [self._on_host(submission) for submission in submissions]
+    def run(self, bucket: Bucket, operate: Callable[[Bucket], object], label: str) -> object:
+        """What ``operate`` returns for ``bucket`` with all tensors on the host."""
+        on_host = [(response, self._on_host(submission)) for response, submission in bucket]
         with self._span(Lane.FROM_DEVICE, label):
             for device in self._devices.values():
                 device.download()

@@ -91,13 +91,10 @@ class Engine:
         label = bucket[0][1].label
         if len(bucket) > 1:
             label = f"{label} and {len(bucket) - 1} more"
-        submissions = [submission for _, submission in bucket]
-        if not any(submission.is_on_device for submission in submissions):
-            return operation.run(self, bucket, label)
-        responses = [response for response, _ in bucket]
-        return self._transfer.run(
-            submissions, lambda on_host: operation.run(self, list(zip(responses, on_host, strict=True)), label), label
-        )
+        for _, submission in bucket:
+            if submission.is_on_device:
+                return self._transfer.run(bucket, lambda on_host: operation.run(self, on_host, label), label)
+        return operation.run(self, bucket, label)
 
     def staging(self, dtype: DType) -> Buffer:
         """All of it, as elements of ``dtype``."""

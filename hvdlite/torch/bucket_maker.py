@@ -12,7 +12,6 @@ from hvdlite.memory.base import FusionBuffer
 from hvdlite.operations.allocate import allocate
 from hvdlite.torch.buckets import CompressedBucket, DenseBucket, LooseBucket
 from hvdlite.torch.compression import AnyCompressor, is_custom
-from hvdlite.torch.device import gpus
 from hvdlite.torch.gradients import Bucket, Slot
 from hvdlite.torch.homes import BlockBucket, HomeBucket, block_bytes
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum
@@ -61,7 +60,7 @@ class BucketMaker:
             has_homes: whether large gradients have some. Small ones are copied into a block in any case, so a part
                 that has no others has its block in the fusion buffer.
         """
-        on_device = any(gpus.ordinal_of(slot.param) is not None for _, slots in parts for slot in slots)
+        on_device = any(slot.is_on_device for _, slots in parts for slot in slots)
         if on_device or is_custom(self._options.compression):
             return [self.loose(*part) for part in parts]
 

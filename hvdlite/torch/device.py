@@ -36,6 +36,11 @@ class Gpus:
 gpus = Gpus()
 
 
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in the memory of a GPU."""
+    return gpus.ordinal_of(tensor) is not None
+
+
 def on_device(tensor: torch.Tensor) -> OnDevice | None:
     """Where ``tensor`` is, whose contents are what the current stream makes of them until now.
 

@@ -11,7 +11,7 @@ import torch
 
 from hvdlite.memory.base import Home
 from hvdlite.memory.views import TensorView
-from hvdlite.torch.device import on_device
+from hvdlite.torch.device import is_on_device, on_device
 from hvdlite.torch.tensor_view import check_memory, dtype_of
 
 SMALL_BYTES = 32 << 10
@@ -24,6 +24,7 @@ class Slot:
 
     Attributes:
         active: whether the bucket counts on this gradient.
+        is_on_device: whether the parameter is in the memory of a GPU.
         is_sparse: whether all ranks reduce this gradient as a sparse one.
         passes_left: backward passes until the gradient is complete; kept by `Arrival`.
         shape: of the gradient in the order of memory, so that ranks whose parameters lie in another order
@@ -33,8 +34,8 @@ class Slot:
     """
 
     __slots__ = (
-        "active", "bucket", "dtype", "element_type", "index", "is_contiguous", "is_sparse", "name", "nbytes", "numel",
-        "param", "passes_left", "shape", "sparse_as_dense", "strides", "version", "view",
+        "active", "bucket", "dtype", "element_type", "index", "is_contiguous", "is_on_device", "is_sparse", "name",
+        "nbytes", "numel", "param", "passes_left", "shape", "sparse_as_dense", "strides", "version", "view",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str, param: torch.Tensor, sparse_as_dense: bool) -> None:
@@ -54,6 +55,7 @@ class Slot:
         """Take over dtype, shape and layout of the parameter, which may be converted while there are no buckets."""
         self.dtype = self.param.dtype
         self.element_type = dtype_of(self.dtype)
+        self.is_on_device = is_on_device(self.param)
         self.numel = self.param.numel()
         self.nbytes = self.numel * self.param.element_size()
         # As autograd lays out gradients: like the parameter where that has neither gaps nor overlaps.
@@ -118,7 +120,9 @@ class Slot:
             if self.active:
                 self.param.grad = dense
             self.version = dense._version
-        return TensorView(dense.data_ptr(), self.shape, self.element_type, dense, on_device(dense))
+        return TensorView(
+            dense.data_ptr(), self.shape, self.element_type, dense, on_device(dense) if self.is_on_device else None
+        )
 
     def warn_if_changed(self) -> None:
         """Warn unless ``p.grad`` is as it was when it was loaded for other ranks."""

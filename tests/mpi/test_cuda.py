@@ -25,7 +25,6 @@ SIZES = [0, 1, 7, 1000, 300_001]
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpus]:
     found = SimulatedGpus(simulated())
     monkeypatch.setattr("hvdlite.torch.device.gpus", found)
-    monkeypatch.setattr("hvdlite.torch.bucket_maker.gpus", found)
     yield found
     found.cuda.synchronize(found.stream)
 
