@@ -33,7 +33,7 @@ class Follower:
         if self._claims.outbox:
             self._page.send_to_leader(self._claims.outbox)
         data = self._page.read_log()
-        return bool(data), self._log.feed(data)
+        return (True, self._log.feed(data)) if data else (False, ())
 
     def obeyed(self, message: PlanMessage) -> None:
         """This rank does what ``message`` of the log says, which is no GO."""
