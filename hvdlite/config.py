@@ -135,6 +135,8 @@ class Config:
     """A neighbour that is silent for longer counts as failed."""
     collective_timeout_s: float = _setting(600.0, _positive(_number), "COLLECTIVE_TIMEOUT_SECONDS")
     """Longest that a rank waits inside a running collective."""
+    ub_timeout_s: float = _setting(110.0, _positive(_number), "UB_TIMEOUT_SECONDS")
+    """Longest that a rank waits for the others of its team in shared memory, see `hvdlite.tensor_parallel`."""
     failure_grace_s: float = _setting(5.0, _not_negative(_number), "FAILURE_GRACE_SECONDS")
     """After a rank failed, how long the others may take to raise and end before they are ended."""
     mpi_threads_disable: bool = _setting(False, _boolean, "MPI_THREADS_DISABLE")

@@ -1,0 +1,115 @@
+"""What moves rows between the ranks of a team, and how they make sure that all of them mean the same.
+
+Each call of a carrier is an exchange. Before its result is used, every rank has seen a card of every other one, which
+says which exchange this is, and of what. So ranks that contradict one another, or one that cannot take part, are an
+error with names on every rank, not a hang or a wrong sum.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from hvdlite.coordinator.request import rank_list
+from hvdlite.errors import MismatchError, UsageError
+
+CARD_BYTES = 512
+_OBJECTION = "!"
+
+Produce = Callable[[torch.Tensor], object]
+"""Fills the tensor that it is given."""
+
+
+class Rows(NamedTuple):
+    """What every rank contributes to an exchange: a matrix of the same shape and dtype."""
+
+    purpose: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, purpose: str, matrix: torch.Tensor) -> Rows:
+        rows, columns = matrix.shape
+        return cls(purpose, (rows, columns), matrix.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.purpose} of {self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Carrier(ABC):
+    """Moves rows between ``ranks``, of which this one is number ``rank``; all of them make the same calls in order."""
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(self.ranks)
+        self._met = 0
+
+    @abstractmethod
+    def gather(self, rows: Rows, shard: torch.Tensor) -> torch.Tensor:
+        """The shards of all ranks, one below the other: (size * rows, columns).
+
+        The result may be shared memory: it is read only, and until this rank's next exchange.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
+        """This rank's part of the rows of the sum over ranks, (rows / size, columns), new; ``size`` divides the rows.
+
+        16-bit floats are added in fp32 and rounded once; ranks are added in ascending order.
+        """
+
+    @abstractmethod
+    def all_reduce(self, rows: Rows, produce: Produce) -> torch.Tensor:
+        """The sum over ranks, (rows, columns), new; the same to the last bit on every rank."""
+
+    @abstractmethod
+    def _exchange_cards(self, card: bytes) -> list[bytes]:
+        """Everybody's card, in the order of ranks."""
+
+    def meet(self, purpose: object) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            MismatchError: ranks have come for different exchanges; the same text on every rank.
+            UsageError: a rank cannot take part, see `refuse`; the same text on every rank.
+        """
+        cards = self._cards_for(purpose)
+        if any(card != cards[0] for card in cards):
+            raise disagreement(cards, self.ranks)
+
+    def refuse(self, why: str) -> NoReturn:
+        """Tell the other ranks, which come for an exchange, that this one cannot take part; raise on all of them."""
+        raise disagreement(self._cards_for(_OBJECTION + why), self.ranks)
+
+    def _cards_for(self, purpose: object) -> list[bytes]:
+        self._met += 1
+        return self._exchange_cards(f"{self._met} {purpose}".encode()[:CARD_BYTES].ljust(CARD_BYTES, b"\0"))
+
+
+def disagreement(cards: Sequence[bytes], ranks: Sequence[int]) -> MismatchError | UsageError:
+    """What ``cards``, which are not all alike, or object, say of ``ranks``."""
+    number = cards[0].partition(b" ")[0].decode()
+    meant: dict[str, list[int]] = {}
+    for rank, card in zip(ranks, cards, strict=True):
+        purpose = card.rstrip(b"\0").decode(errors="replace").partition(" ")[2]
+        meant.setdefault(purpose, []).append(rank)
+    objections = [
+        f"{rank_list(who)}: {purpose.removeprefix(_OBJECTION)}"
+        for purpose, who in meant.items()
+        if purpose.startswith(_OBJECTION)
+    ]
+    if objections:
+        return UsageError("; ".join(objections))
+    said = "; ".join(f"{rank_list(who)}: {purpose}" for purpose, who in meant.items())
+    return MismatchError(
+        f"tensor parallelism, exchange {number} of ranks {list(ranks)}: the ranks contradict one another ({said}). "
+        "Make the same calls in the same order on every rank, with the same shapes and dtypes"
+    )

@@ -1,0 +1,59 @@
+"""From the parts of a model to the checkpoint of the unsplit one, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdlite.tensor_parallel.moves import gather_shares
+from hvdlite.tensor_parallel.part import Part
+from hvdlite.tensor_parallel.split_module import SplitModule
+from hvdlite.tensor_parallel.team import Team
+
+
+def unsplit_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state_dict that the unsplit model would have, new, on every rank. Collective over the teams of its layers.
+
+    Raises:
+        MismatchError, CollectiveError: as `all_gather_matmul`.
+    """
+    splits = _splits(model)
+    state: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if name in splits:
+            team, part = splits[name]
+            state[name] = part.join(gather_shares(team.carrier, f"state_dict of {name}", value))
+        else:
+            state[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return state
+
+
+def load_unsplit_state_dict(model: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load this rank's parts of ``state``, a state_dict of the unsplit model. Nothing is communicated.
+
+    Args:
+        strict: see `torch.nn.Module.load_state_dict`, whose result is returned.
+
+    Raises:
+        ValueError: a tensor cannot be divided among the ranks.
+        RuntimeError: as of `torch.nn.Module.load_state_dict`.
+    """
+    splits = _splits(model)
+    parts = dict(state)
+    for name in splits.keys() & state.keys():
+        team, part = splits[name]
+        parts[name] = part.of(state[name], team.rank, team.size)
+    return model.load_state_dict(parts, strict)
+
+
+def _splits(model: nn.Module) -> dict[str, tuple[Team, Part]]:
+    """Of every tensor of the state_dict that is split."""
+    return {
+        f"{prefix}.{name}".lstrip("."): (module.team, part)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, SplitModule)
+        for name, part in module.parts.items()
+    }

@@ -1,0 +1,247 @@
+"""Matmuls of which each rank of a team does a part, with what must move before or after, and their gradients.
+
+Shards of rows are along dimension 0; dimensions between the first and the last come along. Columns of a weight are
+outputs. The gradients of each function are such matmuls again:
+
+| function              | forward                 | backward                                              |
+|-----------------------|-------------------------|-------------------------------------------------------|
+| all_gather_matmul     | gather x; x @ w + b     | reduce-scatter of grad @ w^T; gather x for x^T @ grad |
+| matmul_reduce_scatter | reduce-scatter of x @ w | gather grad, once; grad @ w^T and x^T @ grad          |
+| replicated_matmul     | x @ w + b               | all-reduce of grad @ w^T; x^T @ grad                  |
+| matmul_all_reduce     | all-reduce of x @ w     | grad @ w^T and x^T @ grad                             |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from hvdlite.tensor_parallel.carrier import Carrier, Rows
+from hvdlite.tensor_parallel.moves import objection
+from hvdlite.tensor_parallel.team import Team
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def all_gather_matmul(
+    x_shard: torch.Tensor, weight: torch.Tensor, team: Team, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The rows of all ranks, times this rank's columns of a weight; differentiable.
+
+    On one node it is one matmul, which reads the shared memory into which every rank has copied its rows.
+
+    Args:
+        x_shard: (rows / size, ..., inputs), of the same shape and dtype on every rank.
+        weight: (inputs, outputs of this rank), of the same shape on every rank.
+        bias: (outputs of this rank,).
+
+    Returns:
+        (rows, ..., outputs of this rank).
+
+    Raises:
+        UsageError: the arguments of a rank do not fit together; on every rank, with the same text.
+        MismatchError: ranks call different functions, or with other shapes or dtypes; on every rank.
+        CollectiveError: a rank has failed, or did not come in time.
+    """
+    carrier = _checked(team, "all_gather_matmul", x_shard, weight, bias)
+    product = _AllGatherMatmul.apply(_flat(x_shard), weight, bias, carrier)  # type: ignore[no-untyped-call]
+    return _shaped(product, x_shard, x_shard.shape[0] * team.size)
+
+
+def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of ``x @ weight``; differentiable.
+
+    On one node the matmul writes into shared memory, from where every rank adds up its rows, 16-bit floats in fp32.
+
+    Args:
+        x: (rows, ..., inputs of this rank), of the same shape and dtype on every rank; size divides the rows.
+        weight: (inputs of this rank, outputs), of the same shape on every rank.
+
+    Returns:
+        (rows / size, ..., outputs).
+
+    Raises:
+        UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
+    """
+    carrier = _checked(team, "matmul_reduce_scatter", x, weight, scatters=True)
+    product = _MatmulReduceScatter.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
+    return _shaped(product, x, x.shape[0] // team.size)
+
+
+def replicated_matmul(
+    x: torch.Tensor, weight: torch.Tensor, team: Team, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x``, which every rank has, times this rank's columns of a weight; differentiable. Backward communicates only.
+
+    Args:
+        x: (rows, ..., inputs), equal on every rank, and so is its gradient.
+        weight: (inputs, outputs of this rank).
+        bias: (outputs of this rank,).
+
+    Returns:
+        (rows, ..., outputs of this rank).
+
+    Raises:
+        UsageError, MismatchError, CollectiveError: as `all_gather_matmul`, in backward; UsageError also in forward.
+    """
+    why = _misfit("replicated_matmul", x, weight, bias)
+    if why:
+        team.carrier.refuse(why)
+    product = _ReplicatedMatmul.apply(_flat(x), weight, bias, team.carrier)  # type: ignore[no-untyped-call]
+    return _shaped(product, x, x.shape[0])
+
+
+def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
+    """The sum over ranks of ``x @ weight``, on every rank; differentiable.
+
+    Args:
+        x: (rows, ..., inputs of this rank), of the same shape and dtype on every rank.
+        weight: (inputs of this rank, outputs), of the same shape on every rank.
+
+    Returns:
+        (rows, ..., outputs), equal to the last bit on every rank.
+
+    Raises:
+        UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
+    """
+    carrier = _checked(team, "matmul_all_reduce", x, weight)
+    product = _MatmulAllReduce.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
+    return _shaped(product, x, x.shape[0])
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carrier: Carrier
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.carrier = carrier
+        return _product(carrier.gather(Rows.of(_purpose("all_gather_matmul", weight), x), x), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        purpose = _purpose("backward of all_gather_matmul", weight)
+        for_x = for_weight = None
+        if ctx.needs_input_grad[0]:
+            whole = Rows(purpose, (len(grad), x.shape[1]), x.dtype)
+            for_x = ctx.carrier.reduce_scatter(whole, lambda out: torch.mm(grad, weight.t(), out=out))
+        if ctx.needs_input_grad[1]:
+            for_weight = _weight_gradient(ctx.carrier.gather(Rows.of(purpose, x), x), grad, weight)
+        return for_x, for_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, carrier: Carrier) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.carrier = carrier
+        rows = Rows(_purpose("matmul_reduce_scatter", weight), (len(x), weight.shape[1]), x.dtype)
+        return carrier.reduce_scatter(rows, lambda out: torch.mm(x, weight, out=out))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        rows = Rows.of(_purpose("backward of matmul_reduce_scatter", weight), grad)
+        return *_local_gradients(ctx, x, weight, ctx.carrier.gather(rows, grad.contiguous())), None
+
+
+class _ReplicatedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carrier: Carrier
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.carrier = carrier
+        return _product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        for_x = None
+        if ctx.needs_input_grad[0]:
+            rows = Rows.of(_purpose("backward of replicated_matmul", weight), x)
+            for_x = ctx.carrier.all_reduce(rows, lambda out: torch.mm(grad, weight.t(), out=out))
+        for_weight = _weight_gradient(x, grad, weight) if ctx.needs_input_grad[1] else None
+        return for_x, for_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+class _MatmulAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, carrier: Carrier) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = Rows(_purpose("matmul_all_reduce", weight), (len(x), weight.shape[1]), x.dtype)
+        return carrier.all_reduce(rows, lambda out: torch.mm(x, weight, out=out))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+        x, weight = ctx.saved_tensors
+        return *_local_gradients(ctx, x, weight, grad), None
+
+
+def _local_gradients(ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Gradients:
+    """Of ``x @ weight`` by what ``grad``, which may be shared memory, is the gradient of."""
+    return (
+        grad @ weight.t() if ctx.needs_input_grad[0] else None,
+        _weight_gradient(x, grad, weight) if ctx.needs_input_grad[1] else None,
+    )
+
+
+def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x^T @ grad, which lies in memory as ``weight`` does, so that autograd need not copy it."""
+    return (grad.t() @ x).t() if weight.t().is_contiguous() else x.t() @ grad
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """A row for all but the last dimension."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _shaped(product: torch.Tensor, x: torch.Tensor, rows: int) -> torch.Tensor:
+    """``product`` with the dimensions of ``x`` between the first and the last."""
+    return product.view(rows, *x.shape[1:-1], product.shape[1])
+
+
+def _purpose(name: str, weight: torch.Tensor) -> str:
+    return f"{name} with a weight {tuple(weight.shape)}"
+
+
+def _checked(
+    team: Team,
+    name: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    scatters: bool = False,
+) -> Carrier:
+    """The carrier of an exchange in which all ranks take part; where this rank cannot, all ranks hear why."""
+    carrier = team.carrier
+    why = _misfit(name, x, weight, bias)
+    if not why and scatters and x.shape[0] % team.size:
+        why = f"{name}: the {x.shape[0]} rows of x {tuple(x.shape)} do not divide among {team.size} ranks"
+    if why:
+        carrier.refuse(why)
+    return carrier
+
+
+def _misfit(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why these cannot be multiplied; None if they can."""
+    why = objection(name, x, weight, *([] if bias is None else [bias]))
+    if why:
+        return why
+    if x.dim() < 2 or weight.dim() != 2 or x.shape[-1] != weight.shape[0]:
+        return f"{name}: x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit; pass (rows, ..., n) and (n, m)"
+    if bias is not None and tuple(bias.shape) != (weight.shape[1],):
+        return f"{name}: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; pass ({weight.shape[1]},)"
+    return None

@@ -1,0 +1,34 @@
+"""Layers whose parameters are parts of another layer's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from hvdlite.tensor_parallel.part import Part
+from hvdlite.tensor_parallel.team import Team
+
+
+class SplitModule(nn.Module):
+    """A layer of which every rank of ``team`` holds a part.
+
+    Attributes:
+        parts: of the parameters that are split, by name; the others are equal on every rank.
+    """
+
+    def __init__(self, team: Team, parts: Mapping[str, Part]) -> None:
+        super().__init__()
+        self.team = team
+        self.parts = dict(parts)
+
+    def take_part_of(self, whole: nn.Module) -> None:
+        """Hold this rank's part of the parameters of ``whole``, as copies.
+
+        Raises:
+            ValueError: they cannot be divided among the ranks.
+        """
+        for name, parameter in whole.named_parameters(recurse=False):
+            part = self.parts.get(name)
+            own = parameter.detach().clone() if part is None else part.of(parameter, self.team.rank, self.team.size)
+            self.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))

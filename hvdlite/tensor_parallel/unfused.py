@@ -1,0 +1,52 @@
+"""Ranks that cannot map each other's memory exchange rows by hvdlite's operations, before or after their matmuls."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdlite.tensor_parallel.carrier import Carrier, Produce, Rows
+from hvdlite.torch.process_set import ProcessSet
+from hvdlite.torch.reduce_options import Sum, reduce_options
+from hvdlite.torch.start import start_allgather, start_allreduce, start_reducescatter
+
+
+class UnfusedCarrier(Carrier):
+    """Exchanges by operations of ``process_set``; cards travel by a small allgather of their own.
+
+    Args:
+        name: of the operations; the same on every rank, and not taken.
+    """
+
+    def __init__(self, process_set: ProcessSet, name: str) -> None:
+        super().__init__(process_set.ranks, process_set.rank())
+        self._process_set = process_set
+        self._name = name
+        self._options = reduce_options(None, Sum, 1.0, 1.0, process_set)
+
+    def gather(self, rows: Rows, shard: torch.Tensor) -> torch.Tensor:
+        self.meet(rows)
+        return self._allgather("rows", shard)
+
+    def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
+        product = self._product(rows, produce)
+        name = f"{self._name}.reduce_scatter"
+        return start_reducescatter([product], name, self._options, grouped=False).synchronize()[0]
+
+    def all_reduce(self, rows: Rows, produce: Produce) -> torch.Tensor:
+        product = self._product(rows, produce)
+        name = f"{self._name}.all_reduce"
+        return start_allreduce([product], name, self._options, in_place=True, grouped=False).synchronize()[0]
+
+    def _product(self, rows: Rows, produce: Produce) -> torch.Tensor:
+        self.meet(rows)
+        product = torch.empty(rows.shape, dtype=rows.dtype)
+        produce(product)
+        return product
+
+    def _exchange_cards(self, card: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(card), dtype=torch.uint8).unsqueeze(0)
+        return [row.numpy().tobytes() for row in self._allgather("cards", own)]
+
+    def _allgather(self, what: str, tensor: torch.Tensor) -> torch.Tensor:
+        name = f"{self._name}.{what}"
+        return start_allgather([tensor], name, self._process_set, grouped=False).synchronize()[0]

@@ -1,0 +1,403 @@
+"""Split layers compute what unsplit ones do, forward and backward; on one node through shared memory, and without."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hvdlite.tensor_parallel as tp
+import hvdlite.torch as hvd
+from hvdlite.errors import MismatchError, UsageError
+from tensor_parallel_lab import WORDS, Transformer, batch, close, integers
+
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=["auto", "unfused"])
+def team(request: pytest.FixtureRequest, running: None) -> tp.Team:
+    """Of all ranks, on one node."""
+    return tp.init(hvd.size(), method=request.param).tp
+
+
+def rows_of(whole: torch.Tensor, team: tp.Team) -> torch.Tensor:
+    return whole.chunk(team.size)[team.rank]
+
+
+def columns_of(whole: torch.Tensor, team: tp.Team) -> torch.Tensor:
+    return whole.chunk(team.size, -1)[team.rank]
+
+
+# The functions, on integers: every sum is exact, in any order.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("between", [(), (3,)], ids=["matrix", "batch"])
+def test_all_gather_matmul(team: tp.Team, dtype: torch.dtype, between: tuple[int, ...]) -> None:
+    n = team.size
+    x = integers(2 * n, *between, 5, dtype=dtype, salt=1).requires_grad_()
+    weight = integers(5, 3 * n, dtype=dtype, salt=2).requires_grad_()
+    bias = integers(3 * n, dtype=dtype, salt=3).requires_grad_()
+    whole = x @ weight + bias
+    upstream = integers(*whole.shape, dtype=dtype, salt=4)
+    expected = torch.autograd.grad(whole, (x, weight, bias), upstream)
+
+    own = [part.detach().clone().requires_grad_() for part in (rows_of(x, team), columns_of(weight, team))]
+    own.append(columns_of(bias, team).detach().clone().requires_grad_())
+    y = tp.all_gather_matmul(own[0], own[1], team, own[2])
+    assert torch.equal(y, columns_of(whole, team))
+    found = torch.autograd.grad(y, own, columns_of(upstream, team))
+    assert torch.equal(found[0], rows_of(expected[0], team))
+    assert torch.equal(found[1], columns_of(expected[1], team))
+    assert torch.equal(found[2], columns_of(expected[2], team))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("between", [(), (3,)], ids=["matrix", "batch"])
+def test_matmul_reduce_scatter(team: tp.Team, dtype: torch.dtype, between: tuple[int, ...]) -> None:
+    n = team.size
+    x = integers(2 * n, *between, 3 * n, dtype=dtype, salt=1).requires_grad_()
+    weight = integers(3 * n, 5, dtype=dtype, salt=2).requires_grad_()
+    whole = x @ weight
+    upstream = integers(*whole.shape, dtype=dtype, salt=4)
+    expected = torch.autograd.grad(whole, (x, weight), upstream)
+
+    own = [columns_of(x, team).detach().clone().requires_grad_(), rows_of(weight, team).detach().requires_grad_()]
+    z = tp.matmul_reduce_scatter(own[0], own[1], team)
+    assert torch.equal(z, rows_of(whole, team))
+    found = torch.autograd.grad(z, own, rows_of(upstream, team))
+    assert torch.equal(found[0], columns_of(expected[0], team))
+    assert torch.equal(found[1], rows_of(expected[1], team))
+
+
+def test_sums_of_16_bits_are_rounded_once(team: tp.Team) -> None:
+    """256 + 1 is 256 in bfloat16, and 256 + 1 + 1 is 258."""
+    if team.size < 3:
+        pytest.skip("two numbers are rounded once anyway")
+    own = torch.full((team.size, 1), 256.0 if team.rank == 0 else 1.0 if team.rank < 3 else 0.0, dtype=torch.bfloat16)
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    assert tp.matmul_reduce_scatter(own, one, team).item() == 258
+    assert tp.matmul_all_reduce(own, one, team).tolist() == [[258]] * team.size
+
+
+def test_windows_grow_and_are_used_in_turns(team: tp.Team) -> None:
+    """Each result stays what it was while later exchanges, larger and smaller, overwrite the windows."""
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step, rows in enumerate([1, 2, 4096, 3, 20_000, 0, 5]):
+        x = integers(rows * team.size, 16, salt=step)
+        results.append((tp.gather_rows(rows_of(x, team), team), x))
+        if rows:
+            one = torch.eye(16)
+            shares = x / team.size if team.size in (1, 2, 4) else x * (team.rank == 0)
+            results.append((tp.matmul_reduce_scatter(shares, one, team), rows_of(x, team)))
+            results.append((tp.matmul_all_reduce(shares, one, team), x))
+    for found, expected in results:
+        assert torch.equal(found, expected)
+
+
+def test_memory_made_ahead(team: tp.Team) -> None:
+    for _ in range(2):
+        team.reserve((team.size, 1 << 18), torch.float64)
+    assert torch.equal(tp.gather_rows(torch.full((1, 2), float(team.rank)), team)[:, 0], torch.arange(1.0 * team.size))
+
+
+def test_a_frozen_input_or_weight(team: tp.Team) -> None:
+    x, weight = integers(team.size, 4).requires_grad_(), integers(4, 2)
+    y = tp.matmul_reduce_scatter(x, weight, team)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(team.size, 2) @ weight.t())  # type: ignore[arg-type]
+    shard, weight = integers(1, 4), integers(4, 2).requires_grad_()
+    tp.all_gather_matmul(shard, weight, team).sum().backward()
+    assert torch.equal(weight.grad, team.size * shard.t().expand(4, 2))  # type: ignore[arg-type]
+
+
+def test_regions(team: tp.Team) -> None:
+    whole = integers(2 * team.size, 3, 4 * team.size).requires_grad_()
+    for split, gather, part_of in (
+        (tp.split_rows, tp.gather_rows, rows_of),
+        (tp.split_columns, tp.gather_columns, columns_of),
+    ):
+        part = split(whole, team)
+        assert torch.equal(part, part_of(whole, team))
+        back = gather(part, team)
+        assert torch.equal(back, whole)
+        upstream = integers(*whole.shape, salt=5)
+        assert torch.equal(torch.autograd.grad(back, whole, upstream)[0], upstream)
+
+
+# Layers.
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "rows"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_a_column_and_a_row(team: tp.Team, dtype: torch.dtype, sequence_parallel: bool, bias: bool) -> None:
+    torch.manual_seed(3)
+    up, down = nn.Linear(7, 12, bias, dtype=dtype), nn.Linear(12, 6, bias, dtype=dtype)
+    torch.manual_seed(3)
+    split_up = tp.ColumnParallelLinear(7, 12, team, bias, sequence_parallel=sequence_parallel, dtype=dtype)
+    split_down = tp.RowParallelLinear(12, 6, team, bias, sequence_parallel=sequence_parallel, dtype=dtype)
+    unsplit = tp.unsplit_state_dict(nn.ModuleList([split_up, split_down]))
+    for name, value in nn.ModuleList([up, down]).state_dict().items():
+        assert torch.equal(unsplit[name], value), name
+
+    n = team.size
+    x = torch.randn(2 * n, 3, 7, dtype=dtype).requires_grad_()
+    expected = down(functional.gelu(up(x)))
+    own_x = (rows_of(x, team) if sequence_parallel else x).detach().clone().requires_grad_()
+    found = split_down(functional.gelu(split_up(own_x)))
+    close(found, rows_of(expected, team) if sequence_parallel else expected)
+
+    upstream = torch.randn(expected.shape, dtype=dtype)
+    expected.backward(upstream)
+    found.backward(rows_of(upstream, team) if sequence_parallel else upstream)
+    assert x.grad is not None
+    close(own_x.grad, rows_of(x.grad, team) if sequence_parallel else x.grad)
+    for layer, split in ((up, split_up), (down, split_down)):
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None
+            part = split.parts.get(name)
+            close(
+                split.get_parameter(name).grad,
+                parameter.grad if part is None else part.of(parameter.grad, team.rank, n),
+            )
+    assert (split_up.bias is None) is not bias
+
+
+def test_outputs_gathered_and_inputs_split(team: tp.Team) -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(5, 24), nn.Linear(24, 3)
+    split_first = tp.ColumnParallelLinear.split(first, team, gather_output=True, blocks=2)
+    split_second = tp.RowParallelLinear.split(second, team, input_is_parallel=False)
+    x = torch.randn(4, 5).requires_grad_()
+    own_x = x.detach().clone().requires_grad_()
+    expected, found = second(first(x)), split_second(split_first(own_x))
+    close(split_first(x), first(x))
+    close(found, expected)
+    upstream = torch.randn(4, 3)
+    expected.backward(upstream)
+    found.backward(upstream)
+    assert first.weight.grad is not None
+    close(own_x.grad, x.grad)
+    close(split_first.weight.grad, split_first.parts["weight"].of(first.weight.grad, team.rank, team.size))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "rows"])
+def test_an_embedding(team: tp.Team, sequence_parallel: bool) -> None:
+    torch.manual_seed(1)
+    whole = nn.Embedding(WORDS, 5)
+    torch.manual_seed(1)
+    split = tp.VocabularyParallelEmbedding(WORDS, 5, team, sequence_parallel=sequence_parallel)
+    words = torch.arange(2 * WORDS).remainder(WORDS).view(WORDS, 2)
+    expected, found = whole(words), split(words.int())
+    own = rows_of if sequence_parallel else lambda x, _: x
+    assert torch.equal(found, own(expected, team))
+    upstream = integers(*expected.shape)
+    expected.backward(upstream)
+    found.backward(own(upstream, team))
+    assert whole.weight.grad is not None
+    assert torch.equal(split.weight.grad, rows_of(whole.weight.grad, team))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(team: tp.Team, dtype: torch.dtype, reduction: str) -> None:
+    torch.manual_seed(2)
+    logits = (10 * torch.randn(3, 4, WORDS)).to(dtype)
+    logits[0, 0, :12] = -torch.inf  # as of masked words: all of some ranks' share
+    logits.requires_grad_()
+    targets = torch.randint(WORDS // 2, WORDS, (3, 4))
+    targets[1] = -100
+    wide = logits.to(torch.promote_types(dtype, torch.float32))
+    expected = functional.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction=reduction)
+    own = columns_of(logits, team).detach().clone().requires_grad_()
+    found = tp.vocabulary_parallel_cross_entropy(own, targets, team, reduction=reduction)
+    close(found, expected.view(found.shape))
+    expected.sum().backward()
+    found.sum().backward()
+    assert logits.grad is not None
+    close(own.grad, columns_of(logits.grad, team))
+
+
+def test_a_copy_of_a_layer_is_of_the_same_team(team: tp.Team) -> None:
+    layer = tp.ColumnParallelLinear(3, 12, team)
+    other = copy.deepcopy(layer)
+    assert other.team is team
+    x = torch.ones(2, 3)
+    assert torch.equal(layer(x), other(x))
+    assert "blocks=1" in repr(layer)
+
+
+# Models.
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel"),
+    [(1, True), (2, False), (2, True), (3, False), (3, True), (4, False), (4, True)],
+)
+def test_training_equals_one_process(tp_size: int, sequence_parallel: bool) -> None:
+    """On a grid of tp_size by whatever is left: 20 steps, then the checkpoint, then back."""
+    if hvd.size() % tp_size:
+        pytest.skip(f"{tp_size} does not divide {hvd.size()} ranks")
+    grid = tp.init(tp_size)
+    torch.manual_seed(0)
+    reference = Transformer().double()
+    model = copy.deepcopy(reference).split(grid.tp, sequence_parallel)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), process_set=grid.dp)
+    own = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for step in range(20):
+        losses = [reference(*batch(step, place)) for place in range(grid.dp.size())]
+        own.zero_grad()
+        torch.stack(losses).mean().backward()
+        own.step()
+        optimizer.zero_grad()
+        loss = model(*batch(step, grid.dp.rank()))
+        close(loss, losses[grid.dp.rank()])
+        loss.backward()
+        optimizer.step()
+    whole = tp.unsplit_state_dict(model)
+    expected = reference.state_dict()
+    assert whole.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-8, atol=1e-8)
+
+    torch.manual_seed(1)
+    fresh = Transformer().double().split(grid.tp, sequence_parallel)
+    tp.load_unsplit_state_dict(fresh, whole)
+    for name, value in fresh.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_a_grid_is_made_once() -> None:
+    for tp_size in (1, hvd.size()):
+        first, second = tp.init(tp_size), tp.init(tp_size)
+        assert first.tp.process_set.process_set_id == second.tp.process_set.process_set_id
+        assert (first.tp.size, first.dp.size()) == (tp_size, hvd.size() // tp_size)
+        assert first.tp.rank * first.dp.size() + first.dp.rank() < hvd.size()
+
+
+# Mistakes: the same error on every rank, and the team works on.
+
+
+def everywhere_the_same(team: tp.Team, kind: type[Exception], call: Callable[[], object], *words: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    texts = hvd.allgather_object(str(caught.value))
+    assert len(set(texts)) == 1, texts
+    for word in words:
+        assert word in texts[0], texts[0]
+    assert torch.equal(tp.gather_rows(torch.ones(1, 1), team), torch.ones(team.size, 1))
+
+
+def test_ranks_that_contradict_one_another(team: tp.Team) -> None:
+    if team.size == 1:
+        pytest.skip("one rank agrees with itself")
+    last = team.rank == team.size - 1
+    x, weight = torch.ones(team.size, 4), torch.ones(4, 4)
+    everywhere_the_same(
+        team,
+        MismatchError,
+        lambda: tp.all_gather_matmul(torch.ones(2 + last, 4), weight, team),
+        f"rank {team.size - 1}: all_gather_matmul with a weight (4, 4) of (3, 4) float32",
+        "(2, 4)",
+    )
+    everywhere_the_same(
+        team,
+        MismatchError,
+        lambda: tp.matmul_reduce_scatter(*(t.double() if last else t for t in (x, weight)), team),
+        "float64",
+        "float32",
+    )
+    everywhere_the_same(
+        team,
+        MismatchError,
+        lambda: tp.matmul_reduce_scatter(x, weight, team) if last else tp.all_gather_matmul(x, weight, team),
+        "matmul_reduce_scatter",
+        "all_gather_matmul",
+    )
+    everywhere_the_same(
+        team,
+        MismatchError,
+        lambda: tp.matmul_all_reduce(torch.ones(100_000 if last else 1, 4), weight, team),
+    )
+    logits = torch.zeros(2, 3)
+    everywhere_the_same(
+        team,
+        MismatchError,
+        lambda: tp.vocabulary_parallel_cross_entropy(logits, torch.tensor([0, int(last)]), team),
+        "targets that add up to 1",
+    )
+
+
+def test_a_rank_that_cannot_take_part(team: tp.Team) -> None:
+    wrong = team.rank == team.size - 1
+    x, weight = torch.ones(team.size, 4), torch.ones(4, 4)
+    who = f"rank {team.size - 1}: "
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: tp.all_gather_matmul(x[:, :3] if wrong else x, weight, team), "do not fit; pass (rows, ..., n)"),
+        (lambda: tp.all_gather_matmul(x, weight.double() if wrong else weight, team), "are mixed"),
+        (lambda: tp.matmul_all_reduce(x.int() if wrong else x, weight, team), "dtype torch.int32"),
+        (lambda: tp.matmul_reduce_scatter(x.to_sparse() if wrong else x, weight, team), "pass dense tensors"),
+        (lambda: tp.all_gather_matmul(x, weight, team, torch.ones(3 if wrong else 4)), "bias (3,) does not fit"),
+        (lambda: tp.gather_rows([x] if wrong else x, team), "expected a torch.Tensor"),  # type: ignore[arg-type]
+    ]
+    for call, text in cases:
+        everywhere_the_same(team, UsageError, call, who, text)
+    embedding = tp.VocabularyParallelEmbedding(12, 2, team)
+    words = torch.tensor([0, 12 if wrong else 11])
+    everywhere_the_same(team, UsageError, lambda: embedding(words), who, "from 0 to 12 are not of a vocabulary of 12")
+    everywhere_the_same(
+        team,
+        UsageError,
+        lambda: tp.vocabulary_parallel_cross_entropy(torch.zeros(2, 3), torch.zeros(2 - wrong).long(), team),
+        "do not fit targets (1,)",
+    )
+
+
+def test_what_does_not_divide(team: tp.Team) -> None:
+    with pytest.raises(ValueError, match="reduction is 'most'"):
+        tp.vocabulary_parallel_cross_entropy(torch.zeros(1, 1), torch.zeros(1).long(), team, reduction="most")
+    with pytest.raises(ValueError, match="method is 'ring'"):
+        tp.Team(method="ring")
+    with pytest.raises(ValueError, match="tp_size is 5, which does not divide"):
+        tp.init(5)
+    if team.size == 1:
+        return
+    everywhere_the_same(
+        team,
+        UsageError,
+        lambda: tp.matmul_reduce_scatter(torch.ones(team.size + 1, 2), torch.ones(2, 2), team),
+        f"do not divide among {team.size} ranks",
+    )
+    embedding = tp.VocabularyParallelEmbedding(12, 2, team, sequence_parallel=True)
+    everywhere_the_same(team, UsageError, lambda: embedding(torch.zeros(1).long()), "do not divide among")
+    for make in (
+        lambda: tp.ColumnParallelLinear(2, 12 * team.size + 1, team),
+        lambda: tp.RowParallelLinear(12 * team.size + 1, 2, team),
+        lambda: tp.VocabularyParallelEmbedding(12 * team.size + 1, 2, team),
+    ):
+        with pytest.raises(ValueError, match=f"does not divide {12 * team.size + 1}"):
+            make()
+
+
+def test_a_plan_that_does_not_fit(team: tp.Team) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(2, 12), "down": nn.Linear(12, 2)})
+    before = dict(model.named_modules())
+    split = tp.ColumnParallelLinear.split
+    for plan, text in (
+        ({"left": split}, "no module of the model matches 'left'; there are up, down"),
+        ({"up": split, "u*": split}, "module 'up' matches both 'up' and 'u\\*'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            tp.parallelize(model, plan, team)
+    with pytest.raises(ValueError, match="padding_idx, max_norm"):
+        tp.VocabularyParallelEmbedding.split(nn.Embedding(12, 2, padding_idx=0), team)
+    assert dict(model.named_modules()) == before
