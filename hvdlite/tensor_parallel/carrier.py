@@ -96,20 +96,19 @@ class Carrier(ABC):
 
 def disagreement(cards: Sequence[bytes], ranks: Sequence[int]) -> MismatchError | UsageError:
     """What ``cards``, which are not all alike, or object, say of ``ranks``."""
-    number = cards[0].partition(b" ")[0].decode()
-    meant: dict[str, list[int]] = {}
+    meant: dict[tuple[str, str], list[int]] = {}
     for rank, card in zip(ranks, cards, strict=True):
-        purpose = card.rstrip(b"\0").decode(errors="replace").partition(" ")[2]
-        meant.setdefault(purpose, []).append(rank)
+        number, _, purpose = card.rstrip(b"\0").decode(errors="replace").partition(" ")
+        meant.setdefault((number, purpose), []).append(rank)
     objections = [
         f"{rank_list(who)}: {purpose.removeprefix(_OBJECTION)}"
-        for purpose, who in meant.items()
+        for (_, purpose), who in meant.items()
         if purpose.startswith(_OBJECTION)
     ]
     if objections:
         return UsageError("; ".join(objections))
-    said = "; ".join(f"{rank_list(who)}: {purpose}" for purpose, who in meant.items())
+    said = "; ".join(f"{rank_list(who)}, exchange {number}: {purpose}" for (number, purpose), who in meant.items())
     return MismatchError(
-        f"tensor parallelism, exchange {number} of ranks {list(ranks)}: the ranks contradict one another ({said}). "
-        "Make the same calls in the same order on every rank, with the same shapes and dtypes"
+        f"tensor parallelism, ranks {list(ranks)}: the ranks contradict one another ({said}). Make the same calls in "
+        "the same order on every rank, with the same shapes and dtypes"
     )

@@ -41,9 +41,7 @@ class Team:
         self.process_set = check_process_set(process_set)
         self.method = method
         self._made: tuple[Group, Carrier] | None = None
-        group = process_set.group()
-        self._is_fused = method == "window" or (method == "auto" and len(group.world.topology.nodes) == 1)
-        self._check_nodes(group)
+        self._check_nodes(process_set.group())
 
     @property
     def size(self) -> int:
@@ -74,22 +72,24 @@ class Team:
     def _carrier_of(self, group: Group) -> Carrier:
         if group.size == 1:
             return LoneCarrier(group.ranks, group.rank)
+        self._check_nodes(group)
         name = f"tensor_parallel{group.next_number()}"
-        return WindowCarrier(group, name) if self._is_fused else UnfusedCarrier(self.process_set, name)
-
-    def _check_nodes(self, group: Group) -> None:
-        nodes = group.world.topology.nodes
-        if len(nodes) == 1:
-            return
-        where = ", ".join(f"{rank_list(ranks)} on one" for ranks in nodes)
-        text = f"tensor parallelism: ranks {list(group.ranks)} are on {len(nodes)} nodes ({where})"
-        if self._is_fused:
-            raise UsageError(f"{text}, and method='window' needs them on one; pass method='auto', or a smaller tp_size")
-        if group.rank == 0 and self.method == "auto":
+        if self.method == "unfused":
+            return UnfusedCarrier(self.process_set, name)
+        if len(group.world.topology.nodes) == 1:
+            return WindowCarrier(group, name)
+        if group.rank == 0:
             _LOG.warning(
                 "%s and cannot map each other's memory: they go by hvdlite's operations, unfused. A tp_size that "
                 "divides the ranks of a node is faster",
-                text,
+                _whereabouts(group),
+            )
+        return UnfusedCarrier(self.process_set, name)
+
+    def _check_nodes(self, group: Group) -> None:
+        if self.method == "window" and len(group.world.topology.nodes) > 1:
+            raise UsageError(
+                f"{_whereabouts(group)}, and method='window' needs them on one; pass method='auto' or a smaller tp_size"
             )
 
     def __deepcopy__(self, memo: object) -> Team:
@@ -100,3 +100,9 @@ class Team:
 
     def __repr__(self) -> str:
         return f"Team({self.process_set!r}, method={self.method!r})"
+
+
+def _whereabouts(group: Group) -> str:
+    nodes = group.world.topology.nodes
+    where = ", ".join(f"{rank_list(ranks)} on one" for ranks in nodes)
+    return f"tensor parallelism: ranks {list(group.ranks)} are on {len(nodes)} nodes ({where})"

@@ -243,7 +243,7 @@ def test_a_copy_of_a_layer_is_of_the_same_team(team: tp.Team) -> None:
     [(1, True), (2, False), (2, True), (3, False), (3, True), (4, False), (4, True)],
 )
 def test_training_equals_one_process(tp_size: int, sequence_parallel: bool) -> None:
-    """On a grid of tp_size by whatever is left: 20 steps, then the checkpoint, then back."""
+    """On a grid of tp_size by whatever is left: some steps, then the checkpoint, then back."""
     if hvd.size() % tp_size:
         pytest.skip(f"{tp_size} does not divide {hvd.size()} ranks")
     grid = tp.init(tp_size)
@@ -253,7 +253,7 @@ def test_training_equals_one_process(tp_size: int, sequence_parallel: bool) -> N
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), process_set=grid.dp)
     own = torch.optim.AdamW(reference.parameters(), lr=1e-2)
-    for step in range(20):
+    for step in range(20 if sequence_parallel else 5):
         losses = [reference(*batch(step, place)) for place in range(grid.dp.size())]
         own.zero_grad()
         torch.stack(losses).mean().backward()
@@ -306,7 +306,8 @@ def test_ranks_that_contradict_one_another(team: tp.Team) -> None:
         team,
         MismatchError,
         lambda: tp.all_gather_matmul(torch.ones(2 + last, 4), weight, team),
-        f"rank {team.size - 1}: all_gather_matmul with a weight (4, 4) of (3, 4) float32",
+        f"rank {team.size - 1}, exchange ",
+        ": all_gather_matmul with a weight (4, 4) of (3, 4) float32",
         "(2, 4)",
     )
     everywhere_the_same(

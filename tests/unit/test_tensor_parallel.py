@@ -1,0 +1,95 @@
+"""What tensor parallelism decides without other ranks: parts, cards, names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdlite.errors import MismatchError, UsageError
+from hvdlite.tensor_parallel.carrier import CARD_BYTES, Carrier, Produce, Rows, disagreement
+from hvdlite.tensor_parallel.part import Part
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("part", [Part(0), Part(1), Part(0, 2), Part(1, 3)], ids=str)
+def test_parts_join_to_the_whole(part: Part, size: int) -> None:
+    whole = torch.arange(12.0 * 18 * 2).view(12, 18, 2)
+    shares = [part.of(whole, rank, size) for rank in range(size)]
+    assert len({tuple(share.shape) for share in shares}) == 1
+    assert all(share.is_contiguous() for share in shares)
+    assert torch.equal(part.join(shares), whole)
+    shares[0].zero_()
+    assert whole[0, 0, 1] == 1
+
+
+def test_every_rank_has_a_share_of_each_block() -> None:
+    whole = torch.tensor([*b"qqQQkkKKvvVV"])
+    assert bytes(Part(0, 3).of(whole, 0, 2).tolist()) == b"qqkkvv"
+    assert bytes(Part(0, 3).of(whole, 1, 2).tolist()) == b"QQKKVV"
+
+
+def test_what_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="dimension 0 .* among 2 ranks: 2 does not divide 3"):
+        Part(0).of(torch.zeros(3, 4), 0, 2)
+    with pytest.raises(ValueError, match="of each of 3 blocks among 2 ranks: 6 does not divide 4"):
+        Part(1, 3).of(torch.zeros(3, 4), 0, 2)
+
+
+class Table(Carrier):
+    """Its rank puts a card on a table where those of the others lie already."""
+
+    def __init__(self, rank: int, others: list[str]) -> None:
+        super().__init__((4, 5, 7), rank)
+        self.others = others
+
+    def gather(self, rows: Rows, shard: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
+        raise NotImplementedError
+
+    all_reduce = reduce_scatter
+
+    def _exchange_cards(self, card: bytes) -> list[bytes]:
+        assert len(card) == CARD_BYTES
+        cards = [text.encode().ljust(CARD_BYTES, b"\0") for text in self.others]
+        return [*cards[: self.rank], card, *cards[self.rank :]]
+
+
+ROWS = Rows("gather", (2, 3), torch.float32)
+
+
+def test_ranks_that_mean_the_same() -> None:
+    Table(1, ["1 gather of (2, 3) float32"] * 2).meet(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("1 gather of (2, 4) float32", "1: gather of (2, 4) float32"),
+        ("1 scatter of (2, 3) float32", "1: scatter of (2, 3) float32"),
+        ("0 gather of (2, 3) float32", "0: gather of (2, 3) float32"),
+    ],
+)
+def test_ranks_that_contradict_one_another(other: str, said: str) -> None:
+    with pytest.raises(MismatchError) as caught:
+        Table(1, ["1 gather of (2, 3) float32", other]).meet(ROWS)
+    assert "ranks [4, 5, 7]: the ranks contradict one another" in str(caught.value)
+    assert "ranks 4 and 5, exchange 1: gather of (2, 3) float32; rank 7, exchange " + said in str(caught.value)
+
+
+def test_an_objection_is_everybodys_error() -> None:
+    for carrier in (Table(0, ["1 gather of (2, 3) float32", "1 !no room"]), Table(0, ["1 !no room"] * 2)):
+        with pytest.raises(UsageError, match="no room"):
+            carrier.meet(ROWS)
+    with pytest.raises(UsageError, match="^rank 4: too wide; ranks 5 and 7: no room$"):
+        Table(0, ["1 !no room"] * 2).refuse("too wide")
+
+
+def test_long_texts_are_cut() -> None:
+    with pytest.raises(UsageError, match="^rank 4: w{500}"):
+        Table(0, ["1 gather"] * 2).refuse("w" * 1000)
+    assert isinstance(disagreement([b"1 a", b"1 b", b"1 a"], (0, 1, 2)), MismatchError)
+    assert "(ranks 0 and 2, exchange 1: a; rank 1, exchange 1: b)" in str(
+        disagreement([b"1 a", b"1 b", b"1 a"], (0, 1, 2))
+    )
