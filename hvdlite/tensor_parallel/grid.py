@@ -25,7 +25,7 @@ def init(tp_size: int, method: str = "auto") -> Grid:
     """Divide the ranks of the job into teams of ``tp_size``; all ranks call it, after hvd.init().
 
     Teams take the ranks of a node one after the other, so they lie within nodes where ``tp_size`` divides the ranks of
-    each. Ranks that have joined the same place of their teams are a column.
+    each. Ranks with the same place in their teams are a column.
 
     Args:
         method: see `Team`.

@@ -157,11 +157,12 @@ class RowParallelLinear(SplitModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = x if self.input_is_parallel else split_columns(x, self.team)
-        if not self.sequence_parallel:
-            y = matmul_all_reduce(own, self.weight.t(), self.team)
-            return y if self.bias is None else y + self.bias
-        y = matmul_reduce_scatter(own, self.weight.t(), self.team)
-        return y if self.bias is None else y + sum_gradient(self.bias, self.team)
+        multiply = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
+        y = multiply(own, self.weight.t(), self.team)
+        if self.bias is None:
+            return y
+        bias = sum_gradient(self.bias, self.team) if self.sequence_parallel else self.bias
+        return y + bias.to(y.dtype)  # another one under autocast
 
     def extra_repr(self) -> str:
         return (

@@ -13,18 +13,22 @@ outputs. The gradients of each function are such matmuls again:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hvdlite.tensor_parallel.carrier import Carrier, Rows
-from hvdlite.tensor_parallel.moves import objection
+from hvdlite.tensor_parallel.eager import eager
+from hvdlite.tensor_parallel.moves import FLOATING, objection
 from hvdlite.tensor_parallel.team import Team
+
+T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 Gradients = tuple[torch.Tensor | None, ...]
 
 
+@eager
 def all_gather_matmul(
     x_shard: torch.Tensor, weight: torch.Tensor, team: Team, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -45,11 +49,13 @@ def all_gather_matmul(
         MismatchError: ranks call different functions, or with other shapes or dtypes; on every rank.
         CollectiveError: a rank has failed, or did not come in time.
     """
-    carrier = _checked(team, "all_gather_matmul", x_shard, weight, bias)
-    product = _AllGatherMatmul.apply(_flat(x_shard), weight, bias, carrier)  # type: ignore[no-untyped-call]
-    return _shaped(product, x_shard, x_shard.shape[0] * team.size)
+    x, weight, bias = _autocast(x_shard), _autocast(weight), _autocast(bias)
+    carrier = _checked(team, "all_gather_matmul", x, weight, bias)
+    product = _AllGatherMatmul.apply(_flat(x), weight, bias, carrier)  # type: ignore[no-untyped-call]
+    return _shaped(product, x, x.shape[0] * team.size)
 
 
+@eager
 def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
     """This rank's rows of the sum over ranks of ``x @ weight``; differentiable.
 
@@ -65,11 +71,13 @@ def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, team: Team) -> 
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
     """
+    x, weight = _autocast(x), _autocast(weight)
     carrier = _checked(team, "matmul_reduce_scatter", x, weight, scatters=True)
     product = _MatmulReduceScatter.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
     return _shaped(product, x, x.shape[0] // team.size)
 
 
+@eager
 def replicated_matmul(
     x: torch.Tensor, weight: torch.Tensor, team: Team, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -86,6 +94,7 @@ def replicated_matmul(
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`, in backward; UsageError also in forward.
     """
+    x, weight, bias = _autocast(x), _autocast(weight), _autocast(bias)
     why = _misfit("replicated_matmul", x, weight, bias)
     if why:
         team.carrier.refuse(why)
@@ -93,6 +102,7 @@ def replicated_matmul(
     return _shaped(product, x, x.shape[0])
 
 
+@eager
 def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
     """The sum over ranks of ``x @ weight``, on every rank; differentiable.
 
@@ -106,6 +116,7 @@ def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torc
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
     """
+    x, weight = _autocast(x), _autocast(weight)
     carrier = _checked(team, "matmul_all_reduce", x, weight)
     product = _MatmulAllReduce.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
     return _shaped(product, x, x.shape[0])
@@ -147,7 +158,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         rows = Rows.of(_purpose("backward of matmul_reduce_scatter", weight), grad)
-        return *_local_gradients(ctx, x, weight, ctx.carrier.gather(rows, grad.contiguous())), None
+        return *_local_gradients(ctx, x, weight, ctx.carrier.gather(rows, grad)), None
 
 
 class _ReplicatedMatmul(torch.autograd.Function):
@@ -200,6 +211,17 @@ def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x @ weight if bias is None else torch.addmm(bias, x, weight)
+
+
+def _autocast(tensor: T) -> T:
+    """``tensor`` in the dtype that `torch.autocast` wants of operands of a matmul; as it is where there is none."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING or tensor.dtype == torch.float64:
+        return tensor
+    if hasattr(torch, "get_autocast_dtype"):
+        wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
+    else:  # before torch 2.4
+        wanted = torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else tensor.dtype
+    return tensor.to(wanted)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from hvdlite.tensor_parallel.team import Team
@@ -30,11 +31,11 @@ def parallelize(model: M, plan: Mapping[str, Split], team: Team) -> M:
             module.
 
     Returns:
-        ``model``.
+        ``model``. Parameters that several modules share, such as those of an embedding and a head, stay shared.
 
     Raises:
-        ValueError: a pattern matches no module, or several match the same one; or a layer cannot be divided. The model
-            is as it was.
+        ValueError: a pattern matches no module, or several match the same one; a layer cannot be divided; or of modules
+            that share a parameter only some are split. The model is as it was.
     """
     chosen: dict[str, tuple[str, Split]] = {}
     names = [name for name, _ in model.named_modules() if name]
@@ -47,7 +48,24 @@ def parallelize(model: M, plan: Mapping[str, Split], team: Team) -> M:
                 raise ValueError(f"module {name!r} matches both {chosen[name][0]!r} and {pattern!r}; let one match")
             chosen[name] = pattern, split
     parts = {name: split(model.get_submodule(name), team) for name, (_, split) in chosen.items()}
+    _keep_ties(model, parts)
     for name, part in parts.items():
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, part)
     return model
+
+
+def _keep_ties(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+    """Let ``parts`` share parameters where the modules whose place they take do."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    for names in names_of.values():
+        places = [(module, own) for module, _, own in (name.rpartition(".") for name in names) if module in parts]
+        if len(names) == 1 or not places:
+            continue
+        shared = [parts[module].get_parameter(own) for module, own in places]
+        if len(shared) < len(names) or any(not torch.equal(other, shared[0]) for other in shared):
+            raise ValueError(f"{' and '.join(names)} are one parameter; split all of their modules alike, or none")
+        for module, own in places:
+            parts[module].register_parameter(own, shared[0])

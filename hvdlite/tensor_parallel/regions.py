@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hvdlite.tensor_parallel.carrier import Carrier
+from hvdlite.tensor_parallel.eager import eager
 from hvdlite.tensor_parallel.moves import gather_shares, objection, scatter_sum, sum_over_ranks
 from hvdlite.tensor_parallel.part import Part
 from hvdlite.tensor_parallel.team import Team
@@ -36,6 +37,7 @@ class _Moved(torch.autograd.Function):
         return ctx.backward_move(grad), None, None
 
 
+@eager
 def gather_rows(shard: torch.Tensor, team: Team) -> torch.Tensor:
     """The whole of an activation of which each rank has rows, (rows / size, ...) to (rows, ...); differentiable.
 
@@ -45,6 +47,7 @@ def gather_rows(shard: torch.Tensor, team: Team) -> torch.Tensor:
     return _gathered("gather_rows", shard, Part(0), team)
 
 
+@eager
 def split_rows(whole: torch.Tensor, team: Team) -> torch.Tensor:
     """This rank's rows, (rows, ...) to (rows / size, ...); the mirror of `gather_rows`. Backward communicates.
 
@@ -54,6 +57,7 @@ def split_rows(whole: torch.Tensor, team: Team) -> torch.Tensor:
     return _split("split_rows", whole, Part(0), team)
 
 
+@eager
 def gather_columns(shard: torch.Tensor, team: Team, blocks: int = 1) -> torch.Tensor:
     """The whole of an activation of which each rank has columns, (..., n / size) to (..., n); differentiable.
 
@@ -66,6 +70,7 @@ def gather_columns(shard: torch.Tensor, team: Team, blocks: int = 1) -> torch.Te
     return _gathered("gather_columns", shard, Part(shard.dim() - 1, blocks), team)
 
 
+@eager
 def split_columns(whole: torch.Tensor, team: Team) -> torch.Tensor:
     """This rank's columns, (..., n) to (..., n / size); the mirror of `gather_columns`. Backward communicates.
 
@@ -75,6 +80,7 @@ def split_columns(whole: torch.Tensor, team: Team) -> torch.Tensor:
     return _split("split_columns", whole, Part(whole.dim() - 1), team)
 
 
+@eager
 def reduce_shares(share: torch.Tensor, team: Team, *, scatters: bool) -> torch.Tensor:
     """The sum over ranks of ``share``, (rows, ...), or this rank's rows of it; differentiable."""
     carrier = team.carrier
@@ -84,6 +90,7 @@ def reduce_shares(share: torch.Tensor, team: Team, *, scatters: bool) -> torch.T
     return _moved(share, _over(sum_over_ranks, carrier, "reduce_shares"), lambda grad: grad)
 
 
+@eager
 def sum_gradient(parameter: torch.Tensor, team: Team) -> torch.Tensor:
     """``parameter``, which is equal on every rank and which each applies to rows of its own: gradients are added up."""
     backward = _over(sum_over_ranks, team.carrier, "sum_gradient")

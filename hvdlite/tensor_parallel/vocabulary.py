@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hvdlite.tensor_parallel.carrier import Carrier, Rows
+from hvdlite.tensor_parallel.eager import eager
 from hvdlite.tensor_parallel.moves import objection
 from hvdlite.tensor_parallel.part import Part
 from hvdlite.tensor_parallel.regions import reduce_shares
@@ -78,6 +79,7 @@ class VocabularyParallelEmbedding(SplitModule):
         made.take_part_of(embedding)
         return made
 
+    @eager
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         """Look up ``words``, (rows, ...) integers, equal on every rank.
 
@@ -105,6 +107,7 @@ class VocabularyParallelEmbedding(SplitModule):
         )
 
 
+@eager
 def vocabulary_parallel_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, team: Team, *, ignore_index: int = -100, reduction: str = "mean"
 ) -> torch.Tensor:

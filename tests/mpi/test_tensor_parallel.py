@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from mpi4py import MPI
 from torch import nn
 from torch.nn import functional
 
 import hvdlite.tensor_parallel as tp
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError, UsageError
+from hvdlite.tensor_parallel.carrier import Rows
+from hvdlite.tensor_parallel.window import WindowCarrier
 from tensor_parallel_lab import WORDS, Transformer, batch, close, integers
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
@@ -100,6 +104,36 @@ def test_windows_grow_and_are_used_in_turns(team: tp.Team) -> None:
             results.append((tp.matmul_all_reduce(shares, one, team), x))
     for found, expected in results:
         assert torch.equal(found, expected)
+
+
+def test_what_is_read_is_not_overwritten(team: tp.Team, comm: MPI.Intracomm) -> None:
+    """The first rank reads what it has gathered once all others have filled the window for the exchange after that."""
+    carrier = team.carrier
+    if not isinstance(carrier, WindowCarrier):
+        pytest.skip("of shared memory")
+    rows = Rows("test", (2, 3), torch.float32)
+    gathered = carrier.gather(rows, torch.full((2, 3), 1.0 + team.rank))
+
+    def fill(own: torch.Tensor) -> None:
+        own.fill_(-1)
+        if team.rank:
+            comm.Barrier()
+
+    if team.rank == 0:
+        comm.Barrier()
+    kept = gathered.clone()
+    assert torch.equal(carrier.all_reduce(rows, fill), torch.full((2, 3), -1.0 * team.size))
+    assert kept[:, 0].tolist() == [1.0 + place // 2 for place in range(2 * team.size)]
+
+
+def test_no_rows(team: tp.Team) -> None:
+    weight = torch.ones(3, 2).requires_grad_()
+    for multiply in (tp.all_gather_matmul, tp.matmul_reduce_scatter, tp.matmul_all_reduce, tp.replicated_matmul):
+        x = torch.ones(0, 3).requires_grad_()
+        y = multiply(x, weight, team)
+        y.sum().backward()
+        assert (y.shape, x.grad.shape) == ((0, 2), (0, 3))  # type: ignore[union-attr]
+    assert torch.equal(weight.grad, torch.zeros(3, 2))  # type: ignore[arg-type]
 
 
 def test_memory_made_ahead(team: tp.Team) -> None:
@@ -235,6 +269,59 @@ def test_a_copy_of_a_layer_is_of_the_same_team(team: tp.Team) -> None:
     assert "blocks=1" in repr(layer)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "rows"])
+def test_under_autocast(team: tp.Team, sequence_parallel: bool) -> None:
+    """As `torch.nn.Linear`: products in bfloat16, gradients of parameters in their own dtype."""
+    torch.manual_seed(5)
+    whole = nn.Sequential(nn.Linear(7, 12), nn.Linear(12, 6))
+    plan = {
+        "0": partial(tp.ColumnParallelLinear.split, sequence_parallel=sequence_parallel),
+        "1": partial(tp.RowParallelLinear.split, sequence_parallel=sequence_parallel),
+    }
+    split = tp.parallelize(copy.deepcopy(whole), plan, team)
+    x = torch.randn(2 * team.size, 7)
+    own = rows_of if sequence_parallel else lambda x, _: x
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, found = whole(x), split(own(x, team))
+    torch.testing.assert_close(found, own(expected, team), rtol=0.05, atol=0.05)
+    expected.sum().backward()
+    found.sum().backward()
+    for name, parameter in split[0].named_parameters():
+        gradient = whole[0].get_parameter(name).grad
+        assert gradient is not None
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, rows_of(gradient, team), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.time_limit(180)  # most of it imports the compiler, which a busy machine does slowly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch's own making, between two graphs
+def test_compiled() -> None:
+    team = tp.Team()
+    whole = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 4))
+    for parameter in whole.parameters():
+        parameter.data.copy_(integers(*parameter.shape))
+    plan = {
+        "0": partial(tp.ColumnParallelLinear.split, sequence_parallel=True),
+        "2": partial(tp.RowParallelLinear.split, sequence_parallel=True),
+    }
+    split = tp.parallelize(copy.deepcopy(whole), plan, team)
+    compiled = torch.compile(split, backend="aot_eager")
+    try:
+        torch.compile(nn.Identity(), backend="aot_eager")(torch.ones(1))
+    except RuntimeError as error:  # not on every version of Python
+        pytest.skip(f"torch {torch.__version__} cannot compile here: {error}")
+    x = integers(2 * team.size, 4, salt=1)
+    for _ in range(2):
+        expected, found = whole(x), compiled(rows_of(x, team))
+        assert torch.equal(found, rows_of(expected, team))
+        expected.sum().backward()
+        found.sum().backward()
+    for name, parameter in split[0].named_parameters():
+        gradient = whole[0].get_parameter(name).grad
+        assert gradient is not None
+        assert torch.equal(parameter.grad, rows_of(gradient, team))  # type: ignore[arg-type]
+
+
 # Models.
 
 
@@ -274,6 +361,21 @@ def test_training_equals_one_process(tp_size: int, sequence_parallel: bool) -> N
     tp.load_unsplit_state_dict(fresh, whole)
     for name, value in fresh.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_shared_parameters_stay_shared(team: tp.Team) -> None:
+    torch.manual_seed(0)
+    whole = Transformer()
+    whole.head.weight = whole.embedding.weight
+    with pytest.raises(ValueError, match="embedding.weight and head.weight are one parameter; split all"):
+        tp.parallelize(whole, {"head": tp.ColumnParallelLinear.split}, team)
+    assert isinstance(whole.head, nn.Linear)
+    model = copy.deepcopy(whole).split(team, sequence_parallel=True)
+    assert model.head.weight is model.embedding.weight
+    whole(*batch(0, 0)).backward()
+    model(*batch(0, 0)).backward()
+    assert whole.head.weight.grad is not None
+    close(model.head.weight.grad, rows_of(whole.head.weight.grad, team))
 
 
 def test_a_grid_is_made_once() -> None:

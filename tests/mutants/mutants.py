@@ -21,6 +21,7 @@ class Mutant(NamedTuple):
 _COORDINATOR = "hvdlite/coordinator/"
 _COLLECTIVES = "hvdlite/collectives/"
 _TORCH = "hvdlite/torch/"
+_TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
 
 MUTANTS = [
     # The coordinator: whom it wakes, what it holds back, what it compares.
@@ -211,6 +212,49 @@ MUTANTS = [
         "            for view in submission.outputs:\n                self._place(view, uploads=True)\n",
         "            pass\n",
         "2 mpi/test_cuda.py",
+    ),
+    # Tensor parallelism: windows in turns, whose rows, whose gradients.
+    Mutant(
+        f"{_TENSOR_PARALLEL}window.py",
+        "        self._filled_so_far += 1\n",
+        "",
+        "3 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}window.py",
+        "        begin = self.rank * result.numel()\n",
+        "        begin = 0\n",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}window.py",
+        "        return window[self.rank].clone()",
+        "        return window[self.rank]",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}carrier.py",
+        "if any(card != cards[0] for card in cards):",
+        "if cards[self.rank] != cards[0]:",
+        "unit/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}linear.py",
+        "bias = sum_gradient(self.bias, self.team) if self.sequence_parallel else self.bias",
+        "bias = self.bias",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}vocabulary.py",
+        "highest.masked_fill(highest.isinf(), 0)",
+        "highest",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}grid.py",
+        "for node in hvdlite.runtime().topology.nodes for rank in node]",
+        "for rank in range(size)]",
+        "4 mpi/test_tensor_parallel_nodes.py",
     ),
     # Native code: who is woken, what is rounded, where an edge is.
     Mutant(
