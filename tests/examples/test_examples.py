@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hvdlite.timeline.report import build_report
 from hvdlite.timeline.trace_file import read_trace
@@ -63,6 +64,23 @@ def test_gpt_resumes_as_if_never_interrupted(launch: Launch, tmp_path: Path) -> 
     assert "resuming" in resumed.ranks[0].stdout and "at step 10" in resumed.ranks[0].stdout
     assert final_loss(resumed.stdout) == final_loss(whole.stdout)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_split_gpt_has_the_losses_of_one_process(launch: Launch, tmp_path: Path) -> None:
+    losses, states = [], []
+    for ranks, tp_size in ((1, 1), (2, 2), (4, 2)):
+        path = tmp_path / f"{ranks}.pt"
+        options = ("--steps=12", "--batch-size=2", "--context=16", "--width=32", "--layers=1", "--log-every=4")
+        script = EXAMPLES / "04_tensor_parallel_gpt.py"
+        said = launch(ranks, script, f"--tp-size={tp_size}", f"--save={path}", *options).check().ranks[0].stdout
+        losses.append([float(loss) for loss in re.findall(r"step .* loss (\S+)", said)])
+        states.append(torch.load(path, weights_only=True))
+    assert len(losses[0]) == 3
+    for other, state in zip(losses[1:], states[1:], strict=True):
+        assert other == pytest.approx(losses[0], abs=2e-3)
+        assert state.keys() == states[0].keys()
+        for name, value in state.items():
+            torch.testing.assert_close(value, states[0][name], rtol=1e-2, atol=1e-2)
 
 
 def test_gpt_writes_a_timeline_of_all_ranks(launch: Launch, tmp_path: Path) -> None:
