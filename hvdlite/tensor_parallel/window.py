@@ -65,12 +65,12 @@ class WindowCarrier(Carrier):
         self.meet(rows)
         return window[self.rank].clone()
 
-    def reserve(self, nbytes: int) -> None:
-        """Make the windows at least so large. All ranks ask for the same."""
+    def reserve(self, nbytes: int, purpose: object = "reserve") -> None:
+        """Make the windows at least so large. All ranks ask for the same, for the same purpose."""
         have = len(self._windows[0])
         if nbytes <= have:
             return
-        self.meet(f"{nbytes} bytes of shared memory")
+        self.meet(f"{purpose}, with {nbytes} bytes of shared memory")
         each = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
         memory = self._shared(f"{self._name}.{each}", _WINDOWS * each)
         self._windows = [memory[i * each : (i + 1) * each] for i in range(_WINDOWS)]
@@ -78,7 +78,7 @@ class WindowCarrier(Carrier):
     def _filled(self, rows: Rows, produce: Produce) -> torch.Tensor:
         """What all ranks have contributed: (size, *rows.shape), shared."""
         nbytes = self.size * rows.nbytes
-        self.reserve(nbytes)
+        self.reserve(nbytes, rows)
         window = self._windows[self._filled_so_far % _WINDOWS][:nbytes].view(rows.dtype).view(self.size, *rows.shape)
         produce(window[self.rank])
         self.meet(rows)

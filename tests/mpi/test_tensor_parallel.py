@@ -430,6 +430,8 @@ def test_ranks_that_contradict_one_another(team: tp.Team) -> None:
         team,
         MismatchError,
         lambda: tp.matmul_all_reduce(torch.ones(100_000 if last else 1, 4), weight, team),
+        "of (100000, 4) float32",
+        "of (1, 4) float32",
     )
     logits = torch.zeros(2, 3)
     everywhere_the_same(
