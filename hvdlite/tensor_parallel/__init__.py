@@ -16,6 +16,7 @@ operations. See docs/tensor_parallel.md.
 from __future__ import annotations
 
 from hvdlite.tensor_parallel.checkpoint import load_unsplit_state_dict, unsplit_state_dict
+from hvdlite.tensor_parallel.clipping import clip_grad_norm_
 from hvdlite.tensor_parallel.grid import Grid, init
 from hvdlite.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from hvdlite.tensor_parallel.matmul import (
@@ -36,6 +37,7 @@ __all__ = [
     "Team",
     "VocabularyParallelEmbedding",
     "all_gather_matmul",
+    "clip_grad_norm_",
     "gather_columns",
     "gather_rows",
     "init",

@@ -378,6 +378,21 @@ def test_shared_parameters_stay_shared(team: tp.Team) -> None:
     close(model.head.weight.grad, rows_of(whole.head.weight.grad, team))
 
 
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_clipping(team: tp.Team, max_norm: float) -> None:
+    torch.manual_seed(0)
+    whole = Transformer().double()
+    whole.head.weight = whole.embedding.weight  # counts once
+    model = copy.deepcopy(whole).split(team, sequence_parallel=True)
+    for some in (whole, model):
+        some(*batch(0, 0)).backward()
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+    close(tp.clip_grad_norm_(model, max_norm, team), expected)
+    close(model.norm.weight.grad, whole.norm.weight.grad)
+    assert whole.head.weight.grad is not None
+    close(model.head.weight.grad, rows_of(whole.head.weight.grad, team))
+
+
 def test_a_grid_is_made_once() -> None:
     for tp_size in (1, hvd.size()):
         first, second = tp.init(tp_size), tp.init(tp_size)

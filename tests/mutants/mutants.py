@@ -245,6 +245,12 @@ MUTANTS = [
         "2 mpi/test_tensor_parallel.py",
     ),
     Mutant(
+        f"{_TENSOR_PARALLEL}clipping.py",
+        "(own if id(parameter) in split else common).add_(square)",
+        "own.add_(square)",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
         f"{_TENSOR_PARALLEL}vocabulary.py",
         "highest.masked_fill(highest.isinf(), 0)",
         "highest",

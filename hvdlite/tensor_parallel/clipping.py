@@ -1,0 +1,42 @@
+"""Gradient clipping by the norm that the unsplit model would have."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hvdlite.tensor_parallel.moves import sum_over_ranks
+from hvdlite.tensor_parallel.split_module import SplitModule
+from hvdlite.tensor_parallel.team import Team
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, team: Team) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_` of a model with split layers; after backward, or ``optimizer.synchronize()``.
+
+    Gradients of split parameters count on every rank, the others, which are equal on every rank, once.
+
+    Returns:
+        The 2-norm of all gradients of the unsplit model, before clipping; equal on every rank.
+
+    Raises:
+        MismatchError, CollectiveError: as `all_gather_matmul`.
+    """
+    split = {
+        id(module.get_parameter(name))
+        for module in model.modules()
+        if isinstance(module, SplitModule)
+        for name in module.parts.keys() & dict(module.named_parameters(recurse=False)).keys()
+    }
+    own, common = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    for parameter in with_gradient:
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        square = torch.linalg.vector_norm(parameter.grad, dtype=wide).double().square()
+        (own if id(parameter) in split else common).add_(square)
+    norm = (sum_over_ranks(team.carrier, "clip_grad_norm_", own) + common).sqrt().squeeze(0)
+    factor = max_norm / (norm + 1e-6)  # as torch does
+    if factor < 1:
+        for parameter in with_gradient:
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    return norm
