@@ -19,9 +19,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hvdlite.tensor_parallel.carrier import Carrier, Rows
-from hvdlite.tensor_parallel.eager import eager
 from hvdlite.tensor_parallel.moves import FLOATING, objection
 from hvdlite.tensor_parallel.team import Team
+from hvdlite.torch.eager import eager
 
 T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hvdlite.tensor_parallel.carrier import Carrier
-from hvdlite.tensor_parallel.eager import eager
 from hvdlite.tensor_parallel.moves import gather_shares, objection, scatter_sum, sum_over_ranks
 from hvdlite.tensor_parallel.part import Part
 from hvdlite.tensor_parallel.team import Team
+from hvdlite.torch.eager import eager
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 

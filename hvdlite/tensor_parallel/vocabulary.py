@@ -10,12 +10,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from hvdlite.tensor_parallel.carrier import Carrier, Rows
-from hvdlite.tensor_parallel.eager import eager
 from hvdlite.tensor_parallel.moves import objection
 from hvdlite.tensor_parallel.part import Part
 from hvdlite.tensor_parallel.regions import reduce_shares
 from hvdlite.tensor_parallel.split_module import SplitModule
 from hvdlite.tensor_parallel.team import Team
+from hvdlite.torch.eager import eager
 
 
 class VocabularyParallelEmbedding(SplitModule):

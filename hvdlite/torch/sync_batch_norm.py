@@ -10,11 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from hvdlite.torch.allreduce import allreduce
+from hvdlite.torch.eager import eager
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.reduce_options import Sum
 from hvdlite.torch.start import start_allgather
-
-_is_compiling = getattr(torch.compiler, "is_compiling", lambda: True)  # before torch 2.3 nobody can tell
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -68,12 +67,9 @@ class SyncBatchNorm(_BatchNorm):
         """
         if not self.training:
             return super().forward(input)
-        # A graph cannot communicate. To say so imports the compiler, for which only those wait who compile.
-        train = self._train
-        if _is_compiling():
-            train = torch.compiler.disable(train)  # type: ignore[no-untyped-call]
-        return train(input)
+        return self._train(input)
 
+    @eager
     def _train(self, input: torch.Tensor) -> torch.Tensor:
         if self.process_set.size() == 1:
             return super().forward(input)
