@@ -73,6 +73,7 @@ PROGRAMS = {
     "hosts_4x1": Program(across(4, 1, *LARGE, "TCP", *OWN, "MPI", "MPI, pieces", "Gloo")),
     "hosts_small": Program(across(4, 1, *SMALL, *OWN, "MPI", "Gloo")),
     "overlap": Program(across(2, 1, "overlap.py")),
+    "tensor_parallel": Program(on_ranks(2, "tensor_parallel.py")),
     "scale_model": Program(("scale_model.py",), takes_turns=False),
 }
 

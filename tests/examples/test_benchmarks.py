@@ -58,6 +58,15 @@ def test_slot(launch: Launch, tmp_path: Path) -> None:
     assert report["ways"][labels[0]]["time_of_first"] == {"value": 1, "low": 1, "high": 1}
 
 
+def test_tensor_parallel(launch: Launch, tmp_path: Path) -> None:
+    small = ("--rows=8", "--hidden=16", "--outputs=12", "--rounds=1")
+    rows = run(launch, 2, "tensor_parallel.py", tmp_path / "t.json", *small)["rows"]
+    ways = {row["way"] for row in rows if row["what"] == "all-gather, matmul"}
+    assert ways == {"matmul alone", "hvdlite, shared memory", "hvdlite, unfused", "Gloo", "MPI"}
+    assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
+    assert all(row["over_matmul"]["value"] == 1 for row in rows if row["way"] == "matmul alone")
+
+
 def test_costs(launch: Launch, tmp_path: Path) -> None:
     short = ("--idle-s=0.1", "--wait-s=0.1", "--models", "400 tiny parameters")
     report = run(launch, 2, "costs.py", tmp_path / "c.json", *short)
