@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402 (the line above makes it importable)
 
-# Tests of a suite that run at the same time, on a machine of two cores; those of faults mostly wait.
-AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 3, "hosts": 2, "examples": 2}
+# Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
+AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2}
 SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "integrations")
 BY_NAME = ("lint", "sanitizers", "integrations")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -139,8 +139,6 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
 
     def pytest(suite: str, python: Path) -> list[str]:
         at_once = [f"--numprocesses={AT_ONCE[suite]}"] if suite in AT_ONCE else []
-        if suite == "sanitizers":  # what a file builds first takes longer than its tests
-            at_once.append("--dist=loadfile")
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
         options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]

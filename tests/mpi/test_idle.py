@@ -23,6 +23,7 @@ def used_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("machine_of", LAYOUTS, ids=lambda machine_of: "".join(map(str, machine_of)))
 def test_waiting_costs_next_to_nothing(comm: MPI.Intracomm, machine_of: Machines) -> None:
     with running(comm, Config(), machine_of) as runtime:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,19 @@ def run(*command: str | Path, cwd: Path = UNIT, **environment: str) -> subproces
         text=True,
         errors="replace",
     )
+
+
+@contextmanager
+def one_for_all(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
+    """A directory that all workers of pytest-xdist share, by one after the other; and whether it was used before."""
+    base = factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    directory.mkdir(exist_ok=True)
+    done = directory / "done"
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield directory, done.exists()
+        done.touch()
 
 
 def first_words(result: subprocess.CompletedProcess[str]) -> str:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from compiler import COMPILER, ROOT, Run, run, runtimes
+from compiler import COMPILER, ROOT, Run, one_for_all, run, runtimes
 
 ADDRESS = "address,undefined,float-cast-overflow"
 UNIT_TESTS = [
@@ -32,10 +32,12 @@ def python(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str])
     libraries = runtimes(ADDRESS, directory, fixed_addresses)
     if not any("libasan" in library for library in libraries):
         pytest.skip(f"{shlex.join(COMPILER)} has no AddressSanitizer as a shared library, which Python could preload")
-    lib = directory / "lib"
-    build = [sys.executable, "setup.py", "-q", "build", "--build-base", directory / "build", "--build-lib", lib]
-    result = run(*build, cwd=ROOT, CXX=shlex.join(COMPILER), HVDLITE_SANITIZE=ADDRESS)
-    assert result.returncode == 0, result.stdout
+    with one_for_all(tmp_path_factory, "sanitized") as (built, is_built):
+        lib = built / "lib"
+        if not is_built:
+            build = [sys.executable, "setup.py", "-q", "build", "--build-base", built / "build", "--build-lib", lib]
+            result = run(*build, cwd=ROOT, CXX=shlex.join(COMPILER), HVDLITE_SANITIZE=ADDRESS)
+            assert result.returncode == 0, result.stdout
     environment = {
         # AddressSanitizer itself has to come first, and finds C++'s exceptions only in what is loaded with it.
         "LD_PRELOAD": " ".join(library for library in libraries if re.search(r"san\.so|libstdc\+\+", library)),
