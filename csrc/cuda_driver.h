@@ -1,6 +1,6 @@
 // The CUDA driver as far as hvdlite calls it, loaded at run time: what was built without CUDA runs with it.
 //
-// With pack.h's kernels and NCCL's table, this is the only place that knows the vendor's names.
+// The only place that knows the vendor's names.
 #pragma once
 
 #include <cstddef>
@@ -26,13 +26,11 @@ constexpr int kNotCapturing = 0;
 // name in the table, exported symbol, parameters
 #define HVDLITE_CUDA_FUNCTIONS(F)                                             \
   F(init, cuInit, (unsigned flags))                                           \
-  F(driver_version, cuDriverGetVersion, (int* version))                       \
   F(error_name, cuGetErrorName, (Result error, const char** name))            \
   F(error_text, cuGetErrorString, (Result error, const char** text))          \
   F(device_count, cuDeviceGetCount, (int* count))                             \
   F(device_get, cuDeviceGet, (Device * device, int ordinal))                  \
   F(retain_context, cuDevicePrimaryCtxRetain, (Context * context, Device))    \
-  F(release_context, cuDevicePrimaryCtxRelease_v2, (Device))                  \
   F(push_context, cuCtxPushCurrent_v2, (Context))                             \
   F(pop_context, cuCtxPopCurrent_v2, (Context * context))                     \
   F(stream_create, cuStreamCreate, (Stream * stream, unsigned flags))         \

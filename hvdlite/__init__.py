@@ -31,7 +31,7 @@ def _path() -> list[str]:
 __path__ = _path()
 
 from hvdlite import _native
-from hvdlite.config import INSTRUCTION_SET, Config as Config, cuda_library, instruction_set
+from hvdlite.config import CUDA_LIBRARY, INSTRUCTION_SET, Config as Config, other_variable
 from hvdlite.default_runtime import (
     cross_rank as cross_rank,
     cross_size as cross_size,
@@ -70,9 +70,9 @@ from hvdlite.version import __version__ as __version__
 
 logging.getLogger("hvdlite").addHandler(logging.NullHandler())
 
-_native.use_cuda_library(cuda_library())
-if instruction_set():
+_native.use_cuda_library(other_variable(CUDA_LIBRARY))
+if other_variable(INSTRUCTION_SET):
     try:
-        _native.use_instruction_set(instruction_set())
+        _native.use_instruction_set(other_variable(INSTRUCTION_SET))
     except ValueError as error:
-        raise ConfigError(f"{INSTRUCTION_SET}={instruction_set()!r}: {error}") from error
+        raise ConfigError(f"{INSTRUCTION_SET}={other_variable(INSTRUCTION_SET)!r}: {error}") from error

@@ -230,11 +230,6 @@ OTHER_VARIABLES = {
 """Variables that are no settings of a job: where they are used, and what they mean. They have no HOROVOD_ form."""
 
 
-def cuda_library() -> str:
-    """What `CUDA_LIBRARY` says; empty where it is not set."""
-    return environment.variables().get(CUDA_LIBRARY, "")
-
-
-def instruction_set() -> str:
-    """What `INSTRUCTION_SET` says; empty where it is not set."""
-    return environment.variables().get(INSTRUCTION_SET, "")
+def other_variable(name: str) -> str:
+    """What one of `OTHER_VARIABLES` says; empty where it is not set."""
+    return environment.variables().get(name, "")

@@ -43,13 +43,9 @@ class DeviceTransfer:
     def _on_host(self, submission: Submission) -> Submission:
         if not submission.is_on_device:
             return submission
-        inputs = [self._place(view, downloads=True) for view in submission.inputs]
-        outputs = inputs
-        if submission.outputs is submission.inputs:
-            for view in submission.outputs:
-                self._place(view, uploads=True)
-        else:
-            outputs = [self._place(view, uploads=True) for view in submission.outputs]
+        in_place = submission.outputs is submission.inputs
+        inputs = [self._place(view, downloads=True, uploads=in_place) for view in submission.inputs]
+        outputs = inputs if in_place else [self._place(view, uploads=True) for view in submission.outputs]
         allocate = submission.allocate
 
         def allocate_twice(index: int, shape: tuple[int, ...]) -> TensorView:

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from hvdlite.tensor_parallel.moves import gather_shares
-from hvdlite.tensor_parallel.part import Part
-from hvdlite.tensor_parallel.split_module import SplitModule
-from hvdlite.tensor_parallel.team import Team
+from hvdlite.tensor_parallel.split_module import split_parameters
 
 
 def unsplit_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -20,7 +18,7 @@ def unsplit_state_dict(model: nn.Module) -> dict[str, Any]:
     Raises:
         MismatchError, CollectiveError: as `all_gather_matmul`.
     """
-    splits = _splits(model)
+    splits = split_parameters(model)
     state: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if name in splits:
@@ -41,19 +39,9 @@ def load_unsplit_state_dict(model: nn.Module, state: Mapping[str, Any], strict: 
         ValueError: a tensor cannot be divided among the ranks.
         RuntimeError: as of `torch.nn.Module.load_state_dict`.
     """
-    splits = _splits(model)
+    splits = split_parameters(model)
     parts = dict(state)
     for name in splits.keys() & state.keys():
         team, part = splits[name]
         parts[name] = part.of(state[name], team.rank, team.size)
     return model.load_state_dict(parts, strict)
-
-
-def _splits(model: nn.Module) -> dict[str, tuple[Team, Part]]:
-    """Of every tensor of the state_dict that is split."""
-    return {
-        f"{prefix}.{name}".lstrip("."): (module.team, part)
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, SplitModule)
-        for name, part in module.parts.items()
-    }

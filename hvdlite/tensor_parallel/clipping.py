@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from hvdlite.tensor_parallel.moves import sum_over_ranks
-from hvdlite.tensor_parallel.split_module import SplitModule
+from hvdlite.tensor_parallel.split_module import split_parameters
 from hvdlite.tensor_parallel.team import Team
 
 
@@ -21,12 +21,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, team: Team) -> torch.Tens
     Raises:
         MismatchError, CollectiveError: as `all_gather_matmul`.
     """
-    split = {
-        id(module.get_parameter(name))
-        for module in model.modules()
-        if isinstance(module, SplitModule)
-        for name in module.parts.keys() & dict(module.named_parameters(recurse=False)).keys()
-    }
+    splits = split_parameters(model)
+    split = {id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in splits}
     own, common = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
     for parameter in with_gradient:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -17,7 +19,42 @@ from hvdlite.tensor_parallel.split_module import SplitModule
 from hvdlite.tensor_parallel.team import Team
 
 
-class ColumnParallelLinear(SplitModule):
+class _SplitLinear(SplitModule):
+    """A `torch.nn.Linear` of which this rank holds ``parts``; what its two kinds have in common.
+
+    Attributes:
+        options: names of attributes that are shown beside its features.
+    """
+
+    options: tuple[str, ...]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        team: Team,
+        bias: bool,
+        parts: Mapping[str, Part],
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__(team, parts)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.sequence_parallel = sequence_parallel
+        self.register_parameter("bias", None)
+        self.take_part_of(nn.Linear(in_features, out_features, bias, device, dtype))
+
+    def extra_repr(self) -> str:
+        features = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in self.options)
+        return f"{features}, {options}, ranks={self.team.process_set.ranks}"
+
+
+class ColumnParallelLinear(_SplitLinear):
     """`torch.nn.Linear` of which each rank computes an equal share of the outputs.
 
     Initial weights are parts of those that `torch.nn.Linear` would have; ranks must have called `torch.manual_seed`
@@ -37,6 +74,8 @@ class ColumnParallelLinear(SplitModule):
         ValueError: the outputs do not divide among the ranks.
     """
 
+    options = ("gather_output", "sequence_parallel", "blocks")
+
     def __init__(
         self,
         in_features: int,
@@ -50,16 +89,10 @@ class ColumnParallelLinear(SplitModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(team, {"weight": Part(0, blocks), "bias": Part(0, blocks)})
-        self.in_features = in_features
-        self.out_features = out_features
+        parts = {"weight": Part(0, blocks), "bias": Part(0, blocks)}
+        super().__init__(in_features, out_features, team, bias, parts, sequence_parallel, device, dtype)
         self.gather_output = gather_output
-        self.sequence_parallel = sequence_parallel
         self.blocks = blocks
-        self.weight: nn.Parameter
-        self.bias: nn.Parameter | None
-        self.register_parameter("bias", None)
-        self.take_part_of(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @classmethod
     def split(
@@ -90,15 +123,8 @@ class ColumnParallelLinear(SplitModule):
         y = multiply(x, self.weight.t(), self.team, self.bias)
         return gather_columns(y, self.team, self.blocks) if self.gather_output else y
 
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"gather_output={self.gather_output}, sequence_parallel={self.sequence_parallel}, blocks={self.blocks}, "
-            f"ranks={self.team.process_set.ranks}"
-        )
 
-
-class RowParallelLinear(SplitModule):
+class RowParallelLinear(_SplitLinear):
     """`torch.nn.Linear` of which each rank computes with an equal share of the inputs; the ranks' products are added.
 
     Initial weights are as those of `ColumnParallelLinear`. The bias is whole, and added once.
@@ -116,6 +142,8 @@ class RowParallelLinear(SplitModule):
         ValueError: the inputs do not divide among the ranks.
     """
 
+    options = ("input_is_parallel", "sequence_parallel")
+
     def __init__(
         self,
         in_features: int,
@@ -128,15 +156,9 @@ class RowParallelLinear(SplitModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(team, {"weight": Part(1)})
-        self.in_features = in_features
-        self.out_features = out_features
+        parts = {"weight": Part(1)}
+        super().__init__(in_features, out_features, team, bias, parts, sequence_parallel, device, dtype)
         self.input_is_parallel = input_is_parallel
-        self.sequence_parallel = sequence_parallel
-        self.weight: nn.Parameter
-        self.bias: nn.Parameter | None
-        self.register_parameter("bias", None)
-        self.take_part_of(nn.Linear(in_features, out_features, bias, device, dtype))
 
     @classmethod
     def split(
@@ -163,10 +185,3 @@ class RowParallelLinear(SplitModule):
             return y
         bias = sum_gradient(self.bias, self.team) if self.sequence_parallel else self.bias
         return y + bias.to(y.dtype)  # another one under autocast
-
-    def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"input_is_parallel={self.input_is_parallel}, sequence_parallel={self.sequence_parallel}, "
-            f"ranks={self.team.process_set.ranks}"
-        )

@@ -32,3 +32,13 @@ class SplitModule(nn.Module):
             part = self.parts.get(name)
             own = parameter.detach().clone() if part is None else part.of(parameter, self.team.rank, self.team.size)
             self.register_parameter(name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+
+
+def split_parameters(model: nn.Module) -> dict[str, tuple[Team, Part]]:
+    """Who holds which part of every parameter of ``model`` that is split, by its name; all names of a shared one."""
+    return {
+        f"{prefix}.{name}".lstrip("."): (module.team, part)
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, SplitModule)
+        for name, part in module.parts.items()
+    }

@@ -168,7 +168,6 @@ Memory& memory() {
 extern "C" {
 
 int cuInit(unsigned) { return kOk; }
-int cuDriverGetVersion(int* version) { return *version = 13000, kOk; }
 int cuGetErrorName(int error, const char** name) {
   *name = error == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : error == kInvalidContext ? "CUDA_ERROR_INVALID_CONTEXT" : "CUDA_ERROR";
   return kOk;
@@ -178,7 +177,6 @@ int cuDeviceGetCount(int* count) { return *count = 1, kOk; }
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, ordinal == 0 ? kOk : kInvalidValue; }
 
 int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &the_context, kOk; }
-int cuDevicePrimaryCtxRelease_v2(int) { return kOk; }
 int cuCtxPushCurrent_v2(void* context) { return contexts.push_back(context), kOk; }
 int cuCtxPopCurrent_v2(void** context) {
   if (contexts.empty()) return kInvalidContext;

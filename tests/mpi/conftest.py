@@ -173,6 +173,15 @@ def running() -> Iterator[None]:
     hvd.shutdown()
 
 
+@pytest.fixture(scope="module", params=["auto", "unfused"])
+def team(request: pytest.FixtureRequest, running: None) -> object:
+    """A `hvdlite.tensor_parallel.Team` of all ranks, on one node."""
+    import hvdlite.tensor_parallel as tp
+    import hvdlite.torch as hvd
+
+    return tp.init(hvd.size(), method=request.param).tp
+
+
 @pytest.fixture
 def comm() -> Iterator[MPI.Intracomm]:
     """A communicator of all ranks that nothing else uses."""

@@ -114,7 +114,7 @@ MUTANTS = [
         f"{_TORCH}arrival.py",
         "            and all(map(operator.is_, self._noted, self._inner_parameters))\n",
         "",
-        "unit/test_optimizer_sequences.py unit/test_optimizer_gradients.py",
+        "unit/test_optimizer_sequences.py unit/test_optimizer_buckets.py",
     ),
     Mutant(
         f"{_TORCH}arrival.py",
@@ -150,7 +150,7 @@ MUTANTS = [
         f"{_TORCH}reducer.py",
         "            bucket.missing = bucket.active\n",
         "            bucket.missing = len(bucket.slots)\n",
-        "unit/test_optimizer_gradients.py",
+        "unit/test_optimizer_buckets.py",
     ),
     Mutant(
         f"{_TORCH}bucketing.py",
@@ -209,8 +209,8 @@ MUTANTS = [
     ),
     Mutant(
         "hvdlite/device_transfer.py",
-        "            for view in submission.outputs:\n                self._place(view, uploads=True)\n",
-        "            pass\n",
+        "downloads=True, uploads=in_place)",
+        "downloads=True)",
         "2 mpi/test_cuda.py",
     ),
     # Tensor parallelism: windows in turns, whose rows, whose gradients.

@@ -1,0 +1,239 @@
+"""Buckets of DistributedOptimizer: which gradients travel together, when, and where they live (fake_world.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fake_world import FakeWorld, Universe
+from hvdlite.engine import Engine
+from hvdlite.errors import UsageError
+from optimizer_lab import FACTOR, SHAPES, Scales, expected, reduced, wrap
+
+
+@pytest.fixture(params=[1, 2], ids=["1 node", "2 nodes"])
+def several_buckets(universe: Universe, request: pytest.FixtureRequest) -> FakeWorld:
+    return universe.start(3, nodes=request.param, bucket_bytes=4096)
+
+
+def test_across_nodes_the_first_step_shows_the_order_and_later_ones_live_in_the_buffer(universe: Universe) -> None:
+    world = universe.start(3, nodes=2, bucket_bytes=4096)
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    homes = []
+    for _ in range(3):
+        model.loss().backward()
+        optimizer.step()
+        homes.append([p.grad.data_ptr() for p in model.p if p.numel()])
+        optimizer.zero_grad()
+    assert not any(each.has_home for each in world.buckets if ".assignment1." in each.name)
+    assert all(each.has_home for each in world.buckets if ".assignment2." in each.name)
+    assert homes[0] == homes[1] == homes[2]
+    assert len(set(homes[0])) == len(homes[0])
+    assert len(world.allocated) == 1
+    assert all(pointer % 64 == 0 for pointer in homes[0])
+    assert [each.name for each in world.of_kind("broadcast")] == ["optimizer0.assignment1.order"]
+
+
+def test_on_one_node_gradients_are_reduced_where_autograd_left_them(universe: Universe) -> None:
+    world = universe.start(3, nodes=1)
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    small = []
+    for _ in range(4):
+        world.submitted.clear()
+        model.loss().backward()
+        before = [p.grad.data_ptr() for p in model.p]
+        optimizer.step()
+        assert model.p[2].grad.data_ptr() == before[2]
+        small.append(model.p[6].grad.data_ptr())
+        optimizer.zero_grad()
+    assert [(each.has_home, each.loose) for each in world.submitted] == [(False, 0)]
+    assert world.allocated == []
+    assert small[2] == small[3]  # in the block of the last assignment
+
+
+def test_on_one_node_gradients_that_stay_move_into_homes(universe: Universe) -> None:
+    world = universe.start(3, nodes=1)
+    model = Scales((40, 400), (300, 300), (5,))
+    optimizer = wrap(model)
+    homes = []
+    for _ in range(4):
+        model.loss().backward()
+        optimizer.synchronize()
+        assert reduced(model) == expected(model, FACTOR)
+        homes.append(world.buckets[-1].has_home)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert homes == [False, False, True, True]
+    assert len(world.allocated) == 1
+    assert world.buckets[-1].loose == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spare_cores", "bytes_per_s", "calls"),
+    [(1, 0, 0.0, 1), (1, 1, 0.0, 5), (2, 0, 0.0, 5), (2, 0, 100e6, 20), (2, 0, 100e9, 5)],
+)
+def test_bucket_sizes(
+    universe: Universe,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    spare_cores: int,
+    bytes_per_s: float,
+    calls: int,
+) -> None:
+    """20 MiB, in one bucket, in buckets of 8 MiB with small ones before and after, or in one of 1 MiB for each."""
+    measured = property(lambda _: bytes_per_s, lambda *_: None)
+    monkeypatch.setattr(Engine, "fastest_allreduce", measured, raising=False)
+    world = universe.start(3, nodes=nodes)
+    world.node.cores = 3 * torch.get_num_threads() + spare_cores
+    model = Scales(*20 * [(1 << 18,)])
+    optimizer = wrap(model)
+    for _ in range(3):
+        world.submitted.clear()
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(world.submitted) == calls
+
+
+def test_buckets_go_while_backward_runs(several_buckets: FakeWorld) -> None:
+    world = several_buckets
+    model = Scales((300,), (300,), (300,), (300,))
+    optimizer = wrap(model)
+    submitted: list[int] = []
+    for p in model.p:
+        p.register_post_accumulate_grad_hook(lambda _: submitted.append(len(world.submitted)))
+    model.loss().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    submitted.clear()
+    world.submitted.clear()
+    model.loss().backward()
+    assert submitted[0] < submitted[-1] == len(world.submitted)
+    assert [names for each in world.submitted for names in each.names] == ["p.3", "p.2 to p.1 (2 parameters)", "p.0"]
+
+
+def test_buckets_go_without_what_is_switched_off(several_buckets: FakeWorld) -> None:
+    model = Scales((300,), (300,), (300,), (300,))
+    optimizer = wrap(model)
+    for _ in range(4):
+        several_buckets.submitted.clear()
+        model.loss().backward()
+        in_backward = len(several_buckets.submitted)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.p[1].requires_grad_(False)
+    assert in_backward == len(several_buckets.submitted) == 3
+
+
+def test_a_gradient_that_comes_twice_is_not_taken_for_another(universe: Universe) -> None:
+    """Hooks of those between the first and the last only make a note."""
+    universe.start(3, nodes=1, bucket_bytes=1 << 30)
+    model = Scales((3,), (4,), (5,), (6,))
+    optimizer = wrap(model)
+    for _ in range(3):
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.loss(leave_out=(0, 1)).backward()
+    with pytest.raises(UsageError, match=r"'p\.2' was computed 2 times"):
+        model.loss(leave_out=(1, 3)).backward()
+
+
+def test_the_only_bucket_goes_in_step(universe: Universe) -> None:
+    world = universe.start(3, nodes=1)
+    world.node.cores = 3 * torch.get_num_threads()
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    for _ in range(4):
+        world.submitted.clear()
+        model.loss().backward()
+        assert not world.submitted
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [each.background for each in world.submitted] == [False]  # by the thread that waits for it
+
+
+def test_gradients_of_the_only_bucket_count_in_any_order(universe: Universe) -> None:
+    """Hooks of those between the first and the last only make a note."""
+    universe.start(3, nodes=1, bucket_bytes=1 << 30)
+    model = Scales((3,), (4,), (5,), (6,), (20000,))
+    optimizer = wrap(model)
+    for order in [(0, 1, 2, 3, 4)] * 3 + [(4, 0, 2, 1, 3), (2, 4, 3, 0, 1), (1, 2, 3)]:
+        with optimizer.no_sync():
+            model.loss(10).backward()
+        for i in order:
+            model.loss(leave_out=tuple({0, 1, 2, 3, 4} - {i})).backward()
+            with pytest.raises(UsageError, match=r"zero_grad\(\).*synchronize"):
+                optimizer.zero_grad()
+        optimizer.synchronize()
+        assert reduced(model) == [(i + 1) * FACTOR * (11.0 if i in order else 10.0) for i in range(5)]
+        optimizer.zero_grad()
+    model.loss(leave_out=(0, 3, 4)).backward()
+    model.loss(leave_out=(0, 3, 4)).backward()
+    with pytest.raises(UsageError, match=r"'p\.\d' was computed 2 times"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("again", [(0,), (2,), (4,), (0, 1, 2, 3, 4)])
+def test_gradients_of_the_only_bucket_that_come_twice(universe: Universe, again: tuple[int, ...]) -> None:
+    universe.start(3, nodes=1, bucket_bytes=1 << 30)
+    model = Scales((3,), (4,), (5,), (6,), (20000,))
+    optimizer = wrap(model)
+    for _ in range(3):
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.loss().backward()
+    with pytest.raises(UsageError, match=r"'p\.\d' was computed 2 times"):
+        model.loss(leave_out=tuple({0, 1, 2, 3, 4} - set(again))).backward()
+        optimizer.step()  # where only notes were made in backward
+
+
+def test_small_gradients_live_in_the_buffer(universe: Universe) -> None:
+    """They are copied into a block in any case."""
+    world = universe.start(3, nodes=1)
+    model = Scales((3, 5), (5,), (33, 3))
+    optimizer = wrap(model)
+    for _ in range(3):
+        model.loss().backward()
+        optimizer.step()
+        assert reduced(model) == expected(model, FACTOR)
+        optimizer.zero_grad()
+    assert world.buckets[-1].has_home
+    assert len(world.allocated) == 1
+
+
+def test_the_order_of_arrival_is_that_of_autograd(several_buckets: FakeWorld) -> None:
+    world = several_buckets
+    model = Scales((300,), (300,), (300,), (300,))
+
+    def loss() -> torch.Tensor:  # p2, p0, p3, p1 from the loss on backward
+        x = model.p[1] * 1.0
+        for i in (3, 0, 2):
+            x = x * model.p[i]
+        return x.sum()
+
+    optimizer = wrap(model)
+    for _ in range(2):
+        world.submitted.clear()
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = [name for each in world.buckets for name in each.names]
+    assert sent[0] == "p.2"
+    assert sent[-1] == "p.1"
+
+
+def test_nothing_is_copied_where_gradients_accumulate_in_their_slots(several_buckets: FakeWorld) -> None:
+    world = several_buckets
+    model = Scales((40, 400), (300, 300))
+    optimizer = wrap(model)
+    for _ in range(3):
+        world.submitted.clear()
+        model.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert [each.loose for each in world.submitted] == [0, 0]
