@@ -1,7 +1,8 @@
 """Builds hvdlite._native; everything that needs no program is in pyproject.toml.
 
 The result does not depend on the machine it is built on: no -march=native, the kernels choose their instructions at
-run time. It links neither torch nor MPI, so one build serves every version of both.
+run time. It links neither torch nor MPI, so one build serves every version of both. Where nvcc is found it compiles the
+kernels for GPUs, which else are compiled when they are first used (csrc/cuda/embed.py).
 
 HVDLITE_SANITIZE=address,undefined builds it with GCC's sanitizers, as tests/sanitizers does, which says how to run it.
 """
@@ -9,6 +10,7 @@ HVDLITE_SANITIZE=address,undefined builds it with GCC's sanitizers, as tests/san
 from __future__ import annotations
 
 import os
+import runpy
 import tempfile
 from glob import glob
 from pathlib import Path
@@ -51,6 +53,11 @@ class BuildNative(build_ext):
                     self.compiler.compile([str(path)], output_dir=directory, extra_postargs=["-std=c++17"])
                 except (CompileError, OSError) as error:
                     raise SystemExit(f"\n{sentence}. (The compiler said: {error})") from None
+        kernel_image = Path(self.build_temp, "kernel_image.cpp")
+        embedding = runpy.run_path("csrc/cuda/embed.py")
+        embedding["embed"](kernel_image, embedding["find_nvcc"]())
+        for extension in self.extensions:
+            extension.sources.append(str(kernel_image))
         super().build_extensions()
 
 
@@ -64,7 +71,7 @@ setup(
         Pybind11Extension(
             "hvdlite._native",
             sorted(glob("csrc/*.cpp")),
-            depends=sorted(glob("csrc/*.h")),
+            depends=sorted(glob("csrc/*.h") + glob("csrc/cuda/*")),
             cxx_std=17,
             extra_compile_args=COMPILE_ARGS + (SANITIZE_ARGS + sanitize if sanitize else []),
             extra_link_args=sanitize,

@@ -5,7 +5,8 @@
     python -m benchmarks --readme              # none: plots, and tables of both READMEs, of what is there
 
 Takes not quite 20 minutes on two cores that have nothing else to do. What goes across emulated hosts needs root; what
-is measured with MPICH, an environment that has it beside hvdlite (tests/run.py makes one); plots, matplotlib.
+is measured with MPICH, an environment that has it beside hvdlite (tests/run.py makes one); plots, matplotlib; what
+begins with gpu, a GPU.
 """
 
 from __future__ import annotations
@@ -75,6 +76,11 @@ PROGRAMS = {
     "overlap": Program(across(2, 1, "overlap.py")),
     "tensor_parallel": Program(on_ranks(2, "tensor_parallel.py")),
     "scale_model": Program(("scale_model.py",), takes_turns=False),
+    "gpu": Program(("gpu.py", "pack", "step")),
+    "gpu_node_2": Program(on_ranks(2, "gpu.py", "node")),
+    "gpu_node_4": Program(on_ranks(4, "gpu.py", "node")),
+    "gpu_hidden": Program(on_ranks(2, "gpu.py", "hidden")),
+    "gpu_nccl": Program(on_ranks(2, "gpu.py", "nccl")),
 }
 
 

@@ -33,8 +33,13 @@ _SETTINGS = (
 )
 
 
-def meet(comm: MPI.Comm, nap_s: float = 20e-6) -> None:
-    """A barrier in which waiting ranks sleep, so that no spinning rank takes a core from one that is still working."""
+def meet(comm: MPI.Comm | None, nap_s: float = 20e-6) -> None:
+    """A barrier in which waiting ranks sleep, so that no spinning rank takes a core from one that is still working.
+
+    Here and below a communicator may be None: one rank, without MPI.
+    """
+    if comm is None:
+        return
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(nap_s)
@@ -55,11 +60,13 @@ def keep_collector_out() -> None:
     gc.freeze()
 
 
-def slowest(comm: MPI.Comm, seconds: Sequence[float] | Sequence[Sequence[float]]) -> np.ndarray:
+def slowest(comm: MPI.Comm | None, seconds: Sequence[float] | Sequence[Sequence[float]]) -> np.ndarray:
     """The time of the slowest rank, for each of many measurements: a collective is done when the last rank is."""
+    worst = np.array(seconds, dtype=np.float64)
+    if comm is None:
+        return worst
     from mpi4py import MPI
 
-    worst = np.array(seconds, dtype=np.float64)
     comm.Allreduce(MPI.IN_PLACE, worst, MPI.MAX)
     return worst
 
@@ -97,19 +104,22 @@ def show(found: dict[str, float], digits: int) -> str:
     return f"{found['value']:.{digits}f} ({found['low']:.{digits}f}, {found['high']:.{digits}f})"
 
 
-def provenance(comm: MPI.Comm, nodes: int) -> dict[str, Any]:
+def provenance(comm: MPI.Comm | None, nodes: int) -> dict[str, Any]:
     """Everything that somebody needs to judge and repeat a run; neither hostnames nor paths."""
-    from mpi4py import MPI
+    versions = {"python": platform.python_version()}
+    if comm is not None:
+        from mpi4py import MPI
 
-    versions = {"python": platform.python_version(), "mpi": _mpi_version(MPI.Get_library_version())}
+        versions["mpi"] = _mpi_version(MPI.Get_library_version())
+    ranks = 1 if comm is None else comm.size
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "command": f"mpirun -np {comm.size} python {_script()}",
-        "ranks": comm.size,
+        "command": f"mpirun -np {ranks} python {_script()}",
+        "ranks": ranks,
         "nodes": nodes,
         "machine": {
             "processor": _processor(),

@@ -16,7 +16,7 @@ import hvdlite
 import hvdlite.torch as hvd
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
-from hvdlite.collectives.select import build_backend
+from hvdlite.collectives.select import build_backend, build_ring
 from hvdlite.config import Config
 from hvdlite.dtypes import DType
 from hvdlite.interfaces import select
@@ -140,15 +140,9 @@ class HvdliteBackend(Way):
         if len(nodes) > 1:
             takes_part = topology.local_rank < topology.rails
             rail = comm.Split(topology.local_rank if takes_part else MPI.UNDEFINED, topology.node_index)
-        self._backend: Backend = build_backend(
-            node,
-            HostMemory(node),
-            rail if rail != MPI.COMM_NULL else None,
-            topology,
-            runtime.config,
-            runtime.check,
-            Recorder(),
-        )
+        memory, rest = HostMemory(node), (topology, runtime.config, runtime.check, Recorder())
+        cross = None if rail in (None, MPI.COMM_NULL) else build_ring(node, memory, rail, *rest)
+        self._backend: Backend = build_backend(node, memory, cross, *rest)
         self._all = self._backend.memory.allocate(4 * numel).buffer(0, numel, DType.FLOAT32)
         self.array = np.ctypeslib.as_array((ctypes.c_float * numel).from_address(self._all.address))
 

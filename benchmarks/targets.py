@@ -281,6 +281,43 @@ def _hidden(reports: Reports) -> Iterator[Figure]:
             yield _figure(label, share)
 
 
+# GPUs.
+
+_GPU_REPORTS = {"gpu_node_2": "2 ranks", "gpu_node_4": "4 ranks"}
+
+
+def _gpu_pack(reports: Reports) -> Iterator[Figure]:
+    ways = reports.get("gpu", {}).get("pack", {}).get("ways", {})
+    for way in ("pack", "unpack"):
+        if way in ways:
+            yield _figure(way, ways[way]["of_copy"], 0.85, at_most=False)
+
+
+def _gpu_step(reports: Reports) -> Iterator[Figure]:
+    for found in reports.get("gpu", {}).get("step", ()):
+        yield _figure(found["model"], found["relative"], 1.01 if found["model"] in COMPUTE_BOUND else None)
+
+
+def _gpu_node(reports: Reports) -> Iterator[Figure]:
+    for name, ranks in _GPU_REPORTS.items():
+        for row in reports.get(name, {}).get("node", ()):
+            if row["bytes"] >= 64 * MIB and row["way"] != "copy":
+                limit = 1.3 if row["way"] == BACKEND else None
+                yield _figure(f"{ranks}, {size(row['bytes'])}, {row['way']}", row["of_first"], limit)
+
+
+def _gpu_hidden(reports: Reports) -> Iterator[Figure]:
+    share = reports.get("gpu_hidden", {}).get("hidden", {}).get("hidden_share")
+    if share is not None:
+        yield _figure("hidden share", share, 0.85, at_most=False)
+
+
+def _gpu_nccl(reports: Reports) -> Iterator[Figure]:
+    for row in reports.get("gpu_nccl", {}).get("nccl", ()):
+        if row["way"] == "hvdlite":
+            yield _figure(f"{size(row['bytes'])}, time / NCCL's", row["of_first"])
+
+
 _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
     "allreduce of 64 MiB in its slot, against a memcpy on all ranks": _memcpy(IN_SLOT, 1.1),
     "the same from elsewhere: pack, reduce, unpack": _memcpy(ELSEWHERE, 3.0),
@@ -302,4 +339,9 @@ _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
     "4 hosts, 4 B to 4 KiB": _small,
     "2 hosts, 1 Gbit/s: communication hidden behind backward": _hidden,
     "step with the timeline on / off": _timeline,
+    "GPU: bandwidth of pack and unpack / that of a copy": _gpu_pack,
+    "GPU: step with 1 rank / plain torch's": _gpu_step,
+    "GPU: allreduce within a node / a copy of as many bytes on all ranks": _gpu_node,
+    "GPU: communication over a slow wire hidden behind backward": _gpu_hidden,
+    "GPUs: allreduce beside ProcessGroupNCCL": _gpu_nccl,
 }

@@ -11,11 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_driver.h"
 #include "deadline.h"
-#include "device_copies.h"
+#include "device_bindings.h"
 #include "elements.h"
 #include "instruction_set.h"
+#include "nccl_bindings.h"
 #include "pack.h"
 #include "reduce.h"
 #include "signal.h"
@@ -176,32 +176,6 @@ void register_socket_bell(py::module_& m) {
       .def("close", &SocketBell::close, WithoutGil());
 }
 
-void register_device(py::module_& m) {
-  m.def("use_cuda_library", &cuda::use_library, "path"_a);
-  m.def("cuda_devices", [] {
-    int count = 0;
-    cuda::check(cuda::driver().device_count(&count), "cuDeviceGetCount");
-    return count;
-  });
-  py::class_<Moment>(m, "Moment").def(py::init<int, std::uintptr_t>(), "device"_a, "stream"_a, WithoutGil());
-  py::class_<PinnedMemory>(m, "PinnedMemory")
-      .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil())
-      .def_property_readonly("address", &PinnedMemory::address)
-      .def_property_readonly("nbytes", &PinnedMemory::nbytes);
-  py::class_<DeviceCopies>(m, "DeviceCopies")
-      .def(py::init<int>(), "device"_a, WithoutGil())
-      .def(
-          "run",
-          [](DeviceCopies& self, const std::vector<const Moment*>& after,
-             const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& copies) {
-            std::vector<Copy> all;
-            all.reserve(copies.size());
-            for (const auto& [to, from, nbytes] : copies) all.push_back({to, from, nbytes});
-            self.run(after, all);
-          },
-          "after"_a, "copies"_a, WithoutGil());
-}
-
 }  // namespace
 }  // namespace hvdlite
 
@@ -212,4 +186,5 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_deadline(m);
   hvdlite::register_socket_bell(m);
   hvdlite::register_device(m);
+  hvdlite::register_nccl(m);
 }

@@ -1,12 +1,13 @@
 #include "deadline.h"
 
 #include <poll.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <system_error>
 #include <utility>
+
+#include "without_signals.h"
 
 namespace hvdlite {
 namespace {
@@ -39,12 +40,8 @@ Deadline::Deadline(double seconds, std::string message, int exit_code)
       exit_code_(exit_code),
       owner_(getpid()) {
   if (message_.empty() || message_.back() != '\n') message_ += '\n';
-  // Signals belong to Python's threads; this one takes none.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const WithoutSignals inherited;
   const int error = pthread_create(&thread_, nullptr, &Deadline::watch, this);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   if (error != 0) throw std::system_error(error, std::generic_category(), "Deadline: no thread");
   joinable_ = true;
 }

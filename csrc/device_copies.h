@@ -3,28 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
-#include "cuda_driver.h"
+#include "device_stream.h"
 
 namespace hvdlite {
-
-// A point in a stream of the user's: all that was enqueued before it has happened once it is reached.
-class Moment {
- public:
-  // Of `stream`, now. Throws std::runtime_error, also where the stream is being captured into a graph.
-  Moment(int device, std::uintptr_t stream);
-  ~Moment();
-  Moment(const Moment&) = delete;
-  Moment& operator=(const Moment&) = delete;
-
-  cuda::Event event() const { return event_; }
-
- private:
-  cuda::Context context_;
-  cuda::Event event_ = nullptr;
-};
 
 struct Copy {
   std::uintptr_t to, from;
@@ -35,18 +18,13 @@ struct Copy {
 // nothing else on the device waits. One call at a time.
 class DeviceCopies {
  public:
-  explicit DeviceCopies(int device);
-  ~DeviceCopies();
-  DeviceCopies(const DeviceCopies&) = delete;
-  DeviceCopies& operator=(const DeviceCopies&) = delete;
+  explicit DeviceCopies(int device) : stream_(device) {}
 
   // After every moment of `after`.
   void run(const std::vector<const Moment*>& after, const std::vector<Copy>& copies);
 
  private:
-  cuda::Context context_;
-  cuda::Stream stream_ = nullptr;
-  cuda::Event done_ = nullptr;
+  DeviceStream stream_;
 };
 
 // Host memory that the device reads and writes by itself.

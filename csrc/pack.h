@@ -23,9 +23,13 @@ class TensorList {
   // Where elements [begin, end) lie if one tensor, of elements of `bytes`, has them all; else 0.
   std::uintptr_t address_of(std::uint64_t begin, std::uint64_t end, std::size_t bytes) const;
 
- private:
+  std::size_t size() const { return addresses_.size(); }
+  std::uintptr_t address(std::size_t i) const { return addresses_[i]; }
+  std::uint64_t begin(std::size_t i) const { return begins_[i]; }
+  std::uint64_t end(std::size_t i) const { return ends_[i]; }
   std::size_t first_ending_after(std::uint64_t element) const;
 
+ private:
   std::vector<std::uintptr_t> addresses_;
   std::vector<std::uint64_t> begins_;
   std::vector<std::uint64_t> ends_;

@@ -26,6 +26,8 @@ class Reducer {
   void reduce(const std::vector<std::uintptr_t>& destinations, const std::vector<std::uintptr_t>& sources,
               std::uint64_t begin, std::uint64_t end) const;
 
+  double divisor() const { return divisor_; }  // to divide by instead of multiplying with postscale; or 0
+
  private:
   void (*kernel_)(const Reduction&);
   std::size_t item_bytes_;

@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "reduce.h"
+#include "shard.h"
 
 namespace hvdlite {
 namespace {
@@ -181,15 +182,11 @@ WaitStatus Barrier::allreduce(const std::vector<std::uintptr_t>& copies, std::ui
   // Before anybody waits: a rank that raised between the barriers would leave the others at the second one.
   if (copies.size() != size_) throw std::invalid_argument("Barrier.allreduce: one copy per rank is needed");
   const Reducer reducer(dtype, op, prescale, postscale);
-  // Shards start on cache lines, so no line is written by two ranks.
-  const std::uint64_t per_line = kCacheLine / item_bytes(dtype);
-  const std::uint64_t share = ((numel + size_ - 1) / size_ + per_line - 1) / per_line * per_line;
-  const std::uint64_t start = std::min(numel, share * rank_);
-  const std::uint64_t stop = std::min(numel, start + share);
+  const Bounds shard = shard_bounds(numel, size_, rank_, dtype);
 
   const WaitStatus filled = wait(timeout_s);
   if (filled != WaitStatus::kOk) return filled;
-  reducer.reduce(copies, copies, start, stop);
+  reducer.reduce(copies, copies, shard.begin, shard.end);
   return wait(timeout_s);
 }
 

@@ -1,12 +1,13 @@
 #include "socket_bell.h"
 
-#include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <system_error>
+
+#include "without_signals.h"
 
 namespace hvdlite {
 namespace {
@@ -31,12 +32,8 @@ SocketBell::SocketBell(const std::vector<int>& sockets, Doorbell& bell)
   for (const int fd : sockets) works = works && watch_for(epoll_, fd, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, fd);
   int error = works ? 0 : errno;
   if (error == 0) {
-    // Signals belong to Python's threads; this one takes none.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const WithoutSignals inherited;
     error = pthread_create(&thread_, nullptr, &SocketBell::watch, this);
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
   is_open_ = error == 0;
   if (is_open_) return;

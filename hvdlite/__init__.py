@@ -31,7 +31,7 @@ def _path() -> list[str]:
 __path__ = _path()
 
 from hvdlite import _native
-from hvdlite.config import CUDA_LIBRARY, INSTRUCTION_SET, Config as Config, other_variable
+from hvdlite.config import CUDA_LIBRARY, INSTRUCTION_SET, NCCL_LIBRARY, Config as Config, other_variable
 from hvdlite.default_runtime import (
     cross_rank as cross_rank,
     cross_size as cross_size,
@@ -48,6 +48,7 @@ from hvdlite.default_runtime import (
     statistics as statistics,
 )
 from hvdlite.dtypes import DType as DType, ReduceOp as ReduceOp
+from hvdlite.environment import cache_directory
 from hvdlite.errors import (
     CollectiveError as CollectiveError,
     ConfigError as ConfigError,
@@ -71,6 +72,8 @@ from hvdlite.version import __version__ as __version__
 logging.getLogger("hvdlite").addHandler(logging.NullHandler())
 
 _native.use_cuda_library(other_variable(CUDA_LIBRARY))
+_native.use_nccl_library(other_variable(NCCL_LIBRARY))
+_native.use_kernel_cache(cache_directory())
 if other_variable(INSTRUCTION_SET):
     try:
         _native.use_instruction_set(other_variable(INSTRUCTION_SET))

@@ -159,6 +159,15 @@ def cuda_devices() -> int:
         RuntimeError: there is no driver, or none that works; says why.
     """
 
+def cuda_version() -> int:
+    """The version of CUDA that the driver has, as 13000 for 13.0. RuntimeError: there is no driver."""
+
+def cuda_device_uuid(device: int) -> str:
+    """32 hexadecimal digits that no other GPU has. RuntimeError: no such device."""
+
+def cuda_device_name(device: int) -> str:
+    """What its vendor calls it. RuntimeError: no such device."""
+
 class Moment:
     """A point in a stream: whatever was enqueued there until now has happened once it is reached.
 
@@ -170,6 +179,103 @@ class Moment:
     """
 
     def __init__(self, device: int, stream: int) -> None: ...
+    def precede(self, stream: int) -> None:
+        """What is enqueued on ``stream`` from now on comes after it."""
+    def wait(self) -> None:
+        """Sleep until it is reached."""
+    @property
+    def is_reached(self) -> bool: ...
+
+class DeviceStream:
+    """A stream of ours, on which every method but `follow` enqueues something. Source: csrc/device_stream.cpp.
+
+    Raises:
+        RuntimeError: of the driver; every method may.
+    """
+
+    def __init__(self, device: int) -> None: ...
+    @staticmethod
+    def borrowed(device: int, handle: int) -> DeviceStream:
+        """A stream of somebody else, who keeps it."""
+    @property
+    def handle(self) -> int: ...
+    def follow(self, moments: Sequence[Moment]) -> None:
+        """What is enqueued from now on comes after all of ``moments``."""
+    def copy(self, to: int, source: int, nbytes: int) -> None: ...
+    def zero(self, address: int, nbytes: int) -> None: ...
+    def fill(self, address: int, numel: int, dtype: int, value: float) -> None: ...
+    def pack(self, tensors: TensorList, buffer: int, begin: int, end: int, from_dtype: int, to_dtype: int) -> None:
+        """As `TensorList.pack`."""
+    def unpack(self, tensors: TensorList, buffer: int, begin: int, end: int, from_dtype: int, to_dtype: int) -> None:
+        """As `TensorList.unpack`."""
+    def reduce(
+        self,
+        destinations: Sequence[int],
+        sources: Sequence[int],
+        numel: int,
+        dtype: int,
+        op: int,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        """As `reduce`."""
+
+class DeviceSegment:
+    """Memory of a GPU with a copy per rank of a node, all of them mapped by every rank. Source: csrc/device_memory.cpp.
+
+    Raises:
+        RuntimeError: the GPU has not so much left; every method may.
+    """
+
+    def __init__(self, device: int, nbytes: int) -> None: ...
+    @staticmethod
+    def is_possible(device: int) -> bool:
+        """Whether the driver can share memory of this GPU between processes."""
+    def share(self) -> int:
+        """A new file descriptor by which another process gets this rank's copy; the caller closes it."""
+    def map(self, files: Sequence[int], own: int) -> None:
+        """Map all copies: ``files[i]`` of rank i, of which entry ``own`` is ignored. The caller closes the files."""
+    @property
+    def copies(self) -> list[int]:
+        """The address of every rank's copy, once they are mapped."""
+
+class StreamBarrier:
+    """Streams of the ranks of a node that wait for one another; no thread waits. Source: csrc/stream_barrier.cpp.
+
+    Args:
+        page: address of `bytes_needed` zeroed bytes of the host's memory, the same in all ranks; they outlive this.
+
+    Raises:
+        RuntimeError: of the driver; every method may.
+    """
+
+    def __init__(self, stream: DeviceStream, page: int, rank: int, size: int) -> None: ...
+    @staticmethod
+    def bytes_needed(size: int) -> int: ...
+    def meet(self) -> None:
+        """What the stream does from now on comes after what the streams of all ranks did before they met."""
+    def late(self) -> list[int]:
+        """The ranks whose streams have not come as often as this one's."""
+    def release(self) -> None:
+        """Free all streams that wait here, in all processes, for good. From any thread, by every rank that lives."""
+    def allreduce(
+        self, copies: Sequence[int], numel: int, dtype: int, op: int, prescale: float, postscale: float
+    ) -> None:
+        """Reduce in place; rank i has its copy at ``copies[i]``. Source: csrc/direct_allreduce.cpp."""
+    def staged_allreduce(
+        self,
+        inputs: TensorList,
+        outputs: TensorList,
+        copies: Sequence[int],
+        window_numel: int,
+        numel: int,
+        dtype: int,
+        wire_dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        """Allreduce of tensors anywhere on this rank's GPU, by way of copies of ``window_numel`` elements."""
 
 class PinnedMemory:
     """``nbytes`` of the host's memory, which the device reads and writes by itself.
@@ -194,3 +300,60 @@ class DeviceCopies:
         Raises:
             RuntimeError: of the driver.
         """
+
+def use_nccl_library(path: str) -> None:
+    """Load NCCL from ``path``; empty: see `load_nccl`. Before its first use. Source: csrc/nccl_library.cpp."""
+
+def load_nccl(wheels: Sequence[str]) -> tuple[str, int]:
+    """(path, version as 22809 for 2.28.9) of the NCCL of this process.
+
+    It is what the process has loaded already, or the first of ``wheels``, or the system's.
+
+    Raises:
+        RuntimeError: there is none, or one that is too old; says why.
+    """
+
+class NcclCommunicator:
+    """One rank's end of a communicator of NCCL, whose calls end whatever becomes of other ranks.
+
+    Collectives reduce or fill memory in place, and return `Barrier.OK` once they are enqueued on ``stream``. After
+    `Barrier.TIMEOUT`, `Barrier.ABORTED` or an error it can only be aborted and closed. One thread calls, but for
+    `abort`. Source: csrc/nccl_communicator.cpp.
+
+    Raises:
+        RuntimeError: NCCL refuses; in its words.
+    """
+
+    def __init__(self, device: int, unique_id: bytes, rank: int, size: int) -> None:
+        """Begin to connect; `settle` waits for the other ranks."""
+    @staticmethod
+    def unique_id(device: int) -> bytes:
+        """What one rank makes for all."""
+    def settle(self, timeout_s: float) -> int:
+        """Return once all ranks are connected."""
+    def all_reduce(self, address: int, numel: int, dtype: int, op: int, stream: int, timeout_s: float) -> int: ...
+    def reduce_scatter(self, address: int, block_numel: int, dtype: int, op: int, stream: int, timeout_s: float) -> int:
+        """Block r of as many as there are ranks ends on rank r."""
+    def all_gather(self, address: int, block_nbytes: int, stream: int, timeout_s: float) -> int:
+        """Block r of as many as there are ranks is that of rank r."""
+    def reduce(self, parts: Sequence[tuple[int, int, int]], dtype: int, op: int, stream: int, timeout_s: float) -> int:
+        """(address, numel, root) each, as one group."""
+    def broadcast(self, parts: Sequence[tuple[int, int, int]], stream: int, timeout_s: float) -> int:
+        """(address, bytes, root) each, as one group."""
+    def wait(self, stream: int, timeout_s: float) -> int:
+        """Sleep until all that is in ``stream`` now has been done."""
+    def error(self) -> str:
+        """What has failed since, in NCCL's words; empty if it knows of nothing."""
+    def abort(self) -> None:
+        """End what is on its way and every wait here. Returns at once; from any thread."""
+    def close(self, timeout_s: float) -> bool:
+        """Give it back once its work has been done, else abort it; whether NCCL has let go of it in time."""
+
+def use_kernel_cache(directory: str) -> None:
+    """Keep there what is compiled for GPUs at run time; empty: nowhere. Source: csrc/nvrtc.cpp."""
+
+def kernel_image() -> str:
+    """'ptx' where nvcc has compiled the kernels for GPUs at build time, 'nvrtc' where libnvrtc does at their first use.
+
+    Source: csrc/device_kernels.cpp.
+    """

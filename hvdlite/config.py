@@ -70,6 +70,13 @@ def _log_level(text: str) -> str:
     return level
 
 
+def _gpu_allreduce(text: str) -> str:
+    way = text.strip().lower()
+    if way not in ("auto", "hierarchical", "nccl"):
+        raise ValueError("must be auto, hierarchical or nccl")
+    return way
+
+
 def _timeline(text: str) -> str:
     # Horovod's word for: no file now, start_timeline() may come.
     return "" if text == "DYNAMIC" else text
@@ -100,6 +107,9 @@ class Config:
     the receiver's next look at MPI."""
     small_bytes: int = _setting(32 << 10, _not_negative(int), "SMALL_BYTES")
     """Up to this size an allreduce across four nodes takes recursive doubling; the sizes of other cases follow."""
+    gpu_allreduce: str = _setting("auto", _gpu_allreduce, "GPU_ALLREDUCE")
+    """How GPUs of several nodes reduce. nccl: by NCCL over all; hierarchical: within a node, and by MPI across; auto:
+    whichever was faster when the first tensors on GPUs came."""
     rails: int = _setting(0, _not_negative(int), "RAILS")
     """Most ranks of a node that speak to other nodes, each for its share of the bytes; 0: as many as there can be."""
     cycle_ms: float = _setting(0.0, _not_negative(_number), "CYCLE_TIME")
@@ -215,12 +225,14 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 
 INSTRUCTION_SET = "HVDLITE_INSTRUCTION_SET"
 CUDA_LIBRARY = "HVDLITE_CUDA_LIBRARY"
+NCCL_LIBRARY = "HVDLITE_NCCL_LIBRARY"
 CALL_KEY = "HVDLITE_CALL_KEY"
 CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
     CUDA_LIBRARY: "when hvdlite is imported: the CUDA driver to load, by default libcuda.so.1",
+    NCCL_LIBRARY: "when hvdlite is imported: the NCCL to load, by default torch's, then a wheel's, then the system's",
     CALL_KEY: "from `hvdlite.run` to its ranks: the secret by which they prove to be its own",
     CALL_ADDRESS: "from `hvdlite.run` to its ranks: where they fetch the function",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",

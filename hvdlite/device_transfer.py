@@ -41,7 +41,7 @@ class DeviceTransfer:
         return result
 
     def _on_host(self, submission: Submission) -> Submission:
-        if not submission.is_on_device:
+        if submission.device is None:
             return submission
         in_place = submission.outputs is submission.inputs
         inputs = [self._place(view, downloads=True, uploads=in_place) for view in submission.inputs]
@@ -86,7 +86,7 @@ class _Device:
 
     def _clear(self) -> None:
         self._places: dict[tuple[int, int], TensorView] = {}  # by address on the device and bytes
-        self._moments: list[_native.Moment] = []
+        self._moments: dict[_native.Moment, None] = {}  # each once: tensors of an operation share theirs
         self._downloads: list[tuple[int, int, int]] = []
         self._uploads: list[tuple[int, int, int]] = []
 
@@ -97,7 +97,7 @@ class _Device:
             block, address = self._take(view.nbytes)
             self._places[key] = TensorView(address, view.shape, view.dtype, block)
         place = self._places[key]._replace(shape=view.shape, dtype=view.dtype)
-        self._moments.append(view.device.ready)
+        self._moments[view.device.ready] = None
         if downloads:
             self._downloads.append((place.address, view.address, view.nbytes))
         if uploads:
@@ -106,13 +106,13 @@ class _Device:
 
     def download(self) -> None:
         if self._moments:
-            self._copies.run(self._moments, self._downloads)
+            self._copies.run(list(self._moments), self._downloads)
             self._moments.clear()
 
     def upload(self) -> None:
         """Also ends the bucket."""
         if self._uploads:
-            self._copies.run(self._moments, self._uploads)
+            self._copies.run(list(self._moments), self._uploads)
         self._clear()
         if len(self._blocks) > 1:  # one that is large enough for all, next time
             total = sum(block.nbytes for block in self._blocks)

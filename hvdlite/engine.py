@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.pairwise import PairwiseExchange
 from hvdlite.config import Tunable
-from hvdlite.coordinator.messages import Response
-from hvdlite.coordinator.submission import Submission
-from hvdlite.device_transfer import DeviceTransfer
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.layout import ALIGNMENT, Layout
 from hvdlite.memory.views import Buffer, TensorView
@@ -44,13 +41,14 @@ class Administrator(Protocol):
 
 
 class Engine:
-    """The means of one process set.
+    """The means of one process set, in one kind of memory.
 
     Args:
         staging: where tensors from elsewhere pass through: a multiple of `ALIGNMENT` bytes for each rank.
         chunk_bytes: how much of it an allreduce uses. On one node a chunk should fit the cache; across nodes it should
             be large enough to fill the wire.
         topology: of the ranks between which ``backend`` works.
+        executed: where it counts, together with others.
     """
 
     def __init__(
@@ -62,6 +60,7 @@ class Engine:
         topology: Topology,
         recorder: Recorder,
         administrator: Administrator,
+        executed: Executed | None = None,
     ) -> None:
         self.backend = backend
         self.exchange = exchange
@@ -70,8 +69,7 @@ class Engine:
         self.ranks = topology.ranks
         self.recorder = recorder
         self.administrator = administrator
-        self.executed = Executed()
-        self._transfer = DeviceTransfer(recorder)
+        self.executed = executed or Executed()
         self.fastest_allreduce = 0.0
         """Bytes per second, of those that are not small; 0: none was."""
         self._nodes = len(topology.nodes)
@@ -79,22 +77,6 @@ class Engine:
         chunk = staging.narrow(0, max(ALIGNMENT, min(chunk_bytes, staging.nbytes) // ALIGNMENT * ALIGNMENT))
         self._staging = {dtype: staging.as_dtype(dtype) for dtype in DType}
         self._chunks = {dtype: chunk.as_dtype(dtype) for dtype in DType}
-
-    def execute(self, work: Sequence[tuple[Response, Submission | None]]) -> object:
-        """Do what all ranks agreed on, at once; return what the user gets.
-
-        None stands for what this rank has not submitted because it has joined: its part is nothing.
-        """
-        self.executed.buckets += 1
-        operation: Any = work[0][0].request
-        bucket = [(response, submission or operation.absentee(response, self.memory)) for response, submission in work]
-        label = bucket[0][1].label
-        if len(bucket) > 1:
-            label = f"{label} and {len(bucket) - 1} more"
-        for _, submission in bucket:
-            if submission.is_on_device:
-                return self._transfer.run(bucket, lambda on_host: operation.run(self, on_host, label), label)
-        return operation.run(self, bucket, label)
 
     def staging(self, dtype: DType) -> Buffer:
         """All of it, as elements of ``dtype``."""

@@ -12,6 +12,14 @@ def variables() -> dict[str, str]:
     return dict(os.environ)
 
 
+def cache_directory() -> str:
+    """Where this user keeps what can be made again, by the XDG Base Directory Specification; empty: nowhere."""
+    cache, home = os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")
+    if cache:
+        return os.path.join(cache, "hvdlite")
+    return os.path.join(home, ".cache", "hvdlite") if home else ""
+
+
 def add(values: Mapping[str, str]) -> None:
     """Set variables, for this process and those that it starts."""
     os.environ.update(values)

@@ -16,6 +16,7 @@ from typing import Any
 from hvdlite.config import Config
 from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
+from hvdlite.memory.base import Memory
 from hvdlite.memory.views import TensorView
 from hvdlite.recorder import Recorder
 from hvdlite.world import World
@@ -35,6 +36,11 @@ class Group:
         self._lock = threading.Lock()  # guards _unnamed
         self._unnamed: Counter[str] = Counter()
         self._joins = world.joins
+
+    @property
+    def device_memory(self) -> Memory | None:
+        """That of GPUs, where these ranks share some."""
+        return self.world.device_memory
 
     @property
     def config(self) -> Config:

@@ -91,31 +91,81 @@ class Node:
             os.close(fd)
 
     def _receive_segment(self, nbytes: int) -> Segment:
-        link = self._links[0]
+        message, fd = self._receive(0, _SIZE.size, f"share {nbytes} bytes of memory")
+        assert fd is not None
+        try:
+            (offered,) = _SIZE.unpack(message)
+            assert offered == nbytes, (offered, nbytes)
+            return Segment(fd, nbytes)
+        finally:
+            os.close(fd)
+
+    def exchange(self, text: str, file: int | None = None) -> list[tuple[str, int | None]]:
+        """What every local rank gave, by local rank; the caller closes the files. Collective.
+
+        Raises:
+            CollectiveError: a local rank did not answer.
+        """
+        told: dict[int, tuple[str, int | None]] = {
+            self.local_rank: (text, None if file is None else os.dup(file)),
+        }
+        try:
+            if self.is_leader:
+                for local_rank in self._links:
+                    told[local_rank] = self._hear(local_rank)
+                for local_rank in self._links:
+                    for other in sorted(told.keys() - {local_rank}):
+                        self._tell(local_rank, *told[other])
+            else:
+                self._tell(0, text, file)
+                for other in sorted(set(range(self.local_size)) - {self.local_rank}):
+                    told[other] = self._hear(0)
+        except BaseException:
+            for _, open_file in told.values():
+                if open_file is not None:
+                    os.close(open_file)
+            raise
+        return [told[local_rank] for local_rank in range(self.local_size)]
+
+    def _tell(self, local_rank: int, text: str, file: int | None) -> None:
+        message = text.encode()
+        try:
+            link = self._links[local_rank]
+            socket.send_fds(link, [_SIZE.pack(len(message))], [] if file is None else [file])
+            link.sendall(message)
+        except OSError as error:
+            self.check()
+            raise CollectiveError(f"rank {self.ranks[local_rank]} is gone: {error}") from error
+
+    def _hear(self, local_rank: int) -> tuple[str, int | None]:
+        size, file = self._receive(local_rank, _SIZE.size, "tell how it is")
+        message, _ = self._receive(local_rank, _SIZE.unpack(size)[0], "tell how it is")
+        return message.decode(), file
+
+    def _receive(self, local_rank: int, nbytes: int, what: str) -> tuple[bytes, int | None]:
+        """``nbytes`` of a local rank, and the open file that came with them; sleeps until they are there."""
+        link = self._links[local_rank]
         link.settimeout(_SLICE_S)
         deadline = time.monotonic() + self.timeout_s
-        while True:
+        message, files = b"", []
+        while len(message) < nbytes:
             try:
-                message, fds, _, _ = socket.recv_fds(link, _SIZE.size, 1)
-                break
+                part, came, _, _ = socket.recv_fds(link, nbytes - len(message), 1)
             except TimeoutError:
                 self.check()
                 if time.monotonic() > deadline:
                     raise CollectiveError(
-                        f"rank {self.ranks[0]} did not share {nbytes} bytes of memory within {self.timeout_s:.0f} s"
+                        f"rank {self.ranks[local_rank]} did not {what} within {self.timeout_s:.0f} s"
                     ) from None
+                continue
             except OSError:
-                message, fds = b"", []
-                break
-        if not fds:
-            self.check()
-            raise CollectiveError(f"rank {self.ranks[0]} is gone while it was to share {nbytes} bytes of memory")
-        try:
-            (offered,) = _SIZE.unpack(message)
-            assert offered == nbytes, (offered, nbytes)
-            return Segment(fds[0], nbytes)
-        finally:
-            os.close(fds[0])
+                part, came = b"", []
+            if not part:
+                self.check()
+                raise CollectiveError(f"rank {self.ranks[local_rank]} is gone while it was to {what}")
+            message += part
+            files += came
+        return message, files[0] if files else None
 
     def take_watch_links(self) -> dict[int, socket.socket]:
         """Sockets to the other local ranks (of the leader), or to the leader, by rank; the caller closes them."""

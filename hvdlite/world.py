@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hvdlite import mpi
 from hvdlite.agreement import exchange
 from hvdlite.collectives.pairwise import PairwiseExchange
-from hvdlite.collectives.select import build_backend, spin_us
+from hvdlite.collectives.select import build_backend, build_ring, spin_us
 from hvdlite.config import Config, Tunable
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.coordinator import Coordinator
@@ -23,9 +23,11 @@ from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, ShutDownError
+from hvdlite.executor import Executor
 from hvdlite.health import Health
 from hvdlite.interfaces import select
 from hvdlite.leader_links import Door, Listener, connect_tree, new_token
+from hvdlite.memory.base import Memory
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import ALIGNMENT, align_up
 from hvdlite.node import Node, discover
@@ -34,6 +36,8 @@ from hvdlite.topology import Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from hvdlite.device_engine import DeviceEngine
 
 _LOG = logging.getLogger("hvdlite")
 _LOOK_S = 0.2
@@ -115,7 +119,10 @@ class World:
             self._own.callback(bell.close)
             self._shared.callback(bell.close)
         memory = HostMemory(node)
-        self._backend = build_backend(node, memory, rail, topology, config, self.check, self.recorder)
+        cross = None
+        if rail is not None:
+            cross = build_ring(node, memory, rail, topology, config, self.check, self.recorder)
+        self._backend = build_backend(node, memory, cross, topology, config, self.check, self.recorder)
         self._shared.callback(self._backend.close)
         staging_bytes = align_up(max(config.staging_bytes, topology.size * ALIGNMENT))
         self.engine = Engine(
@@ -130,8 +137,30 @@ class World:
             self.recorder,
             self,
         )
-        self.execute = self.engine.execute
+        self._cross = cross
+        self._executor = Executor(self.engine, self._build_device_engine)
+        self._shared.callback(self._close_device)
+        self.execute = self._executor.execute
+        self.watch = self._executor.watch
         self.coordinator = Coordinator(self, topology, page, tree, spin_us=spin_us(config, node))
+
+    def _build_device_engine(self, ordinal: int | None) -> DeviceEngine | None:
+        from hvdlite import device_engine
+
+        return device_engine.build(ordinal, self.engine, self.node, self._cross, self.topology, self.config, self.check)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._executor.is_under_way
+
+    def _close_device(self) -> None:
+        if self._executor.device is not None:
+            self._executor.device.close()
+
+    @property
+    def device_memory(self) -> Memory | None:
+        """That of GPUs, once these ranks share some."""
+        return None if self._executor.device is None else self._executor.device.memory
 
     def _part(self, comm: MPI.Comm, included: bool, color: int) -> MPI.Comm | None:
         """The ranks of one color, in the order of nodes; None for those not included. Collective over ``comm``."""
@@ -175,6 +204,8 @@ class World:
         """End every wait, and every operation now and later, with ``reason``; called on any thread."""
         self.node.abort()
         self._backend.wake()
+        if self._executor.device is not None:
+            self._executor.device.wake()
         self.coordinator.close(reason)
         self.coordinator.wake()
 
@@ -241,6 +272,8 @@ class World:
     def tune(self, settings: Tunable) -> None:
         self.config = settings.within(self.config)
         self._backend.configure(self.config)
+        if self._executor.device is not None:
+            self._executor.device.configure(self.config)
 
     def all_have_joined(self) -> None:
         self.joins += 1

@@ -7,109 +7,30 @@ GPU (`SimulatedGpus`), and a kernel is a function that a stream calls, later.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from cuda_calls import INVALID_CONTEXT, NOT_PERMITTED, NOT_READY, Calls, Kernel
+from gpusim.build import built
 from hvdlite import _native
+from hvdlite.memory.base import Region
 from hvdlite.torch.device import Gpus
 
-SOURCE = Path(__file__).parent / "gpusim" / "cuda_sim.cpp"
-NOT_READY, NOT_PERMITTED, INVALID_CONTEXT = 600, 800, 201
-Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-Kernel = Callable[[], object]
+__all__ = ["INVALID_CONTEXT", "NOT_PERMITTED", "NOT_READY", "Cuda", "SimulatedGpus", "built", "simulated"]
 
 
-def built() -> Path:
-    """The simulated driver, compiled once per version of its source and user."""
-    name = f"hvdlite-cuda-sim-{os.getuid()}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
-    library = Path(tempfile.gettempdir(), name)
-    if not library.exists():
-        own = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(["c++", "-std=c++17", "-O1", "-shared", "-fPIC", SOURCE, "-o", own], check=True)
-        own.replace(library)  # of several ranks, whoever is last
-    return library
-
-
-class Cuda:
-    """The driver's functions, of the first device, each of which must succeed; streams and events are its handles."""
-
-    def __init__(self, library: str) -> None:
-        self.library = ctypes.CDLL(library)
-        self._kept: list[object] = []  # callbacks, which the driver calls later
-        self._call("cuInit", 0)
-        self.context = self._handle("cuDevicePrimaryCtxRetain", 0)
-        self._call("cuCtxPushCurrent_v2", self.context)
-
-    def _call(self, function: str, *arguments: object) -> None:
-        status = getattr(self.library, function)(*arguments)
-        assert status == 0, (function, status)
-
-    def _handle(self, function: str, *arguments: object) -> ctypes.c_void_p:
-        handle = ctypes.c_void_p()
-        self._call(function, ctypes.byref(handle), *arguments)
-        return handle
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """On any thread."""
-        self._call("cuCtxPushCurrent_v2", self.context)
-        yield
-        self._handle("cuCtxPopCurrent_v2")
-
-    def stream(self) -> ctypes.c_void_p:
-        return self._handle("cuStreamCreate", 1)
-
-    def event(self) -> ctypes.c_void_p:
-        return self._handle("cuEventCreate", 2)
-
-    def record(self, event: ctypes.c_void_p, stream: ctypes.c_void_p) -> None:
-        self._call("cuEventRecord", event, stream)
-
-    def wait(self, stream: ctypes.c_void_p, event: ctypes.c_void_p) -> None:
-        self._call("cuStreamWaitEvent", stream, event, 0)
-
-    def is_reached(self, event: ctypes.c_void_p) -> bool:
-        status = self.library.cuEventQuery(event)
-        assert status in (0, NOT_READY), status
-        return bool(status == 0)
-
-    def synchronize(self, stream: ctypes.c_void_p) -> None:
-        self._call("cuStreamSynchronize", stream)
-
-    def launch(self, stream: ctypes.c_void_p, kernel: Kernel, *, delay_s: float = 0.0) -> None:
-        """Have ``stream`` call ``kernel()``; ``delay_s`` after it has come there."""
-        callback = Callback(lambda _: (time.sleep(delay_s), kernel()))
-        self._kept.append(callback)
-        self._call("cuLaunchHostFunc", stream, callback, None)
-
-    def allocate(self, nbytes: int) -> int:
-        address = ctypes.c_ulonglong()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(nbytes, 1)))
-        return address.value
-
-    def copy(self, to: int, source: int, nbytes: int, stream: ctypes.c_void_p) -> int:
-        """The driver's answer."""
-        arguments = ctypes.c_ulonglong(to), ctypes.c_ulonglong(source), ctypes.c_size_t(nbytes), stream
-        return int(self.library.cuMemcpyAsync(*arguments))
+class Cuda(Calls):
+    """With tensors in the memory of the simulated device, which the host may touch as well."""
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """In the memory of the device, which is never given back."""
         nbytes = torch.empty(shape, dtype=dtype, device="meta").numel() * dtype.itemsize
         memory = (ctypes.c_char * max(nbytes, 1)).from_address(self.allocate(nbytes))
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes].view(dtype).reshape(shape)
-
-    def has(self, address: int) -> bool:
-        ordinal = ctypes.c_int()
-        return bool(self.library.cuPointerGetAttribute(ctypes.byref(ordinal), 9, ctypes.c_ulonglong(address)) == 0)
 
 
 class SimulatedGpus(Gpus):
@@ -133,12 +54,18 @@ class SimulatedGpus(Gpus):
         on_host = self.ordinal_of(tensor) is None
         return tensor.new_empty(shape) if on_host else self.cuda.tensor(tuple(shape), tensor.dtype)
 
+    def bytes_of(self, region: Region) -> torch.Tensor:
+        memory = (ctypes.c_char * region.nbytes).from_address(region.address)
+        memory.owner = region.owner  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
     def later(self, kernel: Kernel, delay_s: float) -> None:
         self.cuda.launch(self.stream, kernel, delay_s=delay_s)
 
 
 @cache
 def simulated() -> Cuda:
-    """The simulated driver, from now on that of hvdlite as well."""
+    """The simulated driver, from now on that of hvdlite as well, with a GPU for each of four ranks."""
+    os.environ.setdefault("GPUSIM_DEVICES", "4")
     _native.use_cuda_library(str(built()))
     return Cuda(str(built()))

@@ -13,6 +13,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   lint     ruff and mypy; only if asked for by name
   integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
 
+Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well.
+
 The last line is "N passed, N failed, N skipped". Options that are not listed in --help go to pytest.
 """
 
@@ -102,6 +104,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         action="store_true",
         help="run what fails in a stage that starts processes once more, for busy machines; the summary tells",
     )
+    parser.add_argument("--thorough", action="store_true", help="also what takes long")
     parser.add_argument(
         "--this-python",
         action="store_true",
@@ -137,14 +140,16 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
 def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str, Path]) -> list[Stage]:
     python = pythons["openmpi"]
 
-    def pytest(suite: str, python: Path) -> list[str]:
+    def pytest(suite: str, python: Path, *left_out: str) -> list[str]:
         at_once = [f"--numprocesses={AT_ONCE[suite]}"] if suite in AT_ONCE else []
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
+        unwanted = [f"not {mark}" for mark in (*left_out, *([] if arguments.thorough else ["thorough"]))]
+        marks = ["-m", " and ".join(unwanted)] if unwanted else []
         options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
         # Ranks share a directory for temporary ones: none removes what another one removes too. `run` removes it.
         options += ["-o", "tmp_path_retention_count=1000"]
-        return [str(python), script, *options, *at_once, *for_pytest, str(TESTS / suite)]
+        return [str(python), script, *options, *at_once, *for_pytest, str(TESTS / suite), *marks]
 
     stages = []
     for suite in (suite for suite in SUITES if suite in arguments.suites):
@@ -161,8 +166,8 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != '1' else ''}"
                     # What lies above MPI runs with every number of ranks, on one MPI each.
                     above = len(arguments.mpi) == 1 or (ranks == "3") == (mpi == "mpich")
-                    marks = [] if above else ["-m", "not any_mpi"]
-                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi]), *marks], limit))
+                    unmarked = [] if above else ["any_mpi"]
+                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi], *unmarked)], limit))
         else:
             stages.append(Stage(suite, pytest(suite, python), limit))
     return stages

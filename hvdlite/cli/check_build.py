@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib import metadata
 
-from hvdlite import _native, builds
+from hvdlite import _native, builds, nccl_library
 from hvdlite.cli.mpirun import find_mpirun
 from hvdlite.errors import StartupError
 from hvdlite.version import __version__
@@ -29,11 +29,14 @@ def report() -> str:
         "Launcher:",
         _line(mpi, f"mpirun: {reason}"),
         "",
+        "GPUs:",
+        *_gpus(),
+        _kernels(),
+        "",
         "Ways of communication:",
         _line(True, "shared memory, within a node"),
         _line(builds.mpi_built(), "MPI, between nodes"),
-        _line(*_gpus()),
-        _line(bool(builds.nccl_built()), "NCCL"),
+        _line(*_nccl()),
         _line(builds.gloo_built(), "Gloo"),
         _line(builds.ddl_built(), "DDL"),
         _line(builds.ccl_built(), "CCL"),
@@ -41,13 +44,36 @@ def report() -> str:
     return "\n".join(lines)
 
 
-def _gpus() -> tuple[bool, str]:
-    """Whether there are GPUs, and how many; else why not."""
+def _gpus() -> list[str]:
+    """The CUDA driver and its GPUs; else why there are none. Creates no CUDA context."""
     try:
-        count = _native.cuda_devices()
+        version, count = _native.cuda_version(), _native.cuda_devices()
+        gpus = [
+            _line(True, f"GPU {i}: {_native.cuda_device_name(i)}, {_uuid(_native.cuda_device_uuid(i))}")
+            for i in range(count)
+        ]
     except RuntimeError as error:
-        return False, f"GPUs, by way of pinned memory: {error}"
-    return count > 0, f"GPUs, by way of pinned memory: {count}"
+        return [_line(False, f"CUDA driver: {error}")]
+    return [_line(True, f"CUDA driver, for CUDA {version // 1000}.{version % 1000 // 10}"), *gpus]
+
+
+def _kernels() -> str:
+    compiled = {"ptx": "PTX, compiled when hvdlite was built", "nvrtc": "source, which libnvrtc compiles at first use"}
+    return _line(True, f"kernels: {compiled[_native.kernel_image()]}")
+
+
+def _uuid(digits: str) -> str:
+    """As nvidia-smi writes it."""
+    parts = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
+    return f"GPU-{'-'.join(parts)}"
+
+
+def _nccl() -> tuple[bool, str]:
+    """Whether there is an NCCL, and which; else why not."""
+    try:
+        return True, f"NCCL, between GPUs: {nccl_library.load()}"
+    except RuntimeError as error:
+        return False, f"NCCL, between GPUs: {error}"
 
 
 def _line(there: bool, what: str) -> str:

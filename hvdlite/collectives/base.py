@@ -5,7 +5,8 @@ A backend moves and reduces the bytes of buffers of its `memory`, between its `s
 - Every rank of the backend calls the same methods in the same order with equal arguments (the coordinator
   sees to that).
 - A call begins an operation and returns its `Completion`. Once `Completion.wait` has returned, this rank's copy of the
-  result is complete and may be overwritten. Operations that are begun complete in the order in which they began.
+  result is complete and may be overwritten; where the memory is that of a GPU, by what is enqueued from then on, since
+  the host need not wait for a GPU. Operations that are begun complete in the order in which they began.
 - The result is the same to the last bit on every rank, and does not depend on timing.
 - Sizes of 0 and 1 element work. Element counts are 64-bit.
 - 16-bit floats are summed in fp32 and rounded once in a node and after every addition across nodes; integers wrap;
@@ -21,15 +22,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from hvdlite import _native
 from hvdlite.counters import Traffic
-from hvdlite.dtypes import SUM, ReduceOp, Reduction
+from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout, Range, windows
 from hvdlite.memory.views import Buffer
-from hvdlite.recorder import Lane, Recorder
+from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 if TYPE_CHECKING:
     from hvdlite._native import TensorList
@@ -90,10 +92,10 @@ class Backend(ABC):
         """
         for begin, end in windows(layout.end, staging.numel):
             part = staging.narrow(0, end - begin)
-            with self.recorder.span(Lane.PACK, label, part.nbytes, part.dtype.label):
+            with self._span(Lane.PACK, part.nbytes, part.dtype, label):
                 self.memory.pack(inputs, layout.dtype, part, begin)
             self.allreduce(part, reduction, label=label).wait()
-            with self.recorder.span(Lane.UNPACK, label, part.nbytes, part.dtype.label):
+            with self._span(Lane.UNPACK, part.nbytes, part.dtype, label):
                 self.memory.unpack(part, begin, outputs, layout.dtype)
         return DONE
 
@@ -144,11 +146,27 @@ class Backend(ABC):
         """What this rank has exchanged with other nodes."""
         return Traffic()
 
+    def supports(self, dtype: DType) -> bool:
+        """Whether it reduces ``dtype``, one of those that reduce; it moves every type."""
+        return True
+
+    def late(self) -> Sequence[int]:
+        """Ranks of this backend that are behind this one, as far as it can tell where calls do not wait."""
+        return ()
+
+    def check_health(self) -> None:
+        """Raise CollectiveError if something has failed that no call has met yet."""
+
     def wake(self) -> None:
         """Wake whoever waits in a call, so that it sees that the world has failed. From any thread."""
 
     def close(self) -> None:
         """Release what the backend owns; a collective call."""
+
+    def _span(self, lane: Lane, nbytes: int, dtype: DType, label: str) -> AbstractContextManager[None]:
+        """Records how long a ``with`` block takes, where that is asked for."""
+        recorder = self.recorder
+        return recorder.span(lane, label, nbytes, dtype.label) if recorder.enabled else NO_SPAN
 
 
 def scale(buf: Buffer, reduction: Reduction) -> None:

@@ -13,7 +13,7 @@ from hvdlite.collectives.base import DONE, Backend, Completion
 from hvdlite.collectives.thresholds import PART_BYTES, limits_of, parts_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
-from hvdlite.dtypes import SUM, Reduction
+from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.memory.layout import Range, shard_bounds, share_of
 from hvdlite.memory.views import Buffer
 
@@ -83,10 +83,11 @@ class HierarchicalBackend(Backend):
         between_nodes = DONE
         for number, (part, blocks) in enumerate(zip(parts, shards, strict=True)):
             self._node.reduce_scatter(part, blocks, in_node, stays_open=True, label=label).wait()
-            between_nodes.wait()
+            before = between_nodes
             if cross is not None:
                 ((start, stop),) = blocks[self._node.rank]
                 between_nodes = cross.allreduce(part.narrow(start, stop), across, label=label)
+            before.wait()
             if number > 0:
                 self._node.allgather(parts[number - 1], shards[number - 1], closes=True, label=label).wait()
         between_nodes.wait()
@@ -158,6 +159,15 @@ class HierarchicalBackend(Backend):
         self._share_bytes = limits_of(config.small_bytes, len(self._nodes)).halving_bytes
         if self._cross is not None:
             self._cross.configure(config)
+
+    def supports(self, dtype: DType) -> bool:
+        return self._node.supports(dtype)
+
+    def late(self) -> Sequence[int]:
+        return [self._nodes[self._index][local_rank] for local_rank in self._node.late()]
+
+    def check_health(self) -> None:
+        self._node.check_health()
 
     def wake(self) -> None:
         self._node.wake()

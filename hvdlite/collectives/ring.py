@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,7 +90,7 @@ class RingBackend(Backend):
         bound = self._bound.get(call)
         if bound is not None:
             self._in_flight.wait()
-            with self._span(Lane.RING, buf, label):
+            with self._span(Lane.RING, buf.nbytes, buf.dtype, label):
                 bound.run("allreduce", label, buf.owner, self._scratch)
             return DONE
         algorithm, itemsize = self._limits.algorithm(buf.nbytes), buf.dtype.itemsize
@@ -163,9 +162,6 @@ class RingBackend(Backend):
         self._in_flight.wait()  # it has the scratch memory
         self._in_flight = _InFlight(self, schedule, lane, operation, buf, label)
         return self._in_flight
-
-    def _span(self, lane: Lane, buf: Buffer, label: str) -> AbstractContextManager[None]:
-        return self.recorder.span(lane, label, buf.nbytes, buf.dtype.label)
 
 
 class _InFlight(Completion):

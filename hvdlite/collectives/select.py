@@ -25,6 +25,9 @@ from hvdlite.topology import Topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hvdlite.collectives.hierarchical import HierarchicalBackend
+    from hvdlite.collectives.ring import RingBackend
+
 
 def spin_us(config: Config, node: Node) -> int:
     """How long a rank may spin: one that spins keeps the core from the rank it waits for, where they share one."""
@@ -34,7 +37,7 @@ def spin_us(config: Config, node: Node) -> int:
 def build_backend(
     node: Node,
     memory: Memory,
-    comm_rail: MPI.Comm | None,
+    cross: Backend | None,
     topology: Topology,
     config: Config,
     check: Callable[[], None],
@@ -45,8 +48,7 @@ def build_backend(
     Args:
         node: the ranks on this machine.
         memory: of ``node``.
-        comm_rail: private communicator of the ranks with this local rank on every node, in the order of nodes; None
-            where a node has no such rank, or where there is one node only.
+        cross: of the ranks with this local rank on every node; None where a node has no such rank, or is the only one.
         check: raises once the world has failed.
     """
     nodes = topology.nodes
@@ -64,33 +66,51 @@ def build_backend(
 
     if len(nodes) == 1:
         return shm()
+    if cross is not None and all(len(ranks) == 1 for ranks in nodes):
+        return cross
+    return hierarchical(shm(), cross, topology, config)
+
+
+def build_ring(
+    node: Node,
+    memory: Memory,
+    comm_rail: MPI.Comm,
+    topology: Topology,
+    config: Config,
+    check: Callable[[], None],
+    recorder: Recorder,
+) -> RingBackend:
+    """The backend between the ranks with this local rank on every node.
+
+    Args:
+        comm_rail: private communicator of these ranks, in the order of nodes.
+    """
     # One node needs no MPI, and importing mpi4py starts MPI.
-    from hvdlite.collectives.hierarchical import HierarchicalBackend
     from hvdlite.collectives.ring import RingBackend
 
-    limits = limits_of(config.small_bytes, len(nodes))
-    ring = None
-    if comm_rail is not None:
-        ring = RingBackend(
-            comm_rail,
-            memory,
-            ranks=[ranks[node.local_rank] for ranks in nodes],
-            segment_bytes=config.segment_bytes,
-            limits=limits,
-            timeout_s=config.collective_timeout_s,
-            check=check,
-            recorder=recorder,
-        )
-    if ring is not None and all(len(ranks) == 1 for ranks in nodes):
-        return ring
+    return RingBackend(
+        comm_rail,
+        memory,
+        ranks=[ranks[node.local_rank] for ranks in topology.nodes],
+        segment_bytes=config.segment_bytes,
+        limits=limits_of(config.small_bytes, len(topology.nodes)),
+        timeout_s=config.collective_timeout_s,
+        check=check,
+        recorder=recorder,
+    )
+
+
+def hierarchical(node: Backend, cross: Backend | None, topology: Topology, config: Config) -> HierarchicalBackend:
+    """``node`` within each node, ``cross`` between those with the same local rank."""
+    from hvdlite.collectives.hierarchical import HierarchicalBackend
+
     place = {rank: number for number, rank in enumerate(topology.ranks)}  # backends count their ranks from 0
-    places = tuple(tuple(place[rank] for rank in ranks) for ranks in nodes)
     return HierarchicalBackend(
-        shm(),
-        ring,
-        places,
+        node,
+        cross,
+        tuple(tuple(place[rank] for rank in ranks) for ranks in topology.nodes),
         place[topology.rank],
         one_rail_bytes=config.small_bytes,
         rails=config.rails,
-        share_bytes=limits.halving_bytes,
+        share_bytes=limits_of(config.small_bytes, len(topology.nodes)).halving_bytes,
     )

@@ -7,7 +7,6 @@ may still be using it; and ends with one, after which nobody does, since its own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 from hvdlite import _native
 from hvdlite.collectives.base import DONE, Backend, Completion, scale
@@ -17,7 +16,7 @@ from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout, Range, align_up, share_of
 from hvdlite.memory.views import Buffer
 from hvdlite.node import Node
-from hvdlite.recorder import NO_SPAN, Lane, Recorder
+from hvdlite.recorder import Lane, Recorder
 
 _ALONE_BYTES = 128 << 10  # up to this, waiting for helpers takes longer than reducing alone
 _EVEN = 1.25  # blocks of which the largest is at most so many times the mean: helping would gain nothing
@@ -64,7 +63,7 @@ class ShmBackend(Backend):
 
         Every byte is read once and written once per copy, which is the floor.
         """
-        with self._span(Lane.NODE_ALLREDUCE, buf, label):
+        with self._span(Lane.NODE_ALLREDUCE, buf.nbytes, buf.dtype, label):
             if self.size == 1:
                 scale(buf, reduction)
                 return DONE
@@ -90,8 +89,7 @@ class ShmBackend(Backend):
         if not self._window_bytes:
             return super().allreduce_tensors(inputs, outputs, layout, reduction, staging=staging, label=label)
         wire_dtype = layout.wire_dtype
-        recorder, lane = self.recorder, Lane.NODE_ALLREDUCE
-        with recorder.span(lane, label, layout.nbytes, wire_dtype.label) if recorder.enabled else NO_SPAN:
+        with self._span(Lane.NODE_ALLREDUCE, layout.nbytes, wire_dtype, label):
             status = self._barrier.staged_allreduce(
                 inputs,
                 outputs,
@@ -116,7 +114,7 @@ class ShmBackend(Backend):
         label: str = "",
     ) -> Completion:
         assert len(blocks) == self.size, (len(blocks), self.size)
-        with self._span(Lane.NODE_REDUCE_SCATTER, buf, label):
+        with self._span(Lane.NODE_REDUCE_SCATTER, buf.nbytes, buf.dtype, label):
             if self.size == 1:
                 scale(buf, reduction)
                 return DONE
@@ -139,7 +137,7 @@ class ShmBackend(Backend):
     ) -> Completion:
         """Each rank copies an equal share of all bytes, wherever they are, into the other copies; its own, to close."""
         assert len(blocks) == self.size, (len(blocks), self.size)
-        with self._span(Lane.NODE_ALLGATHER, buf, label):
+        with self._span(Lane.NODE_ALLGATHER, buf.nbytes, buf.dtype, label):
             if closes and self.size > 1:
                 for start, stop in blocks[self.rank]:
                     self._copy_from(self.rank, buf, start, stop)
@@ -150,7 +148,7 @@ class ShmBackend(Backend):
 
     def broadcast(self, buf: Buffer, root: int, *, label: str = "") -> Completion:
         """An allgather in which ``root`` has everything: all ranks share the work."""
-        with self._span(Lane.BROADCAST, buf, label):
+        with self._span(Lane.BROADCAST, buf.nbytes, buf.dtype, label):
             if self.size > 1:
                 blocks = [[(0, buf.numel)] if rank == root else [] for rank in range(self.size)]
                 self._distribute("broadcast", buf, blocks, label)
@@ -185,9 +183,6 @@ class ShmBackend(Backend):
             source = places.pop(rank)
             # One source and no scale: a copy that reads once, however many copies it writes.
             _native.reduce(places, [source], (stop - start) * buf.dtype.itemsize, DType.UINT8, ReduceOp.SUM)
-
-    def _span(self, lane: Lane, buf: Buffer, label: str) -> AbstractContextManager[None]:
-        return self.recorder.span(lane, label, buf.nbytes, buf.dtype.label) if self.recorder.enabled else NO_SPAN
 
     def _meet(self, operation: str, label: str = "") -> None:
         self._expect_ok(self._barrier.wait(self._timeout_s), operation, label)

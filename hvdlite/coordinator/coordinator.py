@@ -36,6 +36,8 @@ from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchErr
 from hvdlite.recorder import Lane, Recorder
 from hvdlite.topology import Topology
 
+_WATCH_S = 1.0  # between two looks at what GPUs do
+
 
 class Owner(Protocol):
     """Whom a coordinator works for. All but `check` is called by who is at work, in the order of the log."""
@@ -52,6 +54,13 @@ class Owner(Protocol):
 
         None is what this rank has not submitted, since it has joined.
         """
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something that was executed has yet to be done by a GPU."""
+
+    def watch(self) -> None:
+        """See that what is under way goes on; raises what ends the world."""
 
     def coordinator_died(self, error: BaseException) -> None:
         """What has ended the coordinator before its time."""
@@ -223,6 +232,8 @@ class Coordinator:
     def patience_s(self) -> float:
         """How long to sleep if nobody rings."""
         patience_s = self._station.patience_s
+        if self._owner.is_under_way:
+            patience_s = min(patience_s, _WATCH_S)
         if self._plan.plan is not None:
             patience_s = min(patience_s, self._plan.patience_s(self._clock()))
         return patience_s
@@ -237,6 +248,8 @@ class Coordinator:
         if self._owner.recorder.mark_cycles:
             self._owner.recorder.mark(Lane.CYCLE, "CYCLE_START")
         self._has_rung = False
+        if self._owner.is_under_way:
+            self._owner.watch()
         if self._queue:
             self._drain(now_s)
         elif self._plan.plan is not None:

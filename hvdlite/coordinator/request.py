@@ -28,6 +28,7 @@ class TensorSpec(NamedTuple):
     name: str
     dtype: DType
     shape: tuple[int, ...]
+    is_on_device: bool = False
 
 
 class Difference(NamedTuple):
@@ -79,6 +80,11 @@ class Request:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._content
 
+    @cached_property
+    def tensors_on_device(self) -> int:
+        """How many of its tensors are in the memory of a GPU."""
+        return sum(spec.is_on_device for spec in self.tensors)
+
     # Agreement.
 
     def settled(self) -> Request:
@@ -98,6 +104,8 @@ class Request:
             yield Difference(mine.name, f"name of tensor {i} of the group", repr(mine.name), repr(theirs.name), order)
             convert = "Convert it to the same dtype on every rank"
             yield Difference(mine.name, "dtype", mine.dtype.label, theirs.dtype.label, convert)
+            here, there = (("the CPU", "a GPU")[spec.is_on_device] for spec in (mine, theirs))
+            yield Difference(mine.name, "device", here, there, "Pass tensors on the same kind of device on every rank")
             pass_same = f"Pass the same shape on every rank, {elsewhere}"
             yield Difference(mine.name, where, mine.shape, theirs.shape, pass_same)
 

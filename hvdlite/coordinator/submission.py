@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdlite.coordinator.messages import Claim
 from hvdlite.coordinator.request import NAMED, Key, Request, Sizes
 from hvdlite.memory.base import Home
-from hvdlite.memory.views import TensorView
+from hvdlite.memory.views import OnDevice, TensorView
+
+if TYPE_CHECKING:
+    from hvdlite._native import Moment
 
 Allocate = Callable[[int, tuple[int, ...]], TensorView]
 """(index of the tensor, shape of its result) -> where the result shall go; called on the coordinator thread."""
@@ -26,8 +29,8 @@ class Submission:
     """
 
     __slots__ = (
-        "_error", "_lock", "_result", "allocate", "assist", "home", "inputs", "is_done", "key", "label", "outputs",
-        "request", "sequence", "sizes", "submitted_ns",
+        "_error", "_lock", "_result", "_stream", "allocate", "assist", "device", "done_on_device", "home", "inputs",
+        "is_done", "key", "label", "outputs", "request", "sequence", "sizes", "submitted_ns",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +55,13 @@ class Submission:
         self.home = home
         self.allocate = allocate
         self.submitted_ns = time.monotonic_ns()
+        self.device: OnDevice | None = None
+        """Of one of its tensors, where some are in the memory of a GPU."""
+        self.done_on_device: Moment | None = None
+        """Reached when a GPU has done what was enqueued for it."""
+        if request.tensors_on_device:
+            self.device = next((view.device for view in (*inputs, *outputs) if view.device is not None), None)
+        self._stream = self.device.current_stream() if self.device is not None else 0
         self.assist: Callable[[Submission], None] | None = None  # what a thread can do for it while it waits
         # A lock that is held until completion is the cheapest sleep that Python has: no condition, no polling.
         self._lock = threading.Lock()
@@ -65,16 +75,11 @@ class Submission:
             return Claim(self.request, self.sequence)
         return Claim(self.request, self.sequence, (rank,), (self.sizes,))
 
-    @property
-    def is_on_device(self) -> bool:
-        """Whether some of its tensors are in the memory of a GPU."""
-        for view in self.inputs:  # noqa: SIM110 (every operation asks; a generator takes three times as long)
-            if view.device is not None:
-                return True
-        return False
-
     def wait(self) -> Any:
-        """Sleep until the operation is complete; return its result or raise its error. May be called again."""
+        """Sleep until the operation is complete; return its result or raise its error. May be called again.
+
+        What a GPU does is only enqueued then; it comes before what the caller enqueues on its current stream.
+        """
         if not self.is_done and self.assist is not None:
             self.assist(self)
         if not self.is_done:
@@ -82,7 +87,16 @@ class Submission:
                 pass
         if self._error is not None:
             raise self._error.with_traceback(None)  # several threads may raise it
+        if self.done_on_device is not None:
+            self._precede_current_stream(self.done_on_device)
         return self._result
+
+    def _precede_current_stream(self, moment: Moment) -> None:
+        assert self.device is not None
+        stream = self.device.current_stream()
+        moment.precede(stream)
+        if stream == self._stream:  # which is the one that may use the tensors' memory again
+            self.inputs = self.outputs = ()
 
     def succeed(self, result: Any = None) -> None:
         self._result = result

@@ -116,7 +116,7 @@ class HvdliteAccelerator(Accelerator):
         def padded(part: torch.Tensor) -> torch.Tensor:
             if not -part.dim() <= dim < part.dim():
                 return part
-            longest = int(hvd.allreduce(torch.tensor(part.shape[dim]), op=hvd.Max))
+            longest = int(hvd.allreduce(torch.tensor(part.shape[dim], device="cpu"), op=hvd.Max))
             shape = list(part.shape)
             shape[dim] = longest - part.shape[dim]
             padding = part.new_full(shape, pad_index)

@@ -64,7 +64,7 @@ class HvdliteTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         for name in ("loss", "train_loss"):  # those that each rank knows of its own part only
             if name in logs:
-                logs[name] = hvd.allreduce(torch.tensor(logs[name], dtype=torch.float64)).item()
+                logs[name] = hvd.allreduce(torch.tensor(logs[name], dtype=torch.float64, device="cpu")).item()
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,10 +21,12 @@ class OnDevice(NamedTuple):
     Attributes:
         ordinal: of the GPU in this process.
         ready: its contents are what they should be, and may be overwritten, once this is reached.
+        current_stream: the driver's handle of the stream on which the thread that asks works with this GPU.
     """
 
     ordinal: int
     ready: Moment
+    current_stream: Callable[[], int]
 
 
 class TensorView(NamedTuple):

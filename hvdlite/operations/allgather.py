@@ -50,8 +50,11 @@ class Allgather(Operation):
     def absentee(self, response: Response, memory: Memory) -> Submission:
         inputs = [TensorView(0, (0, *spec.shape), spec.dtype, None) for spec in self.tensors]
 
+        results: list[TensorView] = []  # alive as long as the submission: a GPU writes them later
+
         def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
-            return memory.filled(shape, self.tensors[index].dtype, 0)
+            results.append(memory.filled(shape, self.tensors[index].dtype, 0))
+            return results[-1]
 
         return Submission(self, response.sequence, inputs, allocate=allocate)
 

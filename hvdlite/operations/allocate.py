@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hvdlite.coordinator.request import Difference
+from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
 from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
+from hvdlite.memory.views import OnDevice, TensorView
 from hvdlite.operations.operation import Operation, Work
 
 
@@ -21,14 +23,29 @@ def allocate(group: Group, nbytes: int, name: str | None = None) -> FusionBuffer
     return buffer
 
 
+def allocate_on_device(group: Group, nbytes: int, where: OnDevice, name: str | None = None) -> FusionBuffer | None:
+    """`allocate` in the memory of GPUs; None where the GPUs of these ranks cannot work together.
+
+    Args:
+        where: this rank's GPU.
+    """
+    beside = [TensorView(0, (0,), DType.UINT8, None, where)]
+    buffer: FusionBuffer | None = group.submit(Allocate.of(name, beside, int(nbytes)), name, beside).wait()
+    return buffer
+
+
 @dataclass(frozen=True, eq=False)
 class Allocate(Operation):
+    """What ranks agree on; an empty tensor on a GPU stands for memory of GPUs."""
+
     nbytes: int = 0
 
     label = "allocate"
 
     def differences(self, other: Allocate) -> Iterator[Difference]:
+        yield from super().differences(other)
         yield Difference("", "size in bytes", self.nbytes, other.nbytes, "Ask for the same size on every rank")
 
-    def run(self, engine: Engine, work: Work, label: str) -> FusionBuffer:
-        return engine.memory.allocate(self.nbytes)
+    def run(self, engine: Engine, work: Work, label: str) -> FusionBuffer | None:
+        is_there = engine.memory.is_on_device == (self.tensors_on_device > 0)
+        return engine.memory.allocate(self.nbytes) if is_there else None

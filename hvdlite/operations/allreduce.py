@@ -52,7 +52,8 @@ def allreduce_async(
         NotImplementedError: Adasum.
     """
     if home is None and len(inputs) == 1 and wire_dtype is None and inputs[0].address == outputs[0].address:
-        home = group.memory.find(inputs[0].address, inputs[0].nbytes)
+        memory = group.memory if inputs[0].device is None else group.device_memory
+        home = None if memory is None else memory.find(inputs[0].address, inputs[0].nbytes)
     place = None if home is None else home.place
     request = Allreduce.of(name, inputs, reduction, wire_dtype, place, needs_all, names=names)
     return group.submit(request, name, inputs, outputs, home=home, background=background)
@@ -77,11 +78,11 @@ class Allreduce(ReducingOperation):
     @cached_property
     def fusion(self) -> tuple[Hashable, int]:
         """Tensors from elsewhere travel with others of the same type that are reduced alike."""
-        if self.place is not None or len(self._layouts) != 1:
+        if self.place is not None or len(self._layouts) != 1 or self.tensors_on_device not in (0, len(self.tensors)):
             return None, 0
         dtype = self.tensors[0].dtype
         nbytes = sum(math.prod(spec.shape) * dtype.itemsize for spec in self.tensors)
-        return (dtype, self.reduction, self.wire_dtype), nbytes
+        return (dtype, self.reduction, self.wire_dtype, self.tensors_on_device > 0), nbytes
 
     def run(self, engine: Engine, work: Work, label: str) -> None:
         """In place where the tensors live in a buffer; else by way of the staging buffer, each type for itself."""

@@ -36,6 +36,7 @@ class Alltoall(Operation):
     label = "alltoall"
     is_ragged = True
     needs_all = True
+    runs_on_device = False
 
     def run(self, engine: Engine, work: Work, label: str) -> tuple[int, ...]:
         ((response, submission),) = work

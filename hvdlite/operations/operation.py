@@ -7,10 +7,10 @@ adds a kind writes such a file, and nothing else.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from hvdlite.coordinator.messages import KNOWN_REQUESTS, Response
 from hvdlite.coordinator.request import Request, TensorSpec
@@ -35,6 +35,8 @@ class Operation(Request):
 
     needs_all = False
     """It is an error where a rank has joined."""
+    runs_on_device: ClassVar[bool] = True
+    """`run` knows no other memory than that of the engine, so that it can be that of a GPU."""
 
     @classmethod
     def of(
@@ -52,8 +54,13 @@ class Operation(Request):
             names: of the tensors; by default they are numbered.
         """
         skipped = int(cls.is_ragged)
-        tensors = tuple([(view.dtype, view.shape[skipped:]) for view in views])
+        tensors = tuple([(view.dtype, view.shape[skipped:], view.device is not None) for view in views])
         return _made(cls, name, None if names is None else tuple(names), tensors, options)  # type: ignore[arg-type, return-value]
+
+    @property
+    def reduced_types(self) -> Iterable[DType]:
+        """The types in which it adds what ranks give; none where it only moves bytes."""
+        return ()
 
     def objection(self, absent: Sequence[int]) -> str | None:
         return MUST_TAKE_PART if self.needs_all else None
@@ -77,7 +84,7 @@ def _made(
     kind: type[Operation],
     name: str | None,
     names: tuple[str, ...] | None,
-    tensors: tuple[tuple[DType, tuple[int, ...]], ...],
+    tensors: tuple[tuple[DType, tuple[int, ...], bool], ...],
     options: tuple[Any, ...],
 ) -> Operation:
     if name is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import Difference
@@ -42,6 +43,10 @@ class ReducingOperation(Operation):
     def travels_as(self, dtype: DType) -> DType:
         """The type in which tensors of ``dtype`` travel."""
         return self.wire_dtype if self.wire_dtype is not None and dtype.is_floating else dtype
+
+    @cached_property
+    def reduced_types(self) -> Iterable[DType]:
+        return {self.travels_as(spec.dtype) for spec in self.tensors}
 
     def differences(self, other: ReducingOperation) -> Iterator[Difference]:
         yield from super().differences(other)

@@ -99,6 +99,7 @@ class AdasumOptimizer(WrappedOptimizer):
         changed = torch.tensor(
             [not torch.equal(parameter, start) for (_, parameter), start in zip(named, starts, strict=True)],
             dtype=torch.uint8,
+            device="cpu",
         )
         allreduce_(changed, name=f"{prefix}.changed", op=Max, process_set=process_set)
         failure: HorovodInternalError | None = None

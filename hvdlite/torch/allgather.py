@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.torch.allreduce import grouped_allreduce
+from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
@@ -29,7 +30,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         averages = grouped_allreduce(gradients, op=Average, process_set=ctx.process_set)
         rows = [shape[0] if shape else 1 for shape in ctx.shapes]
-        everywhere = allgather(torch.tensor([rows]), process_set=ctx.process_set)
+        everywhere = allgather(torch.tensor([rows], device="cpu"), process_set=ctx.process_set)
         before = everywhere[: ctx.process_set.rank()].sum(0).tolist()
         own = [
             average.narrow(0, start, count).reshape(shape)
@@ -38,6 +39,7 @@ class _Allgather(torch.autograd.Function):
         return None, None, None, *own
 
 
+@takes_arrays()
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -53,6 +55,7 @@ def allgather(
     return gathered
 
 
+@takes_arrays()
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[torch.Tensor]:
@@ -60,6 +63,7 @@ def allgather_async(
     return only(start_allgather([tensor], name, process_set, grouped=False))
 
 
+@takes_groups_of_arrays()
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
@@ -67,6 +71,7 @@ def grouped_allgather(
     return list(_Allgather.apply(name, True, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
+@takes_groups_of_arrays()
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle[list[torch.Tensor]]:

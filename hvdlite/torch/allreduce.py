@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hvdlite.torch.adasum import adasum_async
+from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
@@ -83,6 +84,7 @@ def _applied(
     return list(function.forward(options, name, grouped, *tensors))
 
 
+@takes_arrays()
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -118,6 +120,7 @@ def allreduce(
     return reduce_compressed(_Allreduce, [tensor], name, options, compression, grouped=False)[0]
 
 
+@takes_arrays()
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -132,6 +135,7 @@ def allreduce_async(
     return only(_start([tensor], name, options, in_place=False, grouped=False))
 
 
+@takes_arrays(in_place=True)
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -146,6 +150,7 @@ def allreduce_(
     return _start([tensor], name, options, in_place=True, grouped=False, background=False).synchronize()[0]
 
 
+@takes_arrays(in_place=True)
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -160,6 +165,7 @@ def allreduce_async_(
     return only(_start([tensor], name, options, in_place=True, grouped=False))
 
 
+@takes_groups_of_arrays()
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -175,6 +181,7 @@ def grouped_allreduce(
     return reduce_compressed(_Allreduce, tensors, name, options, compression, grouped=True)
 
 
+@takes_groups_of_arrays()
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -189,6 +196,7 @@ def grouped_allreduce_async(
     return _start(tensors, name, options, in_place=False, grouped=True)
 
 
+@takes_groups_of_arrays(in_place=True)
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -203,6 +211,7 @@ def grouped_allreduce_(
     return _start(tensors, name, options, in_place=True, grouped=True, background=False).synchronize()
 
 
+@takes_groups_of_arrays(in_place=True)
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hvdlite.torch.arrays import takes_arrays
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.start import start_alltoall
@@ -32,6 +33,7 @@ class _Alltoall(torch.autograd.Function):
         return returned, None, None, None
 
 
+@takes_arrays()
 def alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | None = None,
@@ -55,6 +57,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
+@takes_arrays()
 def alltoall_async(
     tensor: torch.Tensor,
     splits: torch.Tensor | None = None,

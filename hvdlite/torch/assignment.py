@@ -73,7 +73,7 @@ class Assignment:
         It is carried out by `move` and `settle`.
         """
         process_set = self._options.reduce.process_set
-        chosen = torch.tensor(self._choose().encode(len(self._arrival.slots)))
+        chosen = torch.tensor(self._choose().encode(len(self._arrival.slots)), device="cpu")
         start_broadcast(
             [chosen], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
         ).synchronize()
@@ -111,7 +111,7 @@ class Assignment:
         Nothing but a gradient tells that it is sparse, and a rank that has none in this step has to know as well.
         """
         slots = self._arrival.slots
-        has_dense, has_sparse = flags = torch.zeros(2, len(slots), dtype=torch.int64)
+        has_dense, has_sparse = flags = torch.zeros(2, len(slots), dtype=torch.int64, device="cpu")
         for slot in slots:
             is_decided = slot.bucket is not None and (self.phase is not Phase.BY_REGISTRATION or not slot.active)
             if is_decided or slot.is_sparse or slot.param.grad is None:
@@ -146,7 +146,8 @@ class Assignment:
         """This rank's proposal."""
         world = self._group.world
         nodes = len(world.topology.nodes)
-        threads = world.node.local_size * torch.get_num_threads()
+        on_device = any(slot.is_on_device for slot in self._arrival.slots)
+        threads = 0 if on_device else world.node.local_size * torch.get_num_threads()
         bucket_bytes = choose_bucket_bytes(nodes, world.node.cores, threads, world.engine.fastest_allreduce)
         stay = bool(self._first_gradients) and all(
             gradient() is not None and slot.param.grad is gradient() for slot, gradient in self._first_gradients
@@ -198,7 +199,7 @@ class Assignment:
         most_bytes = self._group.config.fusion_threshold_bytes
         parts = assign_buckets(
             [slot.nbytes for slot in slots],
-            [slot.dtype for slot in slots],
+            [slot.kind for slot in slots],
             order,
             min(bucket_bytes, most_bytes),
             split_evenly(order, self._groups) if isinstance(self._groups, int) else self._groups,

@@ -8,6 +8,7 @@ import torch
 
 import hvdlite
 from hvdlite.torch.allreduce import allreduce
+from hvdlite.torch.arrays import takes_arrays
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
@@ -32,6 +33,7 @@ class _Broadcast(torch.autograd.Function):
         return reduced if is_root else torch.zeros_like(reduced), None, None, None
 
 
+@takes_arrays()
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -54,6 +56,7 @@ def broadcast(
     return received
 
 
+@takes_arrays()
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
@@ -66,6 +69,7 @@ def broadcast_async(
     return broadcast_async_(result, root_rank, name, process_set)
 
 
+@takes_arrays(in_place=True)
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
@@ -76,6 +80,7 @@ def broadcast_(
     return broadcast_async_(tensor, root_rank, name, process_set).synchronize()
 
 
+@takes_arrays(in_place=True)
 def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
-from hvdlite.operations.allocate import allocate
+from hvdlite.memory.device import DeviceMemory
+from hvdlite.operations.allocate import allocate, allocate_on_device
 from hvdlite.torch.buckets import CompressedBucket, DenseBucket, LooseBucket
 from hvdlite.torch.compression import AnyCompressor, is_custom
-from hvdlite.torch.gradients import Bucket, Slot
+from hvdlite.torch.device import Now
+from hvdlite.torch.device_homes import DeviceHomeBucket
+from hvdlite.torch.gradients import Bucket, Kind, Slot
 from hvdlite.torch.homes import BlockBucket, HomeBucket, block_bytes
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum
 
@@ -45,7 +46,7 @@ class BucketMaker:
     def __init__(self, group: Group, options: GradientOptions) -> None:
         self._group = group
         self._options = options
-        self._buffers: dict[torch.dtype, FusionBuffer] = {}  # of all homes
+        self._buffers: dict[Kind, FusionBuffer | None] = {}  # of all homes; none where GPUs cannot share memory
 
     def loose(self, name: str, slots: Sequence[Slot]) -> DenseBucket:
         """Of gradients in memory of their own."""
@@ -60,29 +61,52 @@ class BucketMaker:
             has_homes: whether large gradients have some. Small ones are copied into a block in any case, so a part
                 that has no others has its block in the fusion buffer.
         """
-        on_device = any(slot.is_on_device for _, slots in parts for slot in slots)
-        if on_device or is_custom(self._options.compression):
+        if is_custom(self._options.compression):
             return [self.loose(*part) for part in parts]
 
         def is_at_home(part: Part) -> bool:
-            return has_homes or (self._options.allows_homes and not any(slot.is_large for slot in part[1]))
+            slots = part[1]
+            if slots[0].is_on_device:
+                return self._options.allows_homes
+            return has_homes or (self._options.allows_homes and not any(slot.is_large for slot in slots))
+
+        def elsewhere(part: Part) -> Bucket:
+            return self.loose(*part) if part[1][0].is_on_device else BlockBucket(*part, self._group.memory)
 
         at_home = iter(self._at_home(name, [part for part in parts if is_at_home(part)]))
-        memory = self._group.memory
-        return [next(at_home) if is_at_home(part) else BlockBucket(*part, memory) for part in parts]
+        return [next(at_home) if is_at_home(part) else elsewhere(part) for part in parts]
 
-    def _at_home(self, name: str, parts: Sequence[Part]) -> list[HomeBucket]:
-        """One behind the other in the fusion buffer of their dtype."""
-        totals: dict[torch.dtype, int] = {}
+    def _at_home(self, name: str, parts: Sequence[Part]) -> list[Bucket]:
+        """One behind the other in the fusion buffer of their kind, where there can be one."""
+        totals: dict[Kind, int] = {}
         for _, slots in parts:
-            totals[slots[0].dtype] = totals.get(slots[0].dtype, 0) + block_bytes(slots)
-        for dtype, nbytes in totals.items():
-            if dtype not in self._buffers or self._buffers[dtype].nbytes != nbytes:
-                self._buffers[dtype] = allocate(self._group, nbytes, f"{name}.{str(dtype).removeprefix('torch.')}")
+            totals[slots[0].kind] = totals.get(slots[0].kind, 0) + block_bytes(slots)
+        for kind, nbytes in totals.items():
+            known = self._buffers.get(kind)
+            if known is None or known.nbytes != nbytes:
+                beside = next(slots[0] for _, slots in parts if slots[0].kind == kind)
+                self._buffers[kind] = self._allocate(nbytes, beside, name)
         offsets = dict.fromkeys(totals, 0)
-        buckets = []
+        buckets: list[Bucket] = []
         for bucket_name, slots in parts:
-            dtype = slots[0].dtype
-            buckets.append(HomeBucket(bucket_name, slots, self._group.memory, self._buffers[dtype], offsets[dtype]))
-            offsets[dtype] += block_bytes(slots)
+            kind = slots[0].kind
+            buckets.append(self._home(bucket_name, slots, self._buffers[kind], offsets[kind]))
+            offsets[kind] += block_bytes(slots)
         return buckets
+
+    def _allocate(self, nbytes: int, beside: Slot, name: str) -> FusionBuffer | None:
+        """Collective."""
+        label = f"{name}.{str(beside.dtype).removeprefix('torch.')}"
+        where = Now().on_device(beside.param)
+        if where is None:
+            return allocate(self._group, nbytes, label)
+        return allocate_on_device(self._group, nbytes, where, f"{label}.gpu")
+
+    def _home(self, name: str, slots: Sequence[Slot], buffer: FusionBuffer | None, offset_bytes: int) -> Bucket:
+        if buffer is None:
+            return self.loose(name, slots)
+        if not slots[0].is_on_device:
+            return HomeBucket(name, slots, self._group.memory, buffer, offset_bytes)
+        memory = self._group.device_memory
+        assert isinstance(memory, DeviceMemory)
+        return DeviceHomeBucket(name, slots, memory, buffer, offset_bytes)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hvdlite.torch.compression import AnyCompressor
-from hvdlite.torch.gradients import Bucket, Slot
+from hvdlite.torch.gradients import Bucket, Slot, dense_views
 from hvdlite.torch.sparse import no_entries
-from hvdlite.torch.tensor_view import view_of
+from hvdlite.torch.tensor_view import views_of
 
 
 class DenseBucket(Bucket):
@@ -27,7 +27,7 @@ class LooseBucket(DenseBucket):
     """Gradients where autograd has left them, each a tensor to the coordinator."""
 
     def load(self) -> None:
-        views = [slot.dense_view() for slot in self.slots]
+        views = dense_views(self.slots)
         self.loaded = views, views
 
     def deliver(self) -> None:
@@ -47,11 +47,9 @@ class CompressedBucket(DenseBucket):
     def load(self) -> None:
         self._compressed = []
         for slot in self.slots:
-            gradient = slot.dense_view().owner
-            assert isinstance(gradient, torch.Tensor)
-            tensor, ctx = self._compression.compress(gradient)
+            tensor, ctx = self._compression.compress(slot.dense())
             self._compressed.append((tensor.contiguous(), ctx))
-        views = [view_of(tensor) for tensor, _ in self._compressed]
+        views = views_of(tensor for tensor, _ in self._compressed)
         self.loaded = views, views
 
     def deliver(self) -> None:

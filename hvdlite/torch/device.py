@@ -4,15 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+import numpy as np
 import torch
 
 from hvdlite._native import Moment
+from hvdlite.memory.base import Region
 from hvdlite.memory.views import OnDevice
 
 
 class Gpus:
     """What is asked of torch; tests on machines without a GPU ask somebody else."""
+
+    _chosen: int | None = None  # the GPU of this rank: that of its first tensor
+
+    def choose(self, ordinal: int) -> None:
+        """Raises:
+        ValueError: ``ordinal`` is another GPU than that of this rank's first tensor.
+        """
+        if self._chosen is None:
+            self._chosen = ordinal
+        elif ordinal != self._chosen:
+            raise ValueError(
+                f"a tensor is on cuda:{ordinal}, but this rank has begun with one on cuda:{self._chosen}, and a rank "
+                "works with one GPU; call torch.cuda.set_device(hvd.local_rank()) before the first tensor is made, and "
+                "start a rank for every GPU"
+            )
 
     def ordinal_of(self, tensor: torch.Tensor) -> int | None:
         """The GPU that has ``tensor``; None where that is in the host's memory."""
@@ -32,6 +50,46 @@ class Gpus:
         """A tensor beside ``tensor``, of its element type."""
         return tensor.new_empty(shape)
 
+    def bytes_of(self, region: Region) -> torch.Tensor:
+        """The bytes of ``region``, on a GPU, as a tensor of uint8 that keeps them alive."""
+        return torch.as_tensor(_CudaArray(region), device=f"cuda:{region.ordinal}")
+
+    def tensor_of(self, array: Any, stream: int | None) -> torch.Tensor:
+        """An array with ``__cuda_array_interface__`` as a tensor on the current GPU, which ``stream`` has made.
+
+        Raises:
+            ValueError: it is in the memory of another GPU.
+        """
+        tensor = torch.as_tensor(array, device="cuda")
+        if tensor.numel() and tensor.data_ptr() != array.__cuda_array_interface__["data"][0]:
+            raise ValueError("it is not in the memory of torch's current GPU; call torch.cuda.set_device")
+        if stream is not None:
+            torch.cuda.current_stream(tensor.device).wait_stream(_external(stream, tensor))
+        return tensor
+
+    def let_follow(self, stream: int | None, tensor: torch.Tensor) -> None:
+        """Have ``stream`` wait for what the current stream makes of ``tensor`` until now."""
+        if stream is not None:
+            _external(stream, tensor).wait_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _external(stream: int, tensor: torch.Tensor) -> torch.cuda.Stream:
+    made: torch.cuda.Stream = torch.cuda.ExternalStream(stream, device=tensor.device)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _CudaArray:
+    """Memory of a GPU, by the CUDA array interface (numba.readthedocs.io, version 3)."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (region.nbytes,),
+            "typestr": "|u1",
+            "data": (region.address, False),
+        }
+
 
 gpus = Gpus()
 
@@ -41,19 +99,53 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return gpus.ordinal_of(tensor) is not None
 
 
-def on_device(tensor: torch.Tensor) -> OnDevice | None:
-    """Where ``tensor`` is, whose contents are what the current stream makes of them until now.
-
-    Raises:
-        RuntimeError: there is no CUDA driver, or the stream is being captured into a CUDA graph.
-    """
+def current_stream(tensor: torch.Tensor) -> int:
+    """The driver's handle of the stream on which torch works now, on this thread, on the GPU of ``tensor``."""
     ordinal = gpus.ordinal_of(tensor)
-    return None if ordinal is None else OnDevice(ordinal, Moment(ordinal, gpus.current_stream(ordinal)))
+    assert ordinal is not None
+    return gpus.current_stream(ordinal)
+
+
+class Now:
+    """The moment in the current stream at which `on_device` is asked first: one event for all of an operation."""
+
+    __slots__ = ("_here",)
+
+    def __init__(self) -> None:
+        self._here: OnDevice | None = None
+
+    def on_device(self, tensor: torch.Tensor) -> OnDevice | None:
+        """Where ``tensor`` is, whose contents are what the current stream makes of them until now.
+
+        Raises:
+            ValueError: it is not on the GPU of this rank.
+            RuntimeError: there is no CUDA driver, or the stream is being captured into a CUDA graph.
+        """
+        ordinal = gpus.ordinal_of(tensor)
+        if ordinal is None:
+            return None
+        gpus.choose(ordinal)
+        if self._here is None:
+
+            def stream_now() -> int:
+                return gpus.current_stream(ordinal)
+
+            self._here = OnDevice(ordinal, Moment(ordinal, stream_now()), stream_now)
+        return self._here
 
 
 def new_empty(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor beside ``tensor``, of its element type."""
     return gpus.new_empty(tensor, shape)
+
+
+def storage_of(region: Region) -> torch.UntypedStorage:
+    """The bytes of ``region``, which the storage keeps alive."""
+    if region.ordinal is not None:
+        return gpus.bytes_of(region).untyped_storage()
+    assert isinstance(region.owner, np.ndarray)
+    start = region.address - region.owner.ctypes.data
+    return torch.from_numpy(region.owner[start : start + region.nbytes]).untyped_storage()
 
 
 def streaming_like(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[object]]:

@@ -13,6 +13,7 @@ import torch
 import hvdlite
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.broadcast import broadcast_
+from hvdlite.torch.device import is_on_device
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.start import start_broadcast
@@ -89,7 +90,8 @@ def broadcast_optimizer_state(
         payload, failure = _pickled((state, options), tensors)
     received = _broadcast_bytes(payload, failure, root_rank, "broadcast_optimizer_state", process_set)
     if not is_root:
-        state, options = _Unpickler(io.BytesIO(received.numpy().data), tensors).load()
+        gpu = next((parameter.device for parameter in parameters if is_on_device(parameter)), torch.device("cpu"))
+        state, options = _Unpickler(io.BytesIO(received.numpy().data), tensors, gpu).load()
     if tensors:
         names = [str(i) for i in range(len(tensors))]
         start_broadcast(tensors, root_rank, "broadcast_optimizer_state", names, process_set).synchronize()
@@ -171,7 +173,7 @@ def _pickled(obj: Any, tensors: list[torch.Tensor] | None = None) -> tuple[torch
 
 
 def _header(payload: torch.Tensor, failure: Exception | None) -> torch.Tensor:
-    return torch.tensor([payload.numel(), failure is not None], dtype=torch.int64)
+    return torch.tensor([payload.numel(), failure is not None], dtype=torch.int64, device="cpu")
 
 
 def _check_pickled(header: torch.Tensor, piece: torch.Tensor, rank: int) -> None:
@@ -197,9 +199,9 @@ def _broadcast_bytes(
     process_set: ProcessSet,
 ) -> torch.Tensor:
     """``payload`` of the root, where alone it is given, on every rank."""
-    header = torch.zeros(2, dtype=torch.int64) if payload is None else _header(payload, failure)
+    header = torch.zeros(2, dtype=torch.int64, device="cpu") if payload is None else _header(payload, failure)
     broadcast_(header, root_rank, _derived(name, "size"), process_set)
-    received = torch.empty(int(header[0]), dtype=torch.uint8) if payload is None else payload
+    received = torch.empty(int(header[0]), dtype=torch.uint8, device="cpu") if payload is None else payload
     for chunk in torch.split(received, _CHUNK_BYTES):
         broadcast_(chunk, root_rank, _derived(name, "data"), process_set)
     _check_pickled(header, received, root_rank)
@@ -252,17 +254,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if not isinstance(obj, torch.Tensor):
             return None
         self._tensors.append(obj)
-        return obj.shape, torch.empty_like(obj, device="meta").stride(), obj.dtype
+        return obj.shape, torch.empty_like(obj, device="meta").stride(), obj.dtype, is_on_device(obj)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes an empty tensor where `_Pickler` found one, and collects them in the same order."""
+    """Makes an empty tensor where `_Pickler` found one, and collects them in the same order.
 
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    Args:
+        gpu: of this rank, for those that are on the GPU of the other.
+    """
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], gpu: torch.device) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._gpu = gpu
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        shape, stride, dtype = pid
-        self._tensors.append(torch.empty_strided(shape, stride, dtype=dtype))
+        shape, stride, dtype, is_on_device = pid
+        device = self._gpu if is_on_device else "cpu"
+        self._tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
         return self._tensors[-1]

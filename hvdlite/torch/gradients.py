@@ -11,12 +11,16 @@ import torch
 
 from hvdlite.memory.base import Home
 from hvdlite.memory.views import TensorView
-from hvdlite.torch.device import is_on_device, on_device
+from hvdlite.torch.device import Now, is_on_device
 from hvdlite.torch.tensor_view import check_memory, dtype_of
 
 SMALL_BYTES = 32 << 10
 """Up to this size a gradient is copied into its slot by whoever submits the bucket, and travels with the other small
 ones as one tensor: to describe it to the coordinator takes longer, 7 us against 1 us and 0.2 us per KiB."""
+
+
+Kind = tuple[torch.dtype, bool]
+"""Element type, and whether on a GPU: gradients of one kind may share a bucket."""
 
 
 class Slot:
@@ -67,6 +71,10 @@ class Slot:
             self.shape = tuple(self.shape[dim] for dim in by_stride)
 
     @property
+    def kind(self) -> Kind:
+        return self.dtype, self.is_on_device
+
+    @property
     def is_large(self) -> bool:
         """Whether its gradient is a tensor of its own to the coordinator."""
         return self.nbytes > SMALL_BYTES
@@ -112,7 +120,7 @@ class Slot:
         # A dense one comes after another way through the model.
         return gradient if self.could_be_sparse else gradient.to_dense().to_sparse(1)
 
-    def dense_view(self) -> TensorView:
+    def dense(self) -> torch.Tensor:
         """The contribution as ``p.grad`` itself, where the result can be written; zeros where there is none."""
         dense = self.contribution()
         if dense is None or dense.requires_grad or dense is not self.param.grad:
@@ -120,9 +128,7 @@ class Slot:
             if self.active:
                 self.param.grad = dense
             self.version = dense._version
-        return TensorView(
-            dense.data_ptr(), self.shape, self.element_type, dense, on_device(dense) if self.is_on_device else None
-        )
+        return dense
 
     def warn_if_changed(self) -> None:
         """Warn unless ``p.grad`` is as it was when it was loaded for other ranks."""
@@ -155,7 +161,9 @@ class Slot:
         check_memory(gradient, f"the gradient of '{self.name}'")
         if _same_layout(gradient, self.strides):
             return gradient
-        return torch.empty_strided(gradient.shape, self.strides, dtype=self.dtype).copy_(gradient)
+        return torch.empty_strided(gradient.shape, self.strides, dtype=self.dtype, device=gradient.device).copy_(
+            gradient
+        )
 
     def _check(self, gradient: torch.Tensor) -> None:
         if gradient.dtype is not self.dtype or gradient.numel() != self.numel:
@@ -163,6 +171,22 @@ class Slot:
                 f"the gradient of '{self.name}' is {gradient.dtype} with {gradient.numel()} elements, but the "
                 f"parameter had {self.dtype} with {self.numel} elements in the first step; convert models before that"
             )
+
+
+def dense_views(slots: Sequence[Slot]) -> list[TensorView]:
+    """The view of `Slot.dense` of each."""
+    gradients = [slot.dense() for slot in slots]  # which may take kernels
+    now = Now()
+    return [
+        TensorView(
+            gradient.data_ptr(),
+            slot.shape,
+            slot.element_type,
+            gradient,
+            now.on_device(gradient) if slot.is_on_device else None,
+        )
+        for slot, gradient in zip(slots, gradients, strict=True)
+    ]
 
 
 def _same_layout(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

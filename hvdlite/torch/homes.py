@@ -12,15 +12,20 @@ cheaper of the two: keeping means to write zeros, and then to read home and fres
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hvdlite.memory.base import FusionBuffer, Home, Memory
+from hvdlite.memory.base import FusionBuffer, Home, Memory, Region
 from hvdlite.memory.layout import slot_offsets
-from hvdlite.memory.views import Buffer, TensorView
+from hvdlite.memory.views import TensorView
 from hvdlite.torch.buckets import DenseBucket
-from hvdlite.torch.gradients import Slot
+from hvdlite.torch.device import new_empty, storage_of
+from hvdlite.torch.gradients import Slot, dense_views
+
+if TYPE_CHECKING:
+    from hvdlite._native import TensorList
 
 
 class BlockBucket(DenseBucket):
@@ -30,10 +35,10 @@ class BlockBucket(DenseBucket):
 
     Args:
         memory: that packs the block.
-        block: (`block_bytes` of the small gradients,) uint8; private memory if None.
+        block: `block_bytes` of the small gradients; private memory of the host if None.
     """
 
-    def __init__(self, name: str, slots: Sequence[Slot], memory: Memory, block: np.ndarray | None = None) -> None:
+    def __init__(self, name: str, slots: Sequence[Slot], memory: Memory, block: Region | None = None) -> None:
         self._large, self._small = _by_size(slots)
         super().__init__(name, [*self._large, *self._small])
         self._memory = memory
@@ -45,29 +50,31 @@ class BlockBucket(DenseBucket):
         self._offsets, _ = slot_offsets(self._numels, dtype.itemsize)
         numel = self._offsets[-1] + self._numels[-1]
         if block is None:
-            block = np.zeros(block_bytes(self._small), np.uint8)
+            block = Region.of_numpy(np.zeros(block_bytes(self._small), np.uint8))
         for slot, offset in zip(self._small, self._offsets, strict=True):
             slot.view = _view_into(block, offset * dtype.itemsize, slot)
-        self._block = Buffer.of_numpy(block).as_dtype(dtype).narrow(0, numel)
-        self._blocks = [TensorView(self._block.address, (numel,), dtype, block)]
+        self._block = block.buffer(numel, dtype)
+        self._blocks = [TensorView(self._block.address, (numel,), dtype, block.owner)]
         self.names = [*self.names[: len(self._large)], _range_name(self._small)]
 
     def load(self) -> None:
         inputs, outputs = self._load_large()
         if self._small:
-            self._pack_small()
+            self._pack_small([slot.contribution() for slot in self._small])
         self.loaded = [*inputs, *self._blocks], [*outputs, *self._blocks]
 
     def _load_large(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
         """(inputs, outputs) of the large gradients."""
-        views = [slot.dense_view() for slot in self._large]
+        views = dense_views(self._large)
         return views, views
 
-    def _pack_small(self) -> None:
-        gradients = [slot.contribution() for slot in self._small]
+    def _pack_small(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Fill the block. A gradient may be a copy that only ``gradients`` keeps alive."""
+        self._memory.pack(self._as_in_block(gradients), self._block.dtype, self._block, 0)
+
+    def _as_in_block(self, gradients: Sequence[torch.Tensor | None]) -> TensorList:
         addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
-        tensors = self._memory.tensors(addresses, self._numels, self._offsets)
-        self._memory.pack(tensors, self._block.dtype, self._block, 0)
+        return self._memory.tensors(addresses, self._numels, self._offsets)
 
     def deliver(self) -> None:
         for slot in self.slots:
@@ -87,11 +94,11 @@ class HomeBucket(BlockBucket):
     ) -> None:
         large, small = _by_size(slots)
         starts, end = _places(large, offset_bytes)
-        super().__init__(name, slots, memory, buffer.memory[end : end + block_bytes(small)] if small else None)
+        super().__init__(name, slots, memory, buffer.region.narrow(end, block_bytes(small)) if small else None)
         self.home = Home(buffer, offset_bytes)
         self._homes = []
         for slot, start in zip(large, starts, strict=True):
-            slot.view = _view_into(buffer.memory, start, slot)
+            slot.view = _view_into(buffer.region, start, slot)
             self._homes.append(TensorView(slot.view.data_ptr(), slot.shape, slot.element_type, slot.view))
         self._zeros = [TensorView(0, view.shape, view.dtype, None) for view in self._homes]
 
@@ -112,11 +119,13 @@ def _by_size(slots: Sequence[Slot]) -> tuple[list[Slot], list[Slot]]:
     return large, [slot for slot in slots if not slot.is_large]
 
 
-def _view_into(memory: np.ndarray, start: int, slot: Slot) -> torch.Tensor:
-    """A tensor laid out like the gradient of ``slot`` from byte ``start`` of ``memory`` on."""
+def _view_into(region: Region, start: int, slot: Slot) -> torch.Tensor:
+    """A tensor laid out like the gradient of ``slot`` from byte ``start`` of ``region`` on."""
+    if not slot.nbytes:  # at the end of the region there may be no memory
+        return new_empty(slot.param, tuple(slot.param.shape))
     # A storage for each: whoever copies or pickles one gradient does not take all memory along.
-    storage = torch.from_numpy(memory[start : start + slot.nbytes]).untyped_storage()
-    return torch.empty(0, dtype=slot.dtype).set_(storage, 0, slot.param.shape, slot.strides)
+    storage = storage_of(region.narrow(start, slot.nbytes))
+    return torch.empty(0, dtype=slot.dtype, device=storage.device).set_(storage, 0, slot.param.shape, slot.strides)
 
 
 def block_bytes(slots: Sequence[Slot]) -> int:

@@ -51,7 +51,7 @@ def reduce_options(
     if average is not None:
         if op is not None:
             raise ValueError("op supersedes average; pass op=hvd.Average or op=hvd.Sum, and no average")
-        warnings.warn("average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        warnings.warn("average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
         op = Average if average else Sum
     reduction = Reduction(check_op(Average if op is None else op), float(prescale), float(postscale))
     return ReduceOptions(reduction, wire_dtype(compression), check_process_set(process_set))

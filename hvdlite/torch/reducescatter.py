@@ -10,6 +10,7 @@ import torch
 from hvdlite.errors import UsageError
 from hvdlite.torch.allgather import grouped_allgather
 from hvdlite.torch.allreduce import reduce_compressed
+from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.compression import AnyCompressor, Compression
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
@@ -42,6 +43,7 @@ class _Reducescatter(torch.autograd.Function):
         return None, None, None, *(gradient if factor == 1.0 else gradient * factor for gradient in gathered)
 
 
+@takes_arrays()
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -71,6 +73,7 @@ def reducescatter(
     )[0]
 
 
+@takes_arrays()
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -84,6 +87,7 @@ def reducescatter_async(
     return only(start_reducescatter([tensor], name, options, grouped=False))
 
 
+@takes_groups_of_arrays()
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -97,6 +101,7 @@ def grouped_reducescatter(
     return _reducescatter(tensors, name, compression, op, process_set, prescale_factor, postscale_factor, grouped=True)
 
 
+@takes_groups_of_arrays()
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,

@@ -64,7 +64,7 @@ class SparseReduction:
         check_tensor(values, self._label)
         # One row of integers per rank says all, so that nobody has to know how many entries the others have.
         facts = [values.shape[0], int(op), self._sparse_dim, len(self._shape), *self._shape]
-        row = torch.cat([torch.tensor(facts), own.indices().t().flatten().cpu()])
+        row = torch.cat([torch.tensor(facts, device="cpu"), own.indices().t().flatten().cpu()])
         self._row, self._values = (
             only(
                 start_allgather(

@@ -12,11 +12,11 @@ from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.alltoall import alltoall_async
 from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.operations.reducescatter import reducescatter_async, row_bounds
-from hvdlite.torch.device import new_empty, streaming_like
+from hvdlite.torch.device import Now, new_empty, streaming_like
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.process_set import ProcessSet, check_process_set
 from hvdlite.torch.reduce_options import ReduceOptions
-from hvdlite.torch.tensor_view import contiguous_block, copied_back, view_of
+from hvdlite.torch.tensor_view import contiguous_block, copied_back, view_of, views_of
 
 
 def start_allreduce(
@@ -36,12 +36,13 @@ def start_allreduce(
     label = _label("allreduce", name)
     sources = [contiguous_block(tensor, label) for tensor in tensors]
     results = sources if in_place else [new_empty(source, tuple(source.shape)) for source in sources]
-    inputs = [view_of(source) for source in sources]
+    now = Now()
+    inputs = views_of(sources, now)
     group = options.process_set.group()
     pending = allreduce_async(
         group,
         inputs,
-        inputs if in_place else [view_of(result) for result in results],
+        inputs if in_place else views_of(results, now),
         options.reduction,
         name=name,
         names=_member_names(name, len(tensors)) if grouped else None,
@@ -80,7 +81,7 @@ def start_allgather(
     group = check_process_set(process_set).group()
     pending = allgather_async(
         group,
-        [view_of(source) for source in sources],
+        views_of(sources),
         allocate,
         name=name,
         names=_member_names(name, len(tensors)) if grouped else None,
@@ -108,7 +109,7 @@ def start_broadcast(
     results = [contiguous_block(tensor, label) for tensor in tensors]
     group = check_process_set(process_set).group()
     pending = broadcast_async(
-        group, [view_of(result) for result in results], root_rank=root_rank, name=name, names=names, needs_all=needs_all
+        group, views_of(results), root_rank=root_rank, name=name, names=names, needs_all=needs_all
     )
     kept = list(tensors)
     return Handle(pending, group.recorder, label, lambda: copied_back(kept, results))
@@ -128,10 +129,11 @@ def start_reducescatter(
         bounds = row_bounds(source.shape[0], group.size)
         rows = bounds[group.rank + 1] - bounds[group.rank]
         results.append(new_empty(source, (rows, *source.shape[1:])))
+    now = Now()
     pending = reducescatter_async(
         group,
-        [view_of(source) for source in sources],
-        [view_of(result) for result in results],
+        views_of(sources, now),
+        views_of(results, now),
         options.reduction,
         name=name,
         names=_member_names(name, len(tensors)) if grouped else None,

@@ -189,7 +189,7 @@ class _Normalize(torch.autograd.Function):
 
         of_input = None
         if ctx.needs_input_grad[0]:  # then on every rank
-            totals = allreduce(sums.cpu(), op=Sum, name=ctx.name, process_set=ctx.process_set).to(sums.device)
+            totals = allreduce(sums, op=Sum, name=ctx.name, process_set=ctx.process_set)
             average_g, average_gy = totals.div_(max(ctx.count, 1)).chunk(2)
             if weight is not None:
                 scale = scale * weight

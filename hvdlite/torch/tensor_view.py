@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 
 from hvdlite.dtypes import DType
 from hvdlite.memory.views import TensorView
-from hvdlite.torch.device import on_device
+from hvdlite.torch.device import Now
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.uint8: DType.UINT8,
@@ -88,14 +89,22 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def view_of(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> TensorView:
-    """The view of ``tensor``, whose elements lie in one gapless block.
+def views_of(tensors: Iterable[torch.Tensor], now: Now | None = None) -> list[TensorView]:
+    """The views of C-contiguous ``tensors``.
 
     Args:
-        shape: in the order in which the elements lie in memory; by default that of a C-contiguous tensor, its own.
+        now: of all tensors of an operation, of which these are some.
     """
-    place = tuple(tensor.shape) if shape is None else shape
-    return TensorView(tensor.data_ptr(), place, _DTYPES[tensor.dtype], tensor, on_device(tensor))
+    now = now or Now()
+    return [
+        TensorView(tensor.data_ptr(), tuple(tensor.shape), _DTYPES[tensor.dtype], tensor, now.on_device(tensor))
+        for tensor in tensors
+    ]
+
+
+def view_of(tensor: torch.Tensor) -> TensorView:
+    """The view of one."""
+    return views_of((tensor,))[0]
 
 
 def contiguous_block(tensor: torch.Tensor, what: str) -> torch.Tensor:

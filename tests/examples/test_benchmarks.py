@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launching import Result
 
@@ -168,6 +169,48 @@ def test_latency(launch: Launch, tmp_path: Path) -> None:
     report = run(launch, 2, "latency.py", tmp_path / "l.json", "--rounds=2", "--calls=5", "--count=10")
     assert set(report["blocking, 4 B"]) == {"hvd.allreduce", "hvd.allreduce_", "MPI", "Gloo"}
     assert all(0 < row["median_us"] <= row["p99_us"] for row in report["10 at once, 4 KiB"].values())
+
+
+SIMULATED = ("--simulate", "--rounds=2")
+
+
+def test_gpu_on_one_rank(launch: Launch, tmp_path: Path) -> None:
+    report = run(launch, 1, "gpu.py", tmp_path / "g.json", "pack", "step", *SIMULATED)
+    assert report["gpu"] == "Simulated GPU" and report["simulated"]
+    ways = report["pack"]["ways"]
+    assert list(ways) == ["copy", "pack", "unpack"]
+    assert ways["copy"]["of_copy"]["value"] == 1 and all(way["gbps"] > 0 for way in ways.values())
+    assert [step["model"] for step in report["step"]] == ["400 tiny parameters"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gpu_within_a_node(launch: Launch, tmp_path: Path, ranks: int) -> None:
+    rows = run(launch, ranks, "gpu.py", tmp_path / "g.json", "node", *SIMULATED)["node"]
+    ways = ["copy", "hvdlite backend", "hvd, in its slot", "hvd, elsewhere"]
+    assert [(row["bytes"], row["way"]) for row in rows] == [(nbytes, way) for nbytes in (4096, 65536) for way in ways]
+
+
+def test_gpu_across_a_slow_wire(launch: Launch, tmp_path: Path) -> None:
+    report = run(launch, 2, "gpu.py", tmp_path / "g.json", "hidden", *SIMULATED, "--gbit=0.01")
+    assert report["nodes"] == 2
+    found = report["hidden"]
+    assert set(found["steps"]) == {"no communication", "serial", "overlapped"}
+    # 12 KiB, of which each of two nodes must send as many bytes, in a step.
+    assert found["wire_ms"] == pytest.approx(12288 * 8 / 0.01e9 * 1e3)
+    assert found["steps"]["serial"]["exposed_ms"]["value"] > 0.9 * found["wire_ms"]
+
+
+def test_gpu_beside_another_library(launch: Launch, tmp_path: Path) -> None:
+    rows = run(launch, 2, "gpu.py", tmp_path / "g.json", "nccl", *SIMULATED)["nccl"]
+    assert [row["way"] for row in rows] == ["ProcessGroupNCCL", "hvdlite"] * 2
+    assert all(row["of_first"]["value"] == 1 for row in rows[::2])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_without_one(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "pack"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 77 and "torch sees no GPU here" in done.stderr
 
 
 def test_timeline_cost(launch: Launch, tmp_path: Path) -> None:

@@ -88,3 +88,19 @@ def test_gpt_writes_a_timeline_of_all_ranks(launch: Launch, tmp_path: Path) -> N
     launch(2, EXAMPLES / "03_stdlib_gpt.py", "--steps=6", f"--timeline={path}", *SMALL_GPT).check()
     report = build_report(read_trace(str(path)))
     assert (report.ranks, len(report.steps)) == (2, 5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_says_that_there_is_none(launch: Launch, ranks: int) -> None:
+    said = launch(ranks, EXAMPLES / "07_cuda.py").check().stdout
+    assert said == "torch sees no GPU here, so there is nothing to show\n"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
+def test_cuda_learns(launch: Launch, ranks: int) -> None:
+    said = launch(ranks, EXAMPLES / "07_cuda.py", timeout=120).check().ranks[0].stdout
+    found = re.search(r"accuracy (\S+) on images", said)
+    assert found, said
+    assert float(found[1]) > 0.9

@@ -77,6 +77,15 @@ class FakeNode(Node):
         os.close(fd)
         return segment
 
+    def exchange(self, text: str, file: int | None = None) -> list[tuple[str, int | None]]:
+        told = self._comm.allgather((text, os.getpid(), file))
+        opened = [
+            (theirs, None if number is None else os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR))
+            for theirs, pid, number in told
+        ]
+        self._comm.Barrier()
+        return opened
+
 
 def nothing_failed() -> None:
     pass
@@ -135,9 +144,13 @@ class Lab:
 
     def hierarchical(self, nodes: Layout, one_rail_bytes: int, node: Backend | None = None) -> HierarchicalBackend:
         node, rail = node or self.shm(nodes), self.rail(nodes)
+        return self.composed(nodes, one_rail_bytes, node, None if rail is None else self.ring(rail))
+
+    @staticmethod
+    def composed(nodes: Layout, one_rail_bytes: int, node: Backend, cross: Backend | None) -> HierarchicalBackend:
         return HierarchicalBackend(
             node,
-            None if rail is None else self.ring(rail),
+            cross,
             nodes,
             RANK,
             one_rail_bytes=one_rail_bytes,
@@ -158,15 +171,15 @@ class Lab:
         return self.hierarchical(KINDS[kind], one_rail_bytes=SMALL // 2)
 
 
-def _name(nodes: Layout) -> str:
+def name_of(nodes: Layout) -> str:
     return "+".join("".join(map(str, ranks)) for ranks in nodes)
 
 
 _SEVERAL = [nodes for nodes in LAYOUTS if 1 < len(nodes) < SIZE]
 KINDS: dict[str, Layout] = (
     {"shm": (), "ring": (), "halving": ()}
-    | {f"hierarchical {_name(nodes)}": nodes for nodes in _SEVERAL}
-    | {f"rings {_name(nodes)}": nodes for nodes in _SEVERAL[-2:-1]}
+    | {f"hierarchical {name_of(nodes)}": nodes for nodes in _SEVERAL}
+    | {f"rings {name_of(nodes)}": nodes for nodes in _SEVERAL[-2:-1]}
 )
 
 
@@ -229,4 +242,6 @@ def reduced(
 
 def allocate(backend: Backend, numel: int, dtype: DType) -> Buffer:
     """Collective."""
-    return backend.memory.allocate(numel * dtype.itemsize).buffer(0, numel, dtype)
+    buffer = backend.memory.allocate(numel * dtype.itemsize)
+    backend.barrier()  # a GPU has zeroed it
+    return buffer.buffer(0, numel, dtype)

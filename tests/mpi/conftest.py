@@ -48,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.unregister(reporter)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what measures how little a process does: simulated GPUs leave threads behind that look for work."""
+    items.sort(key=lambda item: item.path.name != "test_idle.py")
+
+
 class _Ranks:
     """What one rank needs to agree with the others, and to speak when it must."""
 
@@ -212,3 +217,18 @@ def sub_comm() -> Iterator[Callable[[int], MPI.Intracomm | None]]:
 def shared_path(comm: MPI.Intracomm, tmp_path: Path) -> Path:
     """An empty directory, the same on every rank."""
     return Path(comm.bcast(str(tmp_path)))
+
+
+@pytest.fixture
+def everything_on_gpus() -> Iterator[None]:
+    """Every tensor is on a simulated GPU, as if torch's default device were one.
+
+    With two ranks only: with their number backends differ, which test_device_runtime.py has with every number.
+    """
+    if WORLD.size != 2:
+        pytest.skip("with two ranks")
+    from cuda_lab import simulated
+    from cuda_torch import TorchOnGpu
+
+    with TorchOnGpu(simulated(), everywhere=True).in_hvdlite():
+        yield

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,11 +33,12 @@ from backend_lab import (
     reduced,
     values_of,
 )
+from device_backend_lab import DEVICE_KINDS, build as build_on_device
 from hvdlite.collectives.algorithms import Algorithm
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
 from hvdlite.collectives.ring import RingBackend
-from hvdlite.collectives.select import build_backend
+from hvdlite.collectives.select import build_backend, build_ring
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.collectives.thresholds import Limits
 from hvdlite.config import Config
@@ -51,14 +53,19 @@ REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]
 OPS = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 
 
+def on_any_mpi(kinds: Iterable[str]) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.any_mpi) for kind in kinds]
+
+
 @pytest.fixture(scope="module")
 def lab() -> Lab:
     return Lab()
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *on_any_mpi(DEVICE_KINDS)])
 def backend(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Backend]:
-    backend = lab.build(request.param)
+    kind = request.param
+    backend = build_on_device(lab, kind) if kind in DEVICE_KINDS else lab.build(kind)
     yield backend
     backend.close()
 
@@ -434,7 +441,10 @@ def test_the_table_of_backends(nodes: Layout) -> None:
     lab = Lab()
     node = lab.node(nodes)
     rail = lab.rail(nodes) if len(nodes) > 1 else None
-    backend = build_backend(node, HostMemory(node), rail, Topology(RANK, nodes), Config(), nothing_failed, lab.recorder)
+    place = Topology(RANK, nodes), Config(), nothing_failed, lab.recorder
+    host = HostMemory(node)
+    cross = None if rail is None else build_ring(node, host, rail, *place)
+    backend = build_backend(node, host, cross, *place)
     buf = allocate(backend, 3, DType.FLOAT64)
     fill(buf, values_of(RANK, 3))
     backend.allreduce(buf).wait()

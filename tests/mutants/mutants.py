@@ -9,7 +9,7 @@ class Mutant(NamedTuple):
     """``line`` of ``path``, which is there once, becomes ``wrong``.
 
     Attributes:
-        tests: files below tests/, and before them the number of ranks for those that run under mpirun.
+        tests: files below tests/ and options of pytest, before them the number of ranks for those under mpirun.
     """
 
     path: str
@@ -22,6 +22,8 @@ _COORDINATOR = "hvdlite/coordinator/"
 _COLLECTIVES = "hvdlite/collectives/"
 _TORCH = "hvdlite/torch/"
 _TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
+_KERNELS = "csrc/cuda/kernels.h"
+_LOOPS = "unit/test_kernels.py::test_as_the_kernels_of_the_host"
 
 MUTANTS = [
     # The coordinator: whom it wakes, what it holds back, what it compares.
@@ -109,6 +111,56 @@ MUTANTS = [
         "ahead, behind = (rank + distance) % size, (rank + distance) % size",
         "3 mpi/test_alltoall.py",
     ),
+    # NCCL: what is enqueued when a call returns, who is called after the end, which copy is loaded.
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "return called ? settle(timeout_s) : WaitStatus::kAborted;",
+        "return called ? WaitStatus::kOk : WaitStatus::kAborted;",
+        "2 mpi/test_nccl_streams.py",
+    ),
+    Mutant("csrc/nccl_communicator.cpp", "    if (ended) return false;\n", "", "2 mpi/test_nccl_streams.py"),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "is_finished ? library().destroy : library().abort",
+        "library().destroy",
+        "2 mpi/test_nccl_streams.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "const std::uintptr_t own = address + rank_ * block_nbytes;",
+        "const std::uintptr_t own = address + 0 * block_nbytes;",
+        "2 mpi/test_nccl_streams.py",
+    ),
+    Mutant(
+        "csrc/nccl_library.cpp",
+        "const int deep = there == nullptr ? 0 : RTLD_DEEPBIND;",
+        "const int deep = 0;",
+        "unit/test_nccl_library.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}nccl.py",
+        "if list(ranges) != [(start + rank * numel, start + (rank + 1) * numel)]:",
+        "if len(ranges) != 1:",
+        "2 mpi/test_nccl.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}nccl.py",
+        "if dtype.is_half and op is ReduceOp.SUM and abs(postscale) < 1.0:",
+        "if dtype.is_half and abs(postscale) < 1.0:",
+        "1 mpi/test_nccl_streams.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}nccl.py",
+        "        except HorovodInternalError:\n            raise\n",
+        "",
+        "2 mpi/test_nccl_streams.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}nccl.py",
+        "if len({version // 100 for version in versions}) > 1:",
+        "if len(set(versions)) > 1:",
+        "2 mpi/test_nccl_streams.py",
+    ),
     # Gradients: what is counted, who contributes, what is agreed on.
     Mutant(
         f"{_TORCH}arrival.py",
@@ -166,32 +218,32 @@ MUTANTS = [
     ),
     # GPUs: every wait, and what goes where.
     Mutant(
-        "csrc/device_copies.cpp",
-        "for (const Moment* moment : after) check(",
-        "for (const Moment* moment : after) if (moment == nullptr) check(",
+        "csrc/device_stream.cpp",
+        "    check(driver().stream_wait_event(stream_, moment->event(), 0)",
+        "    if (moment == nullptr) check(driver().stream_wait_event(stream_, moment->event(), 0)",
         "unit/test_cuda_driver.py",
     ),
     Mutant(
-        "csrc/device_copies.cpp",
-        '  check(driver().event_synchronize(done_), "cuEventSynchronize");\n',
+        "csrc/device_stream.cpp",
+        '  check(driver().event_synchronize(event_), "cuEventSynchronize");\n',
         "",
         "unit/test_cuda_driver.py",
     ),
     Mutant(
-        "csrc/device_copies.cpp",
+        "csrc/device_stream.cpp",
         '  check(driver().event_record(event_, handle), "cuEventRecord");\n',
         "",
         "unit/test_cuda_driver.py",
     ),
     Mutant(
         "hvdlite/device_transfer.py",
-        "        self._moments.append(view.device.ready)\n",
-        "        self._moments = [view.device.ready]\n",
+        "        self._moments[view.device.ready] = None\n",
+        "        self._moments = {view.device.ready: None}\n",
         "2 mpi/test_cuda.py",
     ),
     Mutant(
         "hvdlite/device_transfer.py",
-        "self._copies.run(self._moments, self._uploads)",
+        "self._copies.run(list(self._moments), self._uploads)",
         "self._copies.run([], self._uploads)",
         "2 mpi/test_cuda.py",
     ),
@@ -212,6 +264,90 @@ MUTANTS = [
         "downloads=True, uploads=in_place)",
         "downloads=True)",
         "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "hvdlite/executor.py",
+        "follow(list({view.device.ready: None for view in views if view.device is not None}))",
+        "follow([])",
+        "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "hvdlite/executor.py",
+        "            self._enqueued.append(_Enqueued(moment, submission, time.monotonic()))\n",
+        "",
+        "2 mpi/test_cuda_training.py -k kept",
+    ),
+    Mutant(
+        "hvdlite/coordinator/submission.py",
+        "        moment.precede(stream)\n",
+        "",
+        "2 mpi/test_cuda_training.py -k one_process",
+    ),
+    Mutant(
+        "hvdlite/coordinator/submission.py",
+        "        if stream == self._stream:",
+        "        if stream:",
+        "2 mpi/test_cuda_training.py -k kept",
+    ),
+    Mutant(
+        "hvdlite/device_engine.py",
+        "            if view.device is not None:\n",
+        "            if view.device is not None and index < 0:\n",
+        "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "csrc/direct_allreduce.cpp",
+        "  barrier.meet();\n  if (shard.begin < shard.end) {",
+        "  if (shard.begin < shard.end) {",
+        "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "csrc/direct_allreduce.cpp",
+        "  barrier.meet();\n}\n",
+        "}\n",
+        "2 mpi/test_cuda.py",
+    ),
+    Mutant(
+        "hvdlite/collectives/pinned.py",
+        "            arrived.wait()\n",
+        "",
+        "2 mpi/test_cuda_nodes.py -k many",
+    ),
+    Mutant(
+        "hvdlite/collectives/pinned.py",
+        "            self.memory.stream.follow([emptied])\n",
+        "",
+        "2 mpi/test_cuda_nodes.py -k many",
+    ),
+    Mutant(
+        "hvdlite/torch/device_homes.py",
+        "        super().load()\n        here = Now().on_device(self.slots[0].param)",
+        "        here = Now().on_device(self.slots[0].param)\n        super().load()",
+        "2 mpi/test_cuda_training.py -k late",
+    ),
+    Mutant(
+        "hvdlite/torch/gradients.py",
+        "dtype=self.dtype, device=gradient.device)",
+        "dtype=self.dtype)",
+        "2 mpi/test_cuda_training.py -k layout",
+    ),
+    Mutant(
+        "hvdlite/torch/functions.py",
+        'self._gpu if is_on_device else "cpu"',
+        '"cpu"',
+        "2 mpi/test_cuda_training.py -k resumed",
+    ),
+    Mutant(
+        "hvdlite/torch/device.py",
+        "    gpus.choose(ordinal)\n",
+        "",
+        "2 mpi/test_cuda_training.py -k second_gpu",
+    ),
+    Mutant(
+        "hvdlite/operations/allgather.py",
+        "            return results[-1]\n",
+        "            return results.pop()\n",
+        "2 mpi/test_cuda_join.py",
     ),
     # Tensor parallelism: windows in turns, whose rows, whose gradients.
     Mutant(
@@ -271,8 +407,8 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/signal.cpp",
-        "  reducer.reduce(copies, copies, start, stop);\n  return wait(timeout_s);\n",
-        "  reducer.reduce(copies, copies, start, stop);\n  return WaitStatus::kOk;\n",
+        "  reducer.reduce(copies, copies, shard.begin, shard.end);\n  return wait(timeout_s);\n",
+        "  reducer.reduce(copies, copies, shard.begin, shard.end);\n  return WaitStatus::kOk;\n",
         "unit/test_native_signal.py",
     ),
     Mutant(
@@ -298,5 +434,55 @@ MUTANTS = [
         "EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET",
         "EPOLLIN | EPOLLRDHUP | EPOLLET",
         "unit/test_native_socket_bell.py",
+    ),
+    # Kernels for GPUs: edges of tiles, groups and tables, what is rounded when, who does what.
+    Mutant(
+        _KERNELS,
+        "const Count stop = smaller(tile + kTileNumel, p.end);",
+        "const Count stop = smaller(tile + kTileNumel - 1, p.end);",
+        _LOOPS,
+    ),
+    Mutant(_KERNELS, "      if (at < begin) body.gap(at, begin);\n", "", _LOOPS),
+    Mutant(_KERNELS, "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16", "(bits + 0x8000) >> 16", _LOOPS),
+    Mutant(
+        _KERNELS,
+        "return float_of((bits_of(nearest) - (too_far ? 1 : 0)) | (inexact ? 1 : 0));",
+        "return nearest;",
+        _LOOPS,
+    ),
+    Mutant(_KERNELS, "if constexpr (kScaled) values[i] = scaled(values[i], p.prescale, 0.0);", "", _LOOPS),
+    Mutant(_KERNELS, "singles = numel - groups * kCount;", "singles = head;", _LOOPS),
+    Mutant(
+        _KERNELS,
+        "for (Count i = first; i < groups; i += stride)",
+        "for (Count i = first; i <= groups; i += stride)",
+        _LOOPS,
+    ),
+    Mutant(_KERNELS, "return a < b || a != a ? a : b;", "return a < b ? a : b;", _LOOPS),
+    Mutant(
+        _KERNELS,
+        "divisor == 0.0 ? value * static_cast<float>(factor) : value / static_cast<float>(divisor)",
+        "value * static_cast<float>(factor)",
+        _LOOPS,
+    ),
+    Mutant(_KERNELS, "numel, alike ? head : numel,", "numel, head,", _LOOPS),
+    Mutant(_KERNELS, "if (tensor.address != 0 && to != from) move", "if (to != from) move", _LOOPS),
+    Mutant(  # the result is the same
+        _KERNELS,
+        "tile += own.blocks * kTileNumel",
+        "tile += kTileNumel",
+        "sanitizers/test_kernels_as_fibers.py::test_every_case[thread]",
+    ),
+    Mutant(
+        "csrc/device_kernels.cpp",
+        "p.end = is_any_left() ? p.tensors[p.count - 1].end : end;",
+        "p.end = end;",
+        _LOOPS,
+    ),
+    Mutant(
+        "csrc/device_kernels.cpp",
+        "p.buffer = buffer + (at - begin) * buffer_item_bytes;",
+        "p.buffer = buffer + at * buffer_item_bytes;",
+        _LOOPS,
     ),
 ]

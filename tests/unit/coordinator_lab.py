@@ -143,6 +143,11 @@ class Owner:
         self.recorder = Recorder(16)
         self.buckets: list[tuple[tuple[str, int], ...]] = []
 
+    is_under_way = False
+
+    def watch(self) -> None:
+        pass
+
     def check(self) -> None:
         pass
 

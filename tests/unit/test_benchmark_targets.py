@@ -193,14 +193,34 @@ def test_hidden_share_and_timeline() -> None:
     assert found(reports, "step with the timeline") == {"transformer": (1.02, True)}
 
 
+def test_gpus() -> None:
+    pack = {"pack": {"ways": {"copy": {}, "pack": {"of_copy": exactly(0.86)}, "unpack": {"of_copy": exactly(0.84)}}}}
+    steps = [{"model": "small GPT", "relative": exactly(1.02)}, {"model": "transformer", "relative": exactly(1.5)}]
+    reports: dict[str, Any] = {"gpu": pack | {"step": steps}}
+    assert found(reports, "GPU: bandwidth") == {"pack": (0.86, True), "unpack": (0.84, False)}
+    assert found(reports, "GPU: step") == {"small GPT": (1.02, False), "transformer": (1.5, True)}
+    ways = {"copy": 1.0, "hvdlite backend": 1.31, "hvd, elsewhere": 2.0}
+    rows = [{"way": way, "bytes": n * MIB, "of_first": exactly(x)} for n in (16, 64) for way, x in ways.items()]
+    assert found({"gpu_node_4": {"node": rows}}, "GPU: allreduce") == {
+        "4 ranks, 64 MiB, hvdlite backend": (1.31, False),
+        "4 ranks, 64 MiB, hvd, elsewhere": (2.0, True),
+    }
+    assert found({"gpu_hidden": {"hidden": {"hidden_share": exactly(0.9)}}}, "GPU: comm") == {
+        "hidden share": (0.9, True)
+    }
+    assert found({"gpu_hidden": {"hidden": {"hidden_share": None}}}, "GPU: comm") == {}
+    rows = [{"way": way, "bytes": MIB, "of_first": exactly(1.2)} for way in ("ProcessGroupNCCL", "hvdlite")]
+    assert found({"gpu_nccl": {"nccl": rows}}, "GPUs: allreduce") == {"1 MiB, time / NCCL's": (1.2, True)}
+
+
 def test_tables_have_a_row_for_every_target() -> None:
     nothing = targets({})
-    assert len(nothing) == 20
+    assert len(nothing) == 25
     assert [row[0] for row in lines(nothing)] == [target.what for target in nothing]
     assert {target.verdict for target in nothing} == {"not measured"}
     some: list[Target] = targets({"allreduce": OPEN_MPI})
     table = targets_table(some).splitlines()
-    assert len(table) == 2 + 20
+    assert len(table) == 2 + 25
     assert table[2].endswith("| ≤ 1.1 | time / memcpy's: **1.25 (1.25, 1.25)** | NO |")
     assert table[3].endswith("| ≤ 3 | time / memcpy's: 3 (3, 3) | yes |")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite import environment
 from hvdlite.config import OTHER_VARIABLES, Config
 from hvdlite.errors import ConfigError, StartupError
 
@@ -82,7 +83,7 @@ def test_a_coordinator_may_sleep_without_end():
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("csrc/*")]
+SOURCES = [*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.c*")]
 
 
 def test_one_module_touches_the_environment():
@@ -99,3 +100,13 @@ def test_every_variable_is_listed_with_its_meaning():
     source = (ROOT / "hvdlite" / "config.py").read_text()
     for item in fields(Config):
         assert re.search(rf'^    {item.name}: .*\n    """\S', source, re.MULTILINE), item.name
+
+
+def test_where_a_cache_is(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert environment.cache_directory() == "/caches/hvdlite"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert environment.cache_directory() == "/home/me/.cache/hvdlite"
+    monkeypatch.delenv("HOME")
+    assert environment.cache_directory() == ""

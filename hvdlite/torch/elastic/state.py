@@ -72,7 +72,7 @@ class State(ABC):
         """(whether hosts were removed, whether hosts were added), as far as any rank has heard."""
         with self._updates_lock:
             mine, self._updates = self._updates, 0
-        flags = torch.tensor([mine & HOSTS_REMOVED, mine & HOSTS_ADDED])
+        flags = torch.tensor([mine & HOSTS_REMOVED, mine & HOSTS_ADDED], device="cpu")
         removed, added = allreduce(flags, op=Max, name="elastic.updates").tolist()
         return removed, added
 

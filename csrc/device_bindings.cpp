@@ -1,0 +1,200 @@
+#include "device_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cuda_driver.h"
+#include "device_copies.h"
+#include "device_kernels.h"
+#include "device_memory.h"
+#include "device_stream.h"
+#include "direct_allreduce.h"
+#include "elements.h"
+#include "nvrtc.h"
+#include "pack.h"
+#include "stream_barrier.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace hvdlite {
+namespace {
+
+using Addresses = std::vector<std::uintptr_t>;
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
+
+std::string uuid_of(int device) {
+  cuda::Uuid uuid;
+  cuda::check(cuda::driver().device_uuid(&uuid, cuda::device_at(device)), "cuDeviceGetUuid");
+  std::string text;
+  for (const unsigned char byte : uuid.bytes) {
+    char digits[3];
+    std::snprintf(digits, sizeof digits, "%02x", byte);
+    text += digits;
+  }
+  return text;
+}
+
+std::string name_of(int device) {
+  char name[256] = "";
+  cuda::check(cuda::driver().device_name(name, sizeof name, cuda::device_at(device)), "cuDeviceGetName");
+  return name;
+}
+
+void register_driver(py::module_& m) {
+  m.def("use_cuda_library", &cuda::use_library, "path"_a);
+  m.def("cuda_devices", [] {
+    int count = 0;
+    cuda::check(cuda::driver().device_count(&count), "cuDeviceGetCount");
+    return count;
+  });
+  m.def("cuda_version", [] {
+    int version = 0;
+    cuda::check(cuda::driver().version(&version), "cuDriverGetVersion");
+    return version;
+  });
+  m.def("kernel_image", &kernel_image);
+  m.def("use_kernel_cache", &use_kernel_cache, "directory"_a);
+  m.def("cuda_device_uuid", &uuid_of, "device"_a);
+  m.def("cuda_device_name", &name_of, "device"_a);
+}
+
+void register_copies(py::module_& m) {
+  py::class_<PinnedMemory>(m, "PinnedMemory")
+      .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil())
+      .def_property_readonly("address", &PinnedMemory::address)
+      .def_property_readonly("nbytes", &PinnedMemory::nbytes);
+  py::class_<DeviceCopies>(m, "DeviceCopies")
+      .def(py::init<int>(), "device"_a, WithoutGil())
+      .def(
+          "run",
+          [](DeviceCopies& self, const std::vector<const Moment*>& after,
+             const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& copies) {
+            std::vector<Copy> all;
+            all.reserve(copies.size());
+            for (const auto& [to, from, nbytes] : copies) all.push_back({to, from, nbytes});
+            self.run(after, all);
+          },
+          "after"_a, "copies"_a, WithoutGil());
+}
+
+void register_streams(py::module_& m) {
+  py::class_<Moment>(m, "Moment")
+      .def(py::init<int, std::uintptr_t>(), "device"_a, "stream"_a, WithoutGil())
+      .def("precede", &Moment::precede, "stream"_a, WithoutGil())
+      .def("wait", &Moment::wait, WithoutGil())
+      .def_property_readonly("is_reached", &Moment::is_reached);
+  py::class_<DeviceStream>(m, "DeviceStream")
+      .def(py::init<int>(), "device"_a, WithoutGil())
+      .def_static(
+          "borrowed", [](int device, std::uintptr_t handle) { return std::make_unique<DeviceStream>(device, handle); },
+          "device"_a, "handle"_a)
+      .def_property_readonly("handle",
+                             [](const DeviceStream& self) { return reinterpret_cast<std::uintptr_t>(self.handle()); })
+      .def("follow", &DeviceStream::follow, "moments"_a, WithoutGil())
+      .def(
+          "copy",
+          [](const DeviceStream& self, std::uintptr_t to, std::uintptr_t from, std::size_t nbytes) {
+            if (nbytes == 0) return;
+            const cuda::Current current(self.context());
+            cuda::check(cuda::driver().copy(to, from, nbytes, self.handle()), "cuMemcpyAsync");
+          },
+          "to"_a, "source"_a, "nbytes"_a, WithoutGil())
+      .def(
+          "zero",
+          [](const DeviceStream& self, std::uintptr_t address, std::size_t nbytes) {
+            if (nbytes == 0) return;
+            const cuda::Current current(self.context());
+            cuda::check(cuda::driver().set(address, 0, nbytes, self.handle()), "cuMemsetD8Async");
+          },
+          "address"_a, "nbytes"_a, WithoutGil())
+      .def(
+          "fill",
+          [](const DeviceStream& self, std::uintptr_t address, std::uint64_t numel, int dtype, double value) {
+            DeviceKernels::of(self.device()).fill(address, numel, static_cast<DType>(dtype), value, self.handle());
+          },
+          "address"_a, "numel"_a, "dtype"_a, "value"_a, WithoutGil())
+      .def(
+          "pack",
+          [](const DeviceStream& self, const TensorList& tensors, std::uintptr_t buffer, std::uint64_t begin,
+             std::uint64_t end, int from_dtype, int to_dtype) {
+            DeviceKernels::of(self.device())
+                .pack(tensors, buffer, begin, end, static_cast<DType>(from_dtype), static_cast<DType>(to_dtype),
+                      self.handle());
+          },
+          "tensors"_a, "buffer"_a, "begin"_a, "end"_a, "from_dtype"_a, "to_dtype"_a, WithoutGil())
+      .def(
+          "unpack",
+          [](const DeviceStream& self, const TensorList& tensors, std::uintptr_t buffer, std::uint64_t begin,
+             std::uint64_t end, int from_dtype, int to_dtype) {
+            DeviceKernels::of(self.device())
+                .unpack(tensors, buffer, begin, end, static_cast<DType>(from_dtype), static_cast<DType>(to_dtype),
+                        self.handle());
+          },
+          "tensors"_a, "buffer"_a, "begin"_a, "end"_a, "from_dtype"_a, "to_dtype"_a, WithoutGil())
+      .def(
+          "reduce",
+          [](const DeviceStream& self, const Addresses& destinations, const Addresses& sources, std::uint64_t numel,
+             int dtype, int op, double prescale, double postscale) {
+            DeviceKernels::of(self.device())
+                .reduce(destinations, sources, numel, static_cast<DType>(dtype), static_cast<Op>(op), prescale,
+                        postscale, self.handle());
+          },
+          "destinations"_a, "sources"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a = 1.0, "postscale"_a = 1.0,
+          WithoutGil());
+}
+
+void register_memory(py::module_& m) {
+  py::class_<DeviceSegment>(m, "DeviceSegment")
+      .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil())
+      .def_static("is_possible", &DeviceSegment::is_possible, "device"_a)
+      .def("share", &DeviceSegment::share)
+      .def("map", &DeviceSegment::map, "files"_a, "own"_a, WithoutGil())
+      .def_property_readonly("copies", &DeviceSegment::copies);
+}
+
+void register_direct(py::module_& m) {
+  py::class_<StreamBarrier>(m, "StreamBarrier")
+      .def(py::init<const DeviceStream&, std::uintptr_t, int, int>(), "stream"_a, "page"_a, "rank"_a, "size"_a,
+           py::keep_alive<1, 2>())
+      .def_static("bytes_needed", &StreamBarrier::bytes_needed, "size"_a)
+      .def("meet", &StreamBarrier::meet, WithoutGil())
+      .def("late", &StreamBarrier::late)
+      .def("release", &StreamBarrier::release, WithoutGil())
+      .def(
+          "allreduce",
+          [](StreamBarrier& self, const Addresses& copies, std::uint64_t numel, int dtype, int op, double prescale,
+             double postscale) {
+            direct_allreduce(self, copies, numel,
+                             {static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale});
+          },
+          "copies"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, WithoutGil())
+      .def(
+          "staged_allreduce",
+          [](StreamBarrier& self, const TensorList& inputs, const TensorList& outputs, const Addresses& copies,
+             std::uint64_t window_numel, std::uint64_t numel, int dtype, int wire_dtype, int op, double prescale,
+             double postscale) {
+            direct_allreduce(self, inputs, outputs, static_cast<DType>(dtype), numel, copies, window_numel,
+                             {static_cast<DType>(wire_dtype), static_cast<Op>(op), prescale, postscale});
+          },
+          "inputs"_a, "outputs"_a, "copies"_a, "window_numel"_a, "numel"_a, "dtype"_a, "wire_dtype"_a, "op"_a,
+          "prescale"_a, "postscale"_a, WithoutGil());
+}
+
+}  // namespace
+
+void register_device(py::module_& m) {
+  register_driver(m);
+  register_streams(m);
+  register_copies(m);
+  register_memory(m);
+  register_direct(m);
+}
+
+}  // namespace hvdlite

@@ -1,0 +1,73 @@
+"""Two backends for the same ranks and memory: one for what is small, one for what is large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdlite.collectives.base import Backend, Completion
+from hvdlite.config import Config
+from hvdlite.dtypes import SUM, DType, Reduction
+from hvdlite.memory.layout import Range
+from hvdlite.memory.views import Buffer
+
+
+class BySizeBackend(Backend):
+    """``small`` up to ``limit_bytes``, and for types that ``large`` does not reduce; ``large`` above."""
+
+    def __init__(self, small: Backend, large: Backend, limit_bytes: int) -> None:
+        self.rank, self.size = small.rank, small.size
+        self.memory = small.memory
+        self.recorder = small.recorder
+        self._small = small
+        self._large = large
+        self._limit_bytes = limit_bytes
+
+    def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
+        return self._for(buf).allreduce(buf, reduction, label=label)
+
+    def reduce_scatter(
+        self,
+        buf: Buffer,
+        blocks: Sequence[Sequence[Range]],
+        reduction: Reduction = SUM,
+        *,
+        stays_open: bool = False,
+        label: str = "",
+    ) -> Completion:
+        return self._for(buf).reduce_scatter(buf, blocks, reduction, stays_open=stays_open, label=label)
+
+    def allgather(
+        self, buf: Buffer, blocks: Sequence[Sequence[Range]], *, closes: bool = False, label: str = ""
+    ) -> Completion:
+        return self._for(buf).allgather(buf, blocks, closes=closes, label=label)
+
+    def broadcast(self, buf: Buffer, root: int, *, label: str = "") -> Completion:
+        return self._for(buf).broadcast(buf, root, label=label)
+
+    def barrier(self) -> None:
+        self._small.barrier()
+
+    def configure(self, config: Config) -> None:
+        self._small.configure(config)
+        self._large.configure(config)
+
+    def supports(self, dtype: DType) -> bool:
+        return self._small.supports(dtype)
+
+    def late(self) -> Sequence[int]:
+        return self._small.late() or self._large.late()
+
+    def check_health(self) -> None:
+        self._small.check_health()
+        self._large.check_health()
+
+    def wake(self) -> None:
+        self._small.wake()
+        self._large.wake()
+
+    def close(self) -> None:
+        self._small.close()
+        self._large.close()
+
+    def _for(self, buf: Buffer) -> Backend:
+        return self._large if buf.nbytes > self._limit_bytes and self._large.supports(buf.dtype) else self._small

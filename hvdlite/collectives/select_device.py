@@ -1,0 +1,144 @@
+"""Which backend serves which ranks with GPUs: the one place that decides, by a measurement where there is a choice.
+
+    memory is shared    NCCL    within a node
+    yes                 no      direct
+    yes                 yes     the faster one, for what is small and for what is large
+    no                  yes     nccl
+
+Across nodes: hierarchical, one of these within each node and the host's ring across; or NCCL over all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from hvdlite.agreement import Bootstrap
+from hvdlite.collectives.base import Backend
+from hvdlite.collectives.by_size import BySizeBackend
+from hvdlite.collectives.direct import DirectBackend
+from hvdlite.collectives.nccl import NcclBackend
+from hvdlite.collectives.pinned import PinnedBackend
+from hvdlite.collectives.select import hierarchical
+from hvdlite.config import Config
+from hvdlite.dtypes import DType
+from hvdlite.errors import StartupError
+from hvdlite.memory.device import DeviceMemory
+from hvdlite.memory.segment import Segment
+from hvdlite.memory.views import Buffer
+from hvdlite.node import Node
+from hvdlite.recorder import Recorder
+from hvdlite.topology import Topology
+
+_LOG = logging.getLogger("hvdlite")
+_SMALL_BYTES = 64 << 10
+_LARGE_BYTES = 8 << 20
+_LIMIT_BYTES = 1 << 20  # between what is small and what is large
+_TRIES = 5
+
+
+def build_device_backend(
+    everybody: Bootstrap,
+    node: Node,
+    memory: DeviceMemory,
+    cross: Backend | None,
+    topology: Topology,
+    config: Config,
+    check: Callable[[], None],
+    recorder: Recorder,
+    *,
+    staging: Buffer,
+    is_shared: bool,
+    has_nccl: bool,
+) -> Backend:
+    """The backend for the GPUs of all ranks of ``topology``; a collective call of all of them.
+
+    Args:
+        cross: between the ranks of a rail, in memory of the host; None where there is none.
+        staging: of ``memory``, for measurements.
+        is_shared: whether the ranks of a node map the memory of one another; if not, they have NCCL.
+        has_nccl: whether NCCL may be used, on every rank.
+    """
+    places = {rank: place for place, rank in enumerate(topology.ranks)}
+
+    def nccl(ranks: Sequence[int], progress: Segment | None = None) -> NcclBackend | None:
+        try:
+            return NcclBackend(
+                memory,
+                everybody=everybody,
+                members=[places[rank] for rank in ranks],
+                interfaces=config.network_interfaces,
+                ranks=ranks,
+                progress=progress,
+                timeout_s=config.collective_timeout_s,
+                check=check,
+                recorder=recorder,
+            )
+        except StartupError as error:
+            if topology.rank == topology.ranks[0]:
+                _LOG.warning("GPUs go without NCCL: %s", error)
+            return None
+
+    contest = _Contest(everybody, memory, staging, places)
+    by_nccl = nccl(node.ranks, node.share(NcclBackend.progress_bytes(node.local_size))) if has_nccl else None
+    if not is_shared and by_nccl is None:
+        raise StartupError("GPUs that do not share memory need NCCL")
+    in_node: Backend | None = DirectBackend(node, memory, recorder) if is_shared else None
+    in_node = contest.winner(in_node, by_nccl, node.ranks)
+    if len(topology.nodes) == 1:
+        return in_node
+    composed = hierarchical(in_node, None if cross is None else PinnedBackend(cross, memory), topology, config)
+    over_all = nccl(topology.ranks) if by_nccl is not None and config.gpu_allreduce != "hierarchical" else None
+    if over_all is not None and config.gpu_allreduce == "nccl":
+        return BySizeBackend(composed, over_all, 0)
+    return contest.winner(composed, over_all, topology.ranks)
+
+
+class _Contest:
+    """Compares backends by allreduces of ``staging``; what all ranks measured decides, alike on all."""
+
+    def __init__(self, everybody: Bootstrap, memory: DeviceMemory, staging: Buffer, places: dict[int, int]) -> None:
+        self._everybody = everybody
+        self._memory = memory
+        self._staging = staging.as_dtype(DType.FLOAT32)
+        self._places = places
+
+    def winner(self, first: Backend | None, second: NcclBackend | None, ranks: Sequence[int]) -> Backend:
+        """The faster one for what is large, and for what is small; those that lose everywhere are closed."""
+        if first is None or second is None:
+            found = first or second
+            assert found is not None
+            return found
+        times = self._times([first, second], ranks)
+        _LOG.info("seconds of allreduces between GPUs of ranks %s, without and with NCCL: %s", list(ranks), times)
+        wins_small, wins_large = (second_s < first_s for first_s, second_s in times)
+        if wins_large:
+            return BySizeBackend(first, second, 0 if wins_small else _LIMIT_BYTES)
+        second.close()
+        return first
+
+    def _times(self, backends: Sequence[Backend], ranks: Sequence[int]) -> list[list[float]]:
+        """Of something small and of something large: seconds by backend, the best try of the slowest rank."""
+        own = [self._tries(backends, nbytes) for nbytes in (_SMALL_BYTES, _LARGE_BYTES)]
+        told = self._everybody.allgather(own)
+        members = [told[self._places[rank]] for rank in ranks]
+        return [
+            [
+                min(max(member[size][number][attempt] for member in members) for attempt in range(1, _TRIES + 1))
+                for number in range(len(backends))
+            ]
+            for size in range(len(own))
+        ]
+
+    def _tries(self, backends: Sequence[Backend], nbytes: int) -> list[list[float]]:
+        """Seconds of every try, by backend, in turns; the first one warms up."""
+        buf = self._staging.narrow(0, min(nbytes, self._staging.nbytes) // self._staging.dtype.itemsize)
+        tries: list[list[float]] = [[] for _ in backends]
+        for _ in range(_TRIES + 1):
+            for backend, seconds in zip(backends, tries, strict=True):
+                began_s = time.perf_counter()
+                backend.allreduce(buf, label="comparison").wait()
+                self._memory.moment().wait()
+                seconds.append(time.perf_counter() - began_s)
+        return tries

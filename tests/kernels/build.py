@@ -1,0 +1,63 @@
+"""Builds kernels.cpp with the kernels for the host."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import runpy
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC, TESTS = ROOT / "csrc", ROOT / "tests"
+COMPARED = [CSRC / f"{name}.cpp" for name in ("device_stream", "instruction_set", "nvrtc", "pack", "reduce")]
+WATCHED = [
+    CSRC / "device_kernels.cpp",
+    TESTS / "gpusim" / "host_kernels.cpp",
+    TESTS / "kernels" / "table_driver.cpp",
+    TESTS / "kernels" / "kernels.cpp",
+]
+SCHEDULER = [TESTS / "gpusim" / "fibers.cpp", TESTS / "gpusim" / "gpu_thread.cpp"]
+# As setup.py: a fused multiply-add would be rounded once.
+OPTIONS = ["-std=c++17", "-ffp-contract=off", "-Wno-psabi", "-pthread", "-iquote", str(CSRC), "-iquote", str(TESTS)]
+
+
+def build(directory: Path, compiler: Sequence[str], *sanitizers: str) -> Path:
+    """The program, in which ``sanitizers`` watch what belongs to the kernels and not who compares or schedules them."""
+    image = directory / "kernel_image.cpp"
+    runpy.run_path(str(CSRC / "cuda" / "embed.py"))["embed"](image, None)
+    flags = {path: ["-O1", "-g", *sanitizers] for path in WATCHED} | {
+        path: ["-O1"] for path in [*COMPARED, *SCHEDULER, image]
+    }
+
+    def compiled(path: Path) -> Path:
+        output = directory / f"{path.stem}.o"
+        run([*compiler, *OPTIONS, *flags[path], "-c", path, "-o", output])
+        return output
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compiled, flags))
+    program = directory / "kernels"
+    run([*compiler, *sanitizers, *objects, "-pthread", "-ldl", "-o", program])
+    return program
+
+
+def run(command: Sequence[str | Path]) -> None:
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+def built() -> Path:
+    """The program without sanitizers, built once per version of its sources and user."""
+    files = sorted(path for folder in (CSRC, TESTS / "gpusim", TESTS / "kernels") for path in folder.rglob("*.*"))
+    version = hashlib.sha256(b"".join(path.read_bytes() for path in files if path.suffix != ".pyc")).hexdigest()[:16]
+    directory = Path(tempfile.gettempdir(), f"hvdlite-kernels-{os.getuid()}-{version}")
+    directory.mkdir(exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program = directory / "kernels"
+        return program if program.exists() else build(directory, ["c++"])

@@ -1,0 +1,13 @@
+"""The tests of test_reducescatter.py, with every tensor on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from test_reducescatter import *  # noqa: F403
+
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.thorough,
+    pytest.mark.usefixtures("running", "everything_on_gpus"),
+]

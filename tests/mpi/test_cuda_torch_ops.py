@@ -1,0 +1,9 @@
+"""The tests of test_torch_ops.py, with every tensor on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from test_torch_ops import *  # noqa: F403
+
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running", "everything_on_gpus")]

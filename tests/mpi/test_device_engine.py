@@ -1,0 +1,79 @@
+"""What ranks say of GPUs that they share, and of one that does not go on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from mpi4py import MPI
+
+import nccl_lab
+from backend_lab import RANK, SIZE, values_of
+from cuda_lab import simulated
+from gpu_lab import Gpu, opened
+from hvdlite import _native
+from hvdlite.dtypes import DType
+from hvdlite.errors import HorovodInternalError
+from hvdlite.memory.views import OnDevice, TensorView
+from hvdlite.operations.allreduce import allreduce_async
+from runtime_lab import TINY, running
+
+pytestmark = pytest.mark.any_mpi
+
+LAST = SIZE - 1
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[MPI.Intracomm]:
+    comm = MPI.COMM_WORLD.Dup()
+    yield comm
+    comm.Free()
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    yield from opened()
+
+
+def test_one_gpu_for_several_ranks_is_said_once(
+    world: MPI.Intracomm, gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = simulated()
+    with cuda.current(), running(world) as runtime, caplog.at_level(logging.WARNING, "hvdlite"):
+        stream = cuda.stream()
+        handle = stream.value
+        assert handle is not None
+        where = OnDevice(0, _native.Moment(0, handle), lambda: handle)
+        for _ in range(2):
+            view = TensorView(cuda.allocate(12), (3,), DType.FLOAT32, gpu, where)
+            allreduce_async(runtime.group, [view], [view]).wait()
+        cuda.synchronize(stream)
+    found = [text for text in caplog.messages if "take turns" in text]
+    assert len(found) == (RANK == 0 and SIZE > 1)
+    assert all(str(list(range(SIZE))) in text for text in found)
+
+
+def test_a_gpu_that_does_not_go_on_ends_the_job(world: MPI.Intracomm, gpu: Gpu) -> None:
+    """The host has gone on meanwhile; only who looks after GPUs can notice."""
+    go_on = threading.Event()
+    config = replace(TINY, collective_timeout_s=1.0)
+    try:
+        with (
+            pytest.raises(HorovodInternalError, match="'w': GPU . has not done it in"),
+            running(world, config) as runtime,
+        ):
+            nccl_lab.simulated()
+            if RANK == LAST:
+                gpu.cuda.launch(gpu.stream, lambda: go_on.wait(60))
+            tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
+            allreduce_async(runtime.group, [tensor.view], [tensor.view], name="w").wait()
+            while True:
+                time.sleep(0.1)
+                runtime.check()
+    finally:
+        go_on.set()
+        gpu.cuda.synchronize(gpu.stream)

@@ -1,0 +1,37 @@
+"""The kernels for GPUs under the sanitizers, every GPU thread a fiber that another one may interrupt at any access."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiler import COMPILER, Run, run, runtimes
+from kernels.build import build
+
+SANITIZERS = ["thread", "address,undefined,float-cast-overflow"]
+
+
+@pytest.fixture(scope="module", params=SANITIZERS, ids=["thread", "address"])
+def program(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str]
+) -> Run:
+    """What is run with a case and a seed, and names all cases without."""
+    directory = tmp_path_factory.mktemp("kernels")
+    runtimes(request.param, directory, fixed_addresses)
+    built = build(directory, COMPILER, f"-fsanitize={request.param}", "-fno-sanitize-recover=all")
+    return lambda *case: run(*fixed_addresses, built, *case, TSAN_OPTIONS="halt_on_error=1")
+
+
+@pytest.mark.parametrize("program", ["thread"], indirect=True)
+def test_a_race_is_seen(program: Run) -> None:
+    result = program("race", "0")
+    assert result.returncode != 0
+    assert "data race" in result.stdout
+
+
+def test_every_case(program: Run) -> None:
+    cases = program().stdout.splitlines()
+    assert len(cases) > 1
+    for seed in range(2):
+        results = {case: program(case, str(seed)) for case in cases}
+        failures = {case: result.stdout for case, result in results.items() if result.returncode != 0}
+        assert not failures, "\n".join(f"{seed} {case}:\n{output}" for case, output in failures.items())

@@ -1,0 +1,47 @@
+"""Communicators of NCCL under ThreadSanitizer, on the simulated NCCL and driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compiler import COMPILER, ROOT, Run, run, runtimes
+from gpusim.build import HERE as GPUSIM, command
+
+FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
+CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
+SOURCES = ["cuda_driver", "device_stream", "nccl_communicator", "nccl_library", "signal"]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str]) -> Run:
+    """What is run with the name of a case, and names all cases without one."""
+    directory = tmp_path_factory.mktemp("nccl")
+    runtimes("thread", directory, fixed_addresses)
+    driver, nccl, binary = directory / "driver.so", directory / "libnccl.so", directory / "nccl_as_threads"
+    sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
+    for build in (
+        command(driver, *COMPILER, *FLAGS),
+        [*COMPILER, *FLAGS, "-shared", "-fPIC", GPUSIM / "nccl_sim.cpp", "-o", nccl],
+        [*COMPILER, *FLAGS, *CALLED, *sources, Path(__file__).parent / "nccl_as_threads.cpp", "-ldl", "-o", binary],
+    ):
+        result = run(*build)
+        assert result.returncode == 0, result.stdout
+    suppressions = directory / "suppressions"
+    suppressions.write_text("race:dl_deallocate_tls\n")  # glibc's own: variables of threads that have ended
+    options = f"halt_on_error=1 suppressions={suppressions}"
+    return lambda *case: run(*fixed_addresses, binary, driver, nccl, *case, TSAN_OPTIONS=options)
+
+
+def test_a_race_is_seen(program: Run) -> None:
+    result = program("race")
+    assert result.returncode != 0
+    assert "data race" in result.stdout
+
+
+@pytest.mark.parametrize("case", ["streams", "aborts"])
+def test_every_case(program: Run, case: str) -> None:
+    assert case in program().stdout.splitlines()
+    result = program(case)
+    assert result.returncode == 0, result.stdout

@@ -1,0 +1,60 @@
+"""`hvdliterun --check-build` about GPUs: what the driver sees, and no more than a look at it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpusim.build import built
+from hvdlite import _native
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = {
+    "ptx": "  [X] kernels: PTX, compiled when hvdlite was built",
+    "nvrtc": "  [X] kernels: source, which libnvrtc compiles at first use",
+}
+WITHOUT_CONTEXTS = """
+#include <cstdlib>
+extern "C" int cuDevicePrimaryCtxRetain(void**, int) { std::abort(); }
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The simulated driver, except that making a context ends the process."""
+    directory = tmp_path_factory.mktemp("driver")
+    source, library = directory / "driver.cpp", directory / "libdriver.so"
+    source.write_text(WITHOUT_CONTEXTS)
+    subprocess.run(["c++", "-shared", "-fPIC", "-Wl,--no-as-needed", source, built(), "-o", library], check=True)
+    return library
+
+
+def gpus(library: Path, **environ: str) -> list[str]:
+    """The section about them."""
+    command = [sys.executable, "-m", "hvdlite", "run", "--check-build"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "HVDLITE_CUDA_LIBRARY": str(library)} | environ
+    said = subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
+    return said.split("GPUs:\n")[1].split("\n\n")[0].splitlines()
+
+
+def test_every_gpu_by_name_and_uuid(driver: Path) -> None:
+    assert gpus(driver, GPUSIM_DEVICES="2") == [
+        "  [X] CUDA driver, for CUDA 13.0",
+        "  [X] GPU 0: Simulated GPU, GPU-01010101-0101-0101-0101-010101010101",
+        "  [X] GPU 1: Simulated GPU, GPU-02020202-0202-0202-0202-020202020202",
+        KERNELS[_native.kernel_image()],
+    ]
+
+
+def test_a_driver_that_sees_none(driver: Path) -> None:
+    assert gpus(driver, CUDA_VISIBLE_DEVICES="")[0].startswith(f"  [ ] CUDA driver: {driver}: cuInit: ")
+
+
+def test_no_driver(tmp_path: Path) -> None:
+    found = gpus(tmp_path / "none.so")
+    assert len(found) == 2
+    assert found[0].startswith("  [ ] CUDA driver: no CUDA driver: ") and "none.so" in found[0]

@@ -1,0 +1,207 @@
+"""The kernels for GPUs: what compilers make of them, and what they do, one GPU thread after the other on the host."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import site
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from kernels.build import CSRC, ROOT, built
+
+EMBED = runpy.run_path(str(CSRC / "cuda" / "embed.py"))
+CASES = [
+    "reduce",
+    "reduce all scalings",
+    "reduce many arrays",
+    "move types",
+    "move tiles",
+    "move tables",
+    "fill",
+    "refused",
+    "turns",
+]
+Result = subprocess.CompletedProcess
+
+
+def run(*command: str | Path, **environment: str) -> Result[str]:
+    return subprocess.run(
+        command,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Path:
+    if shutil.which("c++") is None:
+        pytest.skip("there is no compiler c++")
+    return built()
+
+
+# What they do.
+
+
+def test_cases_are_all(kernels: Path) -> None:
+    assert sorted(run(kernels).stdout.splitlines()) == sorted(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_the_kernels_of_the_host(kernels: Path, case: str) -> None:
+    result = run(kernels, case, "loops")
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whoever_comes_first(kernels: Path, case: str) -> None:
+    for seed in range(3):
+        result = run(kernels, case, str(seed))
+        assert result.returncode == 0, (seed, result.stdout)
+
+
+# What the compilers make of them.
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    found = EMBED["find_nvcc"]()
+    if found is None:
+        pytest.skip("there is no nvcc")
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source as it is in the extension."""
+    path = tmp_path_factory.mktemp("embedded") / "kernels.cu"
+    path.write_text(EMBED["source"]())
+    return path
+
+
+@cache
+def kernel_names() -> list[str]:
+    """As whoever launches them spells them, out of the lists in parameters.h."""
+    text = (CSRC / "cuda" / "parameters.h").read_text()
+    rows = dict(re.findall(r"#define HVDLITE_(\w+)\(F\)((?:.*\\\n)+.*)", text))
+    names = ["fill"]
+    names += [f"reduce_{name}" for name in re.findall(r"F\((\w+),", rows["REDUCED"])]
+    for verb in ("pack", "unpack"):
+        names += [f"{verb}_{source}_{to}" for source, to in re.findall(r"F\((\w+), \w+, (\w+),", rows["CASTS"])]
+        names += [f"{verb}_copy_{size}" for size in re.findall(r"F\((\d),", rows["COPIES"])]
+    return names
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_gpu_code_spills_nothing(nvcc: str, embedded: Path, tmp_path: Path, architecture: str) -> None:
+    arguments = [f"--gpu-architecture={architecture}" if "arch" in a else a for a in EMBED["NVCC_ARGS"] if a != "-ptx"]
+    output = tmp_path / "kernels.cubin"
+    result = run(nvcc, *arguments, "-cubin", "--resource-usage", embedded, "-o", output)
+    assert result.returncode == 0, result.stdout
+    compiled = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", result.stdout)
+    assert sorted(compiled) == sorted((name, architecture) for name in kernel_names())
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stdout)
+    assert len(spills) >= len(compiled)
+    assert set(spills) == {("0", "0")}, result.stdout
+
+
+def test_ptx(nvcc: str, tmp_path: Path) -> None:
+    ptx = EMBED["ptx"](nvcc, tmp_path)
+    assert sorted(re.findall(r"\.entry (\w+)", ptx)) == sorted(kernel_names())
+    assert re.findall(r"^\.target (\w+)", ptx, re.MULTILINE) == ["sm_80"]
+    assert "fma." not in ptx  # rounded once, where CPUs round twice
+    assert re.search(r"ld(\.global)?\.v4", ptx)  # 16 bytes at once
+
+
+def test_a_compiler_that_fails_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = tmp_path / "nvcc"
+    fails.write_text("#!/bin/sh\nexit 1\n")
+    fails.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert EMBED["find_nvcc"]() == str(fails)
+    assert EMBED["ptx"](str(fails), tmp_path) == ""
+
+
+@cache
+def nvrtc() -> Path | None:
+    """The directory of a libnvrtc."""
+    places = [Path(place, "nvidia") for place in [*site.getsitepackages(), *sys.path]]
+    wheels = [file for place in places for file in place.glob("*/lib/libnvrtc.so.1[23]")]
+    known = [Path(place, "libnvrtc.so.13") for place in os.environ.get("LD_LIBRARY_PATH", "").split(":")]
+    system = [Path("/usr/local/cuda/lib64/libnvrtc.so.13"), Path("/usr/local/cuda/lib64/libnvrtc.so.12")]
+    return next((file.parent for file in [*wheels, *known, *system] if file.exists()), None)
+
+
+def test_the_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
+    library = nvrtc()
+    if library is None:
+        pytest.skip("there is no libnvrtc; pip install nvidia-cuda-nvrtc")
+    environment = {"LD_LIBRARY_PATH": str(library)}
+    command = [kernels, "compile", tmp_path / "hvdlite"]
+    first, again = (subprocess.run(command, env=environment, capture_output=True) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith(b"\x7fELF")
+    for name in kernel_names():
+        assert name.encode() in first.stdout
+    (kept,) = (tmp_path / "hvdlite").iterdir()
+    assert kept.read_bytes() == first.stdout == again.stdout
+    kept.write_bytes(b"kept")
+    assert subprocess.run(command, env=environment, capture_output=True).stdout == b"kept"
+    for nowhere in ("", "/proc/nowhere"):
+        command[-1] = nowhere
+        assert subprocess.run(command, env=environment, capture_output=True).stdout == first.stdout
+
+
+def test_without_a_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
+    if nvrtc() is not None and not os.environ.get("LD_LIBRARY_PATH"):
+        pytest.skip("there is a libnvrtc, which cannot be hidden")
+    result = run(kernels, "compile", str(tmp_path), LD_LIBRARY_PATH="")
+    assert result.returncode != 0
+    assert "install a torch for CUDA, or nvidia-cuda-nvrtc" in result.stdout
+
+
+# What csrc/cuda_driver.h says of the driver.
+
+
+@cache
+def cuda_headers() -> Path | None:
+    found = EMBED["find_nvcc"]()
+    places = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
+    if found is not None:
+        stated = run(found, "--dryrun", "-c", "-x", "cu", "/dev/null", "-o", "/dev/null").stdout
+        places += [Path(place) for place in re.findall(r'"-I([^"]+)"', stated)]
+    return next((place for place in places if (place / "cuda.h").exists()), None)
+
+
+WRONG = [
+    ("kMultiprocessorCount = 16", "kMultiprocessorCount = 17"),
+    (
+        "(Stream, Address, std::uint32_t value, unsigned flags)",
+        "(Stream, Address, std::uint64_t value, unsigned flags)",
+    ),
+    ("(void** memory, std::size_t n, unsigned flags)", "(void** memory, std::size_t n)"),
+    ("(Device * device, int ordinal)", "(Device device, int ordinal)"),
+    ("int handle_types;", "long handle_types;"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("", ""), *WRONG])
+def test_driver_table(tmp_path: Path, right: str, wrong: str) -> None:
+    headers = cuda_headers()
+    if headers is None:
+        pytest.skip("there is no cuda.h")
+    text = (CSRC / "cuda_driver.h").read_text()
+    assert right in text
+    (tmp_path / "cuda_driver.h").write_text(text.replace(right, wrong))
+    source = ROOT / "tests" / "kernels" / "driver_table.cpp"
+    result = run("c++", "-std=c++17", "-fsyntax-only", "-isystem", headers, "-iquote", tmp_path, source)
+    assert (result.returncode != 0) == bool(right), result.stdout
