@@ -161,8 +161,14 @@ void register_memory(py::module_& m) {
 
 void register_direct(py::module_& m) {
   py::class_<StreamBarrier>(m, "StreamBarrier")
-      .def(py::init<const DeviceStream&, std::uintptr_t, int, int>(), "stream"_a, "page"_a, "rank"_a, "size"_a,
-           py::keep_alive<1, 2>())
+      .def(py::init([](const DeviceStream& stream, const py::buffer& page, int rank, int size) {
+             const py::buffer_info memory = page.request(true);
+             if (static_cast<std::size_t>(memory.size * memory.itemsize) < StreamBarrier::bytes_needed(size)) {
+               throw py::value_error("StreamBarrier: the page is too small");
+             }
+             return std::make_unique<StreamBarrier>(stream, reinterpret_cast<std::uintptr_t>(memory.ptr), rank, size);
+           }),
+           "stream"_a, "page"_a, "rank"_a, "size"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def_static("bytes_needed", &StreamBarrier::bytes_needed, "size"_a)
       .def("meet", &StreamBarrier::meet, WithoutGil())
       .def("late", &StreamBarrier::late)

@@ -6,6 +6,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
+
 def instruction_set() -> str:
     """The path the kernels take: 'avx512', 'avx2' or 'plain'; the widest of this processor unless told otherwise."""
 
@@ -243,13 +245,14 @@ class StreamBarrier:
     """Streams of the ranks of a node that wait for one another; no thread waits. Source: csrc/stream_barrier.cpp.
 
     Args:
-        page: address of `bytes_needed` zeroed bytes of the host's memory, the same in all ranks; they outlive this.
+        page: `bytes_needed` zeroed bytes of the host's memory, the same in all ranks; kept as long as this.
 
     Raises:
+        ValueError: the page is too small.
         RuntimeError: of the driver; every method may.
     """
 
-    def __init__(self, stream: DeviceStream, page: int, rank: int, size: int) -> None: ...
+    def __init__(self, stream: DeviceStream, page: np.ndarray, rank: int, size: int) -> None: ...
     @staticmethod
     def bytes_needed(size: int) -> int: ...
     def meet(self) -> None:

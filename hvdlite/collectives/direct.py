@@ -29,8 +29,8 @@ class DirectBackend(Backend):
         self.size = node.local_size
         self.memory: DeviceMemory = memory
         self.recorder = recorder
-        self._page = node.share(_native.StreamBarrier.bytes_needed(self.size))
-        self._barrier = _native.StreamBarrier(memory.stream, self._page.address, self.rank, self.size)
+        page = node.share(_native.StreamBarrier.bytes_needed(self.size))
+        self._barrier = _native.StreamBarrier(memory.stream, page.memory, self.rank, self.size)
 
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
         """Barrier; each rank reduces its shard from all copies into all copies; barrier."""
