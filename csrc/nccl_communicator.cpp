@@ -20,7 +20,7 @@ using nccl::library;
 
 namespace {
 
-constexpr std::chrono::seconds kStuck(1);  // a call of NCCL that takes longer is what an abort is for
+constexpr std::chrono::seconds kStuck(5);  // a call of NCCL that takes longer is what an abort is for; no busy machine
 constexpr std::chrono::microseconds kFirstNap(5), kLongestNap(1000);
 
 int dtype_of(DType dtype) {
