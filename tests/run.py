@@ -5,15 +5,16 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   unit     no MPI
   sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
            Sanitizer, ranks as threads under ThreadSanitizer; skipped where GCC has none; only if asked for by name
-  mpi      under mpirun with 1, 2, 3 and 4 ranks, on Open MPI and on MPICH; what lies above MPI with 1, 2 and 4 ranks on
-           Open MPI and with 3 on MPICH, unless --mpi chooses one
+  mpi      under mpirun with 1, 2 and 4 ranks on Open MPI and 2, 3 and 4 on MPICH, unless --ranks chooses them; what
+           lies above MPI with 1, 2 and 4 ranks on Open MPI and with 3 on MPICH, unless --mpi chooses one
   faults   tests that start mpirun themselves and kill ranks, on both
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
   lint     ruff and mypy; only if asked for by name
   integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
 
-Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well.
+Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
+test with every number of ranks.
 
 The last line is "N passed, N failed, N skipped". Options that are not listed in --help go to pytest.
 """
@@ -44,6 +45,8 @@ AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2}
 SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "integrations")
 BY_NAME = ("lint", "sanitizers", "integrations")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+RANKS = {"openmpi": (1, 2, 4), "mpich": (2, 3, 4)}
+ALL_RANKS = (1, 2, 3, 4)
 TIME_LIMIT_S = dict.fromkeys(SUITES, 900) | {"lint": 300, "unit": 600, "sanitizers": 600}
 
 
@@ -97,7 +100,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     suites = f"of {', '.join(SUITES)}; by default all but {', '.join(BY_NAME)}"
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=suites)
     parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help="only on this MPI; may be repeated")
-    parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
+    parser.add_argument("--ranks", type=numbers, metavar="N,N", help="of the mpi suite")
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match")
     parser.add_argument(
         "--second-try",
@@ -119,6 +122,10 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     arguments.suites = arguments.suites or [suite for suite in SUITES if suite not in BY_NAME]
     arguments.mpi = arguments.mpi or list(MPI_NAMES)
     return arguments, for_pytest + (["-k", arguments.k] if arguments.k else [])
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(","))
 
 
 def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
@@ -161,12 +168,13 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
             stages.append(Stage("lint: mypy", [str(python), "-m", "mypy"], limit))
         elif suite == "mpi":
             for mpi in arguments.mpi:
-                for ranks in arguments.ranks.split(","):
-                    launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "-np", ranks]
-                    title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != '1' else ''}"
+                for ranks in arguments.ranks or (ALL_RANKS if arguments.thorough else RANKS[mpi]):
+                    launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "-np", str(ranks)]
+                    title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != 1 else ''}"
                     # What lies above MPI runs with every number of ranks, on one MPI each.
-                    above = len(arguments.mpi) == 1 or (ranks == "3") == (mpi == "mpich")
+                    above = len(arguments.mpi) == 1 or (ranks == 3) == (mpi == "mpich")
                     unmarked = [] if above else ["any_mpi"]
+                    unmarked += ["up_to_three_ranks"] if ranks > 3 and not arguments.thorough else []
                     stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi], *unmarked)], limit))
         else:
             stages.append(Stage(suite, pytest(suite, python), limit))

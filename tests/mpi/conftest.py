@@ -22,7 +22,7 @@ import pytest
 from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 120.0
 GRACE_S = 20.0  # how long ranks may take to come to the end of a test that another rank failed already
 DUMP_S = 3.0  # from the dump of stacks to the end, so that all ranks get to dump
 EXIT_LIMIT_S = 30.0
@@ -42,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", f"time_limit(seconds): longest that the test may take, {TIME_LIMIT_S:g} s by default"
     )
     config.addinivalue_line("markers", "any_mpi: of what lies above MPI, so that one MPI is as good as another")
+    config.addinivalue_line(
+        "markers", "up_to_three_ranks: four find nothing there that three do not; left out with four"
+    )
     config.stash[_RANKS] = _Ranks()
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if WORLD.rank != 0 and reporter is not None:

@@ -14,7 +14,7 @@ import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError, UsageError
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
 from hvdlite.torch import functions
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 
 def model_of(seed: int) -> torch.nn.Module:

@@ -14,7 +14,7 @@ import torch
 import hvdlite.torch as hvd
 from torch_lab import finite_differences
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 Operation = Callable[[torch.Tensor], torch.Tensor]
 

@@ -17,7 +17,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError, NotInitializedError, UsageError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 Tensors = list[torch.Tensor]
 

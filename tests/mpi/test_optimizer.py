@@ -15,7 +15,7 @@ import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
 from hvdlite.recorder import Lane
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 
 SHAPES = [(3, 5), (5,), (400, 300), (7,), (), (0, 2), (33, 3), (1000, 1001), (2, 3, 4, 5)]

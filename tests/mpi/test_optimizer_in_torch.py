@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import hvdlite.torch as hvd
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 
 SHAPES = [(4, 3), (50, 40), (6, 1)]

@@ -274,6 +274,7 @@ def _resources() -> dict[str, int]:
 
 
 @pytest.mark.time_limit(120)
+@pytest.mark.up_to_three_ranks
 def test_nothing_grows_with_the_number_of_runtimes(world: MPI.Intracomm) -> None:
     """Hundreds of them, as they come: collecting garbage is left to Python, as in a program."""
 

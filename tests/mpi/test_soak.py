@@ -123,6 +123,7 @@ def resources() -> dict[str, int]:
 
 @pytest.mark.any_mpi
 @pytest.mark.time_limit(400)
+@pytest.mark.up_to_three_ranks
 def test_thousands_of_steps(comm: MPI.Intracomm) -> None:
     """On two runtimes in turn: one of a single node, one of several. The cache is smaller than the number of names."""
     config = Config(cache_capacity=100, spin_us=0, small_bytes=256, segment_bytes=1024)

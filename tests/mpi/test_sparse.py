@@ -11,7 +11,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import DuplicateNameError, MismatchError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 
 def coo(indices: Any, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

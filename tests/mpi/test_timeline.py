@@ -13,7 +13,7 @@ import torch
 import hvdlite
 import hvdlite.torch as hvd
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 
 def record(path: Path, *, mark_cycles: bool = False) -> list[dict]:

@@ -19,7 +19,7 @@ from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import NotInitializedError
 from torch_lab import REDUCING, rank_input
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (5, 1, 3), (1023,), (64, 64), (300_001,)]
 CHUNK = 1 << 20
