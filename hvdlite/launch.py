@@ -194,7 +194,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 def _front() -> NoReturn:
     """The process between `run` and mpirun: `python -m hvdlite run` that ends with its parent."""
     from hvdlite.cli import run as front
-    from hvdlite.cli.supervise import end_with_parent
+    from hvdlite.cli.children import end_with_parent
 
     parent, verbose, *words = sys.argv[1:]
     end_with_parent()
