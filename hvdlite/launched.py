@@ -47,8 +47,9 @@ class Launcher:
 
 
 _OTHER_MPI = (
-    "mpi4py has loaded {library}, which is not the MPI of that mpirun. Use the mpirun of the same MPI, as "
-    "`hvdliterun -np {size} python train.py` does, or point MPI4PY_LIBMPI at the library of this mpirun."
+    "mpi4py has loaded {library}, which is not the MPI of that mpirun. Use the mpirun of the same MPI, which "
+    "`hvdliterun -np {size} python train.py` takes where it needs one, or point MPI4PY_LIBMPI at the library of this "
+    "mpirun."
 )
 _OTHER_PMI = (
     "mpi4py has loaded {library}, which does not understand this launcher. Of srun's, Open MPI understands "

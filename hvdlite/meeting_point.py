@@ -34,6 +34,7 @@ class _Gathering:
     ranks: tuple[int, ...]
     left: dict[int, bytes] = field(default_factory=dict)
     readers: int = 0  # who wait, or have not looked yet
+    is_over: bool = False  # all have been here and left
 
     @property
     def missing(self) -> list[int]:
@@ -98,7 +99,7 @@ class MeetingPoint:
         """What ``ranks`` have left. Raises MissingError."""
         with self._changed:
             gathering = self._gatherings.setdefault(key, _Gathering(ranks))
-            if rank in gathering.left:
+            if rank in gathering.left or gathering.is_over:
                 raise MissingError.of(
                     [rank],
                     "has come twice: a program that it has started calls hvd.init() as well. Start that without "
@@ -113,9 +114,11 @@ class MeetingPoint:
                 raise MissingError.of([gone[0]], self._ended[gone[0]])
             if gathering.missing:
                 raise MissingError.late(gathering.missing, timeout_s)
+            values = [gathering.left[other] for other in ranks]
             if gathering.readers == 0:
-                del self._gatherings[key]
-            return [gathering.left[other] for other in ranks]
+                gathering.left.clear()
+                gathering.is_over = True
+            return values
 
     def _gone(self, gathering: _Gathering) -> list[int]:
         """The ranks that will never come."""

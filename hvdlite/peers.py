@@ -78,18 +78,18 @@ class Peers:
         assert process is not None
         if self._without_mpi is None:
             process.check_not_alone(1 if process.launcher.meeting is Meeting.NOWHERE else process.size)
-            place = _place(process, config)
             timeout_s = _MEETING_SHARE * config.start_timeout_s
+            place = _place(process, timeout_s)
             self._without_mpi = RendezvousRanks(place, "", range(process.size), process.rank, timeout_s)
         return self._without_mpi
 
 
-def _place(process: Launched, config: Config) -> Place:
+def _place(process: Launched, timeout_s: float) -> Place:
     if process.launcher.meeting is Meeting.POINT:
         return AtMeetingPoint(other_variable(MEETING_POINT))
     from hvdlite.torch_store import InStore
 
-    return InStore(config.start_timeout_s)
+    return InStore(timeout_s)
 
 
 def _is_worker() -> bool:

@@ -29,7 +29,8 @@ class InStore:
             store, _, _ = next(distributed.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
         except (RuntimeError, ValueError) as error:
             raise StartupError(
-                f"the store of torch.distributed at MASTER_ADDR and MASTER_PORT cannot be reached: {error}"
+                f"ranks cannot meet in the store of torch.distributed at MASTER_ADDR and MASTER_PORT: {error}. If the "
+                "start is only slow, raise HVDLITE_START_TIMEOUT (seconds)"
             ) from error
         self._store = distributed.PrefixStore("hvdlite", store)
 

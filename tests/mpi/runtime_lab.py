@@ -21,6 +21,7 @@ from hvdlite.config import Config
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.views import TensorView
+from hvdlite.mpi import MpiRanks
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.runtime import Runtime
 
@@ -84,7 +85,7 @@ def machines(machine_of: Machines) -> Iterator[None]:
 @contextmanager
 def running(comm: MPI.Intracomm, config: Config = TINY, machine_of: Machines | None = None) -> Iterator[Runtime]:
     with machines(machine_of or (0,) * comm.size):
-        runtime = Runtime(comm, config)
+        runtime = Runtime(MpiRanks(comm), config)
     with runtime:
         yield runtime
 

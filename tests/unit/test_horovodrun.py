@@ -14,7 +14,7 @@ import pytest
 
 from hvdlite.cli import run
 from hvdlite.cli.horovodrun import BY_NAME, OPTIONS
-from hvdlite.cli.mpirun import Host
+from hvdlite.cli.job import Host
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError
 
