@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hvdlite import _native, launched, mpi
+from hvdlite import _native, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
 from hvdlite.config import MEETING_POINT, Config, other_variable
 from hvdlite.errors import ConfigError, StartupError
@@ -89,7 +89,7 @@ def _place(process: Launched, timeout_s: float) -> Place:
         return AtMeetingPoint(other_variable(MEETING_POINT))
     from hvdlite.torch_store import InStore
 
-    return InStore(timeout_s)
+    return InStore(process, environment.variables(), timeout_s)
 
 
 def _is_worker() -> bool:

@@ -122,7 +122,7 @@ def init(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     [
         (
             TORCHRUN,
-            "ranks cannot meet in the store of torch.distributed at MASTER_ADDR and MASTER_PORT: Error",
+            "rank 1 cannot reach the store of torch.distributed at MASTER_ADDR=localhost and MASTER_PORT=, where",
         ),
         (HVDLITERUN, "rank 1 cannot reach the hvdliterun that has started it"),
         (STEP, "srun started 2 processes, but each is alone: srun has told MPI nothing of them. Use `srun --mpi=pmix"),
