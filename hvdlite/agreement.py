@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from hvdlite.errors import HorovodInternalError, StartupError
+from hvdlite.errors import ConfigError, HorovodInternalError, StartupError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 T = TypeVar("T")
 
 
-class Bootstrap(Protocol):
-    """What ranks need of whoever started them; an mpi4py communicator has it."""
+class Ranks(Protocol):
+    """Who agrees."""
 
     @property
     def rank(self) -> int: ...
@@ -20,7 +23,38 @@ class Bootstrap(Protocol):
     def size(self) -> int: ...
 
     def allgather(self, value: Any, /) -> list[Any]:
-        """Every rank's ``value``, by rank."""
+        """Every rank's ``value``, by rank. Collective."""
+
+
+class Bootstrap(Ranks, Protocol):
+    """What a world asks of whoever started its ranks, and nothing more; used while worlds are built.
+
+    `hvdlite.mpi.MpiRanks` has it by MPI, `hvdlite.rendezvous.RendezvousRanks` without. Every call ends in a result or
+    in an error; without MPI within HVDLITE_START_TIMEOUT, and the error names the ranks that did not come.
+    """
+
+    @property
+    def comm(self) -> MPI.Intracomm | None:
+        """What carries messages between nodes; None: nothing does, so all ranks have to be on one node."""
+
+    def subset(self, ranks: Sequence[int], /) -> Bootstrap:
+        """Some of these ranks, in this order, who alone call it; nothing else that is sent reaches them there."""
+
+    def close(self) -> None:
+        """Collective."""
+
+
+def check_subset(ranks: Sequence[int], rank: int, size: int) -> None:
+    """Whether ``rank`` of ``size`` may make a subset of ``ranks``.
+
+    Raises:
+        ConfigError: it is not among them, or they make no sense.
+    """
+    if rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < size for r in ranks):
+        raise ConfigError(
+            f"hvd.init(comm={list(ranks)}) on rank {rank} of {size}: the list must hold this rank, each rank once, and "
+            "only ranks that were started; ranks outside the list must not call init"
+        )
 
 
 class _Complaint(NamedTuple):
@@ -39,7 +73,7 @@ class _Complaint(NamedTuple):
         return cls(2 if isinstance(error, HorovodInternalError) else 1, StartupError, text)
 
 
-def exchange(comm: Bootstrap | None, make: Callable[[], T]) -> list[T]:
+def exchange(comm: Ranks | None, make: Callable[[], T]) -> list[T]:
     """What ``make()`` returned on every rank, by rank. Collective over ``comm``; None stands for this process alone.
 
     Raises:

@@ -6,15 +6,15 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hvdlite import mpi
-from hvdlite.agreement import exchange
+from hvdlite import launched, mpi
+from hvdlite.agreement import Bootstrap, exchange
 from hvdlite.config import Config
-from hvdlite.errors import HorovodVersionMismatchError
+from hvdlite.errors import HorovodVersionMismatchError, StartupError
 from hvdlite.health import Health
 from hvdlite.interfaces import select
 from hvdlite.leader_links import Door, Listener, close_all, connect_tree, new_token
@@ -23,9 +23,6 @@ from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 from hvdlite.version import __version__
 from hvdlite.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 _LINKS_SHARE = 0.75  # of the time for the start: init() as a whole ends with less to say about the cause
 
@@ -58,13 +55,12 @@ class Start:
     """
 
     world: World
-    comm: MPI.Intracomm | None
     news: Any
     world_ranks: tuple[int | None, ...]
 
 
 def start_world(
-    comm: MPI.Intracomm | None,
+    ranks: Bootstrap | None,
     config: Config,
     recorder: Recorder,
     *,
@@ -72,10 +68,10 @@ def start_world(
     news: Callable[[], Any],
     on_notice: Callable[[dict[str, Any]], None],
 ) -> Start:
-    """The first world of a job. Collective over ``comm``.
+    """The first world of a job. Collective over ``ranks``.
 
     Args:
-        comm: any mpi4py intracommunicator, which is duplicated; None for this process alone, without MPI.
+        ranks: who takes part; None for this process alone.
         config: what rank 0 has, every rank gets, since all must plan alike.
         versions: of packages that must be the same on every rank, by name.
         news: what the first rank tells all; called there only.
@@ -86,15 +82,16 @@ def start_world(
     """
     links_deadline_s = time.monotonic() + _LINKS_SHARE * config.start_timeout_s
     with ExitStack() as undo:
-        own = None if comm is None or comm.size == 1 else mpi.private_communicator(comm, config)
+        own = None if ranks is None or ranks.size == 1 else ranks.subset(range(ranks.size))
         if own is not None:
-            undo.callback(own.Free)  # all ranks fail here or none does, so all of them free it
+            undo.callback(own.close)  # all ranks fail here or none does, so all of them close it
         with closing(Listener()) as listener:
             cards = exchange(own, lambda: _card(own, config, versions, listener, news))
             config = cards[0].config
             _check_versions(cards)
             nodes, node = discover(own, config.start_timeout_s)
             undo.callback(node.close)
+            _check_reach(own, nodes, cards)
             mpi.unlink_shared_files()  # every local rank has mapped them by now
             topology = Topology(0 if own is None else own.rank, nodes)
             links: dict[int, socket.socket] = {}
@@ -112,14 +109,14 @@ def start_world(
         health = Health(topology.rank, [(rank, cards[rank].where, link) for rank, link in neighbours.items()], config)
         undo.pop_all()
     world = _built(own, health, lambda: World(own, topology, node, config, recorder, health, on_notice))
-    return Start(world, own, cards[0].news, tuple(card.world_rank for card in cards))
+    return Start(world, cards[0].news, tuple(card.world_rank for card in cards))
 
 
-def _built(comm: MPI.Intracomm | None, health: Health, build: Callable[[], World]) -> World:
+def _built(ranks: Bootstrap | None, health: Health, build: Callable[[], World]) -> World:
     """The world of every rank, or of none."""
     built: list[World] = []
     try:
-        exchange(comm, lambda: built.extend([build()]))
+        exchange(ranks, lambda: built.extend([build()]))
     except BaseException as error:
         health.report(error)
         for world in built:
@@ -130,9 +127,9 @@ def _built(comm: MPI.Intracomm | None, health: Health, build: Callable[[], World
 
 
 def _card(
-    comm: MPI.Intracomm | None, config: Config, versions: Mapping[str, str], listener: Listener, news: Callable[[], Any]
+    ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], listener: Listener, news: Callable[[], Any]
 ) -> Card:
-    is_first = comm is None or comm.rank == 0
+    is_first = ranks is None or ranks.rank == 0
     return Card(
         {"hvdlite": __version__, "Python": platform.python_version(), **versions},
         config,
@@ -142,6 +139,19 @@ def _card(
         mpi.world_rank(),
         [(interface.address, listener.port) for interface in select(config.network_interfaces)],
         news() if is_first else None,
+    )
+
+
+def _check_reach(ranks: Bootstrap | None, nodes: Sequence[Sequence[int]], cards: Sequence[Card]) -> None:
+    """Refuses several nodes without MPI, on every rank."""
+    if ranks is None or ranks.comm is not None or len(nodes) == 1:
+        return
+    process = launched.this_process()
+    name = "the launcher" if process is None else process.launcher.name
+    hosts = ",".join(f"{cards[node[0]].hostname}:{len(node)}" for node in nodes)
+    raise StartupError(
+        f"{name} started ranks on {len(nodes)} machines, or containers that share no memory ({hosts}), and between "
+        f"those hvdlite needs MPI. Start them with `hvdliterun -np {ranks.size} -H {hosts} python train.py`."
     )
 
 

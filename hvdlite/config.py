@@ -228,6 +228,9 @@ CUDA_LIBRARY = "HVDLITE_CUDA_LIBRARY"
 NCCL_LIBRARY = "HVDLITE_NCCL_LIBRARY"
 CALL_KEY = "HVDLITE_CALL_KEY"
 CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
+MEETING_POINT = "HVDLITE_MEETING_POINT"
+RANK = "HVDLITE_RANK"
+SIZE = "HVDLITE_SIZE"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
@@ -235,6 +238,9 @@ OTHER_VARIABLES = {
     NCCL_LIBRARY: "when hvdlite is imported: the NCCL to load, by default torch's, then a wheel's, then the system's",
     CALL_KEY: "from `hvdlite.run` to its ranks: the secret by which they prove to be its own",
     CALL_ADDRESS: "from `hvdlite.run` to its ranks: where they fetch the function",
+    MEETING_POINT: "from hvdliterun to ranks that it starts without MPI: where they meet",
+    RANK: "likewise: the number of the rank",
+    SIZE: "likewise: how many ranks there are",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
     "HVDLITE_BUILD_JOBS": "in setup.py: how many compilers run at a time",
     "HVDLITE_SANITIZE": "in setup.py: sanitizers to compile in, as address,undefined",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hvdlite import mpi
 from hvdlite.config import Config
 from hvdlite.errors import NotInitializedError, ShutDownError, StartupError
 from hvdlite.logs import configure_logging
+from hvdlite.peers import start_deadline
 from hvdlite.process import InitArguments, ProcessHooks
 from hvdlite.runtime import Runtime
 
@@ -31,8 +31,8 @@ def init(
     """Start hvdlite on the ranks of ``comm``; a collective call. Does nothing where hvdlite runs already.
 
     Args:
-        comm: an mpi4py communicator (duplicated), a list of ranks of COMM_WORLD, or None for all ranks that the
-            launcher started; without a launcher that is this process alone, and MPI is not touched.
+        comm: an mpi4py communicator (duplicated), a list of ranks, or None for all ranks that the launcher started;
+            without a launcher that is this process alone. MPI is touched only where the launcher is MPI's.
         versions: of packages that must be the same on every rank.
 
     Raises:
@@ -64,11 +64,11 @@ def _start(arguments: InitArguments) -> None:
         raise StartupError(_FORKED)
     _hooks.install()
     config = Config.from_env()
-    deadline = mpi.start_deadline(config)
+    deadline = start_deadline(config)
     try:
-        with mpi.communicator(arguments.comm, config) as comm:
-            configure_logging(config, 0 if comm is None else comm.rank)
-            _hooks.started(Runtime(comm, config, versions=arguments.versions), arguments)
+        with _hooks.peers.of(arguments.comm, config) as ranks:
+            configure_logging(config, 0 if ranks is None else ranks.rank)
+            _hooks.started(Runtime(ranks, config, versions=arguments.versions), arguments)
     except BaseException:
         _hooks.startup_failed()
         raise

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from hvdlite import _native, nccl_library
-from hvdlite.agreement import Bootstrap, exchange
+from hvdlite.agreement import Ranks, exchange
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.select_device import build_device_backend
 from hvdlite.config import Config
@@ -158,7 +158,7 @@ def build(
     return DeviceEngine(engine, memory, config.collective_timeout_s)
 
 
-def _agreed(everybody: Bootstrap, make: Callable[[], T]) -> T:
+def _agreed(everybody: Ranks, make: Callable[[], T]) -> T:
     """What ``make`` returns, if it returns on every rank; values stay where they are."""
     made: list[T] = []
     exchange(everybody, lambda: made.append(make()))

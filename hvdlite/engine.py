@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hvdlite.collectives.base import Backend
-from hvdlite.collectives.pairwise import PairwiseExchange
+from hvdlite.collectives.exchange import Exchange
 from hvdlite.config import Tunable
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.layout import ALIGNMENT, Layout
@@ -54,7 +54,7 @@ class Engine:
     def __init__(
         self,
         backend: Backend,
-        exchange: PairwiseExchange,
+        exchange: Exchange,
         staging: Buffer,
         chunk_bytes: int,
         topology: Topology,

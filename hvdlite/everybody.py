@@ -16,7 +16,7 @@ _SIZE_BYTES = 8
 
 
 class Everybody:
-    """A `Bootstrap` over ``backend``, for who is at work on the coordinator's part.
+    """`hvdlite.agreement.Ranks` over ``backend``, for who is at work on the coordinator's part.
 
     Args:
         staging: bytes that it may use, of the backend's memory, which is that of the host: some for each rank.

@@ -5,9 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 
 from hvdlite import environment
+from hvdlite.config import MEETING_POINT, RANK, SIZE
 from hvdlite.errors import StartupError
+
+
+class Meeting(Enum):
+    """Where the processes of a launcher find one another."""
+
+    MPI = "in COMM_WORLD"
+    POINT = "at the meeting point of hvdliterun"
+    STORE = "in a store of torch.distributed"
+    NOWHERE = "nowhere"
 
 
 @dataclass(frozen=True)
@@ -16,12 +27,12 @@ class Launcher:
 
     Attributes:
         name: what an error calls it.
-        marks: variables that show its processes, which have at least one each.
+        marks: variables that show its processes, which have at least one each. ``A&B``: both of them.
         rank: variables that may hold a process's number.
         size: variables that may hold how many processes there are.
         way_out: why each process may find itself alone, and the command that works. ``{size}`` and ``{library}``, the
             MPI that was tried, are filled in.
-        serves_mpi: whether MPI can find the other processes by what the launcher has set.
+        meeting: where its processes find one another.
         has_terminals: whether its processes may have a terminal. If not, a process that has one was started by hand,
             from a shell that has the launcher's marks.
     """
@@ -31,13 +42,14 @@ class Launcher:
     rank: str
     size: str
     way_out: str
-    serves_mpi: bool = True
+    meeting: Meeting = Meeting.MPI
     has_terminals: bool = True
 
 
 _OTHER_MPI = (
-    "mpi4py has loaded {library}, which is not the MPI of that mpirun. Use the mpirun of the same MPI, as "
-    "`hvdliterun -np {size} python train.py` does, or point MPI4PY_LIBMPI at the library of this mpirun."
+    "mpi4py has loaded {library}, which is not the MPI of that mpirun. Use the mpirun of the same MPI, which "
+    "`hvdliterun -np {size} python train.py` takes where it needs one, or point MPI4PY_LIBMPI at the library of this "
+    "mpirun."
 )
 _OTHER_PMI = (
     "mpi4py has loaded {library}, which does not understand this launcher. Of srun's, Open MPI understands "
@@ -53,7 +65,10 @@ _NO_PMI = (
     "MPICH (`srun --mpi=list` names what this Slurm has), or, in the allocation, "
     "`hvdliterun -np {size} python train.py`."
 )
-_NO_MPI = "hvdlite's ranks find one another through MPI. Start them with `hvdliterun -np {size} python train.py`."
+_NO_MPI = (
+    "the program has imported mpi4py, which has loaded {library}, and this launcher does not serve MPI. Import nothing "
+    "of mpi4py, or start the ranks with `hvdliterun --mpi -np {size} python train.py`."
+)
 
 OPEN_MPI = Launcher(
     "mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _OTHER_MPI
@@ -68,16 +83,26 @@ LAUNCHERS = (
     ),
     Launcher("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", _OTHER_JSRUN),
     Launcher("a launcher with PMIx (as srun --mpi=pmix)", "PMIX_RANK", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", _OTHER_PMI),
-    Launcher("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", _NO_MPI, serves_mpi=False),
+    Launcher("torchrun", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", _NO_MPI, Meeting.STORE),
+    Launcher(
+        "a launcher for torch.distributed (MASTER_ADDR, RANK, WORLD_SIZE)",
+        "MASTER_ADDR&MASTER_PORT&RANK&WORLD_SIZE",
+        "RANK",
+        "WORLD_SIZE",
+        _NO_MPI,
+        Meeting.STORE,
+    ),
     Launcher(
         "srun",
         "SLURM_STEP_NUM_TASKS",  # which salloc and sbatch do not set
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS",
         _NO_PMI,
-        serves_mpi=False,
+        Meeting.NOWHERE,
         has_terminals=False,  # but the first one with --pty
     ),
+    # The last: it takes the marks of others from its ranks, so whose marks these have was started by them.
+    Launcher("hvdliterun", MEETING_POINT, RANK, SIZE, _NO_MPI, Meeting.POINT),
 )
 
 
@@ -117,9 +142,21 @@ def find(environ: Mapping[str, str], *, has_terminal: bool = False) -> Launched 
     """
     for launcher in LAUNCHERS:
         by_hand = has_terminal and not launcher.has_terminals
-        if not environ.keys().isdisjoint(launcher.marks.split()) and not by_hand:
+        if _is_marked(launcher, environ) and not by_hand:
             return Launched(launcher, _number(environ, launcher.rank, 0), _number(environ, launcher.size, 1))
     return None
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what launchers have said of this process, for processes that are started anew."""
+    theirs = [launcher for launcher in LAUNCHERS if _is_marked(launcher, environ)]
+    texts = [text for launcher in theirs for text in (launcher.marks, launcher.rank, launcher.size)]
+    names = {name for text in texts for name in text.replace("&", " ").split()}
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def _is_marked(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    return any(environ.keys() >= {*mark.split("&")} for mark in launcher.marks.split())
 
 
 def _number(environ: Mapping[str, str], names: str, default: int) -> int:

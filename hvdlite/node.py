@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from hvdlite import _native
-from hvdlite.agreement import Bootstrap, exchange
+from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.memory.segment import Segment, create_memory_file
 
@@ -180,7 +180,7 @@ class Node:
 
 
 def discover(
-    comm: Bootstrap | None, timeout_s: float, ranks: Sequence[int] | None = None
+    comm: Ranks | None, timeout_s: float, ranks: Sequence[int] | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], Node]:
     """The nodes of ``comm`` (ranks of each in ascending order, nodes by their lowest rank), and this rank's own.
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hvdlite import mpi
 from hvdlite.errors import StartupError, is_known_everywhere
-from hvdlite.launched import launched_rank
+from hvdlite.launched import launched_rank, this_process
+from hvdlite.peers import Peers
 from hvdlite.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class ProcessHooks:
     """Installed once, by the first init(); follow whichever runtime is the default.
 
     - At the end of the process an open runtime is closed, and MPI after it. After a failure MPI cannot be ended in
-      order, so the process ends without it, with a status that makes the launcher end the rest. A stall is different:
+      order, so the process ends without it, with a status that makes the launcher end the rest; likewise where ranks
+      run without MPI. A stall is different:
       all ranks live, and where each has caught the error the job ends in order.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks: rank 0 prints it, and the launcher ends the others before they do. What concerns one rank
@@ -45,12 +47,14 @@ class ProcessHooks:
 
     Attributes:
         lock: held by the thread that starts or ends the default runtime.
+        peers: the processes that were started together with this one.
         runtime: the default one; None before init() and after shutdown().
         arguments: of the init() that has succeeded last.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.peers = Peers()
         self.runtime: Runtime | None = None
         self.arguments: InitArguments | None = None
         self._pid: int | None = None
@@ -101,7 +105,7 @@ class ProcessHooks:
             self._failed |= not runtime.can_end_in_order
             if runtime.failure is not None:
                 patience_s = runtime.config.collective_timeout_s
-        if self._failed and mpi.is_running():
+        if self._failed and (mpi.is_running() or _is_one_of_several()):
             # MPI_Finalize would wait for ranks that never come; the launcher ends them when it sees this status.
             _end_without_mpi()
         if not mpi.finalize(patience_s):
@@ -115,6 +119,11 @@ class ProcessHooks:
         self.lock = threading.RLock()  # a thread of the parent's may have held the other one
         if self.runtime is not None:
             self.runtime.abandon_in_child()
+
+
+def _is_one_of_several() -> bool:
+    process = this_process()
+    return process is not None and process.size > 1
 
 
 def _end_without_mpi() -> NoReturn:

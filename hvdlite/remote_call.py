@@ -25,6 +25,7 @@ from hvdlite import environment
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import StartupError
 from hvdlite.launched import launched_rank
+from hvdlite.wire import read_exactly
 
 _HEADER = struct.Struct("<Q32s")  # length of the body, its HMAC
 _RANK = struct.Struct("<I")
@@ -206,22 +207,10 @@ def _send(link: socket.socket, key: bytes, body: bytes) -> None:
 
 
 def _receive(link: socket.socket, key: bytes, limit: int | None = None) -> bytes:
-    length, digest = _HEADER.unpack(_read(link, _HEADER.size))
+    length, digest = _HEADER.unpack(read_exactly(link, _HEADER.size))
     if limit is not None and length > limit:
         raise ConnectionError("not a message of this job")
-    body = _read(link, length)
+    body = read_exactly(link, length)
     if not hmac.compare_digest(digest, hmac.digest(key, body, "sha256")):
         raise ConnectionError("not a message of this job")
     return body
-
-
-def _read(link: socket.socket, length: int) -> bytes:
-    body = bytearray(length)
-    with memoryview(body) as view:
-        done = 0
-        while done < length:
-            received = link.recv_into(view[done:])
-            if received == 0:
-                raise ConnectionError("the other end is gone")
-            done += received
-    return bytes(body)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from hvdlite import mpi
+from hvdlite.agreement import Bootstrap
 from hvdlite.autotune.log import load_choice
 from hvdlite.bootstrap import start_world
 from hvdlite.config import Config
@@ -17,15 +17,12 @@ from hvdlite.job_timeline import JobTimeline
 from hvdlite.operations.process_sets import add_process_set_async, remove_process_set_async
 from hvdlite.recorder import Recorder
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 class Runtime:
-    """A running hvdlite on the ranks of one communicator. Collective to build and, in effect, to close.
+    """A running hvdlite on some ranks. Collective to build and, in effect, to close.
 
     Args:
-        comm: any mpi4py intracommunicator, which is duplicated; None for this process alone, without MPI.
+        ranks: who takes part, of which a subset of all is made; None for this process alone.
         config: what rank 0 has, every rank gets, since all must plan alike.
         versions: of packages that must be the same on every rank, by name.
 
@@ -38,11 +35,9 @@ class Runtime:
         StartupError: names what is wrong and the way out, the same on every rank where it concerns all.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm | None, config: Config, *, versions: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, ranks: Bootstrap | None, config: Config, *, versions: Mapping[str, str] | None = None) -> None:
         start = start_world(
-            comm,
+            ranks,
             config,
             Recorder(config.timeline_events),
             versions=versions or {},

@@ -12,10 +12,8 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hvdlite import mpi
-from hvdlite.agreement import exchange
-from hvdlite.collectives.pairwise import PairwiseExchange
-from hvdlite.collectives.select import build_backend, build_ring, spin_us
+from hvdlite.agreement import Bootstrap, exchange
+from hvdlite.collectives.select import build_backend, build_exchange, build_ring, spin_us
 from hvdlite.config import Config, Tunable
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.coordinator import Coordinator
@@ -54,7 +52,7 @@ class World:
     and ``health`` hears of it, so that the other ranks do not wait.
 
     Args:
-        comm: the ranks of ``topology`` in ascending order; None where it is this process alone.
+        ranks: those of ``topology`` in ascending order; None where it is this process alone.
         node: those of them on this machine.
         config: `tune` changes it; there is no other copy.
         health: of the job.
@@ -68,7 +66,7 @@ class World:
 
     def __init__(
         self,
-        comm: MPI.Intracomm | None,
+        ranks: Bootstrap | None,
         topology: Topology,
         node: Node,
         config: Config,
@@ -85,7 +83,7 @@ class World:
         self.joins = 0
         self.is_stuck = False
         self.has_ended = False
-        self._comm = comm
+        self._ranks = ranks
         self._on_notice = on_notice
         self._numbers = itertools.count(1)  # of subsets
         self._ended: Counter[str] = Counter()  # what subsets that are no more have counted
@@ -93,19 +91,21 @@ class World:
         self._shared = ExitStack()  # what all ranks release together, on their coordinator threads
         self._own.callback(node.close)
         try:
-            self._build(comm, topology, node, config)
+            self._build(ranks, topology, node, config)
         except BaseException as error:
             health.report(error)
             self._own.close()
             raise
         health.add(self)
 
-    def _build(self, comm: MPI.Intracomm | None, topology: Topology, node: Node, config: Config) -> None:
+    def _build(self, ranks: Bootstrap | None, topology: Topology, node: Node, config: Config) -> None:
         node.check, node.timeout_s = self.check, config.start_timeout_s
         self.leaders = rail = None  # on leaders of several nodes, and on ranks that every node has
-        if comm is not None:
-            self._shared.callback(comm.Free)
-        if comm is not None and len(topology.nodes) > 1:
+        comm = None if ranks is None else ranks.comm
+        if ranks is not None:
+            self._shared.callback(ranks.close)
+        if len(topology.nodes) > 1:
+            assert comm is not None
             self.leaders = self._part(comm, topology.is_leader, 0)
             rail = self._part(comm, topology.local_rank < topology.rails, topology.local_rank)
         links = {} if self.leaders is None else _connect_leaders(self.leaders, topology, config)
@@ -125,12 +125,11 @@ class World:
         self._backend = build_backend(node, memory, cross, topology, config, self.check, self.recorder)
         self._shared.callback(self._backend.close)
         staging_bytes = align_up(max(config.staging_bytes, topology.size * ALIGNMENT))
+        staging = memory.allocate(staging_bytes).buffer(0, staging_bytes, DType.UINT8)
         self.engine = Engine(
             self._backend,
-            PairwiseExchange(
-                comm, topology.ranks, timeout_s=config.collective_timeout_s, check=self.check, recorder=self.recorder
-            ),
-            memory.allocate(staging_bytes).buffer(0, staging_bytes, DType.UINT8),
+            build_exchange(self._backend, staging, comm, topology, config, self.check, self.recorder),
+            staging,
             # On one node a chunk stays in cache on its way; across nodes it should fill the wire.
             config.staging_bytes if len(topology.nodes) > 1 else config.chunk_bytes,
             topology,
@@ -174,7 +173,7 @@ class World:
 
     def allgather(self, value: T) -> list[T]:
         """Every rank's ``value``, by place in `topology`. Before `start` only."""
-        return [value] if self._comm is None else self._comm.allgather(value)
+        return [value] if self._ranks is None else self._ranks.allgather(value)
 
     def start(self) -> None:
         """Let the coordinator work."""
@@ -188,9 +187,9 @@ class World:
         Args:
             ranks: ascending.
         """
-        comm = None if self._comm is None or len(ranks) == 1 else mpi.subset(self._comm, ranks)
-        nodes, node = discover(comm, self.config.start_timeout_s, ranks)
-        return World(comm, Topology(self.topology.rank, nodes), node, self.config, self.recorder, self.health)
+        members = None if self._ranks is None or len(ranks) == 1 else self._ranks.subset(ranks)
+        nodes, node = discover(members, self.config.start_timeout_s, ranks)
+        return World(members, Topology(self.topology.rank, nodes), node, self.config, self.recorder, self.health)
 
     def survivors(self) -> tuple[int, ...]:
         """The ranks that have not failed, as far as this one knows."""

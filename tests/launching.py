@@ -1,6 +1,6 @@
 """Start a script with several ranks from a test, and know at the end what every rank said and that nothing is left.
 
-For tests that start mpirun themselves (tests/faults, tests/hosts); they run under plain pytest, outside mpirun.
+For tests that start mpirun or hvdliterun themselves (tests/faults, tests/hosts); they run under plain pytest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.cli.mpirun import FORWARDED_PREFIXES, Host, Launch, Mpi, Mpirun, build, identify
+from hvdlite.cli.job import Host, Launch
+from hvdlite.cli.mpirun import FORWARDED_PREFIXES, Mpi, Mpirun, build, identify
 
 MARK = "HVDLITE_TEST_LAUNCH"
 _MPIS = {"openmpi": Mpi.OPEN_MPI, "mpich": Mpi.MPICH}
@@ -30,7 +31,7 @@ _MPI_FILES = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
 # Of an MPI job or a singleton that this process may be part of; mpirun would take them for its own.
 _MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "PMI2_", "MPI_LOCAL", "HYDI_", "HYDRA_", "MPIR_", "OPAL_")
 # Each rank's output goes to files of its own, so that nothing is interleaved or lost with a launcher that is killed.
-_RANK_SHELL = 'r=${OMPI_COMM_WORLD_RANK:-$PMI_RANK}; exec >"$1/$r.out" 2>"$1/$r.err"; shift; exec "$@"'
+_RANK_SHELL = 'r=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}; exec >"$1/$r.out" 2>"$1/$r.err"; shift; exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class Result:
 
     def __str__(self) -> str:
         left = ", ".join(self.leftovers) or "nothing"
-        parts = [f"mpirun: exit status {self.returncode} after {self.elapsed_s:.1f} s; left behind: {left}"]
+        parts = [f"launcher: exit status {self.returncode} after {self.elapsed_s:.1f} s; left behind: {left}"]
         for number, rank in enumerate(self.ranks):
             parts += [f"--- rank {number} stdout\n{rank.stdout}", f"--- rank {number} stderr\n{rank.stderr}"]
-        return "\n".join([*parts, f"--- mpirun\n{self.launcher_output}"])
+        return "\n".join([*parts, f"--- launcher\n{self.launcher_output}"])
 
 
 class LaunchTimeoutError(AssertionError):
@@ -80,9 +81,11 @@ class LaunchTimeoutError(AssertionError):
 def python_of(mpi: str) -> str:
     """The Python of the environment with ``mpi``: "current", "openmpi" or "mpich"; skips the test where there is none.
 
+    "none", which needs no environment of its own, has this one.
+
     The two environments stand side by side, as .venv and .venv-mpich.
     """
-    if mpi == "current" or mpirun_of(sys.executable).mpi is _MPIS[mpi]:
+    if mpi in ("current", "none") or mpirun_of(sys.executable).mpi is _MPIS[mpi]:
         return sys.executable
     base = sys.prefix.removesuffix("-mpich")
     python = Path(base + "-mpich" if mpi == "mpich" else base) / "bin" / "python"
@@ -111,12 +114,12 @@ def launch(
     enter: Sequence[str] = (),
     shm_directories: Sequence[str] = ("/dev/shm",),
 ) -> Result:
-    """Run ``script`` with ``n`` ranks under mpirun, to its end.
+    """Run ``script`` with ``n`` ranks under mpirun, or under hvdliterun without MPI, to its end.
 
     Args:
         script: a path, or the text of a Python program.
         args: its arguments.
-        mpi: "current" (this environment's), "openmpi" or "mpich".
+        mpi: "current" (this environment's), "openmpi" or "mpich"; "none" for hvdliterun.
         env: variables to add.
         timeout: seconds; then every thread's stack is dumped, everything is killed, and LaunchTimeoutError raised.
         options: more options for mpirun.
@@ -135,20 +138,25 @@ def launch(
         # Unbuffered, so that a rank that is killed has said all; a dump of stacks needs PYTHONFAULTHANDLER.
         added = {MARK: mark, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {})}
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)} | added
-        mpirun = mpirun_of(python)
-        if hosts and mpirun.mpi is Mpi.OPEN_MPI:  # which forwards nothing unasked
-            options = [
-                *options,
-                *(word for name in env or {} if not name.startswith(FORWARDED_PREFIXES) for word in ("-x", name)),
-            ]
-        command = build(mpirun, Launch(program, n, tuple(hosts), options=tuple(options)), environ)
+        if mpi == "none":
+            assert not hosts and not options
+            argv, may_outlive = [python, "-m", "hvdlite", "run", "-np", str(n), *program], False
+        else:
+            mpirun = mpirun_of(python)
+            is_open_mpi = mpirun.mpi is Mpi.OPEN_MPI
+            if hosts and is_open_mpi:  # which forwards nothing unasked
+                unknown = [name for name in env or {} if not name.startswith(FORWARDED_PREFIXES)]
+                options = [*options, *(word for name in unknown for word in ("-x", name))]
+            command = build(mpirun, Launch(program, n, tuple(hosts), options=tuple(options)), environ)
+            environ |= command.environment
+            argv, may_outlive = command.argv, is_open_mpi and not hosts
         files = _files(shm_directories)
         start = time.monotonic()
         output = Path(directory) / "launcher"
         with output.open("wb") as sink:
             child = subprocess.Popen(
-                [*enter, *command.argv],
-                env=environ | command.environment,
+                [*enter, *argv],
+                env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -156,7 +164,7 @@ def launch(
             )
             timed_out = False
             try:
-                _wait(child, mark, timeout, may_outlive=mpirun.mpi is Mpi.OPEN_MPI and not hosts)
+                _wait(child, mark, timeout, may_outlive=may_outlive)
             except subprocess.TimeoutExpired:
                 timed_out = True
                 _dump_stacks(mark)

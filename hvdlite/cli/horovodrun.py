@@ -31,6 +31,7 @@ class Option:
         note: said on stderr when it is given.
         refused: the job does not start, for the reason in ``note``.
         to_mpirun: its argument is words for mpirun.
+        forces_mpi: mpirun starts the ranks, on one machine too.
     """
 
     names: str
@@ -42,6 +43,7 @@ class Option:
     note: str = ""
     refused: bool = False
     to_mpirun: bool = False
+    forces_mpi: bool = False
 
     @property
     def name(self) -> str:
@@ -52,7 +54,7 @@ def _switch(names: str, setting: str = "", value: str = "", key: str = "", note:
     return Option(names, setting, key, arity=0, value=value, note=note)
 
 
-_NO_GLOO = "hvdlite communicates by shared memory and MPI, without Gloo; the job runs under mpirun"
+_NO_GLOO = "hvdlite communicates by shared memory and MPI, without Gloo; one machine needs neither, several need MPI"
 _NO_ELASTIC = "the number of ranks cannot change while a job runs; it runs with the ranks of -np"
 _NO_SSH = "mpirun's ssh reads ~/.ssh/config; put it there"
 _NO_CHOICE = "hvdlite chooses by the number of nodes and bytes; ignored"
@@ -83,10 +85,10 @@ OPTIONS = (
     _switch("log-with-timestamp no-log-hide-timestamp", "LOG_HIDE_TIME", "0", "logging.with_timestamp"),
     Option("mpi-args", to_mpirun=True),
     Option("binding-args", to_mpirun=True),
+    Option("mpi", arity=0, forces_mpi=True),
     # What follows is not here.
-    _switch("mpi"),  # nothing else is
     _switch("gloo", note=_NO_GLOO),
-    _switch("jsrun", note="hvdlite starts its ranks by mpirun, not by jsrun"),
+    _switch("jsrun", note="hvdlite starts ranks by itself or by mpirun, not by jsrun"),
     _switch("tcp", note="ignored; mpirun chooses: with Open MPI give --mca btl self,sm,tcp"),
     Option("gloo-timeout-seconds", key="library_options.gloo_timeout_seconds", note=_NO_GLOO),
     Option(
@@ -123,11 +125,12 @@ BY_NAME = {name: option for option in OPTIONS for name in option.names.split()}
 
 @dataclass
 class Effects:
-    """What the options come to: variables for the ranks, words for mpirun, sentences for the user."""
+    """What the options come to: variables for the ranks, words for mpirun, sentences for the user, and who starts."""
 
     settings: dict[str, str] = field(default_factory=dict)
     mpirun: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    forces_mpi: bool = False
 
     def add(self, option: Option, text: str = "", where: str = "") -> None:
         """Add those of ``option`` with its argument ``text``, given as ``where``, by default by its name.
@@ -143,6 +146,7 @@ class Effects:
         if option.setting:
             variable = f"HVDLITE_{option.setting}"
             self.settings[variable] = _checked(option, variable, text, where)
+        self.forces_mpi |= option.forces_mpi
         if option.to_mpirun:
             self.mpirun += shlex.split(text)
 

@@ -1,4 +1,4 @@
-"""`python -m hvdlite run`: a thin front to the mpirun that is installed, whose command is printed as it runs."""
+"""`python -m hvdlite run`: starts the ranks of one machine itself, those of several by the mpirun that is installed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdlite import environment
-from hvdlite.cli import check_build, horovodrun
-from hvdlite.cli.mpirun import Host, Launch, Mpi, Mpirun, build, find_mpirun, identify, parse_hosts, read_hostfile
+from hvdlite.cli import check_build, horovodrun, mpirun, ranks
+from hvdlite.cli.job import Command, Host, Launch, parse_hosts, read_hostfile
+from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, Config
 from hvdlite.errors import ConfigError, StartupError
@@ -22,12 +23,15 @@ from hvdlite.version import __version__
 USAGE = """\
 usage: python -m hvdlite run -np N [options] [any option of mpirun] program [arguments]
 
+The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and every option of mpirun's take mpirun.
+
   -np N, -n N, --num-proc N   number of ranks; by default all slots of the hosts
   -H, --host a:2,b:2          hosts and their slots; by default this machine
   --hostfile FILE             the same, a host a line: "a slots=2" or "a:2"
   --network-interfaces SPEC   interfaces to use, as NCCL_SOCKET_IFNAME: eth0,eth1 or ^docker or =eth0
                               (default: HVDLITE_NETWORK_INTERFACES, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
+  --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
   --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
   --check-build               print what this hvdlite has and stop; --version its version
@@ -35,7 +39,7 @@ usage: python -m hvdlite run -np N [options] [any option of mpirun] program [arg
 
 horovodrun's options (--fusion-threshold-mb --timeline-filename --no-stall-check --config-file ...) make hvdlite's
 settings; what hvdlite does not have gets a sentence.
-A program that ends in .py is run by this Python. Everything else goes to mpirun as it is; the exit status is mpirun's.
+A program that ends in .py is run by this Python. The exit status is that of the rank that failed first, or mpirun's.
 """
 
 # mpirun's options that take no argument, and those that take two; all others take one. Of Open MPI 4, 5 and MPICH.
@@ -71,7 +75,7 @@ _WITH_ARGUMENT = frozenset(
 
 # Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
 _INTO_FILES = """\
-d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}") && mkdir -p "$d" && shift 2 && \
+d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}") && mkdir -p "$d" && shift 2 && \
 exec "$@" >"$d/stdout" 2>"$d/stderr"\
 """
 
@@ -107,26 +111,44 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             print(f"hvdlite {__version__}" if "version" in arguments.switches else check_build.report())
             return 0
         settings = arguments.effects.settings
-        mpirun = identify(arguments.mpirun) if arguments.mpirun else find_mpirun()
         environ = {**environment.variables(), **settings}
         launch = launch_of(arguments, environ)
-        command = build(mpirun, launch, environ)
+        chosen = _mpirun(arguments, launch)
+        command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
+        for note in arguments.effects.notes:
+            print(f"hvdlite run: {note}", file=sys.stderr)
+        if announce:
+            print(_description(chosen, launch, command.notes), file=sys.stderr)
+            print(_shell_line({**settings, **command.environment}, command.argv), file=sys.stderr, flush=True)
+        environ |= command.environment
+        if "verbose" in arguments.switches:
+            shown = [name for name in sorted(environ) if name.startswith(("HVDLITE_", "HOROVOD_")) and name != CALL_KEY]
+            print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
+        if "dry-run" in arguments.switches:
+            return 0
+        if chosen is None:
+            return ranks.run_ranks(command.argv, launch.ranks, environ, Config.from_env(environ).failure_grace_s)
+        return _run_mpirun(chosen, launch, command, environ)
     except StartupError as error:
         print(f"hvdlite run: {error}", file=sys.stderr)
         return 2
-    for note in arguments.effects.notes:
-        print(f"hvdlite run: {note}", file=sys.stderr)
-    if announce:
-        print(_description(mpirun, launch, command.notes), file=sys.stderr)
-        print(_shell_line({**settings, **command.environment}, command.argv), file=sys.stderr, flush=True)
-    environ |= command.environment
-    if "verbose" in arguments.switches:
-        shown = [name for name in sorted(environ) if name.startswith(("HVDLITE_", "HOROVOD_")) and name != CALL_KEY]
-        print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
-    if "dry-run" in arguments.switches:
-        return 0
+
+
+def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
+    """The mpirun that starts the ranks; None: none does, as they are on this machine and nothing asks for one.
+
+    Raises:
+        StartupError: it is not there.
+    """
+    if arguments.mpirun:
+        return mpirun.identify(arguments.mpirun)
+    asked_for = arguments.effects.forces_mpi or arguments.options
+    return mpirun.find_mpirun() if asked_for or not launch.is_local else None
+
+
+def _run_mpirun(chosen: Mpirun, launch: Launch, command: Command, environ: Mapping[str, str]) -> int:
     started = time.time()
-    many = mpirun.mpi is Mpi.OPEN_MPI and launch.host_count > 1
+    many = chosen.mpi is Mpi.OPEN_MPI and launch.host_count > 1
     ending = supervise(command.argv, environ, _LOST_HOST if many else ())
     if ending.status != 0:
         _remove_shared_memory(started)
@@ -196,6 +218,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     # What is given here wins over what stands in a --config-file.
     arguments.effects.settings.update(given.settings)
     arguments.effects.notes += given.notes
+    arguments.effects.forces_mpi |= given.forces_mpi
     return arguments
 
 
@@ -236,8 +259,8 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     Raises:
         ConfigError: the number of ranks is missing, or the program is not here.
     """
-    ranks = arguments.ranks or sum(host.slots for host in arguments.hosts)
-    if not ranks:
+    count = arguments.ranks or sum(host.slots for host in arguments.hosts)
+    if not count:
         raise ConfigError("how many ranks? Say -np N, or give hosts with their slots: -H a:2,b:2")
     program = arguments.program
     if program[0].endswith(".py"):
@@ -248,17 +271,18 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
             "Write it as --option=value, and -- before the program)"
         )
     if arguments.output:
-        program = ["sh", "-c", _INTO_FILES, "sh", arguments.output, str(len(str(ranks - 1))), *program]
+        program = ["sh", "-c", _INTO_FILES, "sh", arguments.output, str(len(str(count - 1))), *program]
     interfaces = arguments.interfaces or Config.from_env(environ).network_interfaces
     scheduled = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
-    return Launch(tuple(program), ranks, arguments.hosts, interfaces, tuple(arguments.options), scheduled)
+    return Launch(tuple(program), count, arguments.hosts, interfaces, tuple(arguments.options), scheduled)
 
 
-def _description(mpirun: Mpirun, launch: Launch, notes: Sequence[str]) -> str:
+def _description(chosen: Mpirun | None, launch: Launch, notes: Sequence[str]) -> str:
+    starter = "without MPI" if chosen is None else str(chosen)
     alone = launch.hosts[0].name if launch.hosts else "this machine"
     where = f"{launch.host_count} hosts" if launch.host_count > 1 else alone
-    ranks = "1 rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
-    return "\n".join([f"hvdlite run: {mpirun}, {ranks} on {where}", *(f"  {note}" for note in notes)])
+    many = "1 rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
+    return "\n".join([f"hvdlite run: {starter}, {many} on {where}", *(f"  {note}" for note in notes)])
 
 
 def _shell_line(variables: dict[str, str], argv: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hvdlite import _native, agreement, environment, nccl_library
-from hvdlite.agreement import Bootstrap
+from hvdlite.agreement import Ranks
 from hvdlite.collectives.base import DONE, Backend, Completion
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.errors import CollectiveError, HorovodInternalError, StartupError
@@ -56,7 +56,7 @@ class NcclBackend(Backend):
         self,
         memory: DeviceMemory,
         *,
-        everybody: Bootstrap,
+        everybody: Ranks,
         members: Sequence[int],
         interfaces: str = "",
         ranks: Sequence[int] | None = None,

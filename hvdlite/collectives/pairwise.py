@@ -1,4 +1,4 @@
-"""Alltoall over MPI point-to-point; inside a node MPI copies through its own shared memory."""
+"""Alltoall between nodes, over MPI point-to-point; inside a node MPI copies through its own shared memory then."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 from hvdlite import _native
 from hvdlite.collectives.base import LARGEST_MESSAGE_BYTES
+from hvdlite.collectives.requests import Endpoint
 from hvdlite.counters import Traffic
 from hvdlite.recorder import Lane, Recorder
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hvdlite.collectives.requests import Endpoint
-
 
 class PairwiseExchange:
-    """Between the ranks of ``comm``; None stands for this process alone.
+    """A `hvdlite.collectives.exchange.Exchange` between the ranks of ``comm``.
 
     Args:
         comm: private to the thread that calls.
@@ -29,55 +28,43 @@ class PairwiseExchange:
 
     def __init__(
         self,
-        comm: MPI.Comm | None,
+        comm: MPI.Comm,
         ranks: Sequence[int],
         *,
         timeout_s: float,
         check: Callable[[], None],
         recorder: Recorder,
     ) -> None:
-        self._endpoint: Endpoint | None = None
+        self._endpoint = Endpoint(comm, ranks=ranks, timeout_s=timeout_s, check=check)
         self._recorder = recorder
-        if comm is not None:
-            from hvdlite.collectives.requests import Endpoint  # importing mpi4py starts MPI
-
-            self._endpoint = Endpoint(comm, ranks=ranks, timeout_s=timeout_s, check=check)
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has exchanged with others, of its own node too."""
-        return Traffic() if self._endpoint is None else self._endpoint.traffic
+        """See `hvdlite.collectives.exchange.Exchange`."""
+        return self._endpoint.traffic
 
-    def exchange(
-        self, source: int, sends: Sequence[int], target: int, receives: Sequence[int], label: str, owner: object
-    ) -> None:
-        """Send ``sends[r]`` bytes to each rank r, from ``source`` on in the order of ranks, and receive likewise.
+    def exchange(self, source: int, target: int, nbytes: Sequence[Sequence[int]], label: str, owner: object) -> None:
+        """See `hvdlite.collectives.exchange.Exchange`.
 
         n - 1 steps; in step i to the rank i ahead, from the rank i behind, so every rank is in one pair of messages at
         a time (Thakur, Rabenseifner & Gropp 2005, doi:10.1177/1094342005051521).
-
-        Args:
-            target: where the received bytes go, in the order of ranks; does not overlap ``source``.
-            owner: kept alive with the memory if the exchange fails.
         """
+        rank, size = self._endpoint.rank, self._endpoint.size
+        sends, receives = nbytes[rank], [row[rank] for row in nbytes]
         departures = [source + start for start in accumulate(sends, initial=0)]
         arrivals = [target + start for start in accumulate(receives, initial=0)]
         with self._recorder.span(Lane.ALLTOALL, label, sum(sends)):
-            if self._endpoint is None:
-                _native.copy(target, source, sends[0])
-                return
-            rank, size = self._endpoint.rank, self._endpoint.size
             _native.copy(arrivals[rank], departures[rank], sends[rank])
             with self._endpoint.operation("alltoall", label, owner):
                 for distance in range(1, size):
                     ahead, behind = (rank + distance) % size, (rank - distance) % size
                     incoming = [
-                        self._endpoint.receive(address, nbytes, behind)
-                        for address, nbytes in _messages(arrivals[behind], receives[behind])
+                        self._endpoint.receive(address, length, behind)
+                        for address, length in _messages(arrivals[behind], receives[behind])
                     ]
                     outgoing = [
-                        self._endpoint.send(address, nbytes, ahead)
-                        for address, nbytes in _messages(departures[ahead], sends[ahead])
+                        self._endpoint.send(address, length, ahead)
+                        for address, length in _messages(departures[ahead], sends[ahead])
                     ]
                     self._endpoint.wait(behind, *incoming)
                     self._endpoint.wait(ahead, *outgoing)

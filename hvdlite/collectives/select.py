@@ -1,9 +1,9 @@
 """Which backend serves which ranks: the one place that decides.
 
-    nodes    ranks per node     backend
-    one      any                shm
-    several  one on every node  ring
-    several  otherwise          hierarchical: shm in the node, one ring per rail across
+    nodes    ranks per node     backend                                                  alltoall
+    one      any                shm                                                      windows of shared memory
+    several  one on every node  ring                                                     MPI
+    several  otherwise          hierarchical: shm in the node, one ring per rail across  MPI
 
 Within a backend, bytes decide: across nodes, `thresholds.limits_of`; hierarchical uses one rail up to ``small_bytes``.
 """
@@ -14,10 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hvdlite.collectives.base import Backend
+from hvdlite.collectives.exchange import Exchange
 from hvdlite.collectives.shm import ShmBackend
+from hvdlite.collectives.shm_exchange import ShmExchange
 from hvdlite.collectives.thresholds import limits_of
 from hvdlite.config import Config
 from hvdlite.memory.base import Memory
+from hvdlite.memory.views import Buffer
 from hvdlite.node import Node
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
@@ -69,6 +72,29 @@ def build_backend(
     if cross is not None and all(len(ranks) == 1 for ranks in nodes):
         return cross
     return hierarchical(shm(), cross, topology, config)
+
+
+def build_exchange(
+    backend: Backend,
+    staging: Buffer,
+    comm: MPI.Comm | None,
+    topology: Topology,
+    config: Config,
+    check: Callable[[], None],
+    recorder: Recorder,
+) -> Exchange:
+    """What carries an alltoall between all ranks of ``topology``.
+
+    Args:
+        backend: what `build_backend` has chosen; ``staging``: in its memory.
+        comm: of these ranks, and private; None on one node.
+    """
+    if isinstance(backend, ShmBackend):
+        return ShmExchange(backend, staging, recorder)
+    from hvdlite.collectives.pairwise import PairwiseExchange  # importing mpi4py starts MPI
+
+    assert comm is not None
+    return PairwiseExchange(comm, topology.ranks, timeout_s=config.collective_timeout_s, check=check, recorder=recorder)
 
 
 def build_ring(

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from hvdlite.agreement import Bootstrap
+from hvdlite.agreement import Ranks
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.by_size import BySizeBackend
 from hvdlite.collectives.direct import DirectBackend
@@ -39,7 +39,7 @@ _TRIES = 5
 
 
 def build_device_backend(
-    everybody: Bootstrap,
+    everybody: Ranks,
     node: Node,
     memory: DeviceMemory,
     cross: Backend | None,
@@ -98,7 +98,7 @@ def build_device_backend(
 class _Contest:
     """Compares backends by allreduces of ``staging``; what all ranks measured decides, alike on all."""
 
-    def __init__(self, everybody: Bootstrap, memory: DeviceMemory, staging: Buffer, places: dict[int, int]) -> None:
+    def __init__(self, everybody: Ranks, memory: DeviceMemory, staging: Buffer, places: dict[int, int]) -> None:
         self._everybody = everybody
         self._memory = memory
         self._staging = staging.as_dtype(DType.FLOAT32)

@@ -118,7 +118,7 @@ class ShmBackend(Backend):
             if self.size == 1:
                 scale(buf, reduction)
                 return DONE
-            self._meet("reduce_scatter", label)
+            self.meet("reduce_scatter", label)
             numels = [sum(stop - start for start, stop in ranges) for ranges in blocks]
             total = sum(numels)
             alone = total * buf.dtype.itemsize <= _ALONE_BYTES or max(numels) * self.size <= _EVEN * total
@@ -129,7 +129,7 @@ class ShmBackend(Backend):
                 for owner, start, stop in share_of(blocks, self.size, self.rank, buf.dtype.itemsize):
                     self._reduce_into(owner, buf, start, stop, reduction)
             if not (alone and stays_open):
-                self._meet("reduce_scatter", label)
+                self.meet("reduce_scatter", label)
         return DONE
 
     def allgather(
@@ -141,7 +141,7 @@ class ShmBackend(Backend):
             if closes and self.size > 1:
                 for start, stop in blocks[self.rank]:
                     self._copy_from(self.rank, buf, start, stop)
-                self._meet("allgather", label)
+                self.meet("allgather", label)
             elif self.size > 1:
                 self._distribute("allgather", buf, blocks, label)
         return DONE
@@ -156,17 +156,17 @@ class ShmBackend(Backend):
 
     def barrier(self) -> None:
         if self.size > 1:
-            self._meet("barrier")
+            self.meet("barrier")
 
     def wake(self) -> None:
         if self.size > 1:
             _native.wake_all(self._page.address)
 
     def _distribute(self, operation: str, buf: Buffer, blocks: Sequence[Sequence[Range]], label: str) -> None:
-        self._meet(operation, label)
+        self.meet(operation, label)
         for owner, start, stop in share_of(blocks, self.size, self.rank, buf.dtype.itemsize):
             self._copy_from(owner, buf, start, stop)
-        self._meet(operation, label)
+        self.meet(operation, label)
 
     @staticmethod
     def _reduce_into(rank: int, buf: Buffer, start: int, stop: int, reduction: Reduction) -> None:
@@ -184,7 +184,8 @@ class ShmBackend(Backend):
             # One source and no scale: a copy that reads once, however many copies it writes.
             _native.reduce(places, [source], (stop - start) * buf.dtype.itemsize, DType.UINT8, ReduceOp.SUM)
 
-    def _meet(self, operation: str, label: str = "") -> None:
+    def meet(self, operation: str, label: str = "") -> None:
+        """A barrier, whose errors speak of ``operation`` and ``label``."""
         self._expect_ok(self._barrier.wait(self._timeout_s), operation, label)
 
     def _expect_ok(self, status: int, operation: str, label: str) -> None:

@@ -1,4 +1,4 @@
-"""Alltoall: every rank sends some rows to each, over MPI; inside a node as well."""
+"""Alltoall: every rank sends some rows to each."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class Alltoall(Operation):
         received = tuple(rows[engine.rank] for rows in response.sizes)
         result = submission.allocate(0, (sum(received), *spec.shape))
         row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
-        sends = [rows * row_bytes for rows in response.sizes[engine.rank]]
-        receives = [rows * row_bytes for rows in received]
+        nbytes = [[rows * row_bytes for rows in sizes] for sizes in response.sizes]
         view = submission.inputs[0]
-        engine.exchange.exchange(view.address, sends, result.address, receives, label, (view, result))
+        engine.exchange.exchange(view.address, result.address, nbytes, label, (view, result))
         return received

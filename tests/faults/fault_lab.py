@@ -56,6 +56,7 @@ def run(
     machines: str = "",
     env: Mapping[str, str] | None = None,
     alone: bool = False,
+    mpi: str = "current",
 ) -> Result:
     """Run ``script`` after the preamble; its ranks are on ``machines``, one if that is empty.
 
@@ -64,8 +65,9 @@ def run(
     more time.
     """
     added = {"MACHINES": machines} if machines else {}
-    options = ["-disable-auto-cleanup"] if alone and mpirun_of(sys.executable).mpi is Mpi.MPICH else []
-    return launch(n, PREAMBLE + script, *args, env={**added, **(env or {})}, options=options, timeout=90)
+    is_mpich = mpi == "current" and mpirun_of(sys.executable).mpi is Mpi.MPICH
+    options = ["-disable-auto-cleanup"] if alone and is_mpich else []
+    return launch(n, PREAMBLE + script, *args, env={**added, **(env or {})}, options=options, timeout=90, mpi=mpi)
 
 
 def check_end(result: Result, *words: str) -> None:

@@ -40,9 +40,10 @@ def test_a_killed_rank_is_named_by_the_others(victim: int) -> None:
     check_end(result, f"rank {victim} (pid", "died without a word")
 
 
+@pytest.mark.parametrize("mpi", ["current", "none"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_on_one_node_too(victim: int) -> None:
-    result = run(DEATHS, "SIGKILL", str(victim), n=3, alone=True)
+def test_on_one_node_too(victim: int, mpi: str) -> None:
+    result = run(DEATHS, "SIGKILL", str(victim), n=3, alone=True, mpi=mpi)
     check_end(result, f"rank {victim} (pid", "died without a word")
 
 
@@ -128,8 +129,8 @@ def test_a_program_may_save_its_work_after_a_failure_and_fails_all_the_same() ->
 
 STARTING = """
 victim, where, what = int(sys.argv[1]), *sys.argv[2:]
-rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
-if rank == victim:
+from hvdlite.launched import launched_rank
+if launched_rank() == victim:
     def fail(*args):
         say("dying at", time.time())
         raise ValueError("no room on this host")
@@ -145,16 +146,18 @@ say("went on")
 
 
 @pytest.mark.parametrize(
-    ("where", "what", "said"),
+    ("where", "what", "said", "mpi"),
     [
-        ("hvdlite.bootstrap", "discover", ""),  # the others are inside MPI, which only the launcher can end
-        ("hvdlite.node", "_core_mask", "StartupError: rank {victim}: no room on this host"),
-        ("hvdlite.world", "HostMemory", "StartupError: rank {victim}: no room on this host"),
+        ("hvdlite.bootstrap", "discover", "", "current"),  # the others are inside MPI
+        ("hvdlite.bootstrap", "discover", "but rank {victim} ended with exit status 1", "none"),
+        ("hvdlite.node", "_core_mask", "StartupError: rank {victim}: no room on this host", "current"),
+        ("hvdlite.world", "HostMemory", "StartupError: rank {victim}: no room on this host", "current"),
+        ("hvdlite.world", "HostMemory", "StartupError: rank {victim}: no room on this host", "none"),
     ],
 )
 @pytest.mark.parametrize("victim", [0, 2])
-def test_an_error_during_the_start_ends_the_job(victim: int, where: str, what: str, said: str) -> None:
-    result = run(STARTING, str(victim), where, what, n=3)
+def test_an_error_during_the_start_ends_the_job(victim: int, where: str, what: str, said: str, mpi: str) -> None:
+    result = run(STARTING, str(victim), where, what, n=3, mpi=mpi)
     assert result.returncode != 0
     assert not result.leftovers
     assert "went on" not in result.stdout

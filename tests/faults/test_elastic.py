@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fault_lab import check_end, run
 
 TRAINING = """
@@ -32,7 +34,8 @@ except hvd.HorovodInternalError as error:
 """
 
 
-def test_a_rank_that_dies_leaves_the_last_commit() -> None:
-    result = run(TRAINING, n=3, alone=True)
+@pytest.mark.parametrize("mpi", ["current", "none"])
+def test_a_rank_that_dies_leaves_the_last_commit(mpi: str) -> None:
+    result = run(TRAINING, n=3, alone=True, mpi=mpi)
     check_end(result, "hvd.elastic.run cannot go on", "rank 1 (pid", "died without a word")
     assert "checkpoint of batch 10" in result.stdout

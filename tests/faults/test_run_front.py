@@ -1,4 +1,4 @@
-"""`python -m hvdlite run` with a real MPI: exit status, interruption, and what a killed rank leaves."""
+"""`python -m hvdlite run`, with each MPI and without: exit status, interruption, and what is left of who was killed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,33 @@ from launching import processes_with, python_of
 
 START = """
 import os, pathlib, signal, sys, time
-from mpi4py import MPI
+from hvdlite.launched import launched_rank
+rank = launched_rank()
 if "ignore" in sys.argv:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-comm = MPI.COMM_WORLD
-comm.Barrier()
-pathlib.Path(sys.argv[1], str(comm.rank)).touch()
+if "mpi" in sys.argv:
+    from mpi4py import MPI
+    MPI.COMM_WORLD.Barrier()
+else:
+    import hvdlite
+    hvdlite.init()
+pathlib.Path(sys.argv[1], str(rank)).touch()
 """
 DEATH = """
-if comm.rank == 1:
+if rank == 1:
     pathlib.Path(sys.argv[1], "maps").write_text(pathlib.Path("/proc/self/maps").read_text())
     os.kill(os.getpid(), 9)
 time.sleep(60)
 """
+
+
+@pytest.fixture(params=["openmpi", "mpich", "none"])
+def mpi(request: pytest.FixtureRequest) -> str:
+    """Each MPI in turn, and none."""
+    name: str = request.param
+    python_of(name)
+    return name
 
 
 class Job:
@@ -42,7 +55,8 @@ class Job:
         script.write_text(START + body)
         self.mark = f"HVDLITE_TEST_JOB={directory}"
         name, value = self.mark.split("=")
-        command = [python_of(mpi), "-m", "hvdlite", "run", "-np", "2", str(script), str(self.ranks), *args]
+        front = [python_of(mpi), "-m", "hvdlite", "run", "-np", "2", *([] if mpi == "none" else ["--mpi"])]
+        command = [*front, str(script), str(self.ranks), *args, *([] if mpi == "none" else ["mpi"])]
         self.process = subprocess.Popen(command, env={**os.environ, name: value}, cwd="/", start_new_session=True)
 
     def wait_until_started(self) -> None:
@@ -77,7 +91,7 @@ def test_a_killed_rank_leaves_nothing(tmp_path: Path, mpi: str) -> None:
 def test_interruption_ends_everything(tmp_path: Path, mpi: str, stubborn: bool, to_group: bool) -> None:
     job = Job(tmp_path, mpi, "time.sleep(60)", *["ignore"] * stubborn)
     job.wait_until_started()
-    assert len(job.left()) >= 4
+    assert len(job.left()) >= (3 if mpi == "none" else 4)
     start = time.monotonic()
     if to_group:  # as a terminal does: mpirun gets it as well
         os.killpg(job.process.pid, signal.SIGINT)
@@ -85,6 +99,19 @@ def test_interruption_ends_everything(tmp_path: Path, mpi: str, stubborn: bool, 
         job.process.send_signal(signal.SIGINT)
     assert job.process.wait(30) == 130
     assert time.monotonic() - start < 10
+    assert job.left() == {}
+
+
+@pytest.mark.parametrize("stubborn", [False, True], ids=["", "ranks ignore signals"])
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, stubborn: bool) -> None:
+    """Without MPI; with one, mpirun sees to it."""
+    job = Job(tmp_path, "none", "time.sleep(60)", *["ignore"] * stubborn)
+    job.wait_until_started()
+    job.process.kill()
+    job.process.wait()
+    deadline = time.monotonic() + 10
+    while job.left() and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert job.left() == {}
 
 

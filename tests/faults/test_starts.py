@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from fault_lab import PREAMBLE, run
-from hvdlite.cli.mpirun import Launch, Mpi, build
+from hvdlite.cli.job import Launch
+from hvdlite.cli.mpirun import Mpi, build
 from launching import Result, launch, mpirun_of, python_of
 
 INIT = """
@@ -98,7 +99,9 @@ def test_what_is_wrong_on_one_host_only_is_said() -> None:
 
 
 ABSENT = """
-if int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))) == 1:
+from hvdlite.launched import launched_rank
+
+if launched_rank() == 1:
     time.sleep(60)
 hvdlite.init()
 say("went on")
@@ -120,9 +123,66 @@ def test_a_rank_that_does_not_start_is_not_waited_for_for_ever() -> None:
     assert "went on" not in result.stdout
 
 
-def test_a_slow_start_within_the_time_is_no_error() -> None:
+@pytest.mark.parametrize("mpi", ["current", "none"])
+def test_a_slow_start_within_the_time_is_no_error(mpi: str) -> None:
     late = ABSENT.replace("time.sleep(60)", "time.sleep(2)")
-    assert run(late, n=3, env={"HVDLITE_START_TIMEOUT": "20"}).check().stdout.count("went on") == 3
+    assert run(late, n=3, env={"HVDLITE_START_TIMEOUT": "20"}, mpi=mpi).check().stdout.count("went on") == 3
+
+
+def check_lonely(result: Result, *words: str) -> None:
+    """Rank 0 has waited in vain, and its last line has ``words``; it left nothing, and nobody went on."""
+    check_refused(result, "StartupError: rank 0 has waited in hvd.init(), but rank 1 ", *words)
+    assert result.elapsed_s < 15
+
+
+def test_without_mpi_a_rank_that_does_not_come_is_named() -> None:
+    check_lonely(
+        run(ABSENT, n=3, env={"HVDLITE_START_TIMEOUT": "2.5"}, mpi="none"),
+        "did not come within 2.0 s; if the start is only slow, raise HVDLITE_START_TIMEOUT",
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("sys.exit(0)", "ended with exit status 0"),
+        ("sys.exit(3)", "ended with exit status 3"),
+        ("os.kill(os.getpid(), 9)", "was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_without_mpi_a_rank_that_ends_before_its_start_is_named(end: str, words: str) -> None:
+    result = run(ABSENT.replace("time.sleep(60)", end), n=3, mpi="none")
+    check_lonely(result, words)
+    if "0" not in words[-1]:
+        assert "hvdlite run: rank 1 (pid " in result.launcher_output and words in result.launcher_output
+
+
+def test_without_mpi_a_program_that_imports_mpi4py_is_refused() -> None:
+    result = run("import mpi4py.MPI\n" + INIT, n=2, mpi="none")
+    check_refused(result, "the program has imported mpi4py", "`hvdliterun --mpi -np 2 python train.py`")
+
+
+def test_without_mpi_several_machines_are_refused() -> None:
+    result = run(INIT, n=3, machines="001", mpi="none")
+    check_refused(result, "hvdliterun started ranks on 2 machines", "needs MPI", "`hvdliterun -np 3 -H ")
+
+
+ANOTHER = """
+import subprocess
+if len(sys.argv) == 1 and __name__ == "__main__":
+    hvdlite.init()
+    if hvdlite.rank() == 1:
+        child = subprocess.run([sys.executable, __file__, "again"], capture_output=True, text=True)
+        say(child.returncode, child.stderr.splitlines()[-1])
+    barrier_async(hvdlite.runtime().group).wait()
+else:
+    hvdlite.init()
+"""
+
+
+def test_without_mpi_a_program_that_a_rank_starts_is_no_rank() -> None:
+    result = run(ANOTHER, n=2, env={"HVDLITE_START_TIMEOUT": "5"}, mpi="none").check()
+    assert "rank 1 has come twice: a program that it has started calls hvd.init() as well" in result.stdout
 
 
 def test_the_mpirun_of_another_mpi_is_recognised(tmp_path: Path) -> None:
@@ -139,17 +199,32 @@ def test_the_mpirun_of_another_mpi_is_recognised(tmp_path: Path) -> None:
         assert words in done.stderr, done.stderr
 
 
-def test_processes_of_torchrun_do_not_train_alone(tmp_path: Path) -> None:
+TORCHRUN = """
+hvdlite.init()
+step()
+sys.stdout.write(f"{hvdlite.rank()} of {hvdlite.size()} {'mpi4py.MPI' in sys.modules}\\n")  # a line at once
+"""
+
+
+def test_ranks_of_torchrun_meet_in_its_store(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(PREAMBLE + INIT)
+    script.write_text(PREAMBLE + TORCHRUN)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    start = time.monotonic()
     done = subprocess.run([*torchrun, str(script)], capture_output=True, text=True, timeout=60)
-    assert time.monotonic() - start < 20
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 of 2 False", "1 of 2 False"]
+
+
+def test_a_rank_that_does_not_come_to_a_store_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch.distributed\n" + PREAMBLE + TORCHRUN)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2"}
+    environ = {**os.environ, **store, "HVDLITE_START_TIMEOUT": "5"}
+    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    assert "went on" not in done.stdout
-    assert "StartupError: torchrun started 2 processes, but each is alone" in done.stderr
-    assert "`hvdliterun -np 2 python train.py`" in done.stderr
+    assert "StartupError: rank 0 has waited in hvd.init(), but rank 1 did not come within " in done.stderr
 
 
 def test_a_program_alone_needs_no_mpi(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from hvdlite.cli.mpirun import Host
+from hvdlite.cli.job import Host
 from launching import Result, launch
 
 NETWORK = "10.77.0."

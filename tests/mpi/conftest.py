@@ -1,15 +1,18 @@
-"""pytest under mpirun: every rank runs the same tests in the same order, and one rank's failure fails the test on all.
+"""pytest on several ranks: all run the same tests in the same order, and one rank's failure fails the test on all.
 
 After the parts of each test the ranks exchange how it went. Rank 0 reports; the others print failures only. A test that
 passes its time limit ends the run: every rank dumps the stacks of all its threads, from C, so that a thread that never
-lets go of the GIL does not prevent it; then SIGALRM, which needs no Python either, ends the rank, and mpirun the rest.
+lets go of the GIL does not prevent it; then SIGALRM, which needs no Python either, ends the rank, and the launcher the
+rest.
+
+Under mpirun MPI runs from the start. Under hvdliterun without MPI only tests that do not use mpi4py can run.
 """
 
 from __future__ import annotations
 
-import array
 import faulthandler
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -17,11 +20,16 @@ import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mpi4py import MPI
 
-WORLD = MPI.COMM_WORLD
+from harness_ranks import harness_ranks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+WORLD = harness_ranks()
 TIME_LIMIT_S = 120.0
 GRACE_S = 20.0  # how long ranks may take to come to the end of a test that another rank failed already
 DUMP_S = 3.0  # from the dump of stacks to the end, so that all ranks get to dump
@@ -60,7 +68,6 @@ class _Ranks:
     """What one rank needs to agree with the others, and to speak when it must."""
 
     def __init__(self) -> None:
-        self._comm = WORLD.Dup()
         # What dumps stacks writes from C and knows of no rank, so a process of its own marks the lines, and leaves out
         # pytest's own frames, which come last. Capturing is suspended now: this is the real stderr.
         edit = ["-e", r'/^  File ".*\/\(_pytest\/\|pluggy\/\|bin\/pytest"\)/d', "-e", f"s/^/[rank {WORLD.rank}] /"]
@@ -68,7 +75,7 @@ class _Ranks:
         assert marker.stdin is not None
         self._marker, self._stderr = marker, marker.stdin
         faulthandler.register(signal.SIGUSR1, file=self._stderr, all_threads=True)
-        self._pids: list[int] = self._comm.allgather(os.getpid())
+        self._pids: list[int] = WORLD.allgather(os.getpid())
 
     def say(self, text: str) -> None:
         self._stderr.write((text.rstrip("\n") + "\n").encode())
@@ -85,17 +92,11 @@ class _Ranks:
 
     def exchange(self, value: int, failed: bool = False) -> list[int]:
         """Everybody's ``value``. A rank that has ``failed`` ends the run if the others do not come within `GRACE_S`."""
-        mine, all_values = array.array("q", [value]), array.array("q", bytes(8 * self._comm.size))
-        request = self._comm.Iallgather([mine, MPI.INT64_T], [all_values, MPI.INT64_T])
-        deadline = time.monotonic() + GRACE_S
-        pause = 0.0
-        while not request.Test():
-            # Sleeping, not spinning: with more ranks than cores, others need this core to come here at all.
-            time.sleep(pause)
-            pause = min(pause + 1e-5, 1e-3)
-            if failed and time.monotonic() > deadline:
-                self._give_up()
-        return list(all_values)
+        try:
+            return WORLD.exchange(value, GRACE_S if failed else math.inf)
+        except TimeoutError:
+            self._give_up()
+            raise
 
     def _give_up(self) -> None:
         self.say(f"the other ranks have not ended this test {GRACE_S:g} s after the failure here; their stacks follow")
@@ -104,7 +105,7 @@ class _Ranks:
                 os.kill(pid, signal.SIGUSR1)
                 time.sleep(0.2)
         time.sleep(1)
-        WORLD.Abort(1)
+        WORLD.abort()
 
 
 _RANKS = pytest.StashKey[_Ranks]()
@@ -193,7 +194,9 @@ def team(request: pytest.FixtureRequest, running: None) -> object:
 @pytest.fixture
 def comm() -> Iterator[MPI.Intracomm]:
     """A communicator of all ranks that nothing else uses."""
-    private = WORLD.Dup()
+    from mpi4py import MPI
+
+    private = MPI.COMM_WORLD.Dup()
     yield private
     private.Free()
 
@@ -201,10 +204,12 @@ def comm() -> Iterator[MPI.Intracomm]:
 @pytest.fixture
 def sub_comm() -> Iterator[Callable[[int], MPI.Intracomm | None]]:
     """``sub_comm(n)``: a communicator of the first ``n`` ranks, None on the others; to be called by all ranks alike."""
+    from mpi4py import MPI
+
     made: list[MPI.Intracomm] = []
 
     def make(n: int) -> MPI.Intracomm | None:
-        part = WORLD.Split(0 if WORLD.rank < n else MPI.UNDEFINED, WORLD.rank)
+        part = MPI.COMM_WORLD.Split(0 if WORLD.rank < n else MPI.UNDEFINED, WORLD.rank)
         if part == MPI.COMM_NULL:
             return None
         assert isinstance(part, MPI.Intracomm)

@@ -19,6 +19,7 @@ from hvdlite.autotune.log import Choice, TuningLog, Workload, read_choice
 from hvdlite.config import Config, Tunable
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import ConfigError, MismatchError
+from hvdlite.mpi import MpiRanks
 from hvdlite.operations.configure import configure
 from runtime_lab import LAYOUTS, TINY, Machines, Tensor, agree, allreduce, running
 
@@ -112,7 +113,7 @@ def test_a_choice_is_loaded(shared_path: Path, autotune: int) -> None:
 def test_what_rank_0_cannot_load_is_an_error_on_all(shared_path: Path) -> None:
     path = shared_path / "none.csv"
     with pytest.raises(ConfigError, match=f"HVDLITE_AUTOTUNE_LOAD={path}: there is no such file"):
-        hvdlite.Runtime(WORLD, Config(autotune_load=str(path) if RANK == 0 else ""))
+        hvdlite.Runtime(MpiRanks(WORLD), Config(autotune_load=str(path) if RANK == 0 else ""))
 
 
 @pytest.mark.any_mpi

@@ -19,6 +19,7 @@ from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.errors import DuplicateNameError, MismatchError, ShutDownError, StartupError
 from hvdlite.memory.views import TensorView
+from hvdlite.mpi import MpiRanks
 from hvdlite.operations.allgather import allgather_async
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async
@@ -292,7 +293,7 @@ def test_what_is_in_flight_at_the_end_fails_with_the_reason(world: MPI.Intracomm
 def test_different_versions_are_refused_on_every_rank(world: MPI.Intracomm) -> None:
     torch = "2.13.0" if RANK == LAST else "2.12.1"
     with pytest.raises(StartupError) as caught:
-        Runtime(world, Config(), versions={"torch": torch})
+        Runtime(MpiRanks(world), Config(), versions={"torch": torch})
     for word in ["versions of torch", "2.12.1 on rank 0", f"2.13.0 on rank {LAST}", "same version"]:
         assert word in str(caught.value)
     with running(world) as runtime:
@@ -304,7 +305,7 @@ def test_a_package_that_only_some_ranks_have_is_refused(world: MPI.Intracomm) ->
     """Whichever rank it is that has it."""
     for rank in (0, LAST):
         with pytest.raises(StartupError, match="different versions of torch"):
-            Runtime(world, Config(), versions={"torch": "2.13.0"} if rank == RANK else {})
+            Runtime(MpiRanks(world), Config(), versions={"torch": "2.13.0"} if rank == RANK else {})
 
 
 def test_operations_without_init_say_what_to_do() -> None:

@@ -17,6 +17,7 @@ from hvdlite.config import Config
 from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import ConfigError, NotInitializedError, RankFailedError, ShutDownError, StartupError
+from hvdlite.mpi import MpiRanks
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.barrier import barrier_async
 from hvdlite.runtime import Runtime
@@ -48,9 +49,9 @@ def test_several_runtimes_side_by_side(world: MPI.Intracomm, sub_comm: SubComm) 
     """On all ranks twice, on the first ranks, and grouped into nodes; operations interleave freely."""
     first = sub_comm(max(1, SIZE - 1))
     with machines(LAYOUTS[-1]):
-        split = Runtime(world, TINY)
+        split = Runtime(MpiRanks(world), TINY)
     with split, running(world) as one, running(world) as two:
-        part = None if first is None else Runtime(first, TINY)
+        part = None if first is None else Runtime(MpiRanks(first), TINY)
         problems = []
         handles = []
         order = [one, split, two] if RANK % 2 else [two, one, split]
@@ -192,7 +193,7 @@ def test_a_start_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(world: M
             if RANK == SIZE - 1:
                 patch.setattr("hvdlite.world.HostMemory", no_room)
             with pytest.raises((ValueError, StartupError), match="no room") as raised:
-                Runtime(world, TINY)
+                Runtime(MpiRanks(world), TINY)
             problem = (
                 None if RANK == SIZE - 1 or f"rank {SIZE - 1}: no room" in str(raised.value) else str(raised.value)
             )
@@ -218,7 +219,7 @@ def test_a_failure_wakes_who_sleeps_at_a_barrier_of_the_node(
     wake_all = hvdlite._native.wake_all
     monkeypatch.setattr(hvdlite._native, "wake_all", lambda address: (woken.append(address), wake_all(address)))
     with machines((0,) * SIZE):
-        runtime = Runtime(world, TINY)
+        runtime = Runtime(MpiRanks(world), TINY)
     runtime.fail(ValueError("as a test"))
     with pytest.raises(RankFailedError):
         barrier_async(runtime.group).wait()
@@ -247,7 +248,7 @@ def test_links_are_closed_after_the_bell_that_watches_them(
     noted(SocketBell, "close")
     for end in (Runtime.close, lambda runtime: runtime.world.release()):
         with machines(tuple(range(SIZE))):
-            runtime = Runtime(world, TINY)
+            runtime = Runtime(MpiRanks(world), TINY)
         closed.clear()
         world.Barrier()
         end(runtime)

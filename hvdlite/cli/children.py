@@ -1,0 +1,106 @@
+"""Processes that this one starts, and how they end with it: signals, and what is left of them. Linux only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+GRACE_S = 5.0  # between TERM and KILL; mpirun often ignores TERM after it lost a host
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+class Stops:
+    """Within the ``with`` block Ctrl-C, TERM and HUP are noted, and orphans below this process become its children.
+
+    Attributes:
+        wake: a file descriptor that becomes readable when a signal comes.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+
+    def __enter__(self) -> Stops:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # so that they are found
+        self.wake, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in numbers}
+        self._previous_wakeup = signal.set_wakeup_fd(self._waker)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self.wake)
+        os.close(self._waker)
+
+    def __len__(self) -> int:
+        """How many signals have come."""
+        return len(self._numbers)
+
+    @property
+    def status(self) -> int:
+        """128 and the number of the first signal, as a shell reports it."""
+        return 128 + self._numbers[0]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._numbers.append(number)
+
+
+def sweep(hurry: Callable[[], bool]) -> None:
+    """End every descendant of this process: TERM, then KILL after `GRACE_S`."""
+    deadline = time.monotonic() + GRACE_S
+    number = signal.SIGTERM
+    warned: set[int] = set()
+    while pids := _descendants():
+        if hurry() or time.monotonic() >= deadline:
+            number = signal.SIGKILL
+        for pid in pids:
+            if number == signal.SIGKILL or pid not in warned:
+                warned.add(pid)
+                try:
+                    os.kill(pid, number)
+                except ProcessLookupError:
+                    continue
+        time.sleep(0.02)
+
+
+def _descendants() -> list[int]:
+    """The living processes below this one; those that ended are reaped."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return []
+    found: list[int] = []
+    pending = [os.getpid()]
+    while pending:
+        for task in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
+            try:
+                children = [int(word) for word in task.read_text().split()]
+            except OSError:  # the process has ended
+                continue
+            found += children
+            pending += children
+    return found
+
+
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Let this process get signal ``number`` when the thread that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")

@@ -1,0 +1,110 @@
+"""What hvdliterun is asked to start, and what every way to start it needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be launched.
+
+    Attributes:
+        hosts: empty for this machine alone, and where a batch scheduler tells mpirun.
+        options: for mpirun, as they are.
+        scheduled_hosts: how many hosts the batch scheduler has given.
+    """
+
+    program: tuple[str, ...]
+    ranks: int
+    hosts: tuple[Host, ...] = ()
+    interfaces: str = ""
+    options: tuple[str, ...] = ()
+    scheduled_hosts: int = 1
+
+    @property
+    def host_count(self) -> int:
+        return len(self.hosts) or self.scheduled_hosts
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on this machine."""
+        own = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0]}
+        return self.scheduled_hosts == 1 and {host.name for host in self.hosts} <= own
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The most ranks that one host gets, filled by slots and then evenly."""
+        if not self.hosts:
+            return -(-self.ranks // self.scheduled_hosts)
+        slots = sum(host.slots for host in self.hosts)
+        extra = max(0, self.ranks - slots)
+        return min(self.ranks, max(host.slots for host in self.hosts) + -(-extra // len(self.hosts)))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, the variables to add to the environment it runs in, and why they are added."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    notes: list[str]
+
+
+def thread_settings(launch: Launch, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Variables that leave each rank its share of the cores, and why, unless the user has chosen."""
+    if "OMP_NUM_THREADS" in environ:
+        return {}, []
+    cores, ranks = len(os.sched_getaffinity(0)), launch.ranks_per_host
+    threads = max(1, cores // ranks)
+    note = f"OMP_NUM_THREADS={threads}: {cores} cores, {ranks} ranks on a host; set it to choose yourself"
+    return {"OMP_NUM_THREADS": str(threads)}, [note]
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """``a:2,b:2``; a host without a number has one slot.
+
+    Raises:
+        ConfigError: names the part that makes no sense.
+    """
+    return tuple(_host(part.strip(), part.strip()) for part in text.split(",") if part.strip())
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """A file of ``host slots=2`` (Open MPI's form) or ``host:2`` (MPICH's), a host a line; ``#`` starts a comment.
+
+    Raises:
+        ConfigError: the file cannot be read or has no host; a line makes no sense; names file and line.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"hostfile {path}: {error.strerror}") from error
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        entry = re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip())
+        if entry:
+            hosts.append(_host(entry, f"{path}:{number}: {line.strip()}"))
+    if not hosts:
+        raise ConfigError(f"hostfile {path}: names no host")
+    return tuple(hosts)
+
+
+def _host(entry: str, origin: str) -> Host:
+    found = re.fullmatch(r"([^\s:,]+)(?::(\d+))?", entry)
+    if found is None or found[2] == "0":
+        raise ConfigError(f"{origin!r} is not a host; write host:slots, as in node0:4, with at least one slot")
+    return Host(found[1], int(found[2] or 1))

@@ -1,0 +1,153 @@
+"""Ranks on this machine, without MPI: hvdliterun starts them itself, and is where they meet."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+
+from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, sweep
+from hvdlite.cli.job import Command, Launch, thread_settings
+from hvdlite.config import RANK, SIZE
+from hvdlite.errors import StartupError
+from hvdlite.launched import without_launcher
+from hvdlite.meeting_point import MeetingPoint
+
+_LAST_WORDS_S = 0.5  # after rank 0 has ended, which by custom speaks for all and saves what is to be saved
+
+
+def build(launch: Launch, environ: Mapping[str, str]) -> Command:
+    """The command of every rank, with what the environment does not decide."""
+    environment, notes = thread_settings(launch, environ)
+    if launch.interfaces:
+        environment["HVDLITE_NETWORK_INTERFACES"] = launch.interfaces
+    return Command(list(launch.program), environment, notes)
+
+
+def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace_s: float) -> int:
+    """Run ``count`` processes of ``argv`` with this process's stdout and stderr, to their end; returns the exit status.
+
+    That is 0, the one of the rank that failed first, or 128 + n after signal n, to that rank or to this process.
+
+    - stdin is rank 0's. Where it is a terminal rank 0 stays in its foreground, so that Ctrl-C reaches it too.
+    - Once a rank has failed, the others have ``grace_s`` to end by themselves, and `_LAST_WORDS_S` once rank 0 has
+      ended; then they get TERM, and after `GRACE_S` KILL, with all that they have started.
+    - On Ctrl-C, TERM or HUP they get TERM at once; a second signal does not wait for `GRACE_S`.
+    - Where this process is killed outright, they are killed.
+
+    Raises:
+        StartupError: a process cannot be started.
+    """
+    with Stops() as stops, closing(MeetingPoint()) as point, ExitStack() as on_failure:
+        on_failure.callback(sweep, lambda: True)
+        inherited = {**without_launcher(environ), **point.environment}
+        children = [_start(argv, rank, count, inherited) for rank in range(count)]
+        on_failure.pop_all()
+        point.open()
+        status = _Job(children, point, stops, grace_s).wait()
+        if stops:
+            status = stops.status
+        if status != 0:
+            sweep(lambda: len(stops) > 1)
+        return status
+
+
+def _start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+    has_terminal = rank == 0 and os.isatty(0)
+
+    def prepare() -> None:
+        end_with_parent(signal.SIGKILL)  # a rank that handles TERM would outlive this process
+        if os.getppid() != parent:  # it has ended before that line
+            os._exit(1)
+        if not has_terminal:
+            os.setpgid(0, 0)  # Ctrl-C reaches this process alone, which ends the ranks in order
+
+    numbers = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count}
+    told = {RANK: str(rank), SIZE: str(count)} | {f"HOROVOD_{name}": str(n) for name, n in numbers.items()}
+    try:
+        return subprocess.Popen(
+            argv, env={**environ, **told}, stdin=None if rank == 0 else subprocess.DEVNULL, preexec_fn=prepare
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise StartupError(f"rank {rank} cannot be started: {argv[0]}: {error}") from error
+
+
+class _Job:
+    """Ranks that run, until all have ended.
+
+    Attributes:
+        status: of the rank that failed first; 0 as long as none has.
+    """
+
+    def __init__(
+        self, children: Sequence[subprocess.Popen[bytes]], point: MeetingPoint, stops: Stops, grace_s: float
+    ) -> None:
+        self.status = 0
+        self._living = dict(enumerate(children))
+        self._point = point
+        self._stops = stops
+        self._grace_s = grace_s
+        self._stops_seen = 0
+        self._next: tuple[float, signal.Signals] | None = None  # when those that live get which signal
+
+    def wait(self) -> int:
+        """Returns `status`."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stops.wake, selectors.EVENT_READ)
+            for rank, child in self._living.items():
+                selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, rank)
+            while self._living:
+                timeout = None if self._next is None else max(0.0, self._next[0] - time.monotonic())
+                for key, _ in selector.select(timeout):
+                    if key.data is None:
+                        os.read(self._stops.wake, 64)
+                    else:
+                        selector.unregister(key.fd)
+                        os.close(key.fd)
+                        self._reap(key.data)
+                self._heed_stops()
+                if self._next is not None and time.monotonic() >= self._next[0]:
+                    self._signal(self._next[1])
+        return self.status
+
+    def _reap(self, rank: int) -> None:
+        child = self._living.pop(rank)
+        status = child.wait()
+        how = f"ended with exit status {status}" if status >= 0 else f"was killed by {_name(-status)}"
+        self._point.rank_ended(rank, how)
+        if status != 0 and self.status == 0:
+            self.status = status if status > 0 else 128 - status
+            if not self._stops:
+                print(f"hvdlite run: rank {rank} (pid {child.pid}) {how}", file=sys.stderr, flush=True)
+            self._end_within(self._grace_s)
+        if self.status != 0 and 0 not in self._living:
+            self._end_within(_LAST_WORDS_S)
+
+    def _end_within(self, seconds: float) -> None:
+        """Unless they are to end earlier anyway."""
+        term = (time.monotonic() + seconds, signal.SIGTERM)
+        if self._next is None or self._next[1] == signal.SIGTERM:
+            self._next = min(self._next or term, term)
+
+    def _heed_stops(self) -> None:
+        if len(self._stops) > self._stops_seen:
+            self._signal(signal.SIGTERM if self._stops_seen == 0 else signal.SIGKILL)
+            self._stops_seen = len(self._stops)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for child in self._living.values():
+            child.send_signal(number)
+        self._next = (time.monotonic() + GRACE_S, signal.SIGKILL)
+
+
+def _name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

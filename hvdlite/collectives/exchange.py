@@ -1,0 +1,26 @@
+"""What an alltoall runs on: every rank has bytes for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hvdlite.counters import Traffic
+
+
+class Exchange(Protocol):
+    """Between the ranks of a world."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has exchanged with others, of its own node too."""
+
+    def exchange(self, source: int, target: int, nbytes: Sequence[Sequence[int]], label: str, owner: object) -> None:
+        """Send ``nbytes[rank][r]`` bytes to each rank r, and receive ``nbytes[s][rank]`` from each rank s.
+
+        Args:
+            source: where the bytes to send lie, in the order of ranks.
+            target: where the received ones go, likewise; does not overlap ``source``.
+            nbytes: (senders, receivers), the same on every rank.
+            owner: kept alive with the memory if the exchange fails.
+        """

@@ -1,0 +1,168 @@
+"""Where ranks meet that hvdliterun has started itself: hvdliterun, on an abstract unix socket.
+
+A rank connects, leaves its bytes under a key, and gets those of all when the last rank has come; a connection for each
+time, so that nothing is held between two. Since hvdliterun is the ranks' parent, it knows which have ended, and says so
+to those that wait. Only processes of the same user are heard.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hvdlite.config import MEETING_POINT
+from hvdlite.errors import StartupError
+from hvdlite.rendezvous import MissingError
+from hvdlite.wire import read_exactly
+
+_LENGTH = struct.Struct("<Q")
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
+_ANSWER_S = 5.0  # how much longer than it may wait a rank listens for the answer that not all have come
+
+
+@dataclass
+class _Gathering:
+    """What ranks have left under a key."""
+
+    ranks: tuple[int, ...]
+    left: dict[int, bytes] = field(default_factory=dict)
+    readers: int = 0  # who wait, or have not looked yet
+    is_over: bool = False  # all have been here and left
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.left]
+
+
+class MeetingPoint:
+    """hvdliterun's end. `open` it once the ranks have been started: a process with threads should not fork.
+
+    Attributes:
+        environment: by which ranks find it.
+    """
+
+    def __init__(self) -> None:
+        name = f"hvdlite-start-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind("\0" + name)
+        self._listener.listen(1024)
+        self.environment = {MEETING_POINT: name}
+        self._changed = threading.Condition()  # guards what follows
+        self._gatherings: dict[str, _Gathering] = {}
+        self._ended: dict[int, str] = {}
+        self._thread = threading.Thread(target=self._accept, name="hvdlite-meeting-point", daemon=True)
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def rank_ended(self, rank: int, how: str) -> None:
+        """Nobody shall wait for ``rank`` any more; ``how`` goes on with the sentence: "was killed by signal 9"."""
+        with self._changed:
+            self._ended[rank] = how
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() would not
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return
+            # A thread each: they mostly wait, and one that says nothing holds nobody up.
+            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        with link, suppress(OSError):
+            if not _is_ours(link):
+                return
+            key, ranks, rank, timeout_s, data = pickle.loads(_receive(link))
+            try:
+                answer = self._gather(key, ranks, rank, data, timeout_s), ""
+            except MissingError as error:
+                answer = [], str(error)
+            _send(link, pickle.dumps(answer))
+
+    def _gather(self, key: str, ranks: tuple[int, ...], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+        """What ``ranks`` have left. Raises MissingError."""
+        with self._changed:
+            gathering = self._gatherings.setdefault(key, _Gathering(ranks))
+            if rank in gathering.left or gathering.is_over:
+                raise MissingError.of(
+                    [rank],
+                    "has come twice: a program that it has started calls hvd.init() as well. Start that without "
+                    f"{MEETING_POINT} in its environment",
+                )
+            gathering.left[rank] = data
+            gathering.readers += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._gone(gathering) or not gathering.missing, timeout_s)
+            gathering.readers -= 1
+            if gone := self._gone(gathering):
+                raise MissingError.of([gone[0]], self._ended[gone[0]])
+            if gathering.missing:
+                raise MissingError.late(gathering.missing, timeout_s)
+            values = [gathering.left[other] for other in ranks]
+            if gathering.readers == 0:
+                gathering.left.clear()
+                gathering.is_over = True
+            return values
+
+    def _gone(self, gathering: _Gathering) -> list[int]:
+        """The ranks that will never come."""
+        return [rank for rank in gathering.missing if rank in self._ended]
+
+
+class AtMeetingPoint:
+    """A rank's end, a `hvdlite.rendezvous.Place`: ``name`` is that of `MeetingPoint`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+        """See `hvdlite.rendezvous.Place`."""
+        try:
+            with socket.socket(socket.AF_UNIX) as link:
+                link.connect("\0" + self._name)
+                if not _is_ours(link):
+                    raise ConnectionError("it belongs to another user")
+                _send(link, pickle.dumps((key, tuple(ranks), rank, timeout_s, data)))
+                link.settimeout(timeout_s + _ANSWER_S)
+                told, complaint = pickle.loads(_receive(link))
+        except OSError as error:
+            raise StartupError(
+                f"rank {rank} cannot reach the hvdliterun that has started it ({error}): it has ended, or this process "
+                "runs in a network namespace of its own, where `hvdliterun --mpi` may work"
+            ) from error
+        if complaint:
+            raise MissingError(complaint)
+        values: list[bytes] = told
+        return values
+
+
+def _is_ours(link: socket.socket) -> bool:
+    """Whether the process at the other end is of this user: names of abstract sockets are no secret."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
+
+
+def _send(link: socket.socket, data: bytes) -> None:
+    link.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(link: socket.socket) -> bytes:
+    (length,) = _LENGTH.unpack(read_exactly(link, _LENGTH.size))
+    return read_exactly(link, length)

@@ -1,0 +1,112 @@
+"""Who takes part: the ranks that hvd.init() means, met through whoever has started this process."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hvdlite import _native, environment, launched, mpi
+from hvdlite.agreement import Bootstrap
+from hvdlite.config import MEETING_POINT, Config, other_variable
+from hvdlite.errors import ConfigError, StartupError
+from hvdlite.launched import Launched, Meeting
+from hvdlite.meeting_point import AtMeetingPoint
+from hvdlite.rendezvous import Place, RendezvousRanks
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_MEETING_SHARE = 0.8  # of the time for the start: init() as a whole ends with less to say about the cause
+
+
+class Peers:
+    """The processes that were started together. One object for the life of a process, since it numbers its meetings."""
+
+    def __init__(self) -> None:
+        self._without_mpi: RendezvousRanks | None = None
+
+    @contextmanager
+    def of(self, comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Iterator[Bootstrap | None]:
+        """The ranks that hvd.init(``comm``) means, while a runtime is built over them; None: this process alone.
+
+        Raises:
+            StartupError: see `_all`; ``comm`` has been freed.
+            ConfigError: ``comm`` lists ranks that are not there.
+        """
+        everybody = self._all(config)
+        if comm is None:
+            yield everybody
+        elif not isinstance(comm, Sequence):
+            if not comm:
+                raise StartupError(
+                    "the communicator that hvd.init(comm=...) was given has been freed. Keep it for as long as hvdlite "
+                    "may be started again, or give a list of ranks of COMM_WORLD."
+                )
+            yield mpi.MpiRanks(comm)
+        elif everybody is not None:
+            part = everybody.subset(comm)
+            yield part
+            part.close()  # the runtime has its own; after a failure other ranks may not come here
+        elif list(comm) == [0]:
+            yield None
+        else:
+            raise ConfigError(
+                f"hvd.init(comm={list(comm)}), but this process was started alone; start it with hvdliterun"
+            )
+
+    def _all(self, config: Config) -> Bootstrap | None:
+        """Those that the launcher has started, MPI initialized where they meet by it; None: this process alone.
+
+        Raises:
+            StartupError: the launcher has started this process as one of several, which do not find one another; it has
+                started not this process but its parent; see also `hvdlite.mpi.world`.
+        """
+        process = launched.this_process()
+        by_mpi = mpi.was_imported() or (process is not None and process.launcher.meeting is Meeting.MPI)
+        if not by_mpi and (process is None or process.size == 1):
+            return None
+        if _is_worker():  # it has its parent's environment, and would wait for what the parent has got already
+            raise StartupError(
+                f"hvd.init() was called in a child process of rank {launched.launched_rank()} (a DataLoader worker, "
+                "for example), which is not a rank. Workers that are spawned begin by importing your script: call "
+                'hvd.init() below `if __name__ == "__main__":`.'
+            )
+        if by_mpi:
+            return mpi.world(config, process)
+        assert process is not None
+        if self._without_mpi is None:
+            process.check_not_alone(1 if process.launcher.meeting is Meeting.NOWHERE else process.size)
+            timeout_s = _MEETING_SHARE * config.start_timeout_s
+            place = _place(process, timeout_s)
+            self._without_mpi = RendezvousRanks(place, "", range(process.size), process.rank, timeout_s)
+        return self._without_mpi
+
+
+def _place(process: Launched, timeout_s: float) -> Place:
+    if process.launcher.meeting is Meeting.POINT:
+        return AtMeetingPoint(other_variable(MEETING_POINT))
+    from hvdlite.torch_store import InStore
+
+    return InStore(process, environment.variables(), timeout_s)
+
+
+def _is_worker() -> bool:
+    """Whether multiprocessing has started this process; a spawned one begins by importing its parent's script."""
+    imports_main = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return imports_main or multiprocessing.parent_process() is not None
+
+
+def start_deadline(config: Config) -> _native.Deadline:
+    """Ends the process with an explanation unless init() is through in time, even where MPI blocks inside C."""
+    chosen = config.network_interfaces or "none: MPI chose for itself"
+    return _native.Deadline(
+        config.start_timeout_s,
+        f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start, or MPI waits "
+        "on a network interface that does not connect the hosts.\n"
+        f"hvdlite: interfaces chosen: {chosen}. Set HVDLITE_NETWORK_INTERFACES to one that connects all hosts (for "
+        "example eth0 or ib0); `ip -br address` lists them.\n"
+        "hvdlite: if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds).\n",
+        1,
+    )

@@ -1,0 +1,94 @@
+"""Ranks that meet without MPI: whatever they tell one another goes through a place that all of them know.
+
+`hvdlite.meeting_point` has hvdliterun's place, `hvdlite.torch_store` a store of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hvdlite.agreement import check_subset
+from hvdlite.errors import StartupError
+
+
+class Place(Protocol):
+    """Where the processes of a job leave bytes for one another. ``ranks`` and ``rank`` are what the launcher says."""
+
+    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+        """The ``data`` of every one of ``ranks``, in their order, once all have come; ``rank`` is this process's.
+
+        Args:
+            key: used once, by these ranks only.
+
+        Raises:
+            MissingError: a rank has ended, or did not come within ``timeout_s``.
+            StartupError: the place is gone.
+        """
+
+
+class MissingError(StartupError):
+    """Not all ranks have come; says which, and why."""
+
+    @classmethod
+    def of(cls, missing: Sequence[int], how: str) -> MissingError:
+        """``how`` goes on with the sentence."""
+        return cls(f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} {how}")
+
+    @classmethod
+    def late(cls, missing: Sequence[int], timeout_s: float) -> MissingError:
+        return cls.of(
+            missing,
+            f"did not come within {timeout_s:.1f} s; if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds)",
+        )
+
+
+class RendezvousRanks:
+    """A `hvdlite.agreement.Bootstrap`: ``ranks`` of the launcher, of which this process is ``rank``, at ``place``.
+
+    Args:
+        name: what no other ranks at ``place`` are called.
+        timeout_s: how long the ranks may take from here on, where they build a world.
+    """
+
+    comm = None
+
+    def __init__(self, place: Place, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+        self.rank = ranks.index(rank)
+        self.size = len(ranks)
+        self._place = place
+        self._name = name
+        self._ranks = tuple(ranks)
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._gathered = 0
+        self._subsets: Counter[tuple[int, ...]] = Counter()
+
+    def allgather(self, value: Any, /) -> list[Any]:
+        """Every rank's ``value``, by rank.
+
+        Raises:
+            StartupError: names the ranks that did not come.
+        """
+        self._gathered += 1
+        key = f"{self._name}:{self._gathered}"
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        own = self._ranks[self.rank]
+        try:
+            return [pickle.loads(d) for d in self._place.gather(key, self._ranks, own, pickle.dumps(value), left_s)]
+        except MissingError as error:
+            raise StartupError(f"rank {own} has waited in hvd.init(), but {error}") from None
+
+    def subset(self, ranks: Sequence[int], /) -> RendezvousRanks:
+        """See `hvdlite.agreement.Bootstrap`. A rank that has made the same subset before makes another one."""
+        check_subset(ranks, self.rank, self.size)
+        members = tuple(self._ranks[rank] for rank in ranks)
+        self._subsets[members] += 1
+        name = f"{self._name}/{','.join(map(str, members))}#{self._subsets[members]}"
+        return RendezvousRanks(self._place, name, members, self._ranks[self.rank], self._timeout_s)
+
+    def close(self) -> None:
+        """Nothing is held."""

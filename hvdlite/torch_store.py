@@ -1,0 +1,71 @@
+"""Where the ranks of torchrun meet, and of whoever else sets MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from hvdlite.errors import StartupError
+from hvdlite.launched import Launched
+from hvdlite.rendezvous import MissingError
+
+_TRIES_SHARE = 1 / 3  # torch tries to connect once more, after up to twice as long as it has tried before
+
+
+class InStore:
+    """A `hvdlite.rendezvous.Place` in the store that torch's own ``env://`` would take.
+
+    torchrun keeps that store itself, and a part of it for each restart of the ranks; elsewhere rank 0 does, for
+    torch.distributed too if the program uses it.
+
+    Args:
+        environ: of ``process``.
+        timeout_s: the longest wait for the store.
+
+    Raises:
+        StartupError: the store cannot be reached.
+    """
+
+    def __init__(self, process: Launched, environ: Mapping[str, str], timeout_s: float) -> None:
+        distributed: Any = importlib.import_module("torch.distributed")  # only where it is needed: it is slow to import
+        if not distributed.is_available():
+            raise StartupError("this torch was built without torch.distributed: start the ranks with hvdliterun")
+        is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        try:
+            store = distributed.TCPStore(
+                host,
+                int(port),
+                process.size,
+                process.rank == 0 and not is_agents,
+                timedelta(seconds=_TRIES_SHARE * timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise StartupError(
+                f"rank {process.rank} cannot reach the store of torch.distributed at MASTER_ADDR={host} and "
+                f"MASTER_PORT={port}, where ranks meet: {str(error).splitlines()[0].rstrip('.')}. If the start is only "
+                "slow, raise HVDLITE_START_TIMEOUT (seconds)"
+            ) from error
+        self._store = distributed.PrefixStore(f"hvdlite/{attempt}", store)
+
+    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+        """See `hvdlite.rendezvous.Place`."""
+        names = {other: f"{key}/{other}" for other in ranks}
+        try:
+            self._store.set(names[rank], data)
+            try:
+                self._store.wait(list(names.values()), timedelta(seconds=timeout_s))
+            except RuntimeError:
+                missing = [other for other in ranks if not self._store.check([names[other]])]
+                if missing:
+                    raise MissingError.late(missing, timeout_s) from None
+            return [bytes(part) for part in self._store.multi_get(list(names.values()))]
+        except StartupError:
+            raise
+        except RuntimeError as error:
+            raise StartupError(f"the store of torch.distributed, where ranks meet, is gone: {error}") from error
