@@ -226,6 +226,7 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 INSTRUCTION_SET = "HVDLITE_INSTRUCTION_SET"
 CUDA_LIBRARY = "HVDLITE_CUDA_LIBRARY"
 NCCL_LIBRARY = "HVDLITE_NCCL_LIBRARY"
+FULL_TRACEBACKS = "HVDLITE_FULL_TRACEBACKS"
 CALL_KEY = "HVDLITE_CALL_KEY"
 CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
 
@@ -233,6 +234,7 @@ OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
     CUDA_LIBRARY: "when hvdlite is imported: the CUDA driver to load, by default libcuda.so.1",
     NCCL_LIBRARY: "when hvdlite is imported: the NCCL to load, by default torch's, then a wheel's, then the system's",
+    FULL_TRACEBACKS: "when an exception is not caught: 1 shows the frames of hvdlite as well",
     CALL_KEY: "from `hvdlite.run` to its ranks: the secret by which they prove to be its own",
     CALL_ADDRESS: "from `hvdlite.run` to its ranks: where they fetch the function",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",

@@ -20,6 +20,11 @@ from hvdlite.recorder import Recorder
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+_UNEVEN = (
+    "If that rank was only done with its data, give every rank as many batches as the others "
+    "(torch.utils.data.DistributedSampler does), or call hvd.join() on every rank after its last one"
+)
+
 
 class Runtime:
     """A running hvdlite on the ranks of one communicator. Collective to build and, in effect, to close.
@@ -172,7 +177,7 @@ class Runtime:
         self.closed = True
         self.world.health.expect_end()
         self.world.close(
-            f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete",
+            f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete. {_UNEVEN}",
             "hvdlite has been shut down in this process; call hvd.init() again before other operations",
         )
         self._timeline.close()
@@ -187,6 +192,11 @@ class Runtime:
     def failure(self) -> HorovodInternalError | None:
         """Why the job failed, if it did."""
         return self.world.health.failure
+
+    @property
+    def failure_was_logged(self) -> bool:
+        """Whether the log has said why the job failed."""
+        return self.world.health.was_logged
 
     def fail(self, error: BaseException) -> None:
         """Tell every rank that this one failed."""

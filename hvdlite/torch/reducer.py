@@ -21,6 +21,7 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.recorder import NO_SPAN, Lane
+from hvdlite.torch.alike import compare_parameters
 from hvdlite.torch.arrival import Arrival
 from hvdlite.torch.assignment import Assignment
 from hvdlite.torch.bucket_maker import GradientOptions
@@ -248,6 +249,9 @@ class GradientReducer:
         """Agree on buckets for the next step, and move gradients there. Collective."""
         assignment = self._assignment
         is_first = assignment.phase is Phase.BY_REGISTRATION
+        if is_first:
+            named = [(slot.name, slot.param) for slot in self.arrival.slots]
+            compare_parameters(named, f"optimizer{assignment.number}", self._group, self.options.reduce.process_set)
         bucketing = assignment.agree_on_order()
         if is_first:
             self._tuner = start_tuning(
