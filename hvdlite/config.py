@@ -159,6 +159,9 @@ class Config:
     timeline_events: int = _setting(1 << 16, _positive(int), "TIMELINE_EVENTS")
     """Most events that a rank keeps until they are written; older ones are dropped and counted."""
 
+    metrics_port: int = _setting(0, _not_negative(int), "METRICS_PORT")
+    """Answer Prometheus on 127.0.0.1, each rank on this port plus its local rank; 0: do not listen."""
+
     stall_check_disable: bool = _setting(False, _boolean, "STALL_CHECK_DISABLE")
     """Neither report tensors that wait for ranks nor end the job for them."""
     stall_check_time_s: float = _setting(60.0, _not_negative(_number), "STALL_CHECK_TIME_SECONDS")

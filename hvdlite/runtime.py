@@ -14,6 +14,7 @@ from hvdlite.config import Config
 from hvdlite.errors import ConfigError, HorovodInternalError, ShutDownError
 from hvdlite.group import Group
 from hvdlite.job_timeline import JobTimeline
+from hvdlite.metrics import prometheus_text, serve
 from hvdlite.operations.process_sets import add_process_set_async, remove_process_set_async
 from hvdlite.recorder import Recorder
 
@@ -71,6 +72,11 @@ class Runtime:
             raise
         self.world.health.add(self._timeline)
         self.world.start()
+        self._metrics = serve(
+            self.config.metrics_port,
+            self.topology.local_rank,
+            lambda: prometheus_text(self.statistics(), self.rank, self.size),
+        )
 
     # Who we are.
 
@@ -175,6 +181,8 @@ class Runtime:
         if self.closed:
             return
         self.closed = True
+        if self._metrics is not None:
+            self._metrics.close()
         self.world.health.expect_end()
         self.world.close(
             f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete. {_UNEVEN}",
