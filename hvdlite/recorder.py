@@ -33,6 +33,7 @@ class Lane(Enum):
     ALLGATHER = "allgather"
     ALLTOALL = "alltoall"
     CYCLE = "cycle"
+    PARAMETER = "parameter"
 
 
 COMMUNICATION_LANES = frozenset(
@@ -53,7 +54,9 @@ COMMUNICATION_LANES = frozenset(
 """Where a coordinator thread is busy; negotiation is waiting for other ranks, not work."""
 
 Event = tuple[int, Lane, str, int, int, int, str]
-"""Number, lane, name, start_ns, end_ns or `INSTANT`, bytes, dtype. A plain tuple: a named one takes twice as long."""
+"""Number, lane, name, start_ns, end_ns or `INSTANT`, bytes, dtype; of a parameter its bucket in place of the dtype.
+
+A plain tuple: a named one takes twice as long."""
 
 
 class Profiler(Protocol):
@@ -81,16 +84,19 @@ class Recorder:
         max_events: most events kept until they are drained; then the oldest go, and are counted.
 
     Attributes:
+        recordings: how often `start` was called.
         profiler: gets a range for every span of the threads that it watches.
     """
 
     __slots__ = (
         "_append", "_is_recording", "_max_events", "_ring", "_seen", "_sequence", "_taken", "mark_cycles", "profiler",
+        "recordings",
     )  # fmt: skip
 
     def __init__(self, max_events: int = 1 << 16) -> None:
         self._max_events = max_events
         self._is_recording = False
+        self.recordings = 0
         self.profiler: Profiler = _NoProfiler()
         self.mark_cycles = False
         """Whether whoever runs cycles should `mark` each of them."""
@@ -109,6 +115,7 @@ class Recorder:
         """Record from now on, into an empty ring."""
         self._reset()
         self.mark_cycles = mark_cycles
+        self.recordings += 1
         self._is_recording = True
 
     def stop(self) -> None:

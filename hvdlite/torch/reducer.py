@@ -32,6 +32,8 @@ from hvdlite.torch.sparse import SparseReduction
 
 _requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
 
+_STEPS_WITH_PARAMETERS = 20
+
 
 class GradientReducer:
     """Reduces the gradients of ``parameters``, which may be switched by ``requires_grad`` on all ranks alike.
@@ -75,6 +77,7 @@ class GradientReducer:
         self._recount()
         self._completed = 0  # buckets of this step
         self._backward_ns = (0, 0)
+        self._shown = (0, 0)  # a recording, and the steps of it whose parameters were shown
         if self.is_distributed:
             self.arrival.watch()
         else:
@@ -134,6 +137,8 @@ class GradientReducer:
                     background=background,
                 )
             bucket.loaded = None
+            if self.recorder.enabled:
+                bucket.submitted_ns = time.monotonic_ns()
         except HorovodInternalError:
             self.reset()
             raise
@@ -181,6 +186,22 @@ class GradientReducer:
                 raise failure
             for bucket in buckets:
                 bucket.deliver()
+        if self.recorder.enabled:
+            self._show_parameters(buckets)
+
+    def _show_parameters(self, buckets: Sequence[Bucket]) -> None:
+        """In the timeline, in a row for each: in the first steps only, or they would be most of a long recording."""
+        if self._shown[0] != self.recorder.recordings:
+            self._shown = self.recorder.recordings, 0
+        recording, steps = self._shown
+        if steps < _STEPS_WITH_PARAMETERS:
+            self._shown = recording, steps + 1
+            now_ns = time.monotonic_ns()
+            for bucket in buckets:
+                for slot in bucket.slots:
+                    self.recorder.add(
+                        Lane.PARAMETER, slot.name, bucket.submitted_ns or now_ns, now_ns, slot.nbytes, bucket.name
+                    )
 
     def reset(self) -> None:
         """The end of a step, or of one that failed: no gradient has come, nothing is in flight."""
