@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 
 TOOLS = {
+    "bench": "time an operation by size: hvdliterun -np 2 python -m hvdlite bench allreduce",
+    "doctor": "examine this machine, for yourself or for a bug report: doctor --json",
     "horovod": "run a program written for Horovod, unedited: horovod train.py",
     "run": "start a script with several ranks: run -np 4 train.py",
     "timeline": "read a timeline: timeline report trace.json",

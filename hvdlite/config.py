@@ -159,6 +159,9 @@ class Config:
     timeline_events: int = _setting(1 << 16, _positive(int), "TIMELINE_EVENTS")
     """Most events that a rank keeps until they are written; older ones are dropped and counted."""
 
+    metrics_port: int = _setting(0, _not_negative(int), "METRICS_PORT")
+    """Answer Prometheus on 127.0.0.1, each rank on this port plus its local rank; 0: do not listen."""
+
     stall_check_disable: bool = _setting(False, _boolean, "STALL_CHECK_DISABLE")
     """Neither report tensors that wait for ranks nor end the job for them."""
     stall_check_time_s: float = _setting(60.0, _not_negative(_number), "STALL_CHECK_TIME_SECONDS")
@@ -226,6 +229,7 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 INSTRUCTION_SET = "HVDLITE_INSTRUCTION_SET"
 CUDA_LIBRARY = "HVDLITE_CUDA_LIBRARY"
 NCCL_LIBRARY = "HVDLITE_NCCL_LIBRARY"
+FULL_TRACEBACKS = "HVDLITE_FULL_TRACEBACKS"
 CALL_KEY = "HVDLITE_CALL_KEY"
 CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
 MEETING_POINT = "HVDLITE_MEETING_POINT"
@@ -236,6 +240,7 @@ OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
     CUDA_LIBRARY: "when hvdlite is imported: the CUDA driver to load, by default libcuda.so.1",
     NCCL_LIBRARY: "when hvdlite is imported: the NCCL to load, by default torch's, then a wheel's, then the system's",
+    FULL_TRACEBACKS: "when an exception is not caught: 1 shows the frames of hvdlite as well",
     CALL_KEY: "from `hvdlite.run` to its ranks: the secret by which they prove to be its own",
     CALL_ADDRESS: "from `hvdlite.run` to its ranks: where they fetch the function",
     MEETING_POINT: "from hvdliterun to ranks that it starts without MPI: where they meet",

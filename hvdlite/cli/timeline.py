@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hvdlite.timeline.page import PlotlyMissingError, page
 from hvdlite.timeline.report import Bucket, Report, Step, build_report
 from hvdlite.timeline.trace_file import TraceError, merge_traces, read_trace
+from hvdlite.timeline.verdict import verdict
 
 _DEFINITIONS = """\
 A step lasts from the end of one optimizer.step() to the end of the next; the first one has no known beginning.
@@ -20,6 +22,8 @@ A step lasts from the end of one optimizer.step() to the end of the next; the fi
   communication  a lane of the coordinator is busy, negotiation excluded
   exposed        the main thread waits for communication or for slower ranks
   hidden         1 - exposed / communication, not below 0
+  exposed > communication   ranks wait for one another longer than communication lasts: some rank is late
+  hidden 0 %     all of communication was waited for; nothing of it overlapped with compute
   slowest rank   the one that waits least, since the others wait for it, and by how much less
 Times are means over ranks. algbw = bytes / time. Open the file itself at https://ui.perfetto.dev.
 """
@@ -33,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
             count = merge_traces(options.out, options.parts)
             print(f"{options.out}: {count} events from {len(options.parts)} files")
         else:
-            _report(options.trace, options.json, options.steps)
-    except TraceError as error:
+            _report(options.trace, options.json, options.steps, options.html)
+    except (TraceError, PlotlyMissingError) as error:
         print(f"hvdlite timeline: {error}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -63,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--steps", type=_count, default=20, metavar="N", help="show the last N steps; 0 shows all (default: 20)"
     )
+    report.add_argument("--html", metavar="FILE", help="write a page with charts as well; needs hvdlite[report]")
     merge = commands.add_parser(
         "merge",
         help="put the files of several nodes into one",
@@ -81,8 +86,10 @@ def _count(text: str) -> int:
     return value
 
 
-def _report(path: str, as_json: bool, last: int) -> None:
+def _report(path: str, as_json: bool, last: int, html: str | None) -> None:
     report = build_report(read_trace(path))
+    if html is not None:
+        Path(html).write_text(page(os.path.basename(path), report), encoding="utf-8")
     if as_json:
         print(json.dumps({"trace": path, **dataclasses.asdict(report)}, indent=2))
     else:
@@ -99,7 +106,7 @@ def _report(path: str, as_json: bool, last: int) -> None:
 def format_report(path: str, report: Report, last: int) -> str:
     """The report as text, with the last ``last`` steps, or all for 0."""
     ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
-    lines = [f"{os.path.basename(path)}: {ranks}, {len(report.steps)} complete steps"]
+    lines = [f"{os.path.basename(path)}: {ranks}, {len(report.steps)} complete steps", verdict(report)]
     if report.dropped:
         lines.append(f"{report.dropped} events were dropped, so times are too low: raise HVDLITE_TIMELINE_EVENTS.")
     lines.append("")
@@ -115,7 +122,11 @@ def format_report(path: str, report: Report, last: int) -> str:
         header = ["step", "time ms", "compute ms", "communication ms", "exposed ms", "hidden", "slowest rank", "by ms"]
         rows = [[str(step.number), *_step_cells(step)] for step in shown]
         lines += _table(header, [*rows, ["median", *_step_cells(report.median)]], left=0)
-        lines.append("Medians are over all steps; the slowest rank is the one that was slowest most often.")
+        lines += [
+            "Medians are over all steps; the slowest rank is the one that was slowest most often.",
+            "exposed: the main thread waits; above communication, ranks wait for one another: some rank is late.",
+            "hidden: the share of communication that overlapped with compute; 0%: all of it was waited for.",
+        ]
     lines.append("")
     if report.buckets:
         lines.append(f"The costliest buckets of the whole trace ({len(report.buckets)} shown):")

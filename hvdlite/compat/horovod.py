@@ -22,9 +22,12 @@ INTERFACE = "0.28.1"  # the Horovod whose interface this is; programs compare it
 MODULES: dict[str, tuple[str, ...]] = {
     "horovod": ("hvdlite",),
     "horovod.common": ("hvdlite",),
+    "horovod.common.elastic": ("hvdlite.compat.elastic", "hvdlite.errors"),
     "horovod.common.exceptions": ("hvdlite.errors",),
     "horovod.common.process_sets": ("hvdlite.torch", "hvdlite.torch.process_set"),
     "horovod.common.util": ("hvdlite.compat.common",),
+    "horovod.data": ("hvdlite.compat.data",),
+    "horovod.data.data_loader_base": ("hvdlite.compat.data",),
     "horovod.run": ("hvdlite.compat.runner",),
     "horovod.runner": ("hvdlite.compat.runner",),
     "horovod.runner.launch": ("hvdlite.compat.runner",),
@@ -36,12 +39,33 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch.compression": ("hvdlite.torch.compression",),
     "horovod.torch.elastic": ("hvdlite.torch.elastic",),
     "horovod.torch.elastic.sampler": ("hvdlite.torch.elastic",),
-    "horovod.torch.elastic.state": ("hvdlite.torch.elastic",),
+    "horovod.torch.elastic.state": ("hvdlite.torch.elastic", "hvdlite.torch.elastic.handlers"),
     "horovod.torch.functions": ("hvdlite.torch.functions", "hvdlite.torch"),
     "horovod.torch.mpi_ops": ("hvdlite.torch", "hvdlite.compat.basics"),
     "horovod.torch.optimizer": ("hvdlite.torch.optimizer", "hvdlite.torch"),
     "horovod.torch.sync_batch_norm": ("hvdlite.torch",),
 }
+
+_PYTORCH_ONLY = "hvdlite, which stands in for Horovod here, is for PyTorch only; use horovod.torch"
+_OTHER_LAUNCHERS = (
+    "hvdlite, which stands in for Horovod here, has no such launcher; start ranks with hvdliterun, or from a program "
+    "with hvdlite.run"
+)
+
+NOT_HERE = {
+    "horovod._keras": _PYTORCH_ONLY,
+    "horovod.common.basics": "of HorovodBasics hvdlite has what programs call: use the functions of horovod.torch",
+    "horovod.keras": _PYTORCH_ONLY,
+    "horovod.mxnet": _PYTORCH_ONLY,
+    "horovod.ray": _OTHER_LAUNCHERS,
+    "horovod.runner.elastic": _OTHER_LAUNCHERS,
+    "horovod.runner.gloo_run": _OTHER_LAUNCHERS,
+    "horovod.runner.mpi_run": _OTHER_LAUNCHERS,
+    "horovod.spark": _OTHER_LAUNCHERS,
+    "horovod.tensorflow.elastic": _PYTORCH_ONLY,
+    "horovod.tensorflow.keras": _PYTORCH_ONLY,
+}
+"""Modules of Horovod's that hvdlite does not have, with all below them, and what to do instead."""
 
 _ON_PATH = Path(__file__).parent / "on_path" / "horovod.py"
 
@@ -88,6 +112,10 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if name not in MODULES:
+            parts = name.split(".")
+            for count in range(len(parts), 1, -1):
+                if (reason := NOT_HERE.get(".".join(parts[:count]))) is not None:
+                    raise ModuleNotFoundError(f"no module {name}: {reason}", name=name)
             return None
         return ModuleSpec(name, self, is_package=any(other.startswith(f"{name}.") for other in MODULES))
 

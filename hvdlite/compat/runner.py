@@ -46,6 +46,7 @@ def run(
 
     Raises:
         ValueError: ``hosts`` and ``hostfile``, or ``use_gloo`` and ``use_mpi``, are given together.
+        RuntimeError: whatever a rank raised, or did not start for; `hvdlite.run` raises what the rank raised.
         StartupError: ``host_discovery_script`` is given; hosts are not discovered.
     """
     if hosts is not None and hostfile is not None:
@@ -76,4 +77,12 @@ def run(
         *(f"--{name}" for name, given in switches.items() if given),
     ]
     ranks = np if np is not None and num_proc == 1 else num_proc
-    return hvdlite.run(func, args, kwargs, ranks, hosts, options=options, executable=executable, verbose=bool(verbose))
+    try:
+        return hvdlite.run(
+            func, args, kwargs, ranks, hosts, options=options, executable=executable, verbose=bool(verbose)
+        )
+    except RuntimeError:
+        raise
+    except Exception as error:
+        # Horovod hears of the exit status only, and its users catch RuntimeError.
+        raise RuntimeError(f"a rank raised {type(error).__name__}: {error}") from error

@@ -56,6 +56,7 @@ class TraceWriter:
         self._offset_ns = offset_ns
         self._rows: dict[Lane, list[_Row]] = {}
         self._names: dict[str, str] = {}
+        self._parameters: dict[str, int] = {}
 
     def introduction(self) -> list[bytes]:
         """The first events: the name of the rank, which time of day is 0 here, and its place on the screen."""
@@ -73,14 +74,17 @@ class TraceWriter:
             # What began before the recording, or by a clock that is slightly off, begins with it.
             start = max(start_ns + self._offset_ns, 0)
             end = start if end_ns == INSTANT else max(end_ns + self._offset_ns, start)
-            thread = self._thread(lane, start, end, lines)
+            thread = (
+                self._parameter_thread(name, lines) if lane is Lane.PARAMETER else self._thread(lane, start, end, lines)
+            )
             head = f'"cat":"{lane.value}","name":{self._quoted(name)},"pid":{self._rank},"tid":{thread}'
             if end_ns == INSTANT:
                 lines.append(f'{{"ph":"i","s":"t",{head},"ts":{_us(start)}}}'.encode("ascii"))
                 continue
             args = f'"bytes":{nbytes}' if nbytes else ""
             if dtype:
-                args += f'{"," if args else ""}"dtype":{self._quoted(dtype)}'
+                key = "bucket" if lane is Lane.PARAMETER else "dtype"
+                args += f'{"," if args else ""}"{key}":{self._quoted(dtype)}'
             lines.append(
                 f'{{"ph":"X",{head},"ts":{_us(start)},"dur":{_us(end - start)},"args":{{{args}}}}}'.encode("ascii")
             )
@@ -113,6 +117,15 @@ class TraceWriter:
         lines.append(self._metadata("thread_name", row.thread, name=name))
         lines.append(self._metadata("thread_sort_index", row.thread, sort_index=row.thread))
         return row.thread
+
+    def _parameter_thread(self, name: str, lines: list[bytes]) -> int:
+        """A row for each parameter, whatever overlaps."""
+        thread = self._parameters.get(name)
+        if thread is None:
+            thread = self._parameters[name] = _LANE_NUMBER[Lane.PARAMETER] * _ROWS_PER_LANE + len(self._parameters)
+            lines.append(self._metadata("thread_name", thread, name=name[:_NAME_CHARACTERS]))
+            lines.append(self._metadata("thread_sort_index", thread, sort_index=thread))
+        return thread
 
     def _metadata(self, kind: str, thread: int, **args: str | int) -> bytes:
         return _line({"ph": "M", "name": kind, "pid": self._rank, "tid": thread, "args": args})

@@ -12,9 +12,12 @@ How the numbers are defined:
   rank.
 - Slowest rank: the one that waits least, since the others wait for it. It is behind by what the others wait longer.
 
-All are means over ranks, except the slowest one. A bucket's time is the time in which a coordinator lane works on it,
-its bytes the most that any lane handled; both are totals over the trace, means over the ranks that took part.
-algbw = bytes / time, as nccl-tests define it.
+- Phases of a rank's step, which add up to it: exposed communication; backward, from the first gradient to the last; the
+  wrapped optimizer's step; and the rest, which is forward, data and the beginning of backward.
+
+All are means over ranks, except the slowest one and what is told by rank. A bucket's time is the time in which a
+coordinator lane works on it, its bytes the most that any lane handled; both are totals over the trace, means over the
+ranks that took part. algbw = bytes / time, as nccl-tests define it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,22 @@ _COMMUNICATION = frozenset(lane.value for lane in COMMUNICATION_LANES)
 
 
 @dataclass(frozen=True)
+class RankStep:
+    """What one rank did in a step; times in ms. The first four add up to the step."""
+
+    rank: int
+    backward_ms: float
+    exposed_ms: float
+    optimizer_ms: float
+    rest_ms: float
+    communication_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.backward_ms + self.exposed_ms + self.optimizer_ms + self.rest_ms
+
+
+@dataclass(frozen=True)
 class Step:
     """One training step; times in ms."""
 
@@ -48,6 +67,8 @@ class Step:
     slowest_rank: int | None
     """None for a single rank."""
     behind_ms: float | None
+    ranks: tuple[RankStep, ...]
+    """Those that took part, in order."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +80,8 @@ class Bucket:
     nbytes: int
     algbw_gbps: float
     """10^9 bytes per second."""
+    parameters: tuple[str, ...]
+    """Whose gradients were in it, where it is one of DistributedOptimizer's."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +117,14 @@ class BusyTime:
     def within(self, start: int, end: int) -> int:
         return self._until(end) - self._until(start)
 
+    def pieces(self, start: int, end: int) -> Iterable[tuple[int, int]]:
+        """Its spans between ``start`` and ``end``, ascending, cut off there."""
+        first = bisect_right(self._ends, start)
+        for low, high in zip(self._starts[first:], self._ends[first:], strict=True):
+            if low >= end:
+                return
+            yield max(low, start), min(high, end)
+
     def _until(self, time: int) -> int:
         index = bisect_right(self._starts, time)
         if index == 0:
@@ -108,6 +139,15 @@ class _RankTrace:
     step_ends: list[int]
     waiting: BusyTime
     communicating: BusyTime
+    backward: BusyTime
+    optimizing: BusyTime
+
+    def during(self, rank: int, period: tuple[int, int]) -> RankStep:
+        exposed, communication, backward, optimizer = (
+            busy.within(*period) / 1e6 for busy in (self.waiting, self.communicating, self.backward, self.optimizing)
+        )
+        rest = max((period[1] - period[0]) / 1e6 - exposed - backward - optimizer, 0.0)
+        return RankStep(rank, backward, exposed, optimizer, rest, communication)
 
 
 def build_report(trace: Mapping[str, Any]) -> Report:
@@ -115,7 +155,9 @@ def build_report(trace: Mapping[str, Any]) -> Report:
     waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
     communication: dict[int, list[tuple[int, int]]] = defaultdict(list)
     step_ends: dict[int, list[int]] = defaultdict(list)
+    phases: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     named: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
+    parameters: dict[str, dict[str, None]] = defaultdict(dict)
     handled: dict[tuple[int, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     ranks = set()
     dropped = 0
@@ -131,14 +173,23 @@ def build_report(trace: Mapping[str, Any]) -> Report:
         span = (start, start + round(event["dur"] * 1000))
         if lane == Lane.WAIT.value:
             waits[rank].append(span)
-        elif lane == Lane.OPTIMIZER.value and name == STEP_NAME:
-            step_ends[rank].append(span[1])
+        elif lane in (Lane.OPTIMIZER.value, Lane.BACKWARD.value):
+            phases[rank, lane].append(span)
+            if name == STEP_NAME:
+                step_ends[rank].append(span[1])
+        elif lane == Lane.PARAMETER.value:
+            parameters[event["args"]["bucket"]][name] = None
         elif lane in _COMMUNICATION:
             communication[rank].append(span)
             named[rank, name].append(span)
             handled[rank, name][lane] += event["args"].get("bytes", 0)
     traces = {
-        rank: _RankTrace(sorted(step_ends[rank]), BusyTime(waits[rank]), BusyTime(communication[rank]))
+        rank: _RankTrace(
+            sorted(step_ends[rank]),
+            BusyTime(waits[rank]),
+            BusyTime(communication[rank]),
+            *(_outside(phases[rank, lane.value], waits[rank]) for lane in (Lane.BACKWARD, Lane.OPTIMIZER)),
+        )
         for rank in sorted(ranks)
     }
     steps = tuple(_steps(traces))
@@ -147,8 +198,20 @@ def build_report(trace: Mapping[str, Any]) -> Report:
         dropped=dropped,
         steps=steps,
         median=_median(steps) if steps else None,
-        buckets=tuple(_buckets(named, handled)[:BUCKETS_SHOWN]),
+        buckets=tuple(_buckets(named, handled, parameters)[:BUCKETS_SHOWN]),
     )
+
+
+def _outside(spans: Sequence[tuple[int, int]], others: Iterable[tuple[int, int]]) -> BusyTime:
+    """The time in ``spans`` in which nothing of ``others`` is under way."""
+    busy = BusyTime(others)
+    pieces = []
+    for start, end in spans:
+        for low, high in busy.pieces(start, end):
+            pieces.append((start, low))
+            start = high
+        pieces.append((start, end))
+    return BusyTime(pieces)
 
 
 def _steps(traces: Mapping[int, _RankTrace]) -> Iterable[Step]:
@@ -174,16 +237,15 @@ def _nearest_period(ends: Sequence[int], end: int) -> tuple[int, int] | None:
 
 
 def _step(number: int, traces: Mapping[int, _RankTrace], periods: Mapping[int, tuple[int, int]]) -> Step:
+    ranks = tuple(traces[rank].during(rank, period) for rank, period in periods.items())
     step_ms = statistics.fmean(end - begin for begin, end in periods.values()) / 1e6
-    communication_ms = (
-        statistics.fmean(traces[rank].communicating.within(*period) for rank, period in periods.items()) / 1e6
-    )
-    waits_ms = {rank: traces[rank].waiting.within(*period) / 1e6 for rank, period in periods.items()}
-    exposed_ms = statistics.fmean(waits_ms.values())
+    communication_ms = statistics.fmean(each.communication_ms for each in ranks)
+    exposed_ms = statistics.fmean(each.exposed_ms for each in ranks)
     slowest = behind_ms = None
-    if len(waits_ms) > 1:
-        slowest = min(waits_ms, key=lambda rank: waits_ms[rank])
-        behind_ms = statistics.fmean(wait for rank, wait in waits_ms.items() if rank != slowest) - waits_ms[slowest]
+    if len(ranks) > 1:
+        least = min(ranks, key=lambda each: each.exposed_ms)
+        slowest = least.rank
+        behind_ms = statistics.fmean(each.exposed_ms for each in ranks if each is not least) - least.exposed_ms
     return Step(
         number=number,
         step_ms=step_ms,
@@ -193,6 +255,7 @@ def _step(number: int, traces: Mapping[int, _RankTrace], periods: Mapping[int, t
         hidden_share=max(1 - exposed_ms / communication_ms, 0.0) if communication_ms else None,
         slowest_rank=slowest,
         behind_ms=behind_ms,
+        ranks=ranks,
     )
 
 
@@ -209,11 +272,26 @@ def _median(steps: Sequence[Step]) -> Step:
         hidden_share=statistics.median(hidden) if hidden else None,
         slowest_rank=statistics.mode(slowest) if slowest else None,
         behind_ms=statistics.median(behind) if behind else None,
+        ranks=tuple(_median_of_rank(rank, steps) for rank in sorted({each.rank for s in steps for each in s.ranks})),
+    )
+
+
+def _median_of_rank(rank: int, steps: Sequence[Step]) -> RankStep:
+    own = [each for step in steps for each in step.ranks if each.rank == rank]
+    return RankStep(
+        rank,
+        statistics.median(each.backward_ms for each in own),
+        statistics.median(each.exposed_ms for each in own),
+        statistics.median(each.optimizer_ms for each in own),
+        statistics.median(each.rest_ms for each in own),
+        statistics.median(each.communication_ms for each in own),
     )
 
 
 def _buckets(
-    named: Mapping[tuple[int, str], Sequence[tuple[int, int]]], handled: Mapping[tuple[int, str], Mapping[str, int]]
+    named: Mapping[tuple[int, str], Sequence[tuple[int, int]]],
+    handled: Mapping[tuple[int, str], Mapping[str, int]],
+    parameters: Mapping[str, Iterable[str]],
 ) -> list[Bucket]:
     """All buckets, the costliest first."""
     times: dict[str, list[int]] = defaultdict(list)
@@ -225,5 +303,13 @@ def _buckets(
     buckets = []
     for name, rank_times in times.items():
         total_ns, nbytes = statistics.fmean(rank_times), statistics.fmean(sizes[name])
-        buckets.append(Bucket(name, total_ns / 1e6, round(nbytes), nbytes / total_ns if total_ns else 0.0))
+        buckets.append(
+            Bucket(
+                name,
+                total_ns / 1e6,
+                round(nbytes),
+                nbytes / total_ns if total_ns else 0.0,
+                tuple(parameters.get(name, ())),
+            )
+        )
     return sorted(buckets, key=lambda bucket: -bucket.total_ms)

@@ -15,6 +15,7 @@ import torch
 
 from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.adasum import check_adasum
+from hvdlite.torch.alike import compare_parameters
 from hvdlite.torch.allreduce import allreduce, allreduce_, allreduce_async
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.reduce_options import Adasum, Max
@@ -30,6 +31,8 @@ class AdasumOptimizer(WrappedOptimizer):
     """
 
     _hvd_numbered: tuple[object, int] = (None, 0)  # (group, number of this optimizer there)
+
+    _hvd_compared: object = None  # the group whose ranks' parameters were compared
 
     def synchronize(self) -> None:
         """Nothing: there is nothing to wait for before step()."""
@@ -58,6 +61,9 @@ class AdasumOptimizer(WrappedOptimizer):
         if process_set.size() == 1:
             return self._hvd_step_inside(recorder, kwargs)
         named = parameters_of(self.param_groups, self._hvd_arguments["named_parameters"])
+        if self._hvd_compared is not process_set.group():
+            self._hvd_compared = process_set.group()
+            compare_parameters(named, prefix, process_set.group(), process_set)
         starts = [parameter.detach().clone() for _, parameter in named]
         result = self._hvd_step_inside(recorder, kwargs)
         with torch.no_grad():

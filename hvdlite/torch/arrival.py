@@ -20,6 +20,10 @@ from hvdlite.errors import UsageError
 from hvdlite.torch.gradients import Bucket, Slot
 
 
+class _Notes(list[torch.Tensor]):
+    """Parameters whose gradients have come. Its `append` is a hook, by which another `Arrival` knows it."""
+
+
 class Arrival:
     """Counts the gradients of ``slots``, from the first of a step to its end.
 
@@ -46,7 +50,7 @@ class Arrival:
         self._hooks: list[RemovableHandle] = []
         self._expected: list[Slot] = []  # of the only bucket, in the order in which gradients should come
         self._inner_parameters: list[torch.Tensor] = []  # of all but the first and the last of `_expected`
-        self._noted: list[torch.Tensor] = []  # inner parameters whose gradients have come, but are not counted yet
+        self._noted = _Notes()  # inner parameters whose gradients have come, but are not counted yet
         self._came_as_expected = False  # all gradients, so that inner slots were not counted one by one
         self._is_paused = False
 
@@ -121,12 +125,34 @@ class Arrival:
         """Whether hooks were registered for an only bucket."""
         return bool(self._expected)
 
+    def shared_parameter(self) -> str | None:
+        """The name of a parameter whose gradients another one counts as well: that of a second optimizer."""
+        for slot in self.slots:
+            hooks = getattr(slot.param, "_post_accumulate_grad_hooks", None) or {}
+            for hook in hooks.values():
+                owner = getattr(getattr(hook, "func", hook), "__self__", None)
+                if isinstance(owner, Arrival | _Notes) and owner is not self and owner is not self._noted:
+                    return slot.name
+        return None
+
     def _hook(self, slot: Slot, hook: Callable[[torch.Tensor], None]) -> None:
         param = slot.param
         switched_on = param.requires_grad
         param.requires_grad_(True)  # torch refuses hooks otherwise, and keeps them when it is switched off
         self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         param.requires_grad_(switched_on)
+
+    def check_only_owner(self) -> None:
+        """Raises:
+        UsageError: a second DistributedOptimizer has parameters of this one's.
+        """
+        name = self.shared_parameter()
+        if name is not None:
+            raise UsageError(
+                f"two DistributedOptimizers have the parameter '{name}': each reduces its gradients, and one of them "
+                "was not stepped. Keep one for all steps; or delete the first before you make a second one (del "
+                "optimizer, and whatever else refers to it, such as learning rate schedulers)."
+            )
 
     # In backward.
 
@@ -142,6 +168,7 @@ class Arrival:
         if slot.passes_left > 0:
             return
         if slot.passes_left < 0:
+            self.check_only_owner()
             raise UsageError(
                 f"the gradient of '{slot.name}' was computed {self._passes - slot.passes_left} times before "
                 f"optimizer.step(), but backward_passes_per_step is {self._passes}. Pass a larger one to "

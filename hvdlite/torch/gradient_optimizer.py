@@ -170,6 +170,7 @@ class GradientOptimizer(WrappedOptimizer):
             UsageError: called between backward() and step(), when gradients are on their way.
         """
         if self._hvd_reducer.arrival.has_pending:
+            self._hvd_reducer.arrival.check_only_owner()
             raise UsageError(
                 "optimizer.zero_grad() was called between loss.backward() and optimizer.step(), when gradients are on "
                 "their way to other ranks. Call optimizer.synchronize() first, on every rank."

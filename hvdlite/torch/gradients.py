@@ -211,11 +211,13 @@ class Bucket(ABC):
         missing: how many of the active slots have no complete gradient yet; kept by `Arrival`.
         loaded: the gradients as `load` found them, until the bucket is submitted.
         pending: the operation, from submission to the end of the step.
+        submitted_ns: when, while a timeline is recorded.
     """
 
     home: Home | None = None
     loaded: Any = None
     pending: UnderWay | None = None
+    submitted_ns = 0
 
     def __init__(self, name: str, slots: Sequence[Slot]) -> None:
         self.name = name

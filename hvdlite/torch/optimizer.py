@@ -16,6 +16,7 @@ from hvdlite.torch.adasum_optimizer import AdasumOptimizer
 from hvdlite.torch.bucket_maker import GradientOptions
 from hvdlite.torch.compression import AnyCompressor, Compression
 from hvdlite.torch.gradient_optimizer import GradientOptimizer
+from hvdlite.torch.other_wrappers import check_unwrapped
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.reduce_options import Adasum, Average, check_op, reduce_options
 from hvdlite.torch.reducer import GradientReducer
@@ -64,7 +65,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
     Raises:
         UsageError: ``op`` is none of ours.
-        ValueError: another argument makes no sense; names it and the way out.
+        ValueError: another argument makes no sense, ``optimizer`` was wrapped before, or its parameters belong to a
+            DistributedDataParallel or FullyShardedDataParallel module; names it and the way out.
         NotInitializedError: hvdlite does not run; call hvd.init() first.
         NotImplementedError: `Adasum` with a number of ranks that is no power of two, or not on the global process set.
     """
@@ -83,10 +85,14 @@ class DistributedOptimizer(WrappedOptimizer):
         process_set: ProcessSet = global_process_set,
     ) -> Any:
         if isinstance(optimizer, DistributedOptimizer):
-            raise ValueError("optimizer is a DistributedOptimizer already; wrap it only once")
+            raise ValueError(
+                "the optimizer is a hvd.DistributedOptimizer already, and would reduce every gradient twice; pass the "
+                "options to the first hvd.DistributedOptimizer(...), and leave the second one out"
+            )
         if num_groups:
             warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=2)
             groups = num_groups if groups is None else groups
+        check_unwrapped(parameter for group in optimizer.param_groups for parameter in group["params"])
         named = None if named_parameters is None else check_named_parameters(named_parameters)
         parameters = parameters_of(optimizer.param_groups, named)
         checked_op = check_op(op)

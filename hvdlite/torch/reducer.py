@@ -21,6 +21,7 @@ from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.recorder import NO_SPAN, Lane
+from hvdlite.torch.alike import compare_parameters
 from hvdlite.torch.arrival import Arrival
 from hvdlite.torch.assignment import Assignment
 from hvdlite.torch.bucket_maker import GradientOptions
@@ -30,6 +31,8 @@ from hvdlite.torch.gradients import Bucket, Slot
 from hvdlite.torch.sparse import SparseReduction
 
 _requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
+
+_STEPS_WITH_PARAMETERS = 20
 
 
 class GradientReducer:
@@ -74,6 +77,7 @@ class GradientReducer:
         self._recount()
         self._completed = 0  # buckets of this step
         self._backward_ns = (0, 0)
+        self._shown = (0, 0)  # a recording, and the steps of it whose parameters were shown
         if self.is_distributed:
             self.arrival.watch()
         else:
@@ -133,6 +137,8 @@ class GradientReducer:
                     background=background,
                 )
             bucket.loaded = None
+            if self.recorder.enabled:
+                bucket.submitted_ns = time.monotonic_ns()
         except HorovodInternalError:
             self.reset()
             raise
@@ -180,6 +186,22 @@ class GradientReducer:
                 raise failure
             for bucket in buckets:
                 bucket.deliver()
+        if self.recorder.enabled:
+            self._show_parameters(buckets)
+
+    def _show_parameters(self, buckets: Sequence[Bucket]) -> None:
+        """In the timeline, in a row for each: in the first steps only, or they would be most of a long recording."""
+        if self._shown[0] != self.recorder.recordings:
+            self._shown = self.recorder.recordings, 0
+        recording, steps = self._shown
+        if steps < _STEPS_WITH_PARAMETERS:
+            self._shown = recording, steps + 1
+            now_ns = time.monotonic_ns()
+            for bucket in buckets:
+                for slot in bucket.slots:
+                    self.recorder.add(
+                        Lane.PARAMETER, slot.name, bucket.submitted_ns or now_ns, now_ns, slot.nbytes, bucket.name
+                    )
 
     def reset(self) -> None:
         """The end of a step, or of one that failed: no gradient has come, nothing is in flight."""
@@ -248,6 +270,9 @@ class GradientReducer:
         """Agree on buckets for the next step, and move gradients there. Collective."""
         assignment = self._assignment
         is_first = assignment.phase is Phase.BY_REGISTRATION
+        if is_first:
+            named = [(slot.name, slot.param) for slot in self.arrival.slots]
+            compare_parameters(named, f"optimizer{assignment.number}", self._group, self.options.reduce.process_set)
         bucketing = assignment.agree_on_order()
         if is_first:
             self._tuner = start_tuning(

@@ -38,8 +38,14 @@ def init(
     if not hvdlite.is_initialized():
         hvdlite.init(comm, versions={"torch": torch.__version__})
         global_process_set.mpi_comm = None if comm is None or isinstance(comm, Sequence) else comm
+    _show_in_profiler()
     if process_sets:
         _register(process_sets)
+
+
+def _show_in_profiler() -> None:
+    """Let torch.profiler show what the timeline does: waits, and reductions on the threads that it profiles."""
+    hvdlite.runtime().recorder.profiler = torch.autograd.profiler  # type: ignore[assignment]
 
 
 def _register(process_sets: Sequence[ProcessSet]) -> None:
@@ -90,6 +96,7 @@ def restart() -> None:
     """
     sets = hvdlite.runtime().process_sets()
     hvdlite.restart()
+    _show_in_profiler()
     runtime = hvdlite.runtime()
     for wanted, ranks in sets.items():
         if wanted == 0:

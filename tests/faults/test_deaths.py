@@ -57,7 +57,8 @@ def test_an_exception_is_shown_by_the_others(victim: int, machines: str) -> None
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_rank_that_leaves_early_ends_the_job(victim: int) -> None:
     result = run(DEATHS, "exit", str(victim), machines="0011")
-    check_end(result, "ShutDownError", f"rank {victim} has shut down hvdlite (its process ended)")
+    reason = f"rank {victim} has shut down hvdlite (its process ended)"
+    check_end(result, "ShutDownError", reason, "hvd.join()", "DistributedSampler")
 
 
 @pytest.mark.parametrize(("victim", "kind"), [(2, "_exit"), (1, "SIGSEGV")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -130,3 +131,13 @@ def test_the_readmes_commands_as_printed() -> None:
     done = subprocess.run(shell, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(line for line in lines if not line.startswith("$ "))
+
+
+def test_the_doctor_runs_two_ranks() -> None:
+    command = [sys.executable, "-m", "hvdlite", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["check"]
+    assert found["wrong elements"] == 0
+    assert found["allreduce GB/s"] > 0
+    assert found["memcpy GB/s"] > 0

@@ -93,3 +93,26 @@ def test_a_call_of_another_rank_does_nothing(directory: Path) -> None:
         hvd.start_timeline(str(directory / "other.json"))
     hvd.barrier()
     assert not hvdlite.runtime().recorder.enabled
+
+
+def test_a_row_for_every_parameter_names_its_bucket(directory: Path) -> None:
+    """In the first steps of a recording."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    hvd.start_timeline(str(directory / "parameters.json"))
+    hvd.barrier()
+    for _ in range(23):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    hvd.stop_timeline()
+    if hvd.rank() != 0 or hvd.size() == 1:
+        return
+    events = [event for event in events_of(directory / "parameters.json") if event.get("cat") == "parameter"]
+    for rank in range(hvd.size()):
+        own = [event for event in events if event["pid"] == rank]
+        assert len(own) == 20 * 4
+        assert {event["name"] for event in own} == {name for name, _ in model.named_parameters()}
+        assert len({event["tid"] for event in own}) == 4
+        assert all(".bucket" in event["args"]["bucket"] for event in own)

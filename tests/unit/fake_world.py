@@ -191,6 +191,8 @@ class FakeWorld:
         self.group = Group(self)  # type: ignore[arg-type]
         self.runtime = SimpleNamespace(
             world=self,
+            rank=0,
+            recorder=self.recorder,
             group=self.group,
             groups={0: self.group},
             choice=None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ import hvdlite
 import hvdlite.torch as hvd
 from fake_world import Universe
 from hvdlite.errors import CollectiveError, MismatchError, NotInitializedError, RankFailedError, UsageError
+from hvdlite.recorder import Recorder
 from hvdlite.torch import startup
+from hvdlite.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
 
 World = Callable[[int, int], None]
 
@@ -412,6 +415,7 @@ def test_process_sets_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self) -> None:
             self.numbers = 0
             self.members = {0: [0, 1, 2, 3]}
+            self.recorder = Recorder()
 
         def add_group(self, ranks: Sequence[int]) -> tuple[int, None]:
             assert list(ranks) not in self.members.values()
@@ -437,3 +441,53 @@ def test_process_sets_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(starts) == 2
     assert list(starts[1].members.items()) == [(0, [0, 1, 2, 3]), (3, [1, 2]), (5, [3])]
     assert starts[1].add_group([0])[0] == 6
+
+
+class Counter:
+    """Of a type that nobody else knows how to save."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lock = threading.Lock()  # which cannot be copied
+
+
+class CounterHandler(StateHandler):
+    synced = 0
+
+    def __init__(self, value: Counter) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self.saved = self.value.count
+
+    def restore(self) -> None:
+        self.value.count = self.saved
+
+    def sync(self) -> None:
+        CounterHandler.synced += 1
+
+
+def test_a_handler_for_a_type_of_one_s_own(universe: Universe) -> None:
+    before = get_handler_registry()
+    set_handler_registry([*before, (Counter, CounterHandler)])
+    try:
+        state = hvd.elastic.TorchState(counter=Counter(), epoch=0)
+    finally:
+        set_handler_registry(before)
+    state.counter.count, state.epoch = 5, 1
+    state.restore()
+    assert (state.counter.count, state.epoch) == (0, 0)
+    state.counter.count = 3
+    state.save()
+    state.counter.count = 9
+    state.restore()
+    assert state.counter.count == 3
+    state.counter = Counter()  # another one, which is saved as it is
+    state.counter.count = 8
+    state.restore()
+    assert state.counter.count == 0
+    universe.start(2)
+    state.sync()
+    assert CounterHandler.synced == 1
+    assert hvd.elastic.TorchState(epoch=1).epoch == 1

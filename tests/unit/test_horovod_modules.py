@@ -6,12 +6,16 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import hvdlite
+import hvdlite.torch as hvd
 from hvdlite.compat import runner
+from hvdlite.compat.data import AsyncDataLoaderMixin, BaseDataLoader
 from hvdlite.errors import ConfigError
 
 START = [sys.executable, "-m", "hvdlite", "horovod"]
@@ -71,13 +75,19 @@ without_tensorflow.init()
 sets = without_tensorflow.mpi_ops._basics._get_process_set_ids_and_ranks()
 assert sets == hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0]}
 assert not hasattr(without_tensorflow, "allreduce") and not hasattr(without_tensorflow, "DistributedOptimizer")
-assert importlib.util.find_spec("horovod.mxnet") is None
-try:
-    import horovod.mxnet
-except ModuleNotFoundError as error:
-    assert error.name == "horovod.mxnet"
-else:
-    raise AssertionError
+assert importlib.util.find_spec("horovod.no_such") is None
+for module, words in [("mxnet", "PyTorch only"), ("spark.torch", "hvdlite.run"), ("ray", "hvdliterun")]:
+    try:
+        importlib.import_module(f"horovod.{module}")
+    except ModuleNotFoundError as error:
+        assert error.name.startswith("horovod.") and words in str(error), error
+    else:
+        raise AssertionError
+from horovod.common.elastic import ObjectState, State, run_fn
+from horovod.common.util import _cache, check_installed_version, get_average_backwards_compatibility_fun
+from horovod.common.util import is_version_greater_equal_than
+from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
+from horovod.torch.elastic.state import StateHandler, TorchState, get_handler_registry, set_handler_registry
 try:
     hvd.no_such_name
 except AttributeError as error:
@@ -215,8 +225,6 @@ def test_no_such_script() -> None:
 
 
 def test_builds_before_init() -> None:
-    import hvdlite.torch as hvd
-
     assert hvd.mpi_built() is True
     assert (hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()) == (False,) * 4
     assert (hvd.cuda_built(), hvd.rocm_built()) == (True, False)
@@ -246,6 +254,128 @@ def test_arguments_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
         "--min-num-proc=1",
         "--blacklist-cooldown-range=60,300",
     ]
+
+
+def test_a_rank_s_exception_is_a_runtime_error_as_in_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(hvdlite, "run", fail)
+    error: Exception = ValueError("the loss is not a number")
+    with pytest.raises(RuntimeError, match="a rank raised ValueError: the loss is not a number") as caught:
+        runner.run(print)
+    assert caught.value.__cause__ is error
+    error = hvdlite.RankFailedError(1, "rank 1 died")
+    with pytest.raises(hvdlite.RankFailedError):
+        runner.run(print)
+
+
+def test_average_and_op() -> None:
+    from hvdlite.compat.common import get_average_backwards_compatibility_fun
+
+    chosen = get_average_backwards_compatibility_fun(hvd)
+    assert chosen(None, None) is hvd.Average
+    assert chosen(hvd.Max, None) is hvd.Max
+    with pytest.warns(DeprecationWarning, match="average is deprecated"):
+        assert chosen(None, False) is hvd.Sum
+    with pytest.warns(DeprecationWarning, match="pass op"):
+        assert chosen(None, True) is hvd.Average
+    with pytest.raises(ValueError, match="both given"):
+        chosen(hvd.Sum, True)
+
+
+def test_versions() -> None:
+    from hvdlite.compat.common import check_installed_version, is_version_greater_equal_than
+
+    for version, target, expected in [
+        ("2.13.0+cpu", "2.9.0", True), ("2.9", "2.9.0", True), ("2.9.0rc1", "2.9.0", False), ("2.8.9", "2.9.0", False),
+        ("3.0.0.dev1", "2.9.0", True), ("v2.9.1", "2.9.0", True),
+    ]:  # fmt: skip
+        assert is_version_greater_equal_than(version, target) is expected, version
+    for wrong in [("2.9.0", "2.9"), (2, "2.9.0"), ("new", "2.9.0")]:
+        with pytest.raises(ValueError, match="version"):
+            is_version_greater_equal_than(*wrong)  # type: ignore[arg-type]
+    check_installed_version("torch", metadata.version("torch"))
+    with pytest.warns(UserWarning, match="torch: version 1.0 runs, but"):
+        check_installed_version("torch", "1.0")
+    cause = ImportError("no symbol")
+    with pytest.raises(hvdlite.HorovodVersionMismatchError, match="torch: version 1.0 runs") as caught:
+        check_installed_version("torch", "1.0", cause)
+    assert caught.value.__cause__ is cause
+
+
+def test_a_cache_calls_once() -> None:
+    from hvdlite.compat.common import _cache
+
+    calls = []
+    cached = _cache(lambda x, y=0: calls.append((x, y)) or x + y)
+    assert (cached(1), cached(1), cached(1, y=2)) == (1, 1, 3)
+    assert calls == [(1, 0), (1, 2)]
+
+
+class Batches(BaseDataLoader):
+    def __init__(self, batches: list[int], error: Exception | None = None) -> None:
+        self.batches, self.error = batches, error
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def _iterate(self) -> Iterator[int]:
+        yield from self.batches
+        if self.error is not None:
+            raise self.error
+
+    def _process_batch(self, batch: int) -> int:
+        return -batch
+
+
+class AsyncBatches(AsyncDataLoaderMixin, Batches):
+    pass
+
+
+@pytest.mark.parametrize("size", [0, 1, 5])
+def test_batches_of_a_thread(size: int) -> None:
+    loader = AsyncBatches(size, [1, 2, 3])
+    assert [list(loader) for _ in range(3)] == [[-1, -2, -3]] * 3
+    loader.close_async_loader()
+    loader.close_async_loader()
+    assert not loader.thread.is_alive()
+    assert len(loader) == 3
+
+
+def test_what_a_loader_raises_comes_out_and_a_full_one_can_be_closed() -> None:
+    failing = AsyncBatches(1, [1], error=ValueError("of the data"))
+    with pytest.raises(ValueError, match="of the data"):
+        list(failing)
+    failing.close_async_loader()
+    full = AsyncBatches(1, [1, 2, 3])
+    assert next(iter(full)) == -1
+    full.close_async_loader()
+    assert not full.thread.is_alive()
+
+
+def test_the_elastic_loop_with_functions_of_one_s_own() -> None:
+    from hvdlite.compat.elastic import ObjectState, run_fn
+
+    resets: list[int] = []
+    state = ObjectState(lambda values: dict(values), lambda: 0, batch=0)
+
+    def train(state: ObjectState) -> int:
+        state.batch += 1
+        if len(resets) < 2:
+            raise hvdlite.HorovodInternalError("a collective failed")
+        return state.batch
+
+    assert run_fn(train, lambda: resets.append(1))(state) == 1  # each time from the last commit
+    assert len(resets) == 2
+
+    def die(state: ObjectState) -> None:
+        state.batch = 7
+        raise hvdlite.RankFailedError(1, "rank 1 died")
+
+    with pytest.raises(hvdlite.RankFailedError):
+        run_fn(die, lambda: resets.append(1))(state)
+    assert state.batch == 1
 
 
 def test_small_functions() -> None:

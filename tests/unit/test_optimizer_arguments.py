@@ -123,6 +123,46 @@ def test_parameters_that_cannot_travel() -> None:
             hvd.DistributedOptimizer(optimizer)
 
 
+def test_parameters_of_a_ddp_module_are_refused(model: torch.nn.Module) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapper = torch.nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(ValueError, match="wrapped by torch's DistributedDataParallel, which .* Use one of the two"):
+            wrap(model)
+        wrap(torch.nn.Linear(2, 2))  # another model's
+        del wrapper
+        wrap(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_optimizer_is_wrapped_once(model: torch.nn.Module) -> None:
+    optimizer = wrap(model)
+    with pytest.raises(
+        ValueError, match=r"is a hvd\.DistributedOptimizer already, and would reduce every gradient twice"
+    ):
+        hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
+
+
+def test_two_optimizers_of_one_model(model: torch.nn.Module) -> None:
+    """While both live, and one of them is not stepped."""
+    first = wrap(model, named_parameters=model.named_parameters())
+    second = wrap(model, named_parameters=model.named_parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    second.step()
+    words = r"two DistributedOptimizers have the parameter '0\.weight'.*Keep one for all steps; or delete the first"
+    with pytest.raises(UsageError, match=words):
+        first.zero_grad()
+    with pytest.raises(UsageError, match=words):
+        model(torch.ones(1, 3)).sum().backward()
+    del first
+    second = wrap(model)
+    for _ in range(3):
+        second.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        second.step()
+
+
 def test_parameters_that_fsdp_has_sharded_are_refused(model: torch.nn.Module) -> None:
     """They, and their gradients, have no memory of their own."""
     from torch.distributed.fsdp import fully_shard  # slow
@@ -130,7 +170,7 @@ def test_parameters_that_fsdp_has_sharded_are_refused(model: torch.nn.Module) ->
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match=r"parameter '0\.weight': a DTensor without .*; FSDP reduces"):
+        with pytest.raises(ValueError, match=r"wrapped by torch's fully_shard\(\), which .* Use one of the two"):
             wrap(model, named_parameters=model.named_parameters())
         with pytest.raises(ValueError, match=r"'t': a DTensor without memory of its own; pass tensor\.to_local\(\)"):
             hvd.allreduce(model[0].weight, name="t")

@@ -196,7 +196,9 @@ def test_whatever_else_the_page_names_exists() -> None:
         if variable and variable[0] not in ("HVDLITE_X", "HOROVOD_X"):
             assert variable[0] in VARIABLES | not_here | build, span
         for option in re.findall(r"(?:^| )(-{1,2}[a-zA-Z][\w-]*)", span):
-            known = BY_NAME.keys() | run._WITH_ARGUMENT | run._SWITCHES | mpiruns | {"m", "epochs"}
+            known = (
+                BY_NAME.keys() | run._WITH_ARGUMENT | run._SWITCHES | mpiruns | {"m", "epochs", "install", "uninstall"}
+            )
             assert option.lstrip("-") in known, span
         path = re.match(r"(hvd|hvdlite)((?:\.\w+)+)", span)
         if path:

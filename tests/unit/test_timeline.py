@@ -333,3 +333,15 @@ def test_a_file_that_vanishes_is_logged_once(tmp_path: Path, caplog: pytest.LogC
         timeline.flush_and_close()
     assert caplog.text.count("No such file") == 1
     assert not recorder.enabled
+
+
+def test_a_row_for_every_parameter() -> None:
+    """With the bucket in which its gradient travels, also where these overlap in part."""
+    writer = TraceWriter(0, 0, 0)
+    spans = [("fc.weight", 10, 30, "bucket0"), ("fc.bias", 20, 40, "bucket1"), ("fc.weight", 25, 50, "bucket0")]
+    events = [(i, Lane.PARAMETER, name, s, e, 8, bucket) for i, (name, s, e, bucket) in enumerate(spans)]
+    lines = [json.loads(line) for line in writer.lines(events)]
+    rows = {line["args"]["name"]: line["tid"] for line in lines if line["name"] == "thread_name"}
+    assert list(rows) == ["fc.weight", "fc.bias"]
+    drawn = [(line["name"], line["tid"], line["args"]) for line in lines if line["ph"] == "X"]
+    assert drawn == [(name, rows[name], {"bytes": 8, "bucket": bucket}) for name, _, _, bucket in spans]

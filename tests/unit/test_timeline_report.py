@@ -135,7 +135,11 @@ def test_the_printed_table_is_aligned(trace: str, capsys: pytest.CaptureFixture[
     assert main(["report", trace]) == 0
     output = capsys.readouterr().out.splitlines()
     assert output[0] == "trace.json: 2 ranks, 2 complete steps"
-    header, first, second, median = output[2:6]
+    assert output[1] == (
+        "Communication costs 14% of a step (3.50 of 25.00 ms); rank 1 is late in 50% of the steps, by 3.00 ms, in "
+        "forward or its data."
+    )
+    header, first, second, median = output[3:7]
     assert {len(line) for line in (header, first, second, median)} == {len(header)}
     assert first.split() == ["1", "20.00", "17.50", "9.00", "2.50", "72%", "1", "3.00"]
     assert second.split() == ["2", "30.00", "17.00", "10.00", "13.00", "0%", "0", "14.00"]

@@ -13,6 +13,7 @@ import torch
 
 from hvdlite.errors import HostsUpdatedInterrupt
 from hvdlite.torch.allreduce import allreduce
+from hvdlite.torch.elastic.handlers import handlers_of
 from hvdlite.torch.elastic.sampler import ElasticSampler
 from hvdlite.torch.functions import (
     allgather_object,
@@ -183,7 +184,7 @@ class TorchState(ObjectState):
     Args:
         model: as ``state.model``; its state_dict is saved.
         optimizer: as ``state.optimizer``; wrapped or not.
-        values: see `ObjectState`.
+        values: see `ObjectState`; of types of your own as a `StateHandler` says that is registered for them.
     """
 
     model: torch.nn.Module | None
@@ -192,7 +193,27 @@ class TorchState(ObjectState):
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **values: Any
     ) -> None:
+        self._handlers = handlers_of({"model": model, "optimizer": optimizer, **values})
         super().__init__(model=model, optimizer=optimizer, **values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handler = vars(self).get("_handlers", {}).get(name)
+        if handler is not None and handler.value is not value:
+            handler.set_value(value)
+        super().__setattr__(name, value)
+
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in super()._values().items() if name not in self._handlers}
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
 
     def abandon(self) -> None:
         for value in self._values().values():
@@ -200,6 +221,8 @@ class TorchState(ObjectState):
                 value._hvd_abandon()
 
     def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
         others = {}
         samplers = {}
         for name, value in self._values().items():

@@ -1,0 +1,86 @@
+"""Tracebacks for people: the frames of their own program, and the message of an error of hvdlite first.
+
+HVDLITE_FULL_TRACEBACKS=1 shows all frames, as Python does.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from hvdlite.config import FULL_TRACEBACKS, other_variable
+
+_OURS = str(Path(__file__).parent) + "/"
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def are_full() -> bool:
+    """Whether the user wants every frame."""
+    return other_variable(FULL_TRACEBACKS) not in ("", "0")
+
+
+def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` without the frames of hvdlite, and without those of torch that only lead to its end in hvdlite.
+
+    None where nothing else is in it.
+    """
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    if frames and _is_ours(frames[-1]):
+        while frames and (_is_ours(frames[-1]) or _is_torch(frames[-1])):
+            frames.pop()
+    kept = None
+    for frame in reversed(frames):
+        if not _is_ours(frame):
+            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(_OURS)
+
+
+def _is_torch(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+
+
+def described(error: BaseException) -> str:
+    """Type, message and place on the first line, then the traceback."""
+    lines = traceback.format_exception_only(error)
+    trace = error.__traceback__ if are_full() else without_our_frames(error.__traceback__)
+    frames = "".join(traceback.format_exception(type(error), error, trace))
+    summary = "".join(lines)
+    first, *more = summary.strip().splitlines()
+    places = traceback.extract_tb(trace)
+    if places:
+        first += f" ({places[-1].filename}, line {places[-1].lineno}, in {places[-1].name})"
+    return "\n".join([first, *more, frames.removesuffix(summary).rstrip()]).rstrip()
+
+
+def show(
+    error: BaseException, trace: TracebackType | None, previous: Hook, *, is_ours: bool, has_been_said: bool
+) -> None:
+    """Print an uncaught ``error``.
+
+    Args:
+        previous: the hook of uncaught exceptions that was there before ours; another one than Python's shows them.
+        is_ours: hvdlite has raised it on purpose, so that its message says all; it comes first.
+        has_been_said: the message has come as a line of the log already.
+    """
+    if are_full():
+        previous(type(error), error, trace)
+        return
+    own = without_our_frames(trace)
+    if previous is not sys.__excepthook__ or not is_ours:
+        previous(type(error), error.with_traceback(own), own)
+        return
+    summary = [] if has_been_said else traceback.format_exception_only(error)
+    place = "This rank was here" if has_been_said else "Raised here"
+    frames = [f"{place} (HVDLITE_FULL_TRACEBACKS=1 shows all frames):\n", *traceback.format_tb(own)]
+    print("".join([*summary, *frames] if own else summary), end="", file=sys.stderr, flush=True)

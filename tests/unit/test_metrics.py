@@ -1,0 +1,102 @@
+"""Statistics as Prometheus and TensorBoard read them, each by its own client."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hvdlite.metrics import MetricsServer, prometheus_text, serve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def samples(text: str) -> dict[str, tuple[dict[str, str], float]]:
+    """As Prometheus' own client reads them: (labels, value) by name."""
+    return {
+        sample.name: (sample.labels, sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def get(port: int, path: str = "/metrics") -> Any:
+    return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10)
+
+
+def test_counts_are_counters_with_a_rank() -> None:
+    text = prometheus_text({"submissions": 7, "reduced_bytes": 1 << 40}, 3, 8)
+    found = samples(text)
+    assert found["hvdlite_submissions_total"] == ({"rank": "3"}, 7)
+    assert found["hvdlite_reduced_bytes_total"] == ({"rank": "3"}, float(1 << 40))
+    assert found["hvdlite_info"][0]["size"] == "8"
+    kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert kinds["hvdlite_submissions"] == "counter"
+
+
+def test_the_server_answers_this_machine_only_and_ends() -> None:
+    server = MetricsServer(0, lambda: "a 1\n")
+    assert server._server.server_address[0] == "127.0.0.1"
+    with get(server.port) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert samples(answer.read().decode()) == {"a": ({}, 1.0)}
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(server.port, "/secrets")
+    server.close()
+    server.close()
+    with pytest.raises(urllib.error.URLError):
+        get(server.port)
+
+
+def test_a_port_that_is_taken_is_no_reason_not_to_train(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert serve(port - 1, 1, str) is None
+    assert f"no metrics on port {port} of 127.0.0.1 (HVDLITE_METRICS_PORT)" in caplog.text
+    assert serve(0, 1, str) is None
+
+
+PROGRAM = """
+import sys, urllib.request
+import torch, hvdlite, hvdlite.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(5))
+print(urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/metrics", timeout=10).read().decode())
+hvd.shutdown()
+"""
+
+
+def test_a_job_with_the_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HVDLITE_METRICS_PORT": port}
+    command = [sys.executable, "-c", PROGRAM, port]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    assert samples(done.stdout)["hvdlite_submissions_total"] == ({"rank": "0"}, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's own imports
+def test_tensorboard_reads_what_was_counted_since(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    from hvdlite.integrations import tensorboard
+
+    counts = iter([{"submissions": 5}, {"submissions": 12}, {"submissions": 13}])
+    monkeypatch.setattr(tensorboard, "hvd", SimpleNamespace(statistics=lambda process_set: next(counts)))
+    with SummaryWriter(str(tmp_path)) as writer:
+        statistics = tensorboard.StatisticsWriter(writer)
+        statistics.write(100)
+        statistics.write(200)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("hvdlite/submissions")] == [(100, 7.0), (200, 1.0)]
