@@ -54,7 +54,7 @@ constexpr unsigned kStreamNonBlocking = 1;  // no implicit order with the legacy
 constexpr unsigned kEventBlockingSync = 1, kEventDisableTiming = 2;
 constexpr unsigned kHostAllocPortable = 1, kHostRegisterPortable = 1, kHostRegisterDeviceMap = 2;
 constexpr unsigned kWaitGeq = 0;  // until int32(value there - value) >= 0
-constexpr int kLocationDevice = 1, kPinned = 1, kFileDescriptor = 1, kReadWrite = 3, kMinimumGranularity = 0;
+constexpr int kLocationDevice = 1, kPinned = 1, kFileDescriptor = 1, kReadWrite = 3, kRecommendedGranularity = 1;
 constexpr int kDirectRdmaSupported = 110, kMultiprocessorCount = 16, kMemoryManagement = 102, kFileDescriptors = 103;
 constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
 constexpr int kNotCapturing = 0;

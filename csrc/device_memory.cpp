@@ -35,8 +35,8 @@ DeviceSegment::DeviceSegment(int device, std::size_t nbytes) : device_(device), 
   placement.handle_types = cuda::kFileDescriptor;
   placement.location = {cuda::kLocationDevice, cuda::device_at(device)};
   placement.flags.direct_rdma = has(cuda::device_at(device), cuda::kDirectRdmaSupported);
-  std::size_t unit = 0;
-  check(driver().memory_granularity(&unit, &placement, cuda::kMinimumGranularity), "cuMemGetAllocationGranularity");
+  std::size_t& unit = mapping_->unit;
+  check(driver().memory_granularity(&unit, &placement, cuda::kRecommendedGranularity), "cuMemGetAllocationGranularity");
   mapping_->nbytes = std::max<std::size_t>(1, (nbytes + unit - 1) / unit) * unit;
   check(driver().memory_create(&mapping_->own, mapping_->nbytes, &placement, 0), "cuMemCreate");
 }
@@ -50,6 +50,7 @@ DeviceSegment::~DeviceSegment() {
     std::thread([mapping] {
       const cuda::Current current(mapping->context, std::nothrow);
       driver().synchronize_context();
+      for (const auto& release : mapping->releases) release();
       delete mapping;
     }).detach();
   } catch (const std::system_error&) {  // no thread: it stays mapped to the end of the process
@@ -75,7 +76,7 @@ int DeviceSegment::share() const {
 void DeviceSegment::map(const std::vector<int>& files, std::size_t own) {
   const cuda::Current current(mapping_->context);
   const std::size_t nbytes = mapping_->nbytes;
-  check(driver().reserve(&mapping_->begin, files.size() * nbytes, 0, 0, 0), "cuMemAddressReserve");
+  check(driver().reserve(&mapping_->begin, files.size() * nbytes, mapping_->unit, 0, 0), "cuMemAddressReserve");
   mapping_->is_mapped.resize(files.size());
   for (std::size_t place = 0; place < files.size(); ++place) {
     if (place == own) {

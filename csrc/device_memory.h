@@ -3,7 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -34,6 +36,10 @@ class DeviceSegment {
 
   // Of every rank's copy, once they are mapped.
   std::vector<std::uintptr_t> copies() const;
+  std::size_t copy_bytes() const { return mapping_->nbytes; }
+
+  // `release` is called once the device has done all that it was given, by a thread that may wait; then memory goes.
+  void before_unmapping(std::function<void()> release) { mapping_->releases.push_back(std::move(release)); }
 
  private:
   // What has to be given back, by whom it may outlive.
@@ -41,10 +47,11 @@ class DeviceSegment {
     ~Mapping();
 
     cuda::Context context = nullptr;
-    std::size_t nbytes = 0;  // of a copy
+    std::size_t nbytes = 0, unit = 0;  // of a copy: a multiple of the unit, by which NCCL wants it to be aligned
     cuda::Allocation own = 0;
     cuda::Address begin = 0;
     std::vector<bool> is_mapped;  // of every copy for which there are addresses
+    std::vector<std::function<void()>> releases;
   };
 
   void map_at(std::size_t place, cuda::Allocation allocation);

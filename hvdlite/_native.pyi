@@ -324,6 +324,10 @@ class NcclCommunicator:
         RuntimeError: NCCL refuses; in its words.
     """
 
+    UNREGISTERED: int
+    BUFFER: int
+    WINDOW: int
+
     def __init__(self, device: int, unique_id: bytes, rank: int, size: int) -> None:
         """Begin to connect; `settle` waits for the other ranks."""
     @staticmethod
@@ -340,6 +344,12 @@ class NcclCommunicator:
         """(address, numel, root) each, as one group."""
     def broadcast(self, parts: Sequence[tuple[int, int, int]], stream: int, timeout_s: float) -> int:
         """(address, bytes, root) each, as one group."""
+    def register_memory(self, segment: DeviceSegment, place: int, timeout_s: float) -> tuple[int, int]:
+        """Have NCCL work in place in this rank's copy of ``segment``, which is copy ``place``; collective.
+
+        Returns:
+            As other calls, and how it does: `WINDOW`, `BUFFER`, or `UNREGISTERED` where this NCCL does not.
+        """
     def wait(self, stream: int, timeout_s: float) -> int:
         """Sleep until all that is in ``stream`` now has been done."""
     def error(self) -> str:

@@ -129,12 +129,17 @@ Result cuStreamWaitValue32_v2(Stream stream, Address address, std::uint32_t valu
 }
 
 Result cuPointerGetAttribute(void* value, int attribute, Address address) {
-  constexpr int kMemoryType = 2, kHost = 1, kDevice = 2, kOrdinal = 9;
+  constexpr int kMemoryType = 2, kHost = 1, kDevice = 2, kBufferId = 7, kOrdinal = 9;
+  constexpr int kIsLegacy = 10, kBegin = 11, kBytes = 12;
   GPUSIM_NEEDS_NO_CONTEXT;
   const auto block = memory().at(address);
   GPUSIM_REQUIRE(block, INVALID_VALUE);
   const bool is_device = block->kind == Kind::kDevice || block->kind == Kind::kMapped;
   if (attribute == kMemoryType) return *static_cast<unsigned*>(value) = is_device ? kDevice : kHost, SUCCESS;
+  if (attribute == kBufferId) return *static_cast<std::uint64_t*>(value) = block->id, SUCCESS;
+  if (attribute == kIsLegacy) return *static_cast<int*>(value) = block->kind == Kind::kDevice, SUCCESS;
+  if (attribute == kBegin) return *static_cast<Address*>(value) = block->begin, SUCCESS;
+  if (attribute == kBytes) return *static_cast<std::size_t*>(value) = block->nbytes, SUCCESS;
   GPUSIM_REQUIRE(attribute == kOrdinal && block->ordinal >= 0, INVALID_VALUE);
   return *static_cast<int*>(value) = block->ordinal, SUCCESS;
 }

@@ -27,7 +27,9 @@ Memory& memory() {
 
 void Memory::add(Address begin, const Block& block) {
   const Locked locked(mutex_);
-  blocks_[begin] = block;
+  Block& added = blocks_[begin] = block;
+  added.begin = begin;
+  added.id = ++made_;
 }
 
 bool Memory::remove(Address begin, Block::Kind kind) {

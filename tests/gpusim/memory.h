@@ -23,6 +23,8 @@ struct Block {
   int ordinal;                // of the device whose it is; of the mapping process's, -1: not visible here
   std::uint64_t devices = 0;  // that may access it: bit by ordinal. All, but for what is mapped
   bool has_address = true;    // on devices as well
+  Address begin = 0;          // set by `Memory::add`, as is the
+  std::uint64_t id = 0;       // number that no other block ever has
 };
 
 class Memory {
@@ -44,6 +46,7 @@ class Memory {
   std::optional<std::pair<Address, Block>> find(Address address);
 
   std::mutex mutex_;
+  std::uint64_t made_ = 0;
   std::map<Address, Block> blocks_;
 };
 

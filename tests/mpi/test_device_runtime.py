@@ -163,7 +163,11 @@ def test_every_root_broadcasts(runtime: Runtime, gpu: Gpu, world: MPI.Intracomm)
 
 def test_tensors_that_live_in_a_fusion_buffer(runtime: Runtime, gpu: Gpu, world: MPI.Intracomm) -> None:
     """Are reduced where they are; there is none where GPUs share no memory with others nor NCCL is there."""
+    windows = nccl_lab.simulated().nccl_sim_windows
+    before = windows()
     buffer = allocate_on_device(runtime.group, 8192, gpu.where())
+    by_nccl = {"nccl": 1, "faster": 1 if len(runtime.topology.nodes) == 1 else 2}  # the node's, and that of all ranks
+    assert windows() - before == by_nccl.get(runtime.way, 0)  # type: ignore[attr-defined]
     if runtime.way == "host":  # type: ignore[attr-defined]
         assert buffer is None
         return

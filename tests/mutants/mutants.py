@@ -161,6 +161,43 @@ MUTANTS = [
         "if len(set(versions)) > 1:",
         "2 mpi/test_nccl_streams.py",
     ),
+    # Memory that NCCL works in: how long it is registered, who may call NCCL when, whether ranks do the same.
+    Mutant(
+        "csrc/device_memory.cpp",
+        "      for (const auto& release : mapping->releases) release();\n",
+        "",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "  for (Registered& memory : state_->registered) state_->deregister(memory);\n",
+        "",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "  if (status != WaitStatus::kOk) return status;\n  const std::lock_guard<std::mutex> turn(state_->turn);\n",
+        "  const std::lock_guard<std::mutex> turn(state_->turn);\n",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "      const std::lock_guard<std::mutex> lock(turn);\n      if (deregister",
+        "      if (deregister",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "    given_back.wait(lock, [this] { return is_given_back; });\n",
+        "",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}nccl.py",
+        "        if not self.memory.settle(self._timeout_s):",
+        "        if False:",
+        "2 mpi/test_nccl_registration.py",
+    ),
     # Gradients: what is counted, who contributes, what is agreed on.
     Mutant(
         f"{_TORCH}arrival.py",
