@@ -313,6 +313,7 @@ void NcclCommunicator::abort() { state_->begin_to_give_back(library().abort); }
 
 std::pair<WaitStatus, Registration> NcclCommunicator::register_memory(DeviceSegment& segment, std::size_t place,
                                                                       double timeout_s) {
+  if (!segment.is_for_nccl()) return {WaitStatus::kOk, Registration::kNone};
   const nccl::Library& nccl = library();
   void* const memory = at(segment.copies().at(place));
   const std::size_t nbytes = segment.copy_bytes();

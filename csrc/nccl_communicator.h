@@ -56,7 +56,8 @@ class NcclCommunicator {
   WaitStatus broadcast(const Parts& parts, std::uintptr_t stream, double timeout_s);
 
   // Has NCCL work in place in this rank's copy of `segment`, which is copy `place` of it, as well as this NCCL can.
-  // Collective, with the same size on every rank. Whatever it returns or throws, `segment` may be dropped at any time.
+  // Collective, with the same size and kind on every rank. Whatever it returns or throws, `segment` may be dropped at
+  // any time.
   std::pair<WaitStatus, Registration> register_memory(DeviceSegment& segment, std::size_t place, double timeout_s);
 
   // Sleeps until all that is in `stream` now has been done.

@@ -228,16 +228,23 @@ class DeviceSegment:
     """
 
     def __init__(self, device: int, nbytes: int) -> None: ...
-    @staticmethod
-    def is_possible(device: int) -> bool:
-        """Whether the driver can share memory of this GPU between processes."""
-    def share(self) -> int:
-        """A new file descriptor by which another process gets this rank's copy; the caller closes it."""
-    def map(self, files: Sequence[int], own: int) -> None:
-        """Map all copies: ``files[i]`` of rank i, of which entry ``own`` is ignored. The caller closes the files."""
+    def share(self) -> tuple[bytes, int]:
+        """What another process needs to get this rank's copy; the caller closes the file descriptor."""
+    def map(self, shared: Sequence[bytes], files: Sequence[int], own: int) -> None:
+        """Map all copies, by what every rank has shared; entry ``own`` is ignored. The caller closes the files."""
     @property
     def copies(self) -> list[int]:
         """The address of every rank's copy, once they are mapped."""
+
+class FileSegment(DeviceSegment):
+    """Shared by file descriptors: it is there as long as anybody has it mapped. Source: csrc/file_segment.cpp."""
+
+    @staticmethod
+    def is_possible(device: int) -> bool:
+        """Whether the driver says that it can share memory of this GPU so."""
+
+class HandleSegment(DeviceSegment):
+    """Shared by handles of CUDA IPC: it ends with the process that made it. Source: csrc/handle_segment.cpp."""
 
 class StreamBarrier:
     """Streams of the ranks of a node that wait for one another; no thread waits. Source: csrc/stream_barrier.cpp.

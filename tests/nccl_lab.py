@@ -35,9 +35,9 @@ def simulated() -> ctypes.CDLL:
 class OwnMemory(DeviceMemory):
     """Memory of the simulated GPU for this rank alone, which a test may write as soon as it has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: type[_native.DeviceSegment] = _native.FileSegment) -> None:
         simulated()
-        super().__init__(discover(None, 0.0)[1], 0)
+        super().__init__(discover(None, 0.0)[1], 0, segments)
 
     def allocate(self, nbytes: int) -> FusionBuffer:
         buffer = super().allocate(nbytes)

@@ -54,6 +54,7 @@ HVDLITE_CUDA_FUNCTIONS(HVDLITE_CHECK)
 static_assert(sizeof(Uuid) == sizeof(CUuuid));
 static_assert(sizeof(Location) == sizeof(CUmemLocation) && offsetof(Location, id) == offsetof(CUmemLocation, id));
 static_assert(sizeof(Access) == sizeof(CUmemAccessDesc) && offsetof(Access, flags) == offsetof(CUmemAccessDesc, flags));
+static_assert(sizeof(IpcHandle) == sizeof(CUipcMemHandle) && kLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 static_assert(sizeof(Placement) == sizeof(CUmemAllocationProp) &&
               offsetof(Placement, handle_types) == offsetof(CUmemAllocationProp, requestedHandleTypes) &&
               offsetof(Placement, location) == offsetof(CUmemAllocationProp, location) &&

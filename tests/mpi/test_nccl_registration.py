@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 import nccl_lab
 from backend_lab import RANK, SIZE, assert_none, difference, fill, reduced, values_of
+from hvdlite import _native
 from hvdlite.collectives import nccl
 from hvdlite.collectives.nccl import NcclBackend
 from hvdlite.dtypes import DType, ReduceOp
@@ -195,6 +196,21 @@ def test_where_a_rank_cannot_all_go_without(
     assert known == NONE
     assert len(said) == (RANK == 0)
     assert all("unhandled cuda error" in text for text in said)
+
+
+def test_memory_that_nccl_does_not_take(comm: MPI.Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+    """Is that which ranks share by handles."""
+    streaming = OwnMemory(_native.HandleSegment)
+    backend = build(comm, memory=streaming)
+    buf = allocate(streaming)
+    with caplog.at_level("INFO", "hvdlite"):
+        backend.prepare(buf)
+    known = Known.now()
+    problem = sum_problem(backend, streaming, buf, "a copy")
+    backend.close()
+    assert_none(problem)
+    assert known == NONE
+    assert not caplog.messages
 
 
 @alone

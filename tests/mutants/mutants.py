@@ -164,7 +164,7 @@ MUTANTS = [
     # Memory that NCCL works in: how long it is registered, who may call NCCL when, whether ranks do the same.
     Mutant(
         "csrc/device_memory.cpp",
-        "      for (const auto& release : mapping->releases) release();\n",
+        "      for (const auto& release : holding->releases) release();\n",
         "",
         "2 mpi/test_nccl_registration.py",
     ),
@@ -197,6 +197,32 @@ MUTANTS = [
         "        if not self.memory.settle(self._timeout_s):",
         "        if False:",
         "2 mpi/test_nccl_registration.py",
+    ),
+    # Memory that ranks share by handles: when it is freed, who is told, which kind all take.
+    Mutant("csrc/handle_segment.cpp", "      wait_for_others();\n", "", "unit/test_shared_device_memory.py"),
+    Mutant(
+        "csrc/handle_segment.cpp",
+        "      if (import.address != 0) driver().ipc_close(import.address);\n",
+        "",
+        "unit/test_shared_device_memory.py",
+    ),
+    Mutant(
+        "csrc/handle_segment.cpp",
+        "      static_cast<void>(write(import.pipe, &closed, 1) == 1);",
+        "      static_cast<void>(closed);",
+        "unit/test_shared_device_memory.py",
+    ),
+    Mutant(
+        "csrc/handle_segment.cpp",
+        "      if (count == 0 || (count < 0 && errno != EINTR)) return;\n",
+        "      if (count < 0 && errno != EINTR) return;\n",
+        "unit/test_shared_device_memory.py",
+    ),
+    Mutant(
+        "hvdlite/device_engine.py",
+        "_KINDS if all(card.has_files for card in cards)",
+        "_KINDS if any(card.has_files for card in cards)",
+        "2 mpi/test_device_runtime.py",
     ),
     # Gradients: what is counted, who contributes, what is agreed on.
     Mutant(

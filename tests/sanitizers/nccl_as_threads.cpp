@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "cuda_driver.h"
-#include "device_memory.h"
 #include "device_stream.h"
+#include "file_segment.h"
 #include "nccl_communicator.h"
 #include "nccl_library.h"
 
@@ -127,8 +127,8 @@ void aborts(void* driver) {
 void drops(void* driver) {
   on_all_ranks(driver, [](Rank& rank) {
     for (int turn = 0; turn < 10; ++turn) {
-      DeviceSegment dropped(0, 1);
-      dropped.map({-1}, 0);
+      FileSegment dropped(0, 1);
+      dropped.map({""}, {-1}, 0);
       REQUIRE(rank.nccl.register_memory(dropped, 0, kPatienceS) == std::pair(WaitStatus::kOk, Registration::kWindow));
       REQUIRE(rank.all_reduce() == WaitStatus::kOk);
     }

@@ -11,7 +11,15 @@ from gpusim.build import command, nccl_command
 
 FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
-SOURCES = ["cuda_driver", "device_memory", "device_stream", "nccl_communicator", "nccl_library", "signal"]
+SOURCES = [
+    "cuda_driver",
+    "device_memory",
+    "device_stream",
+    "file_segment",
+    "nccl_communicator",
+    "nccl_library",
+    "signal",
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Ranks on simulated GPUs whose streams take turns by random priorities, so that one may be as late as can be."""
+"""Ranks on simulated GPUs of other kinds: whose streams may be as late as can be, or without virtual memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ TESTS = Path(__file__).resolve().parents[1]
 TIME_LIMIT_S = 120
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_runtimes_compute_the_same(seed: int) -> None:
-    """By what NCCL does not do: its simulation waits inside of a stream's turn."""
+@pytest.mark.parametrize("setting", ["GPUSIM_PCT=1", "GPUSIM_PCT=2", "GPUSIM_NO_VMM=1"])
+def test_runtimes_compute_the_same(setting: str) -> None:
+    """GPUSIM_PCT is the seed of streams' priorities, by turns.
+
+    By what NCCL does not do: its simulation waits inside of a stream's turn, and takes virtual memory only.
+    """
+    name, value = setting.split("=")
     pytest_options = ["-p", "no:cacheprovider", "-q", "-k", "direct", "mpi/test_device_runtime.py"]
     command = [sys.executable, "-m", "hvdlite", "run", "-np", "2", sys.executable, "-m", "pytest", *pytest_options]
-    environ = {**os.environ, "GPUSIM_PCT": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = {**os.environ, name: value, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
         command,
         cwd=TESTS,
