@@ -29,6 +29,10 @@ struct Location {
   int id;
 };
 
+struct IpcHandle {
+  char bytes[64];
+};
+
 // CUmemAllocationProp: where physical memory is made, and what it may be exported as.
 struct Placement {
   int type;          // kPinned
@@ -54,7 +58,8 @@ constexpr unsigned kStreamNonBlocking = 1;  // no implicit order with the legacy
 constexpr unsigned kEventBlockingSync = 1, kEventDisableTiming = 2;
 constexpr unsigned kHostAllocPortable = 1, kHostRegisterPortable = 1, kHostRegisterDeviceMap = 2;
 constexpr unsigned kWaitGeq = 0;  // until int32(value there - value) >= 0
-constexpr int kLocationDevice = 1, kPinned = 1, kFileDescriptor = 1, kReadWrite = 3, kMinimumGranularity = 0;
+constexpr int kLocationDevice = 1, kPinned = 1, kFileDescriptor = 1, kReadWrite = 3, kRecommendedGranularity = 1;
+constexpr unsigned kLazyPeerAccess = 1;
 constexpr int kDirectRdmaSupported = 110, kMultiprocessorCount = 16, kMemoryManagement = 102, kFileDescriptors = 103;
 constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
 constexpr int kNotCapturing = 0;
@@ -92,6 +97,11 @@ constexpr int kNotCapturing = 0;
   F(host_register, cuMemHostRegister_v2, (void* memory, std::size_t n, unsigned flags))                         \
   F(host_unregister, cuMemHostUnregister, (void* memory))                                                       \
   F(host_address, cuMemHostGetDevicePointer_v2, (Address * address, void* memory, unsigned flags))              \
+  F(memory_alloc, cuMemAlloc_v2, (Address * address, std::size_t n))                                            \
+  F(memory_free, cuMemFree_v2, (Address))                                                                       \
+  F(ipc_export, cuIpcGetMemHandle, (IpcHandle * handle, Address))                                               \
+  F(ipc_open, cuIpcOpenMemHandle_v2, (Address * address, IpcHandle, unsigned flags))                            \
+  F(ipc_close, cuIpcCloseMemHandle, (Address))                                                                  \
   F(memory_granularity, cuMemGetAllocationGranularity, (std::size_t* n, const Placement*, int option))          \
   F(memory_create, cuMemCreate, (Allocation * allocation, std::size_t n, const Placement*, unsigned long long)) \
   F(memory_release, cuMemRelease, (Allocation))                                                                 \

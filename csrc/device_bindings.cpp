@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -16,6 +17,8 @@
 #include "device_stream.h"
 #include "direct_allreduce.h"
 #include "elements.h"
+#include "file_segment.h"
+#include "handle_segment.h"
 #include "nvrtc.h"
 #include "pack.h"
 #include "stream_barrier.h"
@@ -152,11 +155,18 @@ void register_streams(py::module_& m) {
 
 void register_memory(py::module_& m) {
   py::class_<DeviceSegment>(m, "DeviceSegment")
-      .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil())
-      .def_static("is_possible", &DeviceSegment::is_possible, "device"_a)
-      .def("share", &DeviceSegment::share)
-      .def("map", &DeviceSegment::map, "files"_a, "own"_a, WithoutGil())
+      .def("share",
+           [](DeviceSegment& self) {
+             const auto [bytes, file] = self.share();
+             return std::make_pair(py::bytes(bytes), file);
+           })
+      .def("map", &DeviceSegment::map, "shared"_a, "files"_a, "own"_a, WithoutGil())
       .def_property_readonly("copies", &DeviceSegment::copies);
+  py::class_<FileSegment, DeviceSegment>(m, "FileSegment")
+      .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil())
+      .def_static("is_possible", &FileSegment::is_possible, "device"_a);
+  py::class_<HandleSegment, DeviceSegment>(m, "HandleSegment")
+      .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil());
 }
 
 void register_direct(py::module_& m) {

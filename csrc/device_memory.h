@@ -3,54 +3,64 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
 
 namespace hvdlite {
 
-// This rank's allocation, and the others' beside it. The driver keeps an allocation as long as anybody has it mapped.
+// This rank's allocation, and the others' beside it.
 //
 // Whoever drops it last need not wait for what is still enqueued on it: the memory goes when the device has done all
 // that it was given until then.
 class DeviceSegment {
  public:
-  // Whether `device` can make such memory; else why not.
-  static bool is_possible(int device);
-
-  // At least `nbytes`, rounded up to what the driver gives. Contents are undefined.
-  DeviceSegment(int device, std::size_t nbytes);
-  ~DeviceSegment();
+  virtual ~DeviceSegment();
   DeviceSegment(const DeviceSegment&) = delete;
   DeviceSegment& operator=(const DeviceSegment&) = delete;
 
-  // A file descriptor by which another process gets this rank's allocation; the caller closes it.
-  int share() const;
+  // What another process needs to get this rank's allocation: bytes, and a file descriptor, which the caller closes.
+  virtual std::pair<std::string, int> share() = 0;
 
-  // Maps all allocations, one behind the other: `files[i]` of rank i, of which entry `own` is ignored. The caller
-  // closes the files. Throws std::runtime_error, also where the device cannot reach another one.
-  void map(const std::vector<int>& files, std::size_t own);
+  // Maps all allocations: what rank i has shared is `shared[i]` and `files[i]`, of which entry `own` is ignored. The
+  // caller closes the files. Throws std::runtime_error, also where the device cannot reach another one.
+  virtual void map(const std::vector<std::string>& shared, const std::vector<int>& files, std::size_t own) = 0;
+
+  // Whether NCCL takes it as its own.
+  virtual bool is_for_nccl() const = 0;
 
   // Of every rank's copy, once they are mapped.
-  std::vector<std::uintptr_t> copies() const;
+  const std::vector<std::uintptr_t>& copies() const { return holding_->copies; }
+  std::size_t copy_bytes() const { return holding_->nbytes; }
 
- private:
+  // `release` is called once the device has done all that it was given, by a thread that may wait; then memory goes.
+  void before_unmapping(std::function<void()> release) { holding_->releases.push_back(std::move(release)); }
+
+ protected:
   // What has to be given back, by whom it may outlive.
-  struct Mapping {
-    ~Mapping();
+  struct Holding {
+    virtual ~Holding() = default;
 
     cuda::Context context = nullptr;
     std::size_t nbytes = 0;  // of a copy
-    cuda::Allocation own = 0;
-    cuda::Address begin = 0;
-    std::vector<bool> is_mapped;  // of every copy for which there are addresses
+    std::vector<std::uintptr_t> copies;
+    std::vector<std::function<void()>> releases;
+    bool is_in_use = false;  // by a device, or by other ranks
   };
 
-  void map_at(std::size_t place, cuda::Allocation allocation);
+  explicit DeviceSegment(std::unique_ptr<Holding> holding) : holding_(std::move(holding)) {}
 
-  int device_;
-  std::unique_ptr<Mapping> mapping_;
+  template <class Kind>
+  Kind& holding() {
+    return static_cast<Kind&>(*holding_);
+  }
+
+ private:
+  std::unique_ptr<Holding> holding_;
 };
 
 }  // namespace hvdlite

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "device_memory.h"
 #include "elements.h"
 #include "nccl_communicator.h"
 #include "nccl_library.h"
@@ -30,9 +31,12 @@ void register_nccl(py::module_& m) {
         return std::make_pair(library.path, library.version_code);
       },
       "wheels"_a, WithoutGil());
-  py::class_<Self>(m, "NcclCommunicator")
-      .def_static(
-          "unique_id", [](int device) { return py::bytes(Self::unique_id(device)); }, "device"_a)
+  py::class_<Self> communicator(m, "NcclCommunicator");
+  communicator.attr("UNREGISTERED") = static_cast<int>(Registration::kNone);
+  communicator.attr("BUFFER") = static_cast<int>(Registration::kBuffer);
+  communicator.attr("WINDOW") = static_cast<int>(Registration::kWindow);
+  communicator.def_static(
+                  "unique_id", [](int device) { return py::bytes(Self::unique_id(device)); }, "device"_a)
       .def(py::init<int, const std::string&, int, int>(), "device"_a, "unique_id"_a, "rank"_a, "size"_a, WithoutGil())
       .def(
           "settle", [=](Self& self, double timeout_s) { return status(self.settle(timeout_s)); }, "timeout_s"_a,
@@ -71,6 +75,13 @@ void register_nccl(py::module_& m) {
             return status(self.broadcast(parts, stream, timeout_s));
           },
           "parts"_a, "stream"_a, "timeout_s"_a, WithoutGil())
+      .def(
+          "register_memory",
+          [=](Self& self, DeviceSegment& segment, std::size_t place, double timeout_s) {
+            const auto [found, how] = self.register_memory(segment, place, timeout_s);
+            return std::make_pair(status(found), static_cast<int>(how));
+          },
+          "segment"_a, "place"_a, "timeout_s"_a, WithoutGil())
       .def(
           "wait",
           [=](Self& self, std::uintptr_t stream, double timeout_s) { return status(self.wait(stream, timeout_s)); },

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <list>
 #include <mutex>
 #include <stdexcept>
 #include <system_error>
@@ -50,6 +51,13 @@ int dtype_of(DType dtype) {
 
 constexpr int kByte = 1;  // ncclUint8
 
+// Memory that NCCL has been told of. NCCL fills the handles later than its calls return.
+struct Registered {
+  nccl::Window window = nullptr;
+  void* buffer = nullptr;
+  bool is_known = true;  // perhaps
+};
+
 int op_of(Op op) {
   switch (op) {
     case Op::kSum:
@@ -77,6 +85,9 @@ struct NcclCommunicator::State : std::enable_shared_from_this<State> {
   std::atomic<bool> ended{false};
   std::mutex calling;  // who calls NCCL with the communicator
   nccl::Communicator communicator = nullptr;
+
+  std::mutex turn;                   // of a call, until NCCL has completed it
+  std::list<Registered> registered;  // guarded by the turn, but for what NCCL fills
 
   std::mutex mutex;
   std::condition_variable given_back;
@@ -119,6 +130,34 @@ struct NcclCommunicator::State : std::enable_shared_from_this<State> {
     const std::lock_guard<std::mutex> done(mutex);
     is_given_back = true;
     given_back.notify_all();
+  }
+
+  // False where NCCL still knows it. For whose turn it is.
+  bool deregister(Registered& memory) {
+    if (!memory.is_known) return true;
+    use([&](nccl::Communicator it) {
+      nccl::Result state = nccl::kSuccess;
+      const bool is_ready = library().async_error(it, &state) == nccl::kSuccess && state == nccl::kSuccess;
+      if (!is_ready) return;
+      nccl::Result result = nccl::kSuccess;
+      if (memory.window != nullptr) result = library().window_deregister(it, memory.window);
+      if (memory.buffer != nullptr) result = library().buffer_deregister(it, memory.buffer);
+      memory.is_known = result != nccl::kSuccess;
+    });
+    return !memory.is_known;
+  }
+
+  // Returns once NCCL knows it no more: where it cannot be told, that is when the communicator has been given back.
+  void forget(Registered& memory) {
+    {
+      const std::lock_guard<std::mutex> lock(turn);
+      if (deregister(memory)) {
+        registered.remove_if([&](const Registered& each) { return &each == &memory; });
+        return;
+      }
+    }
+    std::unique_lock<std::mutex> lock(mutex);
+    given_back.wait(lock, [this] { return is_given_back; });
   }
 
   bool wait_until_given_back(Clock::time_point until) {
@@ -174,7 +213,14 @@ WaitStatus NcclCommunicator::settle(double timeout_s) {
 }
 
 template <class Call>
-WaitStatus NcclCommunicator::enqueue(const char* what, double timeout_s, Call call) {
+WaitStatus NcclCommunicator::enqueue(const char* what, std::uintptr_t stream, double timeout_s, Call call) {
+  const std::lock_guard<std::mutex> turn(state_->turn);
+  last_stream_ = stream;
+  return complete(what, timeout_s, call);
+}
+
+template <class Call>
+WaitStatus NcclCommunicator::complete(const char* what, double timeout_s, Call call) {
   const bool called =
       state_->use([&](nccl::Communicator communicator) { nccl::check(call(communicator), what, communicator); });
   return called ? settle(timeout_s) : WaitStatus::kAborted;
@@ -182,7 +228,7 @@ WaitStatus NcclCommunicator::enqueue(const char* what, double timeout_s, Call ca
 
 WaitStatus NcclCommunicator::all_reduce(std::uintptr_t address, std::uint64_t numel, DType dtype, Op op,
                                         std::uintptr_t stream, double timeout_s) {
-  return enqueue("ncclAllReduce", timeout_s, [&](nccl::Communicator communicator) {
+  return enqueue("ncclAllReduce", stream, timeout_s, [&](nccl::Communicator communicator) {
     return library().all_reduce(at(address), at(address), numel, dtype_of(dtype), op_of(op), communicator,
                                 stream_of(stream));
   });
@@ -191,7 +237,7 @@ WaitStatus NcclCommunicator::all_reduce(std::uintptr_t address, std::uint64_t nu
 WaitStatus NcclCommunicator::reduce_scatter(std::uintptr_t address, std::uint64_t block_numel, DType dtype, Op op,
                                             std::uintptr_t stream, double timeout_s) {
   const std::uintptr_t own = address + rank_ * block_numel * item_bytes(dtype);
-  return enqueue("ncclReduceScatter", timeout_s, [&](nccl::Communicator communicator) {
+  return enqueue("ncclReduceScatter", stream, timeout_s, [&](nccl::Communicator communicator) {
     return library().reduce_scatter(at(address), at(own), block_numel, dtype_of(dtype), op_of(op), communicator,
                                     stream_of(stream));
   });
@@ -200,7 +246,7 @@ WaitStatus NcclCommunicator::reduce_scatter(std::uintptr_t address, std::uint64_
 WaitStatus NcclCommunicator::all_gather(std::uintptr_t address, std::uint64_t block_nbytes, std::uintptr_t stream,
                                         double timeout_s) {
   const std::uintptr_t own = address + rank_ * block_nbytes;
-  return enqueue("ncclAllGather", timeout_s, [&](nccl::Communicator communicator) {
+  return enqueue("ncclAllGather", stream, timeout_s, [&](nccl::Communicator communicator) {
     return library().all_gather(at(own), at(address), block_nbytes, kByte, communicator, stream_of(stream));
   });
 }
@@ -225,7 +271,7 @@ nccl::Result grouped(const NcclCommunicator::Parts& parts, Call call) {
 
 WaitStatus NcclCommunicator::reduce(const Parts& parts, DType dtype, Op op, std::uintptr_t stream, double timeout_s) {
   const int type = dtype_of(dtype), operation = op_of(op);
-  return enqueue("ncclReduce", timeout_s, [&](nccl::Communicator communicator) {
+  return enqueue("ncclReduce", stream, timeout_s, [&](nccl::Communicator communicator) {
     return grouped(parts, [&](void* memory, std::uint64_t numel, int root) {
       return library().reduce(memory, memory, numel, type, operation, root, communicator, stream_of(stream));
     });
@@ -233,7 +279,7 @@ WaitStatus NcclCommunicator::reduce(const Parts& parts, DType dtype, Op op, std:
 }
 
 WaitStatus NcclCommunicator::broadcast(const Parts& parts, std::uintptr_t stream, double timeout_s) {
-  return enqueue("ncclBroadcast", timeout_s, [&](nccl::Communicator communicator) {
+  return enqueue("ncclBroadcast", stream, timeout_s, [&](nccl::Communicator communicator) {
     return grouped(parts, [&](void* memory, std::uint64_t nbytes, int root) {
       return library().broadcast(memory, memory, nbytes, kByte, root, communicator, stream_of(stream));
     });
@@ -265,11 +311,45 @@ std::string NcclCommunicator::error() {
 
 void NcclCommunicator::abort() { state_->begin_to_give_back(library().abort); }
 
+std::pair<WaitStatus, Registration> NcclCommunicator::register_memory(DeviceSegment& segment, std::size_t place,
+                                                                      double timeout_s) {
+  if (!segment.is_for_nccl()) return {WaitStatus::kOk, Registration::kNone};
+  const nccl::Library& nccl = library();
+  void* const memory = at(segment.copies().at(place));
+  const std::size_t nbytes = segment.copy_bytes();
+  const std::lock_guard<std::mutex> turn(state_->turn);
+  Registered& registered = state_->registered.emplace_back();
+  segment.before_unmapping([state = state_, &registered] { state->forget(registered); });
+  WaitStatus status = WaitStatus::kOk;
+  if (nccl.window_register != nullptr && nccl.window_deregister != nullptr) {
+    status = complete("ncclCommWindowRegister", timeout_s, [&](nccl::Communicator communicator) {
+      return nccl.window_register(communicator, memory, nbytes, &registered.window, nccl::kSymmetric);
+    });
+    if (registered.window != nullptr) return {status, Registration::kWindow};
+  }
+  if (status == WaitStatus::kOk && nccl.buffer_register != nullptr && nccl.buffer_deregister != nullptr) {
+    status = complete("ncclCommRegister", timeout_s, [&](nccl::Communicator communicator) {
+      return nccl.buffer_register(communicator, memory, nbytes, &registered.buffer);
+    });
+    if (registered.buffer != nullptr) return {status, Registration::kBuffer};
+  }
+  return {status, Registration::kNone};
+}
+
+// Memory is deregistered after the last work on it, and before NCCL ends its threads, which have a part in it.
+WaitStatus NcclCommunicator::finish(double timeout_s) {
+  const WaitStatus status = last_stream_ == 0 ? WaitStatus::kOk : wait(last_stream_, timeout_s);
+  if (status != WaitStatus::kOk) return status;
+  const std::lock_guard<std::mutex> turn(state_->turn);
+  for (Registered& memory : state_->registered) state_->deregister(memory);
+  return complete("ncclCommFinalize", timeout_s, library().finalize);
+}
+
 bool NcclCommunicator::close(double timeout_s) {
   const auto limit = time_after(timeout_s);
   bool is_finished = false;
   try {
-    is_finished = enqueue("ncclCommFinalize", timeout_s, library().finalize) == WaitStatus::kOk;
+    is_finished = finish(timeout_s) == WaitStatus::kOk;
   } catch (const std::runtime_error&) {  // there is nothing to finish any more
   }
   state_->begin_to_give_back(is_finished ? library().destroy : library().abort);

@@ -5,18 +5,26 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "device_memory.h"
 #include "elements.h"
 #include "signal.h"
 
 namespace hvdlite {
+
+// How NCCL works on memory: by way of memory of its own, or in place.
+enum class Registration { kNone, kBuffer, kWindow };
 
 // One rank's end of it. Collectives are enqueued on a stream of the caller's and reduce or fill memory in place; each
 // call returns once its work is in the stream, which is before it has been done.
 //
 // A call that returns kTimeout or kAborted, or throws std::runtime_error with NCCL's reason, leaves the communicator
 // fit for `abort` and `close` only. One thread calls, but for `abort`.
+//
+// Memory that is registered stays so until it is dropped, or the communicator is closed. It is unmapped when NCCL knows
+// it no more: after an abort, when NCCL has let go of the communicator.
 class NcclCommunicator {
  public:
   // [address, numel or bytes, root] each.
@@ -47,6 +55,11 @@ class NcclCommunicator {
   // Each part from its root; bytes.
   WaitStatus broadcast(const Parts& parts, std::uintptr_t stream, double timeout_s);
 
+  // Has NCCL work in place in this rank's copy of `segment`, which is copy `place` of it, as well as this NCCL can.
+  // Collective, with the same size and kind on every rank. Whatever it returns or throws, `segment` may be dropped at
+  // any time.
+  std::pair<WaitStatus, Registration> register_memory(DeviceSegment& segment, std::size_t place, double timeout_s);
+
   // Sleeps until all that is in `stream` now has been done.
   WaitStatus wait(std::uintptr_t stream, double timeout_s);
 
@@ -63,12 +76,16 @@ class NcclCommunicator {
  private:
   struct State;
   template <class Call>
-  WaitStatus enqueue(const char* what, double timeout_s, Call call);
+  WaitStatus enqueue(const char* what, std::uintptr_t stream, double timeout_s, Call call);
+  template <class Call>
+  WaitStatus complete(const char* what, double timeout_s, Call call);
+  WaitStatus finish(double timeout_s);
   template <class Done>
   WaitStatus until(double timeout_s, Done done);
 
   int device_, rank_;
-  std::shared_ptr<State> state_;  // the thread that gives it back may outlive this object
+  std::uintptr_t last_stream_ = 0;  // 0: nothing has been enqueued
+  std::shared_ptr<State> state_;    // the thread that gives it back may outlive this object
 };
 
 }  // namespace hvdlite

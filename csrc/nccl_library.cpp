@@ -57,6 +57,10 @@ Library table_of(void* handle) {
   table.name = reinterpret_cast<result(*) parameters>(symbol(handle, #exported, table.path));
   HVDLITE_NCCL_FUNCTIONS(HVDLITE_FIND)
 #undef HVDLITE_FIND
+#define HVDLITE_FIND(name, exported, result, parameters) \
+  table.name = reinterpret_cast<result(*) parameters>(dlsym(handle, #exported));
+  HVDLITE_LATER_NCCL_FUNCTIONS(HVDLITE_FIND)
+#undef HVDLITE_FIND
   if (table.version(&table.version_code) != kSuccess)
     throw std::runtime_error(table.path + " does not say its version");
   if (table.version_code < kOldest) {

@@ -14,6 +14,7 @@ namespace hvdlite::nccl {
 
 using Result = int;
 using Communicator = struct OpaqueCommunicator*;
+using Window = struct OpaqueWindow*;
 
 struct UniqueId {
   char bytes[128];
@@ -30,6 +31,7 @@ static_assert(sizeof(Config) == 24, "as ncclConfig_t");
 
 constexpr Result kSuccess = 0, kInProgress = 7;
 constexpr int kOldest = 21400;  // the first whose calls need not block
+constexpr int kSymmetric = 1;   // of windows: calls have the same place in them on every rank
 
 // name in the table, exported symbol, result, parameters
 #define HVDLITE_NCCL_FUNCTIONS(F)                                                                               \
@@ -55,9 +57,17 @@ constexpr int kOldest = 21400;  // the first whose calls need not block
   F(reduce, ncclReduce, Result,                                                                                 \
     (const void* from, void* to, std::size_t count, int dtype, int op, int root, Communicator, cuda::Stream))
 
+// Likewise; null where the library is older.
+#define HVDLITE_LATER_NCCL_FUNCTIONS(F)                                                                               \
+  F(buffer_register, ncclCommRegister, Result, (Communicator, void* memory, std::size_t n, void** handle))            \
+  F(buffer_deregister, ncclCommDeregister, Result, (Communicator, void* handle))                                      \
+  F(window_register, ncclCommWindowRegister, Result, (Communicator, void* memory, std::size_t n, Window*, int flags)) \
+  F(window_deregister, ncclCommWindowDeregister, Result, (Communicator, Window))
+
 struct Library {
 #define HVDLITE_DECLARE(name, symbol, result, parameters) result(*name) parameters;
   HVDLITE_NCCL_FUNCTIONS(HVDLITE_DECLARE)
+  HVDLITE_LATER_NCCL_FUNCTIONS(HVDLITE_DECLARE)
 #undef HVDLITE_DECLARE
   std::string path;
   int version_code;  // as 22809 for 2.28.9

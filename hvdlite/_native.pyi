@@ -230,16 +230,23 @@ class DeviceSegment:
     """
 
     def __init__(self, device: int, nbytes: int) -> None: ...
-    @staticmethod
-    def is_possible(device: int) -> bool:
-        """Whether the driver can share memory of this GPU between processes."""
-    def share(self) -> int:
-        """A new file descriptor by which another process gets this rank's copy; the caller closes it."""
-    def map(self, files: Sequence[int], own: int) -> None:
-        """Map all copies: ``files[i]`` of rank i, of which entry ``own`` is ignored. The caller closes the files."""
+    def share(self) -> tuple[bytes, int]:
+        """What another process needs to get this rank's copy; the caller closes the file descriptor."""
+    def map(self, shared: Sequence[bytes], files: Sequence[int], own: int) -> None:
+        """Map all copies, by what every rank has shared; entry ``own`` is ignored. The caller closes the files."""
     @property
     def copies(self) -> list[int]:
         """The address of every rank's copy, once they are mapped."""
+
+class FileSegment(DeviceSegment):
+    """Shared by file descriptors: it is there as long as anybody has it mapped. Source: csrc/file_segment.cpp."""
+
+    @staticmethod
+    def is_possible(device: int) -> bool:
+        """Whether the driver says that it can share memory of this GPU so."""
+
+class HandleSegment(DeviceSegment):
+    """Shared by handles of CUDA IPC: it ends with the process that made it. Source: csrc/handle_segment.cpp."""
 
 class StreamBarrier:
     """Streams of the ranks of a node that wait for one another; no thread waits. Source: csrc/stream_barrier.cpp.
@@ -327,6 +334,10 @@ class NcclCommunicator:
         RuntimeError: NCCL refuses; in its words.
     """
 
+    UNREGISTERED: int
+    BUFFER: int
+    WINDOW: int
+
     def __init__(self, device: int, unique_id: bytes, rank: int, size: int) -> None:
         """Begin to connect; `settle` waits for the other ranks."""
     @staticmethod
@@ -343,6 +354,12 @@ class NcclCommunicator:
         """(address, numel, root) each, as one group."""
     def broadcast(self, parts: Sequence[tuple[int, int, int]], stream: int, timeout_s: float) -> int:
         """(address, bytes, root) each, as one group."""
+    def register_memory(self, segment: DeviceSegment, place: int, timeout_s: float) -> tuple[int, int]:
+        """Have NCCL work in place in this rank's copy of ``segment``, which is copy ``place``; collective.
+
+        Returns:
+            As other calls, and how it does: `WINDOW`, `BUFFER`, or `UNREGISTERED` where this NCCL does not.
+        """
     def wait(self, stream: int, timeout_s: float) -> int:
         """Sleep until all that is in ``stream`` now has been done."""
     def error(self) -> str:

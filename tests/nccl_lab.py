@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import subprocess
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import cuda_lab
+from gpusim.build import built_nccl
 from hvdlite import _native
 from hvdlite.collectives.nccl import NcclBackend
 from hvdlite.memory.base import FusionBuffer
@@ -21,35 +18,26 @@ from hvdlite.memory.segment import Segment
 from hvdlite.node import discover
 from hvdlite.recorder import Recorder
 
-SOURCE = Path(__file__).parent / "gpusim" / "nccl_sim.cpp"
-
-
-def built() -> Path:
-    """The simulated NCCL, compiled once per version of its source and user."""
-    name = f"hvdlite-nccl-sim-{os.getuid()}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
-    library = Path(tempfile.gettempdir(), name)
-    if not library.exists():
-        own = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(["c++", "-std=c++17", "-O1", "-shared", "-fPIC", SOURCE, "-o", own], check=True)
-        own.replace(library)  # of several ranks, whoever is last
-    return library
-
 
 @cache
 def simulated() -> ctypes.CDLL:
-    """The simulated NCCL, from now on that of hvdlite as well, on the simulated driver."""
+    """The simulated NCCL, from now on that of hvdlite as well, on the simulated driver.
+
+    NCCL_LAB_WITHOUT names what it lacks, see `built_nccl`.
+    """
     cuda_lab.simulated()
     os.environ["GPUSIM_CUDA_LIBRARY"] = str(cuda_lab.built())
-    _native.use_nccl_library(str(built()))
-    return ctypes.CDLL(str(built()))
+    library = str(built_nccl(*os.environ.get("NCCL_LAB_WITHOUT", "").split()))
+    _native.use_nccl_library(library)
+    return ctypes.CDLL(library)
 
 
 class OwnMemory(DeviceMemory):
     """Memory of the simulated GPU for this rank alone, which a test may write as soon as it has it."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: type[_native.DeviceSegment] = _native.FileSegment) -> None:
         simulated()
-        super().__init__(discover(None, 0.0)[1], 0)
+        super().__init__(discover(None, 0.0)[1], 0, segments)
 
     def allocate(self, nbytes: int) -> FusionBuffer:
         buffer = super().allocate(nbytes)

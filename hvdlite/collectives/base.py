@@ -138,6 +138,9 @@ class Backend(ABC):
     def barrier(self) -> None:
         """Return once every rank has called it."""
 
+    def prepare(self, buf: Buffer) -> None:
+        """Take notice of new shared memory, ``buf`` as a whole, in which operations will be; a collective call."""
+
     def configure(self, config: Config) -> None:
         """Take over what of ``config`` may change between two operations; the same on every rank."""
 

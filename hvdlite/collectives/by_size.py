@@ -47,6 +47,10 @@ class BySizeBackend(Backend):
     def barrier(self) -> None:
         self._small.barrier()
 
+    def prepare(self, buf: Buffer) -> None:
+        self._small.prepare(buf)
+        self._large.prepare(buf)
+
     def configure(self, config: Config) -> None:
         self._small.configure(config)
         self._large.configure(config)

@@ -153,6 +153,9 @@ class HierarchicalBackend(Backend):
             self._cross.barrier()
         self._node.barrier()
 
+    def prepare(self, buf: Buffer) -> None:
+        self._node.prepare(buf)
+
     def configure(self, config: Config) -> None:
         self._one_rail_bytes = config.small_bytes
         self._rails_limit = config.rails or self._most_rails

@@ -26,6 +26,12 @@ from hvdlite.recorder import Lane, Recorder
 _LOG = logging.getLogger("hvdlite")
 _INTERFACES = "NCCL_SOCKET_IFNAME"
 _LOOK_S = 0.2  # between two looks at the world while ranks connect
+_REGISTER_S = 20.0  # of a call that waits for all ranks only
+_WAYS = {
+    _native.NcclCommunicator.UNREGISTERED: "not registered",
+    _native.NcclCommunicator.BUFFER: "a registered buffer",
+    _native.NcclCommunicator.WINDOW: "a window",
+}
 _CLOSE_S = 5.0  # NCCL is left behind then; the end of the process takes it
 
 
@@ -74,16 +80,36 @@ class NcclBackend(Backend):
         self._begun = 0  # operations
         self._timeout_s = timeout_s
         self._check = check
+        self._everybody = everybody
+        self._members = tuple(members)
+        self._registers = True  # memory in which NCCL may work
         self._word = memory.allocate(DType.INT32.itemsize).buffer(0, 1, DType.INT32)  # for barriers
         _use_interfaces(interfaces)
-        told = agreement.exchange(everybody, self._card)
-        cards = [told[member] for member in members]
-        agreement.exchange(everybody, lambda: self._connect(cards))
+        self._meet()
 
     @staticmethod
     def progress_bytes(size: int) -> int:
         """Of the segment ``progress``."""
         return 8 * size
+
+    def prepare(self, buf: Buffer) -> None:
+        """Have NCCL work in place in ``buf``, all of a segment of the memory. Collective over ``everybody``.
+
+        Memory is used in one way on all ranks: where these differ, or one cannot, NCCL copies from then on, by
+        communicators that are made anew, since a refusal may have broken one.
+        """
+        if not self._registers:
+            return
+        told = self._everybody.allgather(self._register(buf))
+        if len(set(told)) == 1 and not told[0].problem:
+            return
+        self._registers = False
+        if self._everybody.rank == 0:
+            what = {rank: outcome.problem or _WAYS[outcome.way] for rank, outcome in enumerate(told)}
+            _LOG.info("NCCL copies what it reduces, as it does not work in place in memory of all ranks: %s", what)
+        if not self.memory.settle(self._timeout_s):
+            self._expect_ok(_native.Barrier.TIMEOUT, "the last work before NCCL connects anew")
+        self._meet()
 
     def supports(self, dtype: DType) -> bool:
         return dtype not in (DType.INT16, DType.BOOL)
@@ -159,6 +185,25 @@ class NcclBackend(Backend):
     def close(self) -> None:
         if not self._communicator.close(min(_CLOSE_S, self._timeout_s)):
             _LOG.warning("NCCL does not let go of its communicator; it is left to the end of the process")
+
+    def _register(self, buf: Buffer) -> _Outcome:
+        assert isinstance(buf.owner, _native.DeviceSegment)
+        limit_s = min(_REGISTER_S, self._timeout_s)
+        self._step()
+        try:
+            status, way = self._communicator.register_memory(buf.owner, buf.index, limit_s)
+        except RuntimeError as error:
+            return _Outcome(_native.NcclCommunicator.UNREGISTERED, str(error))
+        if status == _native.Barrier.TIMEOUT:  # the rank for which this one waits has a problem of its own to tell
+            return _Outcome(_native.NcclCommunicator.UNREGISTERED, f"it takes more than {limit_s:g} s")
+        self._expect_ok(status, "registering memory with NCCL")
+        return _Outcome(way, "")
+
+    def _meet(self) -> None:
+        """Make the communicator; collective over ``everybody``."""
+        told = agreement.exchange(self._everybody, self._card)
+        cards = [told[member] for member in self._members]
+        agreement.exchange(self._everybody, lambda: self._connect(cards))
 
     def _card(self) -> _Card:
         try:
@@ -251,6 +296,18 @@ class _Card(NamedTuple):
 
     version: int
     unique_id: bytes
+
+
+class _Outcome(NamedTuple):
+    """What became of a registration.
+
+    Attributes:
+        way: as `_WAYS`.
+        problem: empty: there is none.
+    """
+
+    way: int
+    problem: str
 
 
 class _EqualBlocks(NamedTuple):

@@ -64,7 +64,7 @@ def build_device_backend(
 
     def nccl(ranks: Sequence[int], progress: Segment | None = None) -> NcclBackend | None:
         try:
-            return NcclBackend(
+            backend = NcclBackend(
                 memory,
                 everybody=everybody,
                 members=[places[rank] for rank in ranks],
@@ -75,6 +75,8 @@ def build_device_backend(
                 check=check,
                 recorder=recorder,
             )
+            backend.prepare(staging)
+            return backend
         except StartupError as error:
             if topology.rank == topology.ranks[0]:
                 _LOG.warning("GPUs go without NCCL: %s", error)

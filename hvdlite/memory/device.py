@@ -16,6 +16,7 @@ from hvdlite.memory.segment import Segment
 from hvdlite.memory.views import Buffer, TensorView
 
 _SLICE_S = 0.005
+_BETWEEN = ":"  # what a rank has shared, in hexadecimal digits, and its problem
 
 
 class DeviceSharer(Protocol):
@@ -36,15 +37,21 @@ class DeviceMemory(Memory):
     """What the ranks of ``node`` share on their GPUs, of which this rank's is ``ordinal``; it keeps no buffer alive.
 
     A call returns when its work is enqueued on ``stream``, and the work is done in the order of the calls.
+
+    Args:
+        segments: how ranks share it; the same on every rank.
     """
 
     is_on_device = True
 
-    def __init__(self, node: DeviceSharer, ordinal: int) -> None:
+    def __init__(
+        self, node: DeviceSharer, ordinal: int, segments: type[_native.DeviceSegment] = _native.FileSegment
+    ) -> None:
         super().__init__(node.local_rank, ordinal)
         self.ordinal = ordinal
         self.stream = _native.DeviceStream(ordinal)
         self._node = node
+        self._segments = segments
 
     def allocate(self, nbytes: int) -> FusionBuffer:
         """See `Memory.allocate`.
@@ -59,23 +66,29 @@ class DeviceMemory(Memory):
 
     def _shared(self, nbytes: int) -> _native.DeviceSegment:
         segment: _native.DeviceSegment | None = None
-        file, problem = None, ""
+        shared, file, problem = b"", None, ""
         try:
-            segment = _native.DeviceSegment(self.ordinal, nbytes)
-            file = segment.share()
+            segment = self._segments(self.ordinal, nbytes)
+            if self._node.local_size > 1:
+                shared, file = segment.share()
         except RuntimeError as error:
             problem = str(error)
         try:
-            told = self._node.exchange(problem, file)
+            told = self._node.exchange(f"{shared.hex()}{_BETWEEN}{problem}", file)
         finally:
             if file is not None:
                 os.close(file)
         files = [theirs for _, theirs in told]
+        parts = [text.partition(_BETWEEN) for text, _ in told]
         try:
-            self._raise_problems(nbytes, [text for text, _ in told])
+            self._raise_problems(nbytes, [theirs for _, _, theirs in parts])
             assert segment is not None
             try:
-                segment.map([-1 if theirs is None else theirs for theirs in files], self._node.local_rank)
+                segment.map(
+                    [bytes.fromhex(theirs) for theirs, _, _ in parts],
+                    [-1 if theirs is None else theirs for theirs in files],
+                    self._node.local_rank,
+                )
             except RuntimeError as error:
                 problem = str(error)
         finally:
@@ -92,8 +105,8 @@ class DeviceMemory(Memory):
 
     def filled(self, shape: tuple[int, ...], dtype: DType, value: float) -> TensorView:
         view = TensorView(0, shape, dtype, None)
-        segment = _native.DeviceSegment(self.ordinal, align_up(view.nbytes))
-        segment.map([-1], 0)
+        segment = self._segments(self.ordinal, align_up(view.nbytes))
+        segment.map([b""], [-1], 0)
         self.stream.fill(segment.copies[0], view.numel, dtype, value)
         return view._replace(address=segment.copies[0], owner=segment)
 

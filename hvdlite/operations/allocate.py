@@ -48,4 +48,8 @@ class Allocate(Operation):
 
     def run(self, engine: Engine, work: Work, label: str) -> FusionBuffer | None:
         is_there = engine.memory.is_on_device == (self.tensors_on_device > 0)
-        return engine.memory.allocate(self.nbytes) if is_there else None
+        if not is_there:
+            return None
+        buffer = engine.memory.allocate(self.nbytes)
+        engine.backend.prepare(buffer.buffer(0, self.nbytes, DType.UINT8))
+        return buffer

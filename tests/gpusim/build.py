@@ -1,4 +1,4 @@
-"""Builds the simulated driver."""
+"""Builds the simulated driver, and the simulated NCCL that works on it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+NCCL = HERE / "nccl"
 CSRC = HERE.parents[1] / "csrc"
-ELSEWHERE = ["nccl_sim.cpp"]  # libraries of their own
+
+Command = list[str | Path]
 
 
 def sources() -> list[Path]:
-    return sorted(path for path in HERE.glob("*.cpp") if path.name not in ELSEWHERE)
+    return sorted(HERE.glob("*.cpp"))
 
 
-def command(library: Path, *compiler: str | Path) -> list[str | Path]:
+def command(library: Path, *compiler: str | Path) -> Command:
     """Compiles the simulated driver to ``library`` by ``compiler`` with its options."""
     return [
         *compiler,
@@ -36,11 +39,30 @@ def command(library: Path, *compiler: str | Path) -> list[str | Path]:
     ]
 
 
+def nccl_command(library: Path, *compiler: str | Path, without: Sequence[str] = ()) -> Command:
+    """Compiles the simulated NCCL; one that is older is ``without`` the functions of exported_*.cpp."""
+    left_out = [f"exported_{name}" for name in without]
+    sources = [path for path in sorted(NCCL.glob("*.cpp")) if path.stem not in left_out]
+    return [*compiler, "-std=c++17", "-shared", "-fPIC", "-pthread", *sources, "-ldl", "-o", library]
+
+
 def built() -> Path:
     """The simulated driver, compiled once per version of its sources and user."""
-    headers = sorted([*HERE.glob("*.h"), *CSRC.rglob("*.h")])
-    version = hashlib.sha256(b"".join(path.read_bytes() for path in [*sources(), *headers])).hexdigest()[:16]
-    library = Path(tempfile.gettempdir(), f"hvdlite-cuda-sim-{os.getuid()}-{version}.so")
+    return _built("cuda", [*sources(), *HERE.glob("*.h"), *CSRC.rglob("*.h")], command)
+
+
+def built_nccl(*without: str) -> Path:
+    """The simulated NCCL, likewise; see `nccl_command`."""
+
+    def compile_nccl(library: Path, *compiler: str | Path) -> Command:
+        return nccl_command(library, *compiler, without=without)
+
+    return _built("-".join(["nccl", *without]), [*NCCL.glob("*.cpp"), *NCCL.glob("*.h")], compile_nccl)
+
+
+def _built(name: str, depends: Sequence[Path], command: Callable[..., Command]) -> Path:
+    version = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(depends))).hexdigest()[:16]
+    library = Path(tempfile.gettempdir(), f"hvdlite-{name}-sim-{os.getuid()}-{version}.so")
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks, one compiles
         if not library.exists():

@@ -40,6 +40,13 @@ int device_count() { return static_cast<int>(all().size()); }
 
 Context* context_of(int ordinal) { return ordinal < 0 || ordinal >= device_count() ? nullptr : all()[ordinal]; }
 
+int ordinal_of(int physical) {
+  for (const Context* context : all()) {
+    if (context->physical == physical) return context->ordinal;
+  }
+  return -1;
+}
+
 Error push(Context* context) {
   if (!is_known(context)) return INVALID_CONTEXT;
   contexts.push_back(context);

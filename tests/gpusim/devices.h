@@ -17,6 +17,7 @@ struct Context {
 Error initialize();
 int device_count();
 Context* context_of(int ordinal);  // null: no such device
+int ordinal_of(int physical);      // -1: it is not visible here
 
 Error push(Context* context);
 Context* current();  // null: none

@@ -12,8 +12,6 @@
   F(begin_capture, cuStreamBeginCapture_v2, (Stream, int mode))                         \
   F(end_capture, cuStreamEndCapture, (Stream, void** graph))                            \
   F(host_function, cuLaunchHostFunc, (Stream, void (*function)(void*), void* argument)) \
-  F(allocate, cuMemAlloc_v2, (Address * address, std::size_t n))                        \
-  F(free, cuMemFree_v2, (Address))                                                      \
   F(pointer_attribute, cuPointerGetAttribute, (void* value, int attribute, Address))
 
 namespace hvdlite::cuda {

@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "exported.h"
+#include "ipc_memory.h"
 #include "memory.h"
 #include "unobserved.h"
 #include "usable_stream.h"
@@ -27,6 +28,7 @@ Result give(Address address, Kind kind) {
   GPUSIM_NEEDS_CONTEXT;
   const auto block = memory().at(address);
   GPUSIM_REQUIRE(memory().remove(address, kind), INVALID_VALUE);
+  ipc_memory().withdraw(address);
   free_pages(address, block->nbytes);
   return SUCCESS;
 }
@@ -129,12 +131,17 @@ Result cuStreamWaitValue32_v2(Stream stream, Address address, std::uint32_t valu
 }
 
 Result cuPointerGetAttribute(void* value, int attribute, Address address) {
-  constexpr int kMemoryType = 2, kHost = 1, kDevice = 2, kOrdinal = 9;
+  constexpr int kMemoryType = 2, kHost = 1, kDevice = 2, kBufferId = 7, kOrdinal = 9;
+  constexpr int kIsLegacy = 10, kBegin = 11, kBytes = 12;
   GPUSIM_NEEDS_NO_CONTEXT;
   const auto block = memory().at(address);
   GPUSIM_REQUIRE(block, INVALID_VALUE);
-  const bool is_device = block->kind == Kind::kDevice || block->kind == Kind::kMapped;
+  const bool is_device = block->kind != Kind::kPinned && block->kind != Kind::kRegistered;
   if (attribute == kMemoryType) return *static_cast<unsigned*>(value) = is_device ? kDevice : kHost, SUCCESS;
+  if (attribute == kBufferId) return *static_cast<std::uint64_t*>(value) = block->id, SUCCESS;
+  if (attribute == kIsLegacy) return *static_cast<int*>(value) = block->kind != Kind::kMapped, SUCCESS;
+  if (attribute == kBegin) return *static_cast<Address*>(value) = block->begin, SUCCESS;
+  if (attribute == kBytes) return *static_cast<std::size_t*>(value) = block->nbytes, SUCCESS;
   GPUSIM_REQUIRE(attribute == kOrdinal && block->ordinal >= 0, INVALID_VALUE);
   return *static_cast<int*>(value) = block->ordinal, SUCCESS;
 }

@@ -9,7 +9,7 @@ using namespace gpusim;
 
 Result cuMemGetAllocationGranularity(std::size_t* n, const Placement* placement, int option) {
   GPUSIM_NEEDS_NO_CONTEXT;
-  GPUSIM_REQUIRE(option == kMinimumGranularity && placement->type == kPinned, INVALID_VALUE);
+  GPUSIM_REQUIRE((option & ~kRecommendedGranularity) == 0 && placement->type == kPinned, INVALID_VALUE);
   return *n = VirtualMemory::kGranularity, SUCCESS;
 }
 

@@ -15,9 +15,6 @@ constexpr std::size_t kPage = 4096, kAlignment = 256;
 
 std::size_t rounded_up(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Where the pages begin: the memory ends where they end, as far as its alignment allows.
-Address pages_of(Address begin) { return begin / kPage * kPage; }
-
 }  // namespace
 
 Memory& memory() {
@@ -27,7 +24,9 @@ Memory& memory() {
 
 void Memory::add(Address begin, const Block& block) {
   const Locked locked(mutex_);
-  blocks_[begin] = block;
+  Block& added = blocks_[begin] = block;
+  added.begin = begin;
+  added.id = ++made_;
 }
 
 bool Memory::remove(Address begin, Block::Kind kind) {
@@ -81,6 +80,9 @@ std::optional<std::pair<Address, Block>> Memory::find(Address address) {
   return std::pair(begin, block);
 }
 
+Address page_of(Address address) { return address / kPage * kPage; }
+
+// The memory ends where its pages end, as far as its alignment allows.
 Address allocate(std::size_t nbytes) {
   const Unobserved unobserved;
   const std::size_t size = rounded_up(nbytes, kAlignment), pages = rounded_up(size, kPage);
@@ -91,7 +93,7 @@ Address allocate(std::size_t nbytes) {
 }
 
 void free_pages(Address begin, std::size_t nbytes) {
-  const Address from = pages_of(begin);
+  const Address from = page_of(begin);
   const std::size_t pages = rounded_up(begin + nbytes - from, kPage);
   mmap(pointer<void>(from), pages, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }

@@ -17,12 +17,15 @@ struct Block {
     kPinned,      // cuMemHostAlloc
     kRegistered,  // the program's own: cuMemHostRegister
     kMapped,      // cuMemMap
+    kOpened,      // cuIpcOpenMemHandle
   };
   Kind kind;
   std::size_t nbytes;
   int ordinal;                // of the device whose it is; of the mapping process's, -1: not visible here
-  std::uint64_t devices = 0;  // that may access it: bit by ordinal. All, but for what is mapped
+  std::uint64_t devices = 0;  // that may access it: bit by ordinal. All, but for what other processes share
   bool has_address = true;    // on devices as well
+  Address begin = 0;          // set by `Memory::add`, as is the
+  std::uint64_t id = 0;       // number that no other block ever has
 };
 
 class Memory {
@@ -44,6 +47,7 @@ class Memory {
   std::optional<std::pair<Address, Block>> find(Address address);
 
   std::mutex mutex_;
+  std::uint64_t made_ = 0;
   std::map<Address, Block> blocks_;
 };
 
@@ -53,6 +57,8 @@ constexpr std::uint64_t kAllDevices = ~std::uint64_t{0};
 
 // Memory whose bytes are 0xff, NaN in every floating type, with inaccessible pages behind it. 0: there is no more.
 Address allocate(std::size_t nbytes);
+// Of the page in which it is.
+Address page_of(Address address);
 // Nobody gets its addresses again: who uses it crashes.
 void free_pages(Address begin, std::size_t nbytes);
 

@@ -12,6 +12,7 @@ namespace gpusim {
   E(INVALID_DEVICE, 101)                 \
   E(INVALID_IMAGE, 200)                  \
   E(INVALID_CONTEXT, 201)                \
+  E(PEER_ACCESS_UNSUPPORTED, 217)        \
   E(OPERATING_SYSTEM, 304)               \
   E(INVALID_HANDLE, 400)                 \
   E(NOT_FOUND, 500)                      \

@@ -40,6 +40,8 @@ Settings read() {
   found.devices = visible(number("GPUSIM_DEVICES", 1));
   found.peer = !is_set("GPUSIM_NO_PEER");
   found.virtual_memory = !is_set("GPUSIM_NO_VMM");
+  found.files = !is_set("GPUSIM_NO_FILES");
+  found.ipc = !is_set("GPUSIM_NO_IPC");
   if (const char* seed = std::getenv("GPUSIM_PCT")) found.pct = std::atoi(seed);
   found.jitter_us = number("GPUSIM_JITTER_US", found.jitter_us);
   found.patience_us = number("GPUSIM_PATIENCE_US", found.patience_us);

@@ -11,6 +11,8 @@ struct Settings {
   std::vector<int> devices;
   bool peer = true;             // GPUSIM_NO_PEER: no device reaches another one's memory
   bool virtual_memory = true;   // GPUSIM_NO_VMM: there is no cuMemCreate
+  bool files = true;            // GPUSIM_NO_FILES: nothing is exported as a file descriptor, whatever devices say
+  bool ipc = true;              // GPUSIM_NO_IPC: there is no cuIpcGetMemHandle
   std::optional<unsigned> pct;  // GPUSIM_PCT, a seed: one at a time, by random priorities (scheduler.h)
   int jitter_us = 0;            // GPUSIM_JITTER_US: streams come late by up to so much
   int patience_us = 2000;       // GPUSIM_PATIENCE_US: see scheduler.h

@@ -48,13 +48,6 @@ int physical_of(int fd) {
   return std::sscanf(target, "/memfd:gpusim-device-%d", &physical) == 1 ? physical : -1;
 }
 
-int ordinal_of(int physical) {
-  for (int ordinal = 0; ordinal < device_count(); ++ordinal) {
-    if (context_of(ordinal)->physical == physical) return ordinal;
-  }
-  return -1;
-}
-
 }  // namespace
 
 VirtualMemory& virtual_memory() {
@@ -88,6 +81,7 @@ Error VirtualMemory::release(cuda::Allocation allocation) {
 }
 
 Error VirtualMemory::export_file(int* fd, cuda::Allocation allocation) {
+  if (!settings().files) return NOT_PERMITTED;
   const Locked locked(mutex_);
   const auto found = files_.find(allocation);
   if (found == files_.end() || !found->second.is_exportable) return INVALID_VALUE;

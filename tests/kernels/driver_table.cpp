@@ -54,6 +54,7 @@ HVDLITE_CUDA_FUNCTIONS(HVDLITE_CHECK)
 static_assert(sizeof(Uuid) == sizeof(CUuuid));
 static_assert(sizeof(Location) == sizeof(CUmemLocation) && offsetof(Location, id) == offsetof(CUmemLocation, id));
 static_assert(sizeof(Access) == sizeof(CUmemAccessDesc) && offsetof(Access, flags) == offsetof(CUmemAccessDesc, flags));
+static_assert(sizeof(IpcHandle) == sizeof(CUipcMemHandle) && kLazyPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 static_assert(sizeof(Placement) == sizeof(CUmemAllocationProp) &&
               offsetof(Placement, handle_types) == offsetof(CUmemAllocationProp, requestedHandleTypes) &&
               offsetof(Placement, location) == offsetof(CUmemAllocationProp, location) &&
@@ -69,7 +70,7 @@ static_assert(kWaitGeq == CU_STREAM_WAIT_VALUE_GEQ);
 static_assert(kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE && kPinned == CU_MEM_ALLOCATION_TYPE_PINNED &&
               kFileDescriptor == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR &&
               kReadWrite == CU_MEM_ACCESS_FLAGS_PROT_READWRITE &&
-              kMinimumGranularity == CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+              kRecommendedGranularity == CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
 static_assert(kDirectRdmaSupported == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED &&
               kMultiprocessorCount == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT &&
               kMemoryManagement == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED &&

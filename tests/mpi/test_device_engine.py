@@ -12,15 +12,16 @@ import pytest
 from mpi4py import MPI
 
 import nccl_lab
-from backend_lab import RANK, SIZE, values_of
+from backend_lab import RANK, SIZE, reduced, values_of
 from cuda_lab import simulated
 from gpu_lab import Gpu, opened
 from hvdlite import _native
-from hvdlite.dtypes import DType
+from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import HorovodInternalError
+from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.views import OnDevice, TensorView
 from hvdlite.operations.allreduce import allreduce_async
-from runtime_lab import TINY, running
+from runtime_lab import TINY, agree, running
 
 pytestmark = pytest.mark.any_mpi
 
@@ -55,6 +56,31 @@ def test_one_gpu_for_several_ranks_is_said_once(
     found = [text for text in caplog.messages if "take turns" in text]
     assert len(found) == (RANK == 0 and SIZE > 1)
     assert all(str(list(range(SIZE))) in text for text in found)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="memory is not shared")
+def test_memory_is_shared_by_handles_where_a_rank_cannot_pass_files(
+    world: MPI.Intracomm, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever its driver says. NCCL takes no such memory as its own, and works all the same."""
+
+    def share(_: object) -> None:
+        raise RuntimeError("not permitted in this container")
+
+    if RANK == LAST:
+        monkeypatch.setattr(_native.FileSegment, "share", share)
+    windows = nccl_lab.simulated().nccl_sim_windows
+    with running(world) as runtime, caplog.at_level(logging.INFO, "hvdlite"):
+        tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
+        allreduce_async(runtime.group, [tensor.view], [tensor.view]).wait()
+        problem = tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32))
+        assert isinstance(runtime.group.device_memory, DeviceMemory)
+        assert runtime.group.device_memory._segments is _native.HandleSegment
+        assert windows() == 0
+    agree(world, problem)
+    said = [text for text in caplog.messages if "CUDA IPC" in text]
+    assert len(said) == (RANK == 0)
+    assert all(f"rank {LAST}: not permitted in this container" in text for text in said)
 
 
 def test_a_gpu_that_does_not_go_on_ends_the_job(world: MPI.Intracomm, gpu: Gpu) -> None:

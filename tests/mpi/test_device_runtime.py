@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,14 @@ from mpi4py import MPI
 import nccl_lab
 from backend_lab import RANK, SIZE, encode, reduced, values_of
 from gpu_lab import DeviceTensor, Gpu, opened
-from hvdlite import _native, nccl_library
+from hvdlite import _native, device_engine, nccl_library
 from hvdlite.collectives import select_device
 from hvdlite.collectives.by_size import BySizeBackend
 from hvdlite.collectives.direct import DirectBackend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
 from hvdlite.collectives.nccl import NcclBackend
 from hvdlite.dtypes import DType, ReduceOp, Reduction
-from hvdlite.errors import MismatchError
+from hvdlite.errors import MismatchError, StartupError
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allgather import allgather_async
 from hvdlite.operations.allocate import allocate_on_device
@@ -36,6 +38,8 @@ LAST = SIZE - 1
 NUMELS = [0, 1, 65, 513, 5003]
 WAYS = ["direct", "nccl", "faster", "host"]
 """Which backends there can be: NCCL is not there; GPUs share no memory; all are there; none is."""
+CASES = [*itertools.product(WAYS, LAYOUTS), ("handles", LAYOUTS[0])]
+"""And one that is as direct, but that a GPU's memory is not shared by file descriptors."""
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +58,30 @@ def no_nccl() -> None:
     raise RuntimeError("no NCCL here")
 
 
-@pytest.fixture(scope="module", params=[(way, nodes) for nodes in LAYOUTS for way in WAYS], ids=str)
+def not_at_first(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make``, whose first call fails on all ranks: that for memory of the node, before that for a rank's own."""
+    calls = itertools.count()
+
+    def make_later(*arguments: Any) -> Any:
+        if next(calls) == 0:
+            raise StartupError("GPUs share no memory here")
+        return make(*arguments)
+
+    return make_later
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def runtime(gpu: Gpu, world: MPI.Intracomm, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     """Whose GPU the first operation has found."""
     way, machine_of = request.param
     with pytest.MonkeyPatch.context() as patch, running(world, machine_of=machine_of) as made:
         nccl_lab.simulated()
-        if way in ("direct", "host"):
+        if way in ("direct", "host", "handles"):
             patch.setattr(nccl_library, "load", no_nccl)
         if way in ("nccl", "host"):
-            patch.setattr(_native.DeviceSegment, "is_possible", staticmethod(lambda ordinal: ordinal != LAST))
+            patch.setattr(device_engine, "_shared_memory", not_at_first(device_engine._shared_memory))
+        if way == "handles":
+            patch.setattr(_native.FileSegment, "is_possible", staticmethod(lambda ordinal: ordinal != LAST))
         if way == "faster":  # the answer must not depend on this machine
             patch.setattr(select_device._Contest, "_times", lambda *_: [[1.0, 2.0], [2.0, 1.0]])
             patch.setattr(select_device, "_LIMIT_BYTES", 1024)
@@ -85,10 +103,12 @@ def test_the_table_of_backends(runtime: Runtime, world: MPI.Intracomm) -> None:
     if way == "host":
         assert backend is None
         return
-    in_node = {"direct": DirectBackend, "nccl": NcclBackend, "faster": BySizeBackend}[way]
+    in_node = {"nccl": NcclBackend, "faster": BySizeBackend}.get(way, DirectBackend)
+    has_no_files = way == "handles" or os.environ.get("GPUSIM_NO_VMM") == "1"
+    assert backend.memory._segments is (_native.HandleSegment if has_no_files else _native.FileSegment)
     if not across:
         assert type(backend) is in_node
-    elif way == "direct":
+    elif way in ("direct", "handles"):
         assert type(backend) is HierarchicalBackend
         assert type(backend._node) is in_node
     elif way == "faster":
@@ -163,7 +183,10 @@ def test_every_root_broadcasts(runtime: Runtime, gpu: Gpu, world: MPI.Intracomm)
 
 def test_tensors_that_live_in_a_fusion_buffer(runtime: Runtime, gpu: Gpu, world: MPI.Intracomm) -> None:
     """Are reduced where they are; there is none where GPUs share no memory with others nor NCCL is there."""
+    windows = nccl_lab.simulated().nccl_sim_windows
+    before = windows()
     buffer = allocate_on_device(runtime.group, 8192, gpu.where())
+    assert (windows() > before) == (runtime.way in ("nccl", "faster"))  # type: ignore[attr-defined]
     if runtime.way == "host":  # type: ignore[attr-defined]
         assert buffer is None
         return

@@ -1,6 +1,6 @@
 """NCCL keeps the contract of backends, as far as streams let it; run with 1, 2, 3 and 4 ranks under mpirun.
 
-The NCCL is a simulated one, between the processes of the ranks, see tests/gpusim/nccl_sim.cpp.
+The NCCL is a simulated one, between the processes of the ranks, see tests/gpusim/nccl.
 """
 
 from __future__ import annotations

@@ -161,6 +161,69 @@ MUTANTS = [
         "if len(set(versions)) > 1:",
         "2 mpi/test_nccl_streams.py",
     ),
+    # Memory that NCCL works in: how long it is registered, who may call NCCL when, whether ranks do the same.
+    Mutant(
+        "csrc/device_memory.cpp",
+        "      for (const auto& release : holding->releases) release();\n",
+        "",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "  for (Registered& memory : state_->registered) state_->deregister(memory);\n",
+        "",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "  if (status != WaitStatus::kOk) return status;\n  const std::lock_guard<std::mutex> turn(state_->turn);\n",
+        "  const std::lock_guard<std::mutex> turn(state_->turn);\n",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "      const std::lock_guard<std::mutex> lock(turn);\n      if (deregister",
+        "      if (deregister",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        "csrc/nccl_communicator.cpp",
+        "    given_back.wait(lock, [this] { return is_given_back; });\n",
+        "",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}nccl.py",
+        "        if not self.memory.settle(self._timeout_s):",
+        "        if False:",
+        "2 mpi/test_nccl_registration.py",
+    ),
+    # Memory that ranks share by handles: when it is freed, who is told, which kind all take.
+    Mutant("csrc/handle_segment.cpp", "      wait_for_others();\n", "", "unit/test_shared_device_memory.py"),
+    Mutant(
+        "csrc/handle_segment.cpp",
+        "      if (import.address != 0) driver().ipc_close(import.address);\n",
+        "",
+        "unit/test_shared_device_memory.py",
+    ),
+    Mutant(
+        "csrc/handle_segment.cpp",
+        "      static_cast<void>(write(import.pipe, &closed, 1) == 1);",
+        "      static_cast<void>(closed);",
+        "unit/test_shared_device_memory.py",
+    ),
+    Mutant(
+        "csrc/handle_segment.cpp",
+        "      if (count == 0 || (count < 0 && errno != EINTR)) return;\n",
+        "      if (count < 0 && errno != EINTR) return;\n",
+        "unit/test_shared_device_memory.py",
+    ),
+    Mutant(
+        "hvdlite/device_engine.py",
+        "_KINDS if all(card.has_files for card in cards)",
+        "_KINDS if any(card.has_files for card in cards)",
+        "2 mpi/test_device_runtime.py",
+    ),
     # Gradients: what is counted, who contributes, what is agreed on.
     Mutant(
         f"{_TORCH}arrival.py",

@@ -13,10 +13,12 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
 #include "device_stream.h"
+#include "file_segment.h"
 #include "nccl_communicator.h"
 #include "nccl_library.h"
 
@@ -121,6 +123,20 @@ void aborts(void* driver) {
   }
 }
 
+// While one thread calls, another one deregisters memory that was dropped, and unmaps it.
+void drops(void* driver) {
+  on_all_ranks(driver, [](Rank& rank) {
+    for (int turn = 0; turn < 10; ++turn) {
+      FileSegment dropped(0, 1);
+      dropped.map({""}, {-1}, 0);
+      REQUIRE(rank.nccl.register_memory(dropped, 0, kPatienceS) == std::pair(WaitStatus::kOk, Registration::kWindow));
+      REQUIRE(rank.all_reduce() == WaitStatus::kOk);
+    }
+    REQUIRE(rank.wait() == WaitStatus::kOk);
+    REQUIRE(rank.nccl.close(kPatienceS));
+  });
+}
+
 // The host reads what a stream writes.
 void race(void* driver) {
   on_all_ranks(driver, [](Rank& rank) {
@@ -133,7 +149,8 @@ void race(void* driver) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const std::map<std::string, void (*)(void*)> cases{{"streams", streams}, {"aborts", aborts}, {"race", race}};
+  const std::map<std::string, void (*)(void*)> cases{
+      {"streams", streams}, {"aborts", aborts}, {"drops", drops}, {"race", race}};
   if (count < 4) {
     for (const auto& [name, run] : cases) std::printf("%s\n", name.c_str());
     return 0;

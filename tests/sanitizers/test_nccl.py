@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 
 from compiler import COMPILER, ROOT, Run, run, runtimes
-from gpusim.build import HERE as GPUSIM, command
+from gpusim.build import command, nccl_command
 
 FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
-SOURCES = ["cuda_driver", "device_stream", "nccl_communicator", "nccl_library", "signal"]
+SOURCES = [
+    "cuda_driver",
+    "device_memory",
+    "device_stream",
+    "file_segment",
+    "nccl_communicator",
+    "nccl_library",
+    "signal",
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +31,7 @@ def program(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str]
     sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
     for build in (
         command(driver, *COMPILER, *FLAGS),
-        [*COMPILER, *FLAGS, "-shared", "-fPIC", GPUSIM / "nccl_sim.cpp", "-o", nccl],
+        nccl_command(nccl, *COMPILER, *FLAGS),
         [*COMPILER, *FLAGS, *CALLED, *sources, Path(__file__).parent / "nccl_as_threads.cpp", "-ldl", "-o", binary],
     ):
         result = run(*build)
@@ -40,7 +48,7 @@ def test_a_race_is_seen(program: Run) -> None:
     assert "data race" in result.stdout
 
 
-@pytest.mark.parametrize("case", ["streams", "aborts"])
+@pytest.mark.parametrize("case", ["streams", "aborts", "drops"])
 def test_every_case(program: Run, case: str) -> None:
     assert case in program().stdout.splitlines()
     result = program(case)

@@ -35,6 +35,10 @@ class Flags(ctypes.Structure):
     _fields_ = (("compression", c_ubyte), ("rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4))
 
 
+class IpcHandle(ctypes.Structure):
+    _fields_ = (("bytes", c_ubyte * 64),)
+
+
 class Placement(ctypes.Structure):
     _fields_ = (
         ("type", c_int),
@@ -152,6 +156,20 @@ class Driver(Calls):
         assert self.copy(ctypes.addressof(self._host), address, nbytes, stream) == 0
         self.synchronize(stream)
         return bytes(self._host[:nbytes])
+
+    # Memory of other processes
+
+    def shared(self, address: int) -> bytes:
+        """A handle by which another process opens an allocation."""
+        handle = IpcHandle()
+        self.call("cuIpcGetMemHandle", ctypes.byref(handle), c_ulonglong(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> tuple[int, int]:
+        """The driver's answer, and the address."""
+        address = c_ulonglong()
+        opened = IpcHandle.from_buffer_copy(handle)
+        return self.status("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, 1), address.value
 
     # Virtual memory
 

@@ -5,6 +5,7 @@ What is written to stdout is for the test.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -36,6 +37,20 @@ def shares_memory(fd: int) -> None:
     assert cuda.read(address, nbytes, stream) == bytes([3]) * nbytes
     connection.send(b"seen")
     os._exit(0)
+
+
+def shares_a_handle(fd: int) -> None:
+    """Sends a handle of memory of twos, and waits until it is full of threes and closed."""
+    cuda = driver_under_test()
+    stream, nbytes = cuda.stream(), 2 << 20
+    address = cuda.allocate(nbytes)
+    cuda.set(address, 2, nbytes, stream)
+    cuda.synchronize(stream)
+    connection = socket.socket(fileno=fd)
+    connection.send(cuda.shared(address))
+    connection.recv(1)
+    assert cuda.read(address, nbytes, stream) == bytes([3]) * nbytes
+    cuda.call("cuMemFree_v2", ctypes.c_ulonglong(address))
 
 
 if __name__ == "__main__":

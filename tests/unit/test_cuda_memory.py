@@ -154,6 +154,30 @@ def test_memory_of_another_process(cuda: Driver) -> None:
     assert cuda.unmap(address, nbytes) == 0
 
 
+def test_memory_of_another_process_by_a_handle(cuda: Driver) -> None:
+    """Whoever opens it twice gets one address, and closes it twice."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(PATIENCE_S * 6)
+    stream, nbytes = cuda.stream(), 2 << 20
+    with ours, theirs, peer("shares_a_handle", theirs.fileno()):
+        handle = ours.recv(64)
+        first, second = cuda.open(handle), cuda.open(handle)
+        assert first == second
+        status, address = first
+        assert status == 0
+        cuda.call("cuIpcCloseMemHandle", c_ulonglong(address))
+        assert cuda.read(address, nbytes, stream) == bytes([2]) * nbytes
+        cuda.set(address, 3, nbytes, stream)
+        cuda.synchronize(stream)
+        cuda.call("cuIpcCloseMemHandle", c_ulonglong(address))
+        ours.send(b"!")
+
+
+def test_a_handle_is_for_other_processes(cuda: Driver) -> None:
+    status, _ = cuda.open(cuda.shared(cuda.allocate(2 << 20)))
+    assert status != 0
+
+
 def test_memory_is_mapped_at_several_places(cuda: Driver) -> None:
     stream, nbytes = cuda.stream(), cuda.granularity()
     allocation = cuda.create(nbytes)

@@ -382,6 +382,27 @@ print(cuda.status("cuMemCreate", byref(c_ulonglong()), c_size_t(1 << 21), byref(
     assert output(program, GPUSIM_NO_VMM="1") == f"[0, 0]\n{NOT_SUPPORTED}"
 
 
+def test_no_file_descriptors() -> None:
+    program = """
+allocation = cuda.create(cuda.granularity())
+print(cuda.status("cuMemExportToShareableHandle", byref(c_ulonglong()), allocation, 1, c_ulonglong(0)))
+"""
+    assert output(program) == str(OK)
+    assert output(program, GPUSIM_NO_FILES="1") == str(NOT_PERMITTED)
+
+
+def test_handles_of_memory() -> None:
+    """Of whole allocations."""
+    program = """
+address = cuda.allocate(5000)
+handle = (ctypes.c_char * 64)()
+print([cuda.status("cuIpcGetMemHandle", handle, c_ulonglong(address + offset)) for offset in (0, 0, 256)])
+print(cuda.status("cuIpcCloseMemHandle", c_ulonglong(address)))
+"""
+    assert output(program) == f"[{OK}, {OK}, {INVALID_VALUE}]\n{INVALID_VALUE}"
+    assert output(program, GPUSIM_NO_IPC="1") == f"[{NOT_SUPPORTED}, {NOT_SUPPORTED}, {NOT_SUPPORTED}]\n{INVALID_VALUE}"
+
+
 def test_accesses_have_to_be_full(cuda: Driver) -> None:
     nbytes = cuda.granularity()
     address = cuda.reserve(nbytes)

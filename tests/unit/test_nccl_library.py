@@ -103,6 +103,40 @@ def test_a_library_without_a_function(tmp_path: Path, symbol: str) -> None:
     assert load(named=library) == f"0 {library} has no {symbol}; hvdlite needs NCCL 2.14.0 or later"
 
 
+@pytest.mark.parametrize("symbol", ["ncclCommRegister", "ncclCommWindowDeregister"])
+def test_a_library_that_is_older_than_a_function(tmp_path: Path, symbol: str) -> None:
+    assert symbol in SYMBOLS
+    library = make(tmp_path / "old", 22210, without=symbol)
+    assert load(named=library) == f"22210 2.22.10, {library}"
+
+
+OLDER_NCCL = """
+import nccl_lab
+from hvdlite.dtypes import DType
+
+class Alone:
+    rank, size = 0, 1
+    def allgather(self, value): return [value]
+
+simulated = nccl_lab.simulated()
+memory = nccl_lab.OwnMemory()
+backend = nccl_lab.build(Alone(), memory=memory)
+buf = memory.allocate(4000).buffer(0, 1000, DType.FLOAT32)
+backend.prepare(buf)
+print(getattr(simulated, "nccl_sim_buffers", lambda: "none")())
+backend.allreduce(buf)
+backend.close()
+"""
+
+
+@pytest.mark.parametrize(("without", "registered"), [("windows", "1"), ("windows buffers", "none")])
+def test_memory_is_registered_as_far_as_the_library_can(without: str, registered: str) -> None:
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environ["NCCL_LAB_WITHOUT"] = without
+    command = [sys.executable, "-c", OLDER_NCCL]
+    assert subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.strip() == registered
+
+
 def test_wheels_are_where_pip_puts_them(tmp_path: Path) -> None:
     (tmp_path / "a" / "nvidia").mkdir(parents=True)
     library = make(tmp_path / "b" / "nvidia" / "nccl" / "lib", 22809)
