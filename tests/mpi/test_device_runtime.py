@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from mpi4py import MPI
 import nccl_lab
 from backend_lab import RANK, SIZE, encode, reduced, values_of
 from gpu_lab import DeviceTensor, Gpu, opened
-from hvdlite import _native, nccl_library
+from hvdlite import _native, cuda_aware_mpi, nccl_library
 from hvdlite.collectives import select_device
 from hvdlite.collectives.by_size import BySizeBackend
 from hvdlite.collectives.direct import DirectBackend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
 from hvdlite.collectives.nccl import NcclBackend
+from hvdlite.collectives.pinned import PinnedBackend
+from hvdlite.collectives.ring import RingBackend
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.errors import MismatchError
 from hvdlite.memory.views import TensorView
@@ -28,7 +31,7 @@ from hvdlite.operations.allocate import allocate_on_device
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.runtime import Runtime
-from runtime_lab import LAYOUTS, REDUCING, agree, running
+from runtime_lab import LAYOUTS, REDUCING, TINY, agree, running
 
 pytestmark = pytest.mark.any_mpi
 
@@ -36,6 +39,8 @@ LAST = SIZE - 1
 NUMELS = [0, 1, 65, 513, 5003]
 WAYS = ["direct", "nccl", "faster", "host"]
 """Which backends there can be: NCCL is not there; GPUs share no memory; all are there; none is."""
+RUNTIMES = [(way, nodes) for nodes in LAYOUTS for way in WAYS]
+RUNTIMES += [("cuda_aware", nodes) for nodes in LAYOUTS if len(set(nodes)) > 1]  # as "direct", where MPI takes memory of GPUs
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +59,21 @@ def no_nccl() -> None:
     raise RuntimeError("no NCCL here")
 
 
-@pytest.fixture(scope="module", params=[(way, nodes) for nodes in LAYOUTS for way in WAYS], ids=str)
+@pytest.fixture(scope="module", params=RUNTIMES, ids=str)
 def runtime(gpu: Gpu, world: MPI.Intracomm, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     """Whose GPU the first operation has found."""
     way, machine_of = request.param
-    with pytest.MonkeyPatch.context() as patch, running(world, machine_of=machine_of) as made:
+    config = replace(TINY, gpu_mpi="direct") if way == "cuda_aware" else TINY
+    with pytest.MonkeyPatch.context() as patch, running(world, config, machine_of) as made:
         nccl_lab.simulated()
-        if way in ("direct", "host"):
+        if way in ("direct", "cuda_aware", "host"):
             patch.setattr(nccl_library, "load", no_nccl)
         if way in ("nccl", "host"):
             patch.setattr(_native.DeviceSegment, "is_possible", staticmethod(lambda ordinal: ordinal != LAST))
         if way == "faster":  # the answer must not depend on this machine
             patch.setattr(select_device._Contest, "_times", lambda *_: [[1.0, 2.0], [2.0, 1.0]])
             patch.setattr(select_device, "_LIMIT_BYTES", 1024)
+            patch.setattr(cuda_aware_mpi, "is_reported", lambda: True)
         tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
         allreduce_async(made.group, [tensor.view], [tensor.view]).wait()
         agree(world, tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32)))
@@ -79,22 +86,30 @@ def backend_of(runtime: Runtime) -> Any:
     return None if device is None else device.engine.backend
 
 
+def parts(backend: Any) -> tuple[type, type]:
+    """In the node, and across."""
+    assert type(backend) is HierarchicalBackend
+    return type(backend._node), type(backend._cross)
+
+
 def test_the_table_of_backends(runtime: Runtime, world: MPI.Intracomm) -> None:
     backend = backend_of(runtime)
     way, across = runtime.way, len(runtime.topology.nodes) > 1  # type: ignore[attr-defined]
     if way == "host":
         assert backend is None
         return
-    in_node = {"direct": DirectBackend, "nccl": NcclBackend, "faster": BySizeBackend}[way]
+    in_node = {"nccl": NcclBackend, "faster": BySizeBackend}.get(way, DirectBackend)
     if not across:
         assert type(backend) is in_node
-    elif way == "direct":
-        assert type(backend) is HierarchicalBackend
-        assert type(backend._node) is in_node
-    elif way == "faster":
-        assert type(backend) is BySizeBackend
-        assert (type(backend._small), type(backend._large)) == (HierarchicalBackend, NcclBackend)
-        assert type(backend._small._node) is in_node
+    else:
+        has_rail = runtime.topology.local_rank < runtime.topology.rails
+        pinned, direct = ((in_node, kind if has_rail else type(None)) for kind in (PinnedBackend, RingBackend))
+        if way == "faster":
+            assert (type(backend), type(backend._large)) == (BySizeBackend, NcclBackend)
+            composed = backend._small
+            assert (type(composed), parts(composed._small), parts(composed._large)) == (BySizeBackend, pinned, direct)
+        elif way in ("direct", "cuda_aware"):
+            assert parts(backend) == (pinned if way == "direct" else direct)
 
 
 @pytest.mark.parametrize("dtype", REDUCING, ids=lambda dtype: dtype.label)
