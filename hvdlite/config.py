@@ -107,8 +107,8 @@ class Config:
     """How GPUs of several nodes reduce. nccl: by NCCL over all; hierarchical: within a node, and by MPI across; auto:
     whichever was faster when the first tensors on GPUs came."""
     gpu_mpi: str = _setting("auto", _one_of("auto", "pinned", "direct"), "GPU_MPI")
-    """How MPI across nodes gets what is on GPUs. pinned: by way of pinned memory of the host; direct: where it is, which
-    MPI has to be able to take; auto: whichever was faster, where MPI says that it can and a trial is right."""
+    """How MPI across nodes gets what is on GPUs. pinned: by way of pinned memory of the host; direct: from where it is,
+    which MPI must be able to do; auto: whichever was faster, where MPI says that it can and a trial is right."""
     rails: int = _setting(0, _not_negative(int), "RAILS")
     """Most ranks of a node that speak to other nodes, each for its share of the bytes; 0: as many as there can be."""
     cycle_ms: float = _setting(0.0, _not_negative(_number), "CYCLE_TIME")

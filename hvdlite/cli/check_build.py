@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from importlib import metadata
 
 from hvdlite import _native, builds, nccl_library
 from hvdlite.cli.mpirun import find_mpirun
 from hvdlite.errors import StartupError
 from hvdlite.version import __version__
+
+_START_S = 60.0  # for MPI
 
 
 def report() -> str:
@@ -36,6 +40,7 @@ def report() -> str:
         "Ways of communication:",
         _line(True, "shared memory, within a node"),
         _line(builds.mpi_built(), "MPI, between nodes"),
+        _line(*_mpi_on_gpus()),
         _line(*_nccl()),
         _line(builds.gloo_built(), "Gloo"),
         _line(builds.ddl_built(), "DDL"),
@@ -66,6 +71,19 @@ def _uuid(digits: str) -> str:
     """As nvidia-smi writes it."""
     parts = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
     return f"GPU-{'-'.join(parts)}"
+
+
+def _mpi_on_gpus() -> tuple[bool, str]:
+    """Whether MPI says that it takes memory of GPUs. It has to be started for that: in a process of its own."""
+    command = [sys.executable, "-m", "hvdlite.cuda_aware_mpi"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_START_S).stdout
+    except subprocess.TimeoutExpired:
+        asked = ""
+    told = {"True": "it says that it takes", "False": "it does not say that it takes"}
+    answer = asked.strip()
+    reason = told.get(answer, "it cannot be started here to be asked whether it takes")
+    return answer == "True", f"MPI, from GPU to GPU: {reason} memory of CUDA GPUs"
 
 
 def _nccl() -> tuple[bool, str]:

@@ -40,7 +40,8 @@ NUMELS = [0, 1, 65, 513, 5003]
 WAYS = ["direct", "nccl", "faster", "host"]
 """Which backends there can be: NCCL is not there; GPUs share no memory; all are there; none is."""
 RUNTIMES = [(way, nodes) for nodes in LAYOUTS for way in WAYS]
-RUNTIMES += [("cuda_aware", nodes) for nodes in LAYOUTS if len(set(nodes)) > 1]  # as "direct", where MPI takes memory of GPUs
+# NCCL is not there either, and what crosses nodes is where MPI takes it.
+RUNTIMES += [("cuda_aware", nodes) for nodes in LAYOUTS if len(set(nodes)) > 1]
 
 
 @pytest.fixture(scope="module")

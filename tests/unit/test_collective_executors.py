@@ -160,7 +160,7 @@ def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
 
 
 class Late:
-    """An addition that is done when somebody waits for it, or now and then when somebody looks; those before it first."""
+    """An addition that is done when somebody waits for it, or perhaps when somebody looks; those before it first."""
 
     def __init__(self, line: deque[Late], chance: random.Random, work: Callable[[], None]) -> None:
         self._line, self._chance, self._work = line, chance, work
