@@ -49,6 +49,9 @@ def takes_memory_of_gpus(
             )
         return False
 
+    if everybody.rank == 0:
+        _LOG.info("a trial of MPI with memory of GPUs begins; if it ends the process, set HVDLITE_GPU_MPI=pinned")
+
     def attempt() -> None:
         if cross is not None:
             try_out(cross.endpoint.beside(Channel.TRIAL, config.start_timeout_s), memory)

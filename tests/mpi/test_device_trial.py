@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,8 +22,6 @@ from backend_lab import (
     reduced,
     values_of,
 )
-from cuda_lab import Cuda, simulated
-from device_backend_lab import ring_of_gpus
 from hvdlite import cuda_aware_mpi
 from hvdlite.collectives import device_trial
 from hvdlite.collectives.requests import Channel, Endpoint
@@ -40,11 +37,6 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.skipif(SIZE == 1, reason="one ran
 LAST = SIZE - 1
 IMPATIENT_S = 0.2  # where some rank does not come
 Intrude = Callable[[str, Callable[..., Any]], None]
-
-
-@pytest.fixture(scope="module")
-def cuda() -> Cuda:
-    return simulated()
 
 
 @pytest.fixture(scope="module")
@@ -163,39 +155,3 @@ def test_the_failure_of_a_rank_is_no_word_on_mpi(
     intrude("send", die)
     with pytest.raises(RankFailedError):
         device_trial.takes_memory_of_gpus(comm, host, memory, Config(start_timeout_s=IMPATIENT_S), check)
-
-
-def test_mpi_finds_the_context_of_the_gpu(
-    comm: MPI.Intracomm, cuda: Cuda, memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a thread that has none, as that of the coordinator."""
-    ring = ring_of_gpus(Lab(), comm.Dup(), memory)
-    buf = memory.allocate(8000).buffer(0, 1000, DType.INT64)
-    found: list[bool] = []
-    send = Endpoint.send
-    monkeypatch.setattr(Endpoint, "send", lambda *arguments: (found.append(cuda.has_context()), send(*arguments))[1])
-
-    def work() -> None:
-        ring.allreduce(buf).wait()
-        found.append(not cuda.has_context())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
-    assert found and all(found)
-    assert len(found) > 1
-
-
-def test_a_gpu_that_does_not_come_so_far_is_named(comm: MPI.Intracomm, memory: OwnMemory) -> None:
-    """Of which MPI knows nothing: the host waits, and sleeps, before it gives the memory to MPI."""
-    ring = ring_of_gpus(Lab(timeout_s=IMPATIENT_S), comm.Dup(), memory)
-    buf = memory.allocate(8000).buffer(0, 1000, DType.INT64)
-    memory.moment().wait()
-    go_on = threading.Event()
-    memory.later(lambda: go_on.wait(60))
-    try:
-        with pytest.raises(CollectiveError, match=r"allreduce 'w': this rank's GPU did not come so far within 0.2 s"):
-            ring.allreduce(buf, label="w").wait()
-    finally:
-        go_on.set()
-    memory.moment().wait()

@@ -162,8 +162,8 @@ def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
 class Late:
     """An addition that is done when somebody waits for it, or perhaps when somebody looks; those before it first."""
 
-    def __init__(self, line: deque[Late], chance: random.Random, work: Callable[[], None]) -> None:
-        self._line, self._chance, self._work = line, chance, work
+    def __init__(self, line: deque[Late], work: Callable[[], None], chance: Callable[[], bool]) -> None:
+        self._line, self._work, self._chance = line, work, chance
         line.append(self)
 
     def wait(self) -> None:
@@ -172,33 +172,37 @@ class Late:
 
     @property
     def is_reached(self) -> bool:
-        if self._chance.random() < 0.2:
+        if self._chance():
             self.wait()
         return self not in self._line
 
 
 class LateAdder(HostAdder):
-    """The host as if it were a GPU: a schedule begins with what its memory is still written by, ``before``."""
+    """The host as if it were a GPU: a schedule begins with what its memory is still written by, ``before``.
+
+    On every other rank additions are done by those who wait, and never by those who look.
+    """
 
     is_immediate = False
 
     def __init__(self, rank: int) -> None:
         self.before: Callable[[], None] = lambda: None
         self._line: deque[Late] = deque()
-        self._chance = random.Random(rank)
+        self._random = random.Random(rank)
+        self._chance = 0.2 * (rank % 2)
 
     def begin(self, calls: Sequence[ReduceCall]) -> Late:  # type: ignore[override]
-        Late(self._line, self._chance, self.before)
-        return self.later(calls)
+        self._later(self.before, 0.0)
+        return self._later(lambda: super(LateAdder, self).add(calls), 0.2)
 
     def add(self, calls: Sequence[ReduceCall]) -> Late | None:  # type: ignore[override]
-        return self.later(calls) if calls else None
-
-    def later(self, calls: Sequence[ReduceCall]) -> Late:
-        return Late(self._line, self._chance, lambda: super(LateAdder, self).add(calls))
+        return self._later(lambda: super(LateAdder, self).add(calls), self._chance) if calls else None
 
     def settle(self) -> None:
-        self.later([]).wait()
+        self._later(lambda: None, 0.0).wait()
+
+    def _later(self, work: Callable[[], None], chance: float) -> Late:
+        return Late(self._line, work, lambda: self._random.random() < chance)
 
 
 @pytest.mark.parametrize("algorithm", Algorithm, ids=lambda algorithm: algorithm.value)
