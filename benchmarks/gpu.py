@@ -372,6 +372,7 @@ def main() -> None:
     if "hidden" in options.parts:
         if len(options.parts) > 1:
             parser.error("hidden goes alone, since it makes two nodes of this machine")
+        os.environ["HVDLITE_GPU_MPI"] = "pinned"  # the slow wire carries memory of the host
         with machines([0, 1], options.gbit * 1e9 / 8):
             hvd.init()
     else:

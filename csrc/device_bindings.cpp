@@ -87,6 +87,24 @@ void register_copies(py::module_& m) {
           "after"_a, "copies"_a, WithoutGil());
 }
 
+// For libraries that ask which context is the thread's.
+struct DeviceContext {
+  cuda::Context context;
+};
+
+void register_context(py::module_& m) {
+  py::class_<DeviceContext>(m, "DeviceContext")
+      .def(py::init([](int device) { return DeviceContext{primary_context(device)}; }), "device"_a, WithoutGil())
+      .def("__enter__",
+           [](const DeviceContext& self) {
+             cuda::check(cuda::driver().push_context(self.context), "cuCtxPushCurrent");
+           })
+      .def("__exit__", [](const DeviceContext&, const py::args&) {
+        cuda::Context popped;
+        cuda::check(cuda::driver().pop_context(&popped), "cuCtxPopCurrent");
+      });
+}
+
 void register_streams(py::module_& m) {
   py::class_<Moment>(m, "Moment")
       .def(py::init<int, std::uintptr_t>(), "device"_a, "stream"_a, WithoutGil())
@@ -207,6 +225,7 @@ void register_direct(py::module_& m) {
 
 void register_device(py::module_& m) {
   register_driver(m);
+  register_context(m);
   register_streams(m);
   register_copies(m);
   register_memory(m);

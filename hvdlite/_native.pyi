@@ -222,6 +222,17 @@ class DeviceStream:
     ) -> None:
         """As `reduce`."""
 
+class DeviceContext:
+    """In a ``with`` block the GPU's context is the thread's, for libraries that look for it there.
+
+    Raises:
+        RuntimeError: of the driver.
+    """
+
+    def __init__(self, device: int) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
 class DeviceSegment:
     """Memory of a GPU with a copy per rank of a node, all of them mapped by every rank. Source: csrc/device_memory.cpp.
 

@@ -63,18 +63,14 @@ def _not_negative(convert: Callable[[str], T]) -> Callable[[str], T]:
     return parse
 
 
-def _log_level(text: str) -> str:
-    level = text.strip().lower()
-    if level not in ("trace", "debug", "info", "warning", "error", "fatal"):
-        raise ValueError("must be trace, debug, info, warning, error or fatal")
-    return level
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        if word not in words:
+            raise ValueError(f"must be {', '.join(words[:-1])} or {words[-1]}")
+        return word
 
-
-def _gpu_allreduce(text: str) -> str:
-    way = text.strip().lower()
-    if way not in ("auto", "hierarchical", "nccl"):
-        raise ValueError("must be auto, hierarchical or nccl")
-    return way
+    return parse
 
 
 def _timeline(text: str) -> str:
@@ -107,9 +103,12 @@ class Config:
     the receiver's next look at MPI."""
     small_bytes: int = _setting(32 << 10, _not_negative(int), "SMALL_BYTES")
     """Up to this size an allreduce across four nodes takes recursive doubling; the sizes of other cases follow."""
-    gpu_allreduce: str = _setting("auto", _gpu_allreduce, "GPU_ALLREDUCE")
+    gpu_allreduce: str = _setting("auto", _one_of("auto", "hierarchical", "nccl"), "GPU_ALLREDUCE")
     """How GPUs of several nodes reduce. nccl: by NCCL over all; hierarchical: within a node, and by MPI across; auto:
     whichever was faster when the first tensors on GPUs came."""
+    gpu_mpi: str = _setting("auto", _one_of("auto", "pinned", "direct"), "GPU_MPI")
+    """How MPI across nodes gets what is on GPUs. pinned: by way of pinned memory of the host; direct: from where it is,
+    which MPI must be able to do; auto: whichever was faster, where MPI says that it can and a trial is right."""
     rails: int = _setting(0, _not_negative(int), "RAILS")
     """Most ranks of a node that speak to other nodes, each for its share of the bytes; 0: as many as there can be."""
     cycle_ms: float = _setting(0.0, _not_negative(_number), "CYCLE_TIME")
@@ -169,7 +168,7 @@ class Config:
     stall_shutdown_time_s: float = _setting(0.0, _not_negative(_number), "STALL_SHUTDOWN_TIME_SECONDS")
     """After this long the job ends; 0 means never."""
 
-    log_level: str = _setting("warning", _log_level, "LOG_LEVEL")
+    log_level: str = _setting("warning", _one_of("trace", "debug", "info", "warning", "error", "fatal"), "LOG_LEVEL")
     """Least severe log lines that are written: trace, debug, info, warning, error or fatal."""
     log_hide_time: bool = _setting(False, _boolean, "LOG_HIDE_TIME")
     """Write log lines without the time."""

@@ -6,11 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hvdlite import _native, nccl_library
 from hvdlite.agreement import Ranks, exchange
-from hvdlite.collectives.base import Backend
 from hvdlite.collectives.select_device import build_device_backend
 from hvdlite.config import Config
 from hvdlite.coordinator.submission import Allocate
@@ -23,6 +22,9 @@ from hvdlite.memory.layout import align_up
 from hvdlite.memory.views import Buffer, TensorView
 from hvdlite.node import Node, discover
 from hvdlite.topology import Topology
+
+if TYPE_CHECKING:
+    from hvdlite.collectives.ring import RingBackend
 
 _LOG = logging.getLogger("hvdlite")
 _SETTLE_S = 5.0
@@ -109,7 +111,7 @@ def build(
     ordinal: int | None,
     host: Engine,
     node: Node,
-    cross: Backend | None,
+    cross: RingBackend | None,
     topology: Topology,
     config: Config,
     check: Callable[[], None],

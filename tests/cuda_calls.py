@@ -45,6 +45,10 @@ class Calls:
         yield
         self._handle("cuCtxPopCurrent_v2")
 
+    def has_context(self) -> bool:
+        """Whether one is current on this thread."""
+        return self._handle("cuCtxGetCurrent").value is not None
+
     def is_in_kernel(self) -> bool:
         """Whether this thread runs one, and may not call the driver."""
         return bool(self.library.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) == NOT_PERMITTED)

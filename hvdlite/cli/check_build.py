@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from importlib import metadata
 from typing import NamedTuple
 
@@ -10,6 +12,8 @@ from hvdlite import _native, builds, nccl_library
 from hvdlite.cli.mpirun import find_mpirun
 from hvdlite.errors import StartupError
 from hvdlite.version import __version__
+
+_START_S = 60.0  # for MPI
 
 
 class Fact(NamedTuple):
@@ -40,6 +44,7 @@ def sections() -> dict[str, list[Fact]]:
         "Ways of communication": [
             Fact(True, "shared memory, within a node"),
             Fact(builds.mpi_built(), "MPI, between nodes"),
+            _mpi_on_gpus(),
             _nccl(),
             Fact(builds.gloo_built(), "Gloo"),
             Fact(builds.ddl_built(), "DDL"),
@@ -78,6 +83,19 @@ def _uuid(digits: str) -> str:
     """As nvidia-smi writes it."""
     parts = digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]
     return f"GPU-{'-'.join(parts)}"
+
+
+def _mpi_on_gpus() -> Fact:
+    """Whether MPI says that it takes memory of GPUs. It has to be started for that: in a process of its own."""
+    command = [sys.executable, "-m", "hvdlite.cuda_aware_mpi"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_START_S).stdout
+    except subprocess.TimeoutExpired:
+        asked = ""
+    told = {"True": "it says that it takes", "False": "it does not say that it takes"}
+    answer = asked.strip()
+    reason = told.get(answer, "it cannot be started here to be asked whether it takes")
+    return Fact(answer == "True", f"MPI, from GPU to GPU: {reason} memory of CUDA GPUs")
 
 
 def _nccl() -> Fact:

@@ -25,9 +25,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from hvdlite import _native
 from hvdlite.counters import Traffic
-from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
+from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout, Range, windows
 from hvdlite.memory.views import Buffer
@@ -170,10 +169,3 @@ class Backend(ABC):
         """Records how long a ``with`` block takes, where that is asked for."""
         recorder = self.recorder
         return recorder.span(lane, label, nbytes, dtype.label) if recorder.enabled else NO_SPAN
-
-
-def scale(buf: Buffer, reduction: Reduction) -> None:
-    """What a reduction over one rank is."""
-    if reduction.prescale != 1.0 or reduction.postscale != 1.0:
-        scales = reduction.prescale, reduction.postscale
-        _native.reduce([buf.address], [buf.address], buf.numel, buf.dtype, ReduceOp.SUM, *scales)

@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from enum import IntEnum
 from types import TracebackType
 from typing import NoReturn
 
@@ -33,8 +34,16 @@ _CHECK_S = 10e-3  # between two looks at whether the job has failed
 _VERDICT_S = 1.0  # how long the sentinel gets to say which rank died after MPI said that something did
 
 
+class Channel(IntEnum):
+    """What messages are about, as MPI's tag: those of different channels do not meet, whatever became of the others."""
+
+    HOST = 0
+    TRIAL = 1
+    DEVICE = 2
+
+
 class Endpoint:
-    """This rank's end of ``comm``, which belongs to one thread.
+    """This rank's end of a channel of ``comm``, which belongs to one thread.
 
     Args:
         ranks: what errors call the ranks of ``comm``.
@@ -51,6 +60,7 @@ class Endpoint:
         timeout_s: float,
         check: Callable[[], None],
         nap_us: int = 100,
+        channel: Channel = Channel.HOST,
     ) -> None:
         assert len(ranks) == comm.size, (ranks, comm.size)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -63,10 +73,23 @@ class Endpoint:
         self._timeout_s = timeout_s
         self._check = check
         self._nap_s = nap_us * 1e-6
+        self._channel = channel
         self._spin_from = 0.0
         self._receives: list[MPI.Request] = []
         self._sends: list[MPI.Request] = []
         self._lost: list[object] = []
+
+    def beside(self, channel: Channel, timeout_s: float | None = None) -> Endpoint:
+        """Another end between the same ranks; what it counts, and what its failures leave behind, is this one's.
+
+        Args:
+            timeout_s: that of this one, if None.
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        other = Endpoint(self._comm, ranks=self._ranks, timeout_s=limit_s, check=self._check, channel=channel)
+        other.traffic = self.traffic
+        other._lost = self._lost
+        return other
 
     def operation(self, name: str, label: str, *memory: object) -> AbstractContextManager[None]:
         """The ``with`` block sends and receives, and waits for all of it; errors call it by ``name`` and ``label``.
@@ -89,25 +112,25 @@ class Endpoint:
 
     def send(self, address: int, nbytes: int, to: int) -> MPI.Request:
         """Start sending; the memory stays as it is until the request is done. Messages to a rank arrive in order."""
-        request = self._comm.Isend([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], to)
+        request = self._comm.Isend([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], to, self._channel)
         self.traffic.sent(nbytes)
         _remember(self._sends, request)
         return request
 
     def receive(self, address: int, nbytes: int, source: int) -> MPI.Request:
         """Start receiving the next message from ``source``, which has ``nbytes`` bytes."""
-        request = self._comm.Irecv([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], source)
+        request = self._comm.Irecv([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], source, self._channel)
         self.traffic.received(nbytes)
         _remember(self._receives, request)
         return request
 
     def bind_send(self, address: int, nbytes: int, to: int) -> MPI.Prequest:
         """A message like that of `send`, to be started again and again."""
-        return self._comm.Send_init([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], to)
+        return self._comm.Send_init([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], to, self._channel)
 
     def bind_receive(self, address: int, nbytes: int, source: int) -> MPI.Prequest:
         """A message like that of `receive`, to be started again and again."""
-        return self._comm.Recv_init([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], source)
+        return self._comm.Recv_init([MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE], source, self._channel)
 
     def wait(self, peer: int, *requests: MPI.Request) -> None:
         """Return once all ``requests``, messages from or to ``peer``, are done. Raises like `until`."""
@@ -134,9 +157,18 @@ class Endpoint:
             before, now = now, time.monotonic()
             if now - before > _BUSY_S:
                 self._spin_from = now + _COURTESY_S
-        self._nap_until(done, peer, start, nap_s or _FIRST_NAP_S)
+        late = f"rank {self._ranks[peer]} did not send or take its part"
+        self._nap_until(done, late, start, nap_s or _FIRST_NAP_S)
 
-    def _nap_until(self, done: Callable[[], bool], peer: int, start: float, nap: float) -> None:
+    def doze(self, done: Callable[[], bool], late: str) -> None:
+        """Return once ``done()`` is true, of something that takes no message and no time of this core.
+
+        Raises:
+            CollectiveError: ``late``, in time; or what ``check`` raises.
+        """
+        self._nap_until(done, late, time.monotonic(), _FIRST_NAP_S)
+
+    def _nap_until(self, done: Callable[[], bool], late: str, start: float, nap: float) -> None:
         next_check = start + _CHECK_S
         longest = max(nap, self._nap_s)
         while not done():
@@ -146,8 +178,8 @@ class Endpoint:
                 next_check = now + _CHECK_S
             if now - start > self._timeout_s:
                 raise CollectiveError(
-                    f"{self._activity}: rank {self._ranks[peer]} did not send or take its part within "
-                    f"{self._timeout_s:g} s; if it is only slow, raise HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
+                    f"{self._activity}: {late} within {self._timeout_s:g} s; if it is only slow, raise "
+                    "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
                 )
             time.sleep(nap)
             nap = min(2 * nap, longest if now - start < _MOVING_S else _IDLE_NAP_S)

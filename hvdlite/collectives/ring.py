@@ -7,64 +7,59 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
 
 from hvdlite.collectives import algorithms
-from hvdlite.collectives.base import DONE, LARGEST_MESSAGE_BYTES, Backend, Completion, scale
+from hvdlite.collectives.adder import Adder
+from hvdlite.collectives.base import DONE, LARGEST_MESSAGE_BYTES, Backend, Completion
 from hvdlite.collectives.bound import BoundSchedules
 from hvdlite.collectives.pipeline import Pipeline
 from hvdlite.collectives.requests import Endpoint
-from hvdlite.collectives.schedule import WINDOW, Schedule
+from hvdlite.collectives.schedule import WINDOW, Schedule, scaling
 from hvdlite.collectives.thresholds import Limits, limits_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import SUM, Reduction
-from hvdlite.memory.base import Memory
-from hvdlite.memory.layout import ALIGNMENT, Range, align_up
+from hvdlite.memory.base import Memory, Region
+from hvdlite.memory.layout import ALIGNMENT, Range
 from hvdlite.memory.views import Buffer
 from hvdlite.recorder import Lane, Recorder
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
 
 class RingBackend(Backend):
-    """Collectives between the ranks of ``comm``, one per node; each owns its copy alone.
+    """Collectives between the ranks of ``endpoint``, one per node; each owns its copy alone.
 
     A large operation has only put its first messages on their way when its call returns, so that the node can work
     meanwhile; the network does the rest of it in `Completion.wait`, or when the next operation begins.
 
     Args:
-        comm: private to the thread that calls; its ranks stand in the order of the ring.
-        ranks: what errors call the ranks of ``comm``; their number there, if None.
-        segment_bytes: largest message: one travels while the one before it is reduced.
+        endpoint: its ranks stand in the order of the ring.
+        adder: of ``memory``, and of nobody else.
+        segment_bytes: unit of overlap: messages of one segment, or of so many as ``adder`` says, travel while those
+            before them are reduced.
         limits: up to which size each algorithm is taken.
-        timeout_s: the longest wait for one message.
-        check: raises once the world has failed.
+
+    Attributes:
+        endpoint: by which it sends and receives.
     """
 
     def __init__(
         self,
-        comm: MPI.Comm,
+        endpoint: Endpoint,
         memory: Memory,
+        adder: Adder,
         *,
-        ranks: Sequence[int] | None = None,
         segment_bytes: int,
         limits: Limits,
-        timeout_s: float,
-        check: Callable[[], None],
         recorder: Recorder,
     ) -> None:
-        self.rank = comm.rank
-        self.size = comm.size
+        self.rank = endpoint.rank
+        self.size = endpoint.size
         self.memory = memory
         self.recorder = recorder
-        self._endpoint = Endpoint(
-            comm, ranks=range(comm.size) if ranks is None else ranks, timeout_s=timeout_s, check=check
-        )
+        self.endpoint = endpoint
+        self._adder = adder
         self._in_flight: Completion = DONE
+        self._scratch = Region(0, 0, None)
         self._use(segment_bytes, limits)
 
     def configure(self, config: Config) -> None:
@@ -72,20 +67,20 @@ class RingBackend(Backend):
         self._use(config.segment_bytes, limits_of(config.small_bytes, self.size))
 
     def _use(self, segment_bytes: int, limits: Limits) -> None:
-        self._segment_bytes = max(ALIGNMENT, min(segment_bytes, LARGEST_MESSAGE_BYTES))
+        self._message_bytes = max(ALIGNMENT, min(segment_bytes * self._adder.segments, LARGEST_MESSAGE_BYTES))
         self._limits = limits
-        self._scratch = _aligned_memory(WINDOW * self._segment_bytes)
-        self._bound = BoundSchedules(self._endpoint, self._scratch.ctypes.data, self._segment_bytes)
+        if WINDOW * self._message_bytes > self._scratch.nbytes:
+            self._scratch = self._adder.scratch(WINDOW * self._message_bytes)
+        self._bound = BoundSchedules(self.endpoint, self._scratch.address, self._message_bytes)
 
     @property
     def traffic(self) -> Traffic:
-        return self._endpoint.traffic
+        return self.endpoint.traffic
 
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
         """By the algorithm that ``limits`` give; 16-bit floats are rounded after every addition."""
         if self.size == 1:
-            scale(buf, reduction)
-            return DONE
+            return self._scale(buf, reduction)
         call = (buf.address, buf.numel, buf.dtype, reduction)
         bound = self._bound.get(call)
         if bound is not None:
@@ -95,10 +90,11 @@ class RingBackend(Backend):
             return DONE
         algorithm, itemsize = self._limits.algorithm(buf.nbytes), buf.dtype.itemsize
         schedule = algorithms.allreduce(
-            algorithm, buf.numel, itemsize, self.rank, self.size, self._segment_bytes, reduction
+            algorithm, buf.numel, itemsize, self.rank, self.size, self._message_bytes, reduction
         )
         completion = self._begin(schedule, Lane.RING, "allreduce", buf, label)
-        self._bound.called(call, schedule, buf)
+        if self._adder.is_immediate:
+            self._bound.called(call, schedule, buf)
         return completion
 
     def reduce_scatter(
@@ -113,11 +109,10 @@ class RingBackend(Backend):
         """By recursive halving, or around the ring; each rank sends every block but its own."""
         assert len(blocks) == self.size, (len(blocks), self.size)
         if self.size == 1:
-            scale(buf, reduction)
-            return DONE
+            return self._scale(buf, reduction)
         itemsize = buf.dtype.itemsize
         algorithm = self._limits.algorithm(_total(blocks) * itemsize)
-        schedule = algorithms.reduce_scatter(algorithm, blocks, self.rank, self._segment_bytes // itemsize, reduction)
+        schedule = algorithms.reduce_scatter(algorithm, blocks, self.rank, self._message_bytes // itemsize, reduction)
         return self._begin(schedule, Lane.RING, "reduce_scatter", buf, label)
 
     def allgather(
@@ -131,32 +126,39 @@ class RingBackend(Backend):
         itemsize = buf.dtype.itemsize
         largest = max(_total([ranges]) for ranges in blocks)
         algorithm = self._limits.algorithm(largest * itemsize * self.size)
-        schedule = algorithms.allgather(algorithm, blocks, self.rank, self._segment_bytes // itemsize)
+        schedule = algorithms.allgather(algorithm, blocks, self.rank, self._message_bytes // itemsize)
         return self._begin(schedule, Lane.ALLGATHER, "allgather", buf, label)
 
     def broadcast(self, buf: Buffer, root: int, *, label: str = "") -> Completion:
         """Down a binomial tree, log2(n) steps; what is large, along a pipelined chain: nbytes per rank."""
         is_small = buf.nbytes <= self._limits.tree_bytes
         make = algorithms.tree_broadcast if is_small else algorithms.chain_broadcast
-        schedule = make(buf.numel, root, self.rank, self.size, self._segment_bytes // buf.dtype.itemsize)
+        schedule = make(buf.numel, root, self.rank, self.size, self._message_bytes // buf.dtype.itemsize)
         return self._begin(schedule, Lane.BROADCAST, "broadcast", buf, label)
 
     def barrier(self) -> None:
         """Dissemination: log2(n) rounds (Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320)."""
         self._in_flight.wait()
-        with self._endpoint.operation("barrier", ""):
+        self._adder.settle()
+        with self.endpoint.operation("barrier", ""):
             distance = 1
             while distance < self.size:
                 ahead = (self.rank + distance) % self.size
                 behind = (self.rank - distance) % self.size
-                arrival = self._endpoint.receive(0, 0, behind)
-                departure = self._endpoint.send(0, 0, ahead)
-                self._endpoint.wait(behind, arrival)
-                self._endpoint.wait(ahead, departure)
+                arrival = self.endpoint.receive(0, 0, behind)
+                departure = self.endpoint.send(0, 0, ahead)
+                self.endpoint.wait(behind, arrival)
+                self.endpoint.wait(ahead, departure)
                 distance *= 2
 
     def close(self) -> None:
         self._bound.close()
+
+    def _scale(self, buf: Buffer, reduction: Reduction) -> Completion:
+        """What a reduction over this rank alone is."""
+        self._adder.begin(scaling(buf, reduction))
+        self._adder.end()
+        return DONE
 
     def _begin(self, schedule: Schedule, lane: Lane, operation: str, buf: Buffer, label: str) -> Completion:
         self._in_flight.wait()  # it has the scratch memory
@@ -170,13 +172,16 @@ class _InFlight(Completion):
     def __init__(
         self, ring: RingBackend, schedule: Schedule, lane: Lane, operation: str, buf: Buffer, label: str
     ) -> None:
-        self._endpoint = ring._endpoint
+        self._endpoint = ring.endpoint
+        self._adder = ring._adder
         self._recorder = ring.recorder
         self._lane, self._label = lane, label
         self._buf, self._scratch = buf, ring._scratch
         self._began_ns = time.monotonic_ns()
         self._is_over = False
-        self._pipeline = Pipeline(schedule, buf, self._endpoint, self._scratch.ctypes.data, ring._segment_bytes)
+        self._pipeline = Pipeline(
+            schedule, buf, self._endpoint, self._adder, self._scratch.address, ring._message_bytes
+        )
         self._endpoint.begin(operation, label)
         self._attempt(self._pipeline.start)
 
@@ -192,18 +197,13 @@ class _InFlight(Completion):
         del self._pipeline, self._buf, self._scratch  # which would live until the next operation
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            self._is_over = True
-            self._endpoint.fail(error, (), self._buf.owner, self._scratch)
+        with self._adder.context():
+            try:
+                work()
+            except BaseException as error:
+                self._is_over = True
+                self._endpoint.fail(error, (), self._buf.owner, self._scratch)
 
 
 def _total(blocks: Sequence[Sequence[Range]]) -> int:
     return sum(stop - start for ranges in blocks for start, stop in ranges)
-
-
-def _aligned_memory(nbytes: int) -> np.ndarray:
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + align_up(max(nbytes, 1))]

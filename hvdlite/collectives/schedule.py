@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.layout import Range
 from hvdlite.memory.views import Buffer
 
@@ -144,6 +144,14 @@ def first_scale(schedule: Schedule, buf: Buffer) -> list[ReduceCall]:
         own = [buf.address + start * buf.dtype.itemsize]
         calls.append((own, own, stop - start, buf.dtype, ReduceOp.SUM, schedule.scale, 1.0))
     return calls
+
+
+def scaling(buf: Buffer, reduction: Reduction) -> list[ReduceCall]:
+    """What a reduction over one rank is."""
+    _, prescale, postscale = reduction
+    if prescale == 1.0 and postscale == 1.0:
+        return []
+    return [([buf.address], [buf.address], buf.numel, buf.dtype, ReduceOp.SUM, prescale, postscale)]
 
 
 def additions(piece: Receive, buf: Buffer, arrived: int) -> list[ReduceCall]:

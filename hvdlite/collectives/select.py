@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hvdlite.collectives.adder import HostAdder
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.exchange import Exchange
 from hvdlite.collectives.shm import ShmBackend
@@ -112,16 +113,20 @@ def build_ring(
         comm_rail: private communicator of these ranks, in the order of nodes.
     """
     # One node needs no MPI, and importing mpi4py starts MPI.
+    from hvdlite.collectives.requests import Endpoint
     from hvdlite.collectives.ring import RingBackend
 
     return RingBackend(
-        comm_rail,
+        Endpoint(
+            comm_rail,
+            ranks=[ranks[node.local_rank] for ranks in topology.nodes],
+            timeout_s=config.collective_timeout_s,
+            check=check,
+        ),
         memory,
-        ranks=[ranks[node.local_rank] for ranks in topology.nodes],
+        HostAdder(),
         segment_bytes=config.segment_bytes,
         limits=limits_of(config.small_bytes, len(topology.nodes)),
-        timeout_s=config.collective_timeout_s,
-        check=check,
         recorder=recorder,
     )
 

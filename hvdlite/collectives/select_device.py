@@ -5,7 +5,8 @@
     yes                 yes     the faster one, for what is small and for what is large
     no                  yes     nccl
 
-Across nodes: hierarchical, one of these within each node and the host's ring across; or NCCL over all.
+Across nodes: hierarchical, one of these within each node and a ring across; or NCCL over all. The ring is the host's,
+by way of pinned memory, or one of GPUs where MPI takes their memory.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hvdlite.agreement import Ranks
+from hvdlite.collectives.adder import DeviceAdder
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.by_size import BySizeBackend
 from hvdlite.collectives.direct import DirectBackend
 from hvdlite.collectives.nccl import NcclBackend
 from hvdlite.collectives.pinned import PinnedBackend
 from hvdlite.collectives.select import hierarchical
+from hvdlite.collectives.thresholds import limits_of
 from hvdlite.config import Config
 from hvdlite.dtypes import DType
 from hvdlite.errors import StartupError
@@ -30,6 +34,9 @@ from hvdlite.memory.views import Buffer
 from hvdlite.node import Node
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
+
+if TYPE_CHECKING:
+    from hvdlite.collectives.ring import RingBackend
 
 _LOG = logging.getLogger("hvdlite")
 _SMALL_BYTES = 64 << 10
@@ -42,7 +49,7 @@ def build_device_backend(
     everybody: Ranks,
     node: Node,
     memory: DeviceMemory,
-    cross: Backend | None,
+    cross: RingBackend | None,
     topology: Topology,
     config: Config,
     check: Callable[[], None],
@@ -90,11 +97,51 @@ def build_device_backend(
     in_node = contest.winner(in_node, by_nccl, node.ranks)
     if len(topology.nodes) == 1:
         return in_node
-    composed = hierarchical(in_node, None if cross is None else PinnedBackend(cross, memory), topology, config)
+    composed = _hierarchical(everybody, contest, in_node, cross, memory, topology, config, check)
     over_all = nccl(topology.ranks) if by_nccl is not None and config.gpu_allreduce != "hierarchical" else None
     if over_all is not None and config.gpu_allreduce == "nccl":
         return BySizeBackend(composed, over_all, 0)
     return contest.winner(composed, over_all, topology.ranks)
+
+
+def _hierarchical(
+    everybody: Ranks,
+    contest: _Contest,
+    in_node: Backend,
+    cross: RingBackend | None,
+    memory: DeviceMemory,
+    topology: Topology,
+    config: Config,
+    check: Callable[[], None],
+) -> Backend:
+    """``in_node`` in each node, and across what MPI is able to do."""
+    from hvdlite.collectives.device_trial import takes_memory_of_gpus
+
+    pinned = hierarchical(in_node, None if cross is None else PinnedBackend(cross, memory), topology, config)
+    if not takes_memory_of_gpus(everybody, cross, memory, config, check):
+        return pinned
+    direct = hierarchical(in_node, None if cross is None else ring_of_gpus(cross, memory, config), topology, config)
+    if config.gpu_mpi == "direct":
+        return direct
+    limit = contest.limit_bytes([pinned, direct], topology.ranks, "by pinned memory and by MPI on GPUs")
+    if limit == 0:
+        return direct
+    return pinned if limit is None else BySizeBackend(pinned, direct, limit)
+
+
+def ring_of_gpus(host: RingBackend, memory: DeviceMemory, config: Config) -> RingBackend:
+    """Between the ranks of ``host``, by an MPI that takes buffers in ``memory``."""
+    from hvdlite.collectives.requests import Channel
+    from hvdlite.collectives.ring import RingBackend
+
+    return RingBackend(
+        host.endpoint.beside(Channel.DEVICE),
+        memory,
+        DeviceAdder(memory),
+        segment_bytes=config.segment_bytes,
+        limits=limits_of(config.small_bytes, host.size),
+        recorder=host.recorder,
+    )
 
 
 class _Contest:
@@ -107,18 +154,25 @@ class _Contest:
         self._places = places
 
     def winner(self, first: Backend | None, second: NcclBackend | None, ranks: Sequence[int]) -> Backend:
-        """The faster one for what is large, and for what is small; those that lose everywhere are closed."""
+        """The faster one for what is large, and for what is small; ``second`` is closed if it never is."""
         if first is None or second is None:
             found = first or second
             assert found is not None
             return found
-        times = self._times([first, second], ranks)
-        _LOG.info("seconds of allreduces between GPUs of ranks %s, without and with NCCL: %s", list(ranks), times)
-        wins_small, wins_large = (second_s < first_s for first_s, second_s in times)
-        if wins_large:
-            return BySizeBackend(first, second, 0 if wins_small else _LIMIT_BYTES)
+        limit = self.limit_bytes([first, second], ranks, "without and with NCCL")
+        if limit is not None:
+            return BySizeBackend(first, second, limit)
         second.close()
         return first
+
+    def limit_bytes(self, backends: Sequence[Backend], ranks: Sequence[int], names: str) -> int | None:
+        """Up to so much the first of two is to be taken, and the second above; None: the first always."""
+        times = self._times(backends, ranks)
+        _LOG.info("seconds of allreduces between GPUs of ranks %s, %s: %s", list(ranks), names, times)
+        wins_small, wins_large = (second_s < first_s for first_s, second_s in times)
+        if not wins_large:
+            return None
+        return 0 if wins_small else _LIMIT_BYTES
 
     def _times(self, backends: Sequence[Backend], ranks: Sequence[int]) -> list[list[float]]:
         """Of something small and of something large: seconds by backend, the best try of the slowest rank."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion, scale
+from hvdlite.collectives.base import DONE, Backend, Completion
+from hvdlite.collectives.schedule import scaling
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.errors import CollectiveError
 from hvdlite.memory.base import Memory
@@ -65,7 +66,8 @@ class ShmBackend(Backend):
         """
         with self._span(Lane.NODE_ALLREDUCE, buf.nbytes, buf.dtype, label):
             if self.size == 1:
-                scale(buf, reduction)
+                for call in scaling(buf, reduction):
+                    _native.reduce(*call)
                 return DONE
             status = self._barrier.allreduce(buf.copies, buf.numel, buf.dtype, *reduction, self._timeout_s)
             self._expect_ok(status, "allreduce", label)
@@ -116,7 +118,8 @@ class ShmBackend(Backend):
         assert len(blocks) == self.size, (len(blocks), self.size)
         with self._span(Lane.NODE_REDUCE_SCATTER, buf.nbytes, buf.dtype, label):
             if self.size == 1:
-                scale(buf, reduction)
+                for call in scaling(buf, reduction):
+                    _native.reduce(*call)
                 return DONE
             self.meet("reduce_scatter", label)
             numels = [sum(stop - start for start, stop in ranges) for ranges in blocks]

@@ -20,7 +20,7 @@ def test_runtimes_compute_the_same(setting: str) -> None:
     By what NCCL does not do: its simulation waits inside of a stream's turn, and takes virtual memory only.
     """
     name, value = setting.split("=")
-    pytest_options = ["-p", "no:cacheprovider", "-q", "-k", "direct", "mpi/test_device_runtime.py"]
+    pytest_options = ["-p", "no:cacheprovider", "-q", "-k", "direct or cuda_aware", "mpi/test_device_runtime.py"]
     launch = [sys.executable, "-m", "hvdlite", "run", "--mpi", "-np", "2"]
     command = [*launch, sys.executable, "-m", "pytest", *pytest_options]
     environ = {**os.environ, name: value, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -73,8 +73,11 @@ class Scheduler {
       if (going_ != nullptr) {
         await_the_one_that_goes(locked.lock());
       } else if (Actor* next = choose()) {
-        if (hesitates_before(*next)) changed_.wait_for(locked.lock(), microseconds(settings().patience_us));
-        start(choose());
+        if (hesitates_before(*next)) {
+          changed_.wait_for(locked.lock(), microseconds(settings().patience_us));
+          next = choose();  // perhaps none any more, as a stream has been made meanwhile
+        }
+        if (next != nullptr) start(next);
       } else {
         changed_.wait_for(locked.lock(), kLookAgain);
       }

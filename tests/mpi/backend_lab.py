@@ -15,8 +15,10 @@ from typing import cast
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.collectives.adder import HostAdder
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
+from hvdlite.collectives.requests import Endpoint
 from hvdlite.collectives.ring import RingBackend
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.collectives.thresholds import Limits
@@ -132,15 +134,17 @@ class Lab:
 
     def ring(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None, *, limits: Limits = RING) -> RingBackend:
         return RingBackend(
-            comm,
+            self.endpoint(comm, ranks),
             HostMemory(discover(None, 0.0)[1]),
-            ranks=ranks,
+            HostAdder(),
             segment_bytes=self.segment_bytes,
             limits=limits,
-            timeout_s=self.timeout_s,
-            check=self.check,
             recorder=self.recorder,
         )
+
+    def endpoint(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> Endpoint:
+        """``ranks``: what errors call them."""
+        return Endpoint(comm, ranks=ranks or range(comm.size), timeout_s=self.timeout_s, check=self.check)
 
     def hierarchical(self, nodes: Layout, one_rail_bytes: int, node: Backend | None = None) -> HierarchicalBackend:
         node, rail = node or self.shm(nodes), self.rail(nodes)

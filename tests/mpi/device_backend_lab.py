@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend_lab import LAYOUTS, SIZE, SMALL, Lab, Layout, name_of
+from mpi4py import MPI
+
+from backend_lab import LAYOUTS, RING, SIZE, SMALL, Lab, Layout, name_of
 from cuda_lab import simulated
+from hvdlite.collectives.adder import DeviceAdder
 from hvdlite.collectives.base import Backend, Completion
 from hvdlite.collectives.direct import DirectBackend
 from hvdlite.collectives.pinned import PinnedBackend
+from hvdlite.collectives.requests import Channel
+from hvdlite.collectives.ring import RingBackend
 from hvdlite.dtypes import SUM, Reduction
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.layout import Range
 from hvdlite.memory.views import Buffer
 
-ALL = (tuple(range(SIZE)),)
-DEVICE_KINDS: dict[str, Layout] = {"gpu": ALL} | {f"gpu {name_of(nodes)}": nodes for nodes in LAYOUTS if len(nodes) > 1}
+_ALL = (tuple(range(SIZE)),)
+_SEVERAL = [nodes for nodes in LAYOUTS if len(nodes) > 1]
+_BY_MPI: dict[str, Layout] = {f"gpu cuda_aware {name_of(nodes)}": nodes for nodes in _SEVERAL[-1:]}
+DEVICE_KINDS: dict[str, Layout] = {"gpu": _ALL} | {f"gpu {name_of(nodes)}": nodes for nodes in _SEVERAL} | _BY_MPI
 
 
 class Settled(Backend):
@@ -76,6 +83,22 @@ def build(lab: Lab, kind: str) -> Settled:
     backend: Backend = DirectBackend(node, memory, lab.recorder)
     if len(nodes) > 1:
         rail = lab.rail(nodes)
-        cross = None if rail is None else PinnedBackend(lab.ring(rail), memory)
-        backend = lab.composed(nodes, SMALL // 2, backend, cross)
+        across = ring_of_gpus if kind in _BY_MPI else pinned_ring
+        backend = lab.composed(nodes, SMALL // 2, backend, None if rail is None else across(lab, rail, memory))
     return Settled(backend, memory)
+
+
+def pinned_ring(lab: Lab, comm: MPI.Intracomm, memory: DeviceMemory) -> PinnedBackend:
+    return PinnedBackend(lab.ring(comm), memory)
+
+
+def ring_of_gpus(lab: Lab, comm: MPI.Intracomm, memory: DeviceMemory) -> RingBackend:
+    """To any MPI memory of the simulated GPU is what that of the host is."""
+    return RingBackend(
+        lab.endpoint(comm).beside(Channel.DEVICE),
+        memory,
+        DeviceAdder(memory, segments=1),
+        segment_bytes=lab.segment_bytes,
+        limits=RING,
+        recorder=lab.recorder,
+    )

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,14 @@ from mpi4py import MPI
 import nccl_lab
 from backend_lab import RANK, SIZE, encode, reduced, values_of
 from gpu_lab import DeviceTensor, Gpu, opened
-from hvdlite import _native, device_engine, nccl_library
+from hvdlite import _native, cuda_aware_mpi, device_engine, nccl_library
 from hvdlite.collectives import select_device
 from hvdlite.collectives.by_size import BySizeBackend
 from hvdlite.collectives.direct import DirectBackend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
 from hvdlite.collectives.nccl import NcclBackend
+from hvdlite.collectives.pinned import PinnedBackend
+from hvdlite.collectives.ring import RingBackend
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.errors import MismatchError, StartupError
 from hvdlite.memory.views import TensorView
@@ -30,7 +33,7 @@ from hvdlite.operations.allocate import allocate_on_device
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.runtime import Runtime
-from runtime_lab import LAYOUTS, REDUCING, agree, running
+from runtime_lab import LAYOUTS, REDUCING, TINY, agree, running
 
 pytestmark = pytest.mark.any_mpi
 
@@ -40,6 +43,8 @@ WAYS = ["direct", "nccl", "faster", "host"]
 """Which backends there can be: NCCL is not there; GPUs share no memory; all are there; none is."""
 CASES = [*itertools.product(WAYS, LAYOUTS), ("handles", LAYOUTS[0])]
 """And one that is as direct, but that a GPU's memory is not shared by file descriptors."""
+# NCCL is not there either, and what crosses nodes is where MPI takes it.
+CASES += [("cuda_aware", nodes) for nodes in LAYOUTS if len(set(nodes)) > 1]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +79,10 @@ def not_at_first(make: Callable[..., Any]) -> Callable[..., Any]:
 def runtime(gpu: Gpu, world: MPI.Intracomm, request: pytest.FixtureRequest) -> Iterator[Runtime]:
     """Whose GPU the first operation has found."""
     way, machine_of = request.param
-    with pytest.MonkeyPatch.context() as patch, running(world, machine_of=machine_of) as made:
+    config = replace(TINY, gpu_mpi="direct") if way == "cuda_aware" else TINY
+    with pytest.MonkeyPatch.context() as patch, running(world, config, machine_of) as made:
         nccl_lab.simulated()
-        if way in ("direct", "host", "handles"):
+        if way in ("direct", "cuda_aware", "host", "handles"):
             patch.setattr(nccl_library, "load", no_nccl)
         if way in ("nccl", "host"):
             patch.setattr(device_engine, "_shared_memory", not_at_first(device_engine._shared_memory))
@@ -85,6 +91,7 @@ def runtime(gpu: Gpu, world: MPI.Intracomm, request: pytest.FixtureRequest) -> I
         if way == "faster":  # the answer must not depend on this machine
             patch.setattr(select_device._Contest, "_times", lambda *_: [[1.0, 2.0], [2.0, 1.0]])
             patch.setattr(select_device, "_LIMIT_BYTES", 1024)
+            patch.setattr(cuda_aware_mpi, "is_reported", lambda: True)
         tensor = gpu.tensor(3, DType.FLOAT32, values_of(RANK, 3))
         allreduce_async(made.group, [tensor.view], [tensor.view]).wait()
         agree(world, tensor.problem(reduced(ReduceOp.SUM, 3, DType.FLOAT32)))
@@ -95,6 +102,12 @@ def runtime(gpu: Gpu, world: MPI.Intracomm, request: pytest.FixtureRequest) -> I
 def backend_of(runtime: Runtime) -> Any:
     device = runtime.group.world._executor.device
     return None if device is None else device.engine.backend
+
+
+def parts(backend: Any) -> tuple[type, type]:
+    """In the node, and across."""
+    assert type(backend) is HierarchicalBackend
+    return type(backend._node), type(backend._cross)
 
 
 def test_the_table_of_backends(runtime: Runtime, world: MPI.Intracomm) -> None:
@@ -108,13 +121,15 @@ def test_the_table_of_backends(runtime: Runtime, world: MPI.Intracomm) -> None:
     assert backend.memory._segments is (_native.HandleSegment if has_no_files else _native.FileSegment)
     if not across:
         assert type(backend) is in_node
-    elif way in ("direct", "handles"):
-        assert type(backend) is HierarchicalBackend
-        assert type(backend._node) is in_node
-    elif way == "faster":
-        assert type(backend) is BySizeBackend
-        assert (type(backend._small), type(backend._large)) == (HierarchicalBackend, NcclBackend)
-        assert type(backend._small._node) is in_node
+    else:
+        has_rail = runtime.topology.local_rank < runtime.topology.rails
+        pinned, direct = ((in_node, kind if has_rail else type(None)) for kind in (PinnedBackend, RingBackend))
+        if way == "faster":
+            assert (type(backend), type(backend._large)) == (BySizeBackend, NcclBackend)
+            composed = backend._small
+            assert (type(composed), parts(composed._small), parts(composed._large)) == (BySizeBackend, pinned, direct)
+        elif way in ("direct", "cuda_aware", "handles"):
+            assert parts(backend) == (direct if way == "cuda_aware" else pinned)
 
 
 @pytest.mark.parametrize("dtype", REDUCING, ids=lambda dtype: dtype.label)

@@ -17,6 +17,12 @@ KERNELS = {
     "ptx": "  [X] kernels: PTX, compiled when hvdlite was built",
     "nvrtc": "  [X] kernels: source, which libnvrtc compiles at first use",
 }
+MODULE = """
+__file__ = {library!r}
+class COMM_WORLD:
+    class Get_info(dict):
+        def Free(self): pass
+"""
 WITHOUT_CONTEXTS = """
 #include <cstdlib>
 extern "C" int cuDevicePrimaryCtxRetain(void**, int) { std::abort(); }
@@ -33,12 +39,16 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def gpus(library: Path, **environ: str) -> list[str]:
-    """The section about them."""
+def section(title: str, library: Path, **environ: str) -> list[str]:
+    """Its lines."""
     command = [sys.executable, "-m", "hvdlite", "run", "--check-build"]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "HVDLITE_CUDA_LIBRARY": str(library)} | environ
     said = subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
-    return said.split("GPUs:\n")[1].split("\n\n")[0].splitlines()
+    return said.split(f"{title}:\n")[1].split("\n\n")[0].splitlines()
+
+
+def gpus(library: Path, **environ: str) -> list[str]:
+    return section("GPUs", library, **environ)
 
 
 def test_every_gpu_by_name_and_uuid(driver: Path) -> None:
@@ -58,3 +68,26 @@ def test_no_driver(tmp_path: Path) -> None:
     found = gpus(tmp_path / "none.so")
     assert len(found) == 2
     assert found[0].startswith("  [ ] CUDA driver: no CUDA driver: ") and "none.so" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ("return 1;", "  [X] MPI, from GPU to GPU: it says that it takes memory of CUDA GPUs"),
+        ("return 0;", "  [ ] MPI, from GPU to GPU: it does not say that it takes memory of CUDA GPUs"),
+        (
+            "__builtin_trap();",
+            "  [ ] MPI, from GPU to GPU: it cannot be started here to be asked whether it takes memory of CUDA GPUs",
+        ),
+    ],
+)
+def test_mpi_is_asked_in_a_process_of_its_own(tmp_path: Path, answer: str, line: str) -> None:
+    """Where mpi4py is linked to an MPI that gives this answer."""
+    source, library = tmp_path / "mpi.c", tmp_path / "libmpi.so"
+    source.write_text(f"int MPIX_Query_cuda_support(void) {{ {answer} }}")
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "MPI.py").write_text(MODULE.format(library=str(library)))
+    assert line in section("Ways of communication", tmp_path / "none.so", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")

@@ -7,16 +7,17 @@ import itertools
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from hvdlite.collectives import algorithms
+from hvdlite.collectives.adder import HostAdder
 from hvdlite.collectives.algorithms import Algorithm
 from hvdlite.collectives.bound import BoundSchedule, BoundSchedules
 from hvdlite.collectives.pipeline import Pipeline
-from hvdlite.collectives.schedule import WINDOW, Schedule
+from hvdlite.collectives.schedule import WINDOW, ReduceCall, Schedule
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType, Reduction
 from hvdlite.memory.layout import ALIGNMENT
@@ -100,6 +101,10 @@ class FakeEndpoint:
         while not done():
             time.sleep(0)
 
+    def doze(self, done: Callable[[], bool], late: str) -> None:
+        while not done():
+            time.sleep(0)
+
     def begin(self, name: str, label: str) -> None:
         pass
 
@@ -133,7 +138,8 @@ def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
             before = Traffic(*counts(endpoint.traffic))
             again = bound.get(numel)
             if again is None:
-                execution = Pipeline(schedule, buf, endpoint, scratch.ctypes.data, SEGMENT)  # type: ignore[arg-type]
+                address = scratch.ctypes.data
+                execution = Pipeline(schedule, buf, endpoint, HostAdder(), address, SEGMENT)  # type: ignore[arg-type]
                 execution.start()
                 execution.finish()
                 bound.called(numel, schedule, buf)
@@ -149,6 +155,79 @@ def test_allreduces_of_every_size(algorithm: Algorithm, size: int) -> None:
                 problems.append(f"{numel}, time {salt}: counted {moved}")
         bound.close()
         return problems
+
+    assert [problem for problems in on_ranks(size, work) for problem in problems] == []
+
+
+class Late:
+    """An addition that is done when somebody waits for it, or perhaps when somebody looks; those before it first."""
+
+    def __init__(self, line: deque[Late], work: Callable[[], None], chance: Callable[[], bool]) -> None:
+        self._line, self._work, self._chance = line, work, chance
+        line.append(self)
+
+    def wait(self) -> None:
+        while self in self._line:
+            self._line.popleft()._work()
+
+    @property
+    def is_reached(self) -> bool:
+        if self._chance():
+            self.wait()
+        return self not in self._line
+
+
+class LateAdder(HostAdder):
+    """The host as if it were a GPU: a schedule begins with what its memory is still written by, ``before``.
+
+    On every other rank additions are done by those who wait, and never by those who look.
+    """
+
+    is_immediate = False
+
+    def __init__(self, rank: int) -> None:
+        self.before: Callable[[], None] = lambda: None
+        self._line: deque[Late] = deque()
+        self._random = random.Random(rank)
+        self._chance = 0.2 * (rank % 2)
+
+    def begin(self, calls: Sequence[ReduceCall]) -> Late:  # type: ignore[override]
+        self._later(self.before, 0.0)
+        return self._later(lambda: super(LateAdder, self).add(calls), 0.2)
+
+    def add(self, calls: Sequence[ReduceCall]) -> Late | None:  # type: ignore[override]
+        return self._later(lambda: super(LateAdder, self).add(calls), self._chance) if calls else None
+
+    def settle(self) -> None:
+        self._later(lambda: None, 0.0).wait()
+
+    def _later(self, work: Callable[[], None], chance: float) -> Late:
+        return Late(self._line, work, lambda: self._random.random() < chance)
+
+
+@pytest.mark.parametrize("algorithm", Algorithm, ids=lambda algorithm: algorithm.value)
+@pytest.mark.parametrize("size", range(2, 7))
+def test_additions_that_are_done_late(algorithm: Algorithm, size: int) -> None:
+    """Nothing is sent that is not added, nor received where something is not; the next schedule comes at once."""
+    network: Network = defaultdict(deque)
+    numel = 30 * size * ALIGNMENT // 8
+
+    def work(comm: ThreadComm) -> list[str]:
+        endpoint, adder = FakeEndpoint(network, comm.rank), LateAdder(comm.rank)
+        scratch = np.zeros(WINDOW * SEGMENT, np.uint8)
+        memories = [np.full(numel, -1, np.int64) for _ in range(4)]
+        for salt, memory in enumerate(memories):
+            values = contribution(comm.rank, numel, salt)
+            adder.before = lambda memory=memory, values=values: np.copyto(memory, values)  # type: ignore[misc]
+            reduction, buf = Reduction(prescale=3.0, postscale=5.0), Buffer.of_numpy(memory)
+            schedule = algorithms.allreduce(algorithm, numel, 8, comm.rank, size, SEGMENT, reduction)
+            address = scratch.ctypes.data
+            execution = Pipeline(schedule, buf, endpoint, adder, address, SEGMENT)  # type: ignore[arg-type]
+            execution.start()
+            execution.finish()
+        adder.settle()
+        sums = [15 * sum(contribution(rank, numel, salt) for rank in range(size)) for salt in range(len(memories))]
+        return [f"time {i}" for i, memory in enumerate(memories) if not np.array_equal(memory, sums[i])]
 
     assert [problem for problems in on_ranks(size, work) for problem in problems] == []
 
