@@ -147,6 +147,8 @@ class Config:
     """Longest that a rank waits inside a running collective."""
     ub_timeout_s: float = _setting(110.0, _positive(_number), "UB_TIMEOUT_SECONDS")
     """Longest that a rank waits for the others of its team in shared memory, see `hvdlite.tensor_parallel`."""
+    ub_method: str = _setting("", str, "UB_METHOD")
+    """How the ranks of a team exchange rows, whatever their program says; empty: as it says."""
     failure_grace_s: float = _setting(5.0, _not_negative(_number), "FAILURE_GRACE_SECONDS")
     """After a rank failed, how long the others may take to raise and end before they are ended."""
     mpi_threads_disable: bool = _setting(False, _boolean, "MPI_THREADS_DISABLE")

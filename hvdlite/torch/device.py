@@ -139,10 +139,15 @@ def new_empty(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return gpus.new_empty(tensor, shape)
 
 
+def bytes_of(region: Region) -> torch.Tensor:
+    """``region``, on a GPU, as (nbytes,) uint8, which keeps it alive."""
+    return gpus.bytes_of(region)
+
+
 def storage_of(region: Region) -> torch.UntypedStorage:
     """The bytes of ``region``, which the storage keeps alive."""
     if region.ordinal is not None:
-        return gpus.bytes_of(region).untyped_storage()
+        return bytes_of(region).untyped_storage()
     assert isinstance(region.owner, np.ndarray)
     start = region.address - region.owner.ctypes.data
     return torch.from_numpy(region.owner[start : start + region.nbytes]).untyped_storage()

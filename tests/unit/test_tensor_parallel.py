@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hvdlite.errors import MismatchError, UsageError
-from hvdlite.tensor_parallel.carrier import CARD_BYTES, Carrier, Produce, Rows, disagreement
+from hvdlite.tensor_parallel.carrier import Rows
+from hvdlite.tensor_parallel.meeting import CARD_BYTES, Meeting, disagreement
 from hvdlite.tensor_parallel.part import Part
 
 
@@ -35,20 +36,12 @@ def test_what_does_not_divide() -> None:
         Part(1, 3).of(torch.zeros(3, 4), 0, 2)
 
 
-class Table(Carrier):
+class Table(Meeting):
     """Its rank puts a card on a table where those of the others lie already."""
 
     def __init__(self, rank: int, others: list[str]) -> None:
         super().__init__((4, 5, 7), rank)
         self.others = others
-
-    def gather(self, rows: Rows, shard: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
-        raise NotImplementedError
-
-    all_reduce = reduce_scatter
 
     def _exchange_cards(self, card: bytes) -> list[bytes]:
         assert len(card) == CARD_BYTES
@@ -56,7 +49,7 @@ class Table(Carrier):
         return [*cards[: self.rank], card, *cards[self.rank :]]
 
 
-ROWS = Rows("gather", (2, 3), torch.float32)
+ROWS = Rows("gather", "", (2, 3), torch.float32, torch.device("cpu"))
 
 
 def test_ranks_that_mean_the_same() -> None:
