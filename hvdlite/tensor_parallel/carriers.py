@@ -100,7 +100,8 @@ def check_nodes(group: Group, methods: Mapping[str, Method]) -> None:
     needing = sorted(method.value for method in NEED_ONE_NODE & set(methods.values()))
     if needing and len(group.world.topology.nodes) > 1:
         raise UsageError(
-            f"{_whereabouts(group)}, and method={needing[0]!r} needs them on one; pass method='auto' or a smaller tp_size"
+            f"{_whereabouts(group)}, and method={needing[0]!r} needs them on one; pass method='auto' or a smaller "
+            "tp_size"
         )
 
 

@@ -1,7 +1,7 @@
 """The ranks of a node exchange rows through windows in the memory of their GPUs, while their matmuls run.
 
 Matmuls are torch's, on the caller's stream. Copies between GPUs, meetings and sums are on streams of `DeviceWindows`;
-events order what depends on what, and threads only enqueue. Of three ranks, on the first one (| on the caller's stream):
+events order what depends on what, and threads only enqueue. Of three ranks, on the first (above: the caller's stream):
 
     gather, chunked     | own rows: to the window; matmul | of rank 1 | of rank 2
                           meet; copy rows of rank 1; copy rows of rank 2
@@ -47,20 +47,20 @@ class DeviceCarrier(Carrier):
     def __init__(self, meeting: Meeting, windows: DeviceWindows, method: Method) -> None:
         super().__init__(meeting)
         self._windows = windows
-        self._method = method
+        self.method = method
 
     def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
         """One meeting; every rank copies the shards of the others, and uses what has come while the next comes."""
         stream = self._begin(rows, shard, self.size * rows.nbytes)
         whole, copied = self._pulled(rows, shard)
         height = rows.shape[0]
-        if self._method is not Method.BULK:
+        if self.method is not Method.BULK:
             use(whole[self.rank], self.rank * height)
         for peer, moment in copied:
             moment.precede(stream)
-            if self._method is not Method.BULK:
+            if self.method is not Method.BULK:
                 use(whole[peer], peer * height)
-        if self._method is Method.BULK:
+        if self.method is Method.BULK:
             use(whole.flatten(0, 1), 0)
         return whole.flatten(0, 1)
 
@@ -82,10 +82,10 @@ class DeviceCarrier(Carrier):
         """A meeting, of a pipeline one for each piece; every rank adds up its rows of all products."""
         result = rows.empty(rows.shape[0] // self.size)
         stream = self._begin(rows, result, self._needed(rows.nbytes))
-        if self._method is Method.RING_EXCHANGE:
+        if self.method is Method.RING_EXCHANGE:
             self._push(rows, produce, result)
         else:
-            self._pull_sums(rows, produce, result, _PIECES if self._method is Method.PIPELINE else 1)
+            self._pull_sums(rows, produce, result, _PIECES if self.method is Method.PIPELINE else 1)
         done = self._windows.ended(str(rows))
 
         def finish() -> torch.Tensor:
@@ -112,13 +112,13 @@ class DeviceCarrier(Carrier):
 
     def _needed(self, nbytes: int) -> int:
         """Of a window, for products of ``nbytes``: what is sent and what is received have each a place of their own."""
-        return 2 * nbytes if self._method is Method.RING_EXCHANGE else nbytes
+        return 2 * nbytes if self.method is Method.RING_EXCHANGE else nbytes
 
     def _begin(self, rows: Rows, tensor: torch.Tensor, nbytes: int) -> int:
         """Meet on the host; the caller's stream, on which ``tensor`` is."""
         where = Now().on_device(tensor)
         assert where is not None
-        purpose = f"{rows}, by {self._method.value}"
+        purpose = f"{rows}, by {self.method.value}"
         self._windows.reserve(nbytes, where, purpose)
         self.meeting.meet(purpose)
         self._windows.begin(where)
