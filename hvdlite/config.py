@@ -149,6 +149,9 @@ class Config:
     """Longest that a rank waits for the others of its team in shared memory, see `hvdlite.tensor_parallel`."""
     ub_method: str = _setting("", str, "UB_METHOD")
     """How the ranks of a team exchange rows, whatever their program says; empty: as it says."""
+    ub_tuning_file: str = _setting("", str, "UB_TUNING_FILE")
+    """Path on the machine of a team's first rank: how its ranks exchange rows, as measured earlier; what is measured
+    now is added. Empty means none."""
     failure_grace_s: float = _setting(5.0, _not_negative(_number), "FAILURE_GRACE_SECONDS")
     """After a rank failed, how long the others may take to raise and end before they are ended."""
     mpi_threads_disable: bool = _setting(False, _boolean, "MPI_THREADS_DISABLE")

@@ -18,6 +18,7 @@ from hvdlite.tensor_parallel.device_windows import DeviceWindows
 from hvdlite.tensor_parallel.meeting import LoneMeeting, Meeting
 from hvdlite.tensor_parallel.methods import NEED_ONE_NODE, Method, on_gpus, on_host
 from hvdlite.tensor_parallel.shared_meeting import SharedMeeting
+from hvdlite.tensor_parallel.tuning import Tuner
 from hvdlite.tensor_parallel.unfused import OperationMeeting, UnfusedCarrier
 from hvdlite.tensor_parallel.window import WindowCarrier
 from hvdlite.torch.device import Now
@@ -56,7 +57,8 @@ class Carriers:
             self.meeting = meeting = SharedMeeting(group, f"{self._name}.page")
             self._unfused = UnfusedCarrier(meeting, process_set, self._name)
             options = {Method.WINDOW: WindowCarrier(meeting, self._name), Method.UNFUSED: self._unfused}
-            self._on_host = ChosenCarrier(meeting, options, methods, on_host)
+            self._tuner = Tuner(meeting, group.config.ub_tuning_file)
+            self._on_host = ChosenCarrier(meeting, options, methods, on_host, self._tuner)
             return
         self.meeting = OperationMeeting(process_set, f"{self._name}.cards")
         self._on_host = self._on_gpus = UnfusedCarrier(self.meeting, process_set, self._name)
@@ -79,16 +81,16 @@ class Carriers:
         where = Now().on_device(tensor)
         assert where is not None
         meeting.meet("the first exchange on GPUs")
-        unfused = {Method.UNFUSED: self._unfused}
         windows = DeviceWindows.build(meeting, where, f"{self._name}.gpus")
         if windows is None:
             self._say(
                 f"tensor parallelism: the GPUs of ranks {list(meeting.ranks)} do not reach one another's memory: they "
                 "go by hvdlite's operations, unfused"
             )
-            return ChosenCarrier(meeting, unfused, self._methods, lambda method: Method.UNFUSED)
+            return self._unfused
         on_gpus_of = {method: DeviceCarrier(meeting, windows, method) for method in _ON_GPUS}
-        return ChosenCarrier(meeting, {**on_gpus_of, **unfused}, self._methods, on_gpus)
+        options = {**on_gpus_of, Method.UNFUSED: self._unfused}
+        return ChosenCarrier(meeting, options, self._methods, on_gpus, self._tuner)
 
     def _say(self, text: str) -> None:
         if self.group.rank == 0:

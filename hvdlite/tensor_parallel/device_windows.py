@@ -142,7 +142,6 @@ class DeviceWindows:
         """Add up all copies, into all copies, between two meetings."""
         self.follow(self.first)
         self._barrier.allreduce(place.addresses, numel, dtype, op, 1.0, 1.0)
-        self._met = self.moment(self.first)
 
     def moment(self, stream: _native.DeviceStream) -> _native.Moment:
         """Reached when ``stream`` has done all that it was given until now."""

@@ -42,6 +42,18 @@ class Meeting(ABC):
         if any(card != cards[0] for card in cards):
             raise disagreement(cards, self.ranks)
 
+    def tell(self, topic: str, text: str) -> list[str]:
+        """What every rank tells of ``topic``, in the order of ranks: one line of it, and together up to `CARD_BYTES`.
+
+        Raises:
+            MismatchError, UsageError: as `meet`.
+        """
+        cards = self._cards_for(f"{topic}\n{text}")
+        told = [card.rstrip(b"\0").decode().split("\n") for card in cards]
+        if any(len(card) != 2 or card[0] != told[0][0] for card in told):
+            raise disagreement(cards, self.ranks)
+        return [card[1] for card in told]
+
     def refuse(self, why: str) -> NoReturn:
         """Tell the other ranks, which come for an exchange, that this one cannot take part; raise on all of them."""
         raise disagreement(self._cards_for(_OBJECTION + why), self.ranks)
@@ -62,7 +74,7 @@ def disagreement(cards: Sequence[bytes], ranks: Sequence[int]) -> MismatchError 
     """What ``cards``, which are not all alike, or object, say of ``ranks``."""
     meant: dict[tuple[str, str], list[int]] = {}
     for rank, card in zip(ranks, cards, strict=True):
-        number, _, purpose = card.rstrip(b"\0").decode(errors="replace").partition(" ")
+        number, _, purpose = card.rstrip(b"\0").decode(errors="replace").partition("\n")[0].partition(" ")
         meant.setdefault((number, purpose), []).append(rank)
     objections = [
         f"{rank_list(who)}: {purpose.removeprefix(_OBJECTION)}"

@@ -27,6 +27,10 @@ Methods = str | Mapping[str, str]
 """A method for all functions, or for each of some; the others' is "auto"."""
 
 
+def can_be_chosen(function: str) -> bool:
+    return function.removeprefix(backward_of("")) in FUNCTIONS
+
+
 def parse(methods: Methods) -> dict[str, Method]:
     """By function; "" has that of functions which are not listed.
 

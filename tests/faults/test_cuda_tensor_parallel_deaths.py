@@ -1,4 +1,4 @@
-"""A rank goes wrong while streams of its team wait for its own: they are released, and the next call says who it was."""
+"""A rank goes wrong while streams of its team wait for its own: they are let go, and the next call says who it was."""
 
 from __future__ import annotations
 

@@ -5,8 +5,10 @@ Kernels come late here, memory that nobody has written is NaN, and so is what wa
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,9 +20,9 @@ import test_tensor_parallel as on_host
 from cuda_lab import simulated
 from cuda_torch import TorchOnGpu
 from hvdlite.errors import MismatchError, UsageError
-from hvdlite.tensor_parallel.carrier import Rows
+from hvdlite.memory.device import DeviceMemory
 from hvdlite.tensor_parallel.device import DeviceCarrier
-from hvdlite.tensor_parallel.unfused import UnfusedCarrier
+from hvdlite.tensor_parallel.device_windows import DeviceWindows
 from tensor_parallel_lab import integers
 from test_tensor_parallel_misuse import everywhere_the_same
 
@@ -61,18 +63,47 @@ def test_windows_grow_and_are_used_in_turns(team: tp.Team) -> None:
     on_host.test_windows_grow_and_are_used_in_turns(team)
 
 
-def test_what_is_read_is_not_overwritten(team: tp.Team, gpu: TorchOnGpu) -> None:
-    """A stream that is late has yet to read a window when the other ranks would write to it again."""
-    matrix = torch.full((2 * team.size, 3), 1.0 + team.rank)
+def test_what_is_read_is_not_overwritten(team: tp.Team, gpu: TorchOnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank after the other is late once all have met, while the rest would go on."""
+    is_late = False
+    meet = DeviceWindows.meet
+
+    def meet_and_be_late(windows: DeviceWindows) -> None:
+        meet(windows)
+        if is_late:
+            gpu.cuda.launch(ctypes.c_void_p(windows.first.handle), lambda: time.sleep(5e-3))
+
+    monkeypatch.setattr(DeviceWindows, "meet", meet_and_be_late)
+    n = team.size
+    x, weight = integers(2 * n, 4), integers(4, 4, salt=1)
     results = []
     for step in range(6):
-        if step % team.size == team.rank:
-            gpu.launch(lambda: threading.Event().wait(0.02))
-        results.append(tp.gather_rows(matrix[:2] + step, team)[:, 0] * 1)
-        results.append(tp.matmul_reduce_scatter(matrix + step, torch.eye(3), team)[:, 0])
-    for step, (gathered, scattered) in enumerate(zip(results[::2], results[1::2], strict=True)):
-        assert gathered.tolist() == [1.0 + place // 2 + step for place in range(2 * team.size)]
-        assert scattered.tolist() == [sum(range(1, team.size + 1)) + team.size * step] * 2
+        is_late = step % n == team.rank
+        shard = (on_host.rows_of(x, team) + step).requires_grad_()
+        own = weight.clone().requires_grad_()
+        y = tp.matmul_reduce_scatter(tp.all_gather_matmul(shard, own, team), weight, team)
+        y.sum().backward()
+        results += [y, shard.grad, own.grad]
+    for step in range(6):
+        y, for_shard, for_weight = results[3 * step : 3 * step + 3]
+        whole, upstream = x + step, torch.ones(2 * n, 4) @ weight.t()
+        assert torch.equal(y, n * on_host.rows_of(whole @ weight @ weight, team))
+        assert torch.equal(for_shard, n * on_host.rows_of(upstream @ weight.t(), team))
+        assert torch.equal(for_weight, whole.t() @ upstream)
+
+
+def test_new_windows_are_written_after_their_owner_has_cleared_them(gpu: TorchOnGpu) -> None:
+    """Of a ring, whose products go to others before ranks have met."""
+    if hvd.size() == 1:
+        pytest.skip("nothing moves")
+    team = tp.Team(method="ring_exchange")
+    x = torch.ones(400 * team.size, 400)
+    tp.matmul_reduce_scatter(x[: team.size], x[:400], team)
+    memory = team.process_set.group().device_memory
+    assert isinstance(memory, DeviceMemory)
+    if team.rank == team.size - 1:
+        gpu.cuda.launch(ctypes.c_void_p(memory.stream.handle), lambda: time.sleep(0.2))
+    assert (tp.matmul_reduce_scatter(x, x[:400], team) == 400 * team.size).all().item()
 
 
 @pytest.mark.parametrize("method", METHODS[:3])
@@ -101,20 +132,20 @@ def test_threads_do_not_wait_for_a_gpu(team: tp.Team, gpu: TorchOnGpu) -> None:
 
 
 def test_several_streams(team: tp.Team, gpu: TorchOnGpu) -> None:
-    x, one = integers(2 * team.size, 4), torch.eye(4)
-    streams = [gpu.cuda.stream(), gpu.stream]
+    """What one of them has yet to read is not overwritten by the next."""
+    x = [integers(2 * team.size, 4) + step for step in range(6)]
+    streams = [gpu.cuda.stream() for _ in range(3)]
+    gpu.synchronize()
     results = []
-    for step in range(4):
-        gpu.synchronize()  # x + step is there for every stream
-        with gpu.on(streams[step % 2]):
-            gpu.launch(lambda: threading.Event().wait(0.01))
-            shard = (x + step)[2 * team.rank : 2 * team.rank + 2] * 1
-            results.append(tp.all_gather_matmul(shard, one, team))
-            results.append(tp.matmul_reduce_scatter(x + step, one, team))
-            gpu.synchronize()
-    for step, (gathered, scattered) in enumerate(zip(results[::2], results[1::2], strict=True)):
-        assert torch.equal(gathered, x + step)
-        assert torch.equal(scattered, team.size * (x + step)[2 * team.rank : 2 * team.rank + 2])
+    for step, whole in enumerate(x):
+        with gpu.on(streams[step % 3]):
+            gathered = tp.gather_rows(on_host.rows_of(whole, team), team)
+            gpu.launch(lambda: time.sleep(0.01))
+            results.append(gathered * 1)
+    for stream in streams:
+        gpu.wait_stream(stream)
+    for found, whole in zip(results, x, strict=True):
+        assert torch.equal(found, whole)
 
 
 def test_ranks_that_differ(team: tp.Team) -> None:
@@ -150,22 +181,20 @@ def test_a_method_that_differs() -> None:
         tp.matmul_reduce_scatter(torch.ones(2 * team.size, 4), torch.ones(4, 4), team)
 
 
-def test_methods_by_function() -> None:
+def test_the_fastest_method_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first use, in the middle of a backward that has begun another exchange."""
     if hvd.size() == 1:
         pytest.skip("nothing moves")
-    methods = {"all_gather_matmul": "bulk", "backward of all_gather_matmul": "pipeline", "matmul_all_reduce": "none"}
-    team = tp.Team(method=methods)
-    carrier = team.carrier_for(torch.empty(0))
-    found = {}
-    for function in (*methods, "matmul_reduce_scatter"):
-        rows = Rows.of(function, "", torch.empty(1, 1))
-        found[function] = carrier._for(rows)  # type: ignore[attr-defined]
-    kinds = {name: getattr(chosen, "method", None) for name, chosen in found.items()}
-    assert isinstance(found["matmul_all_reduce"], UnfusedCarrier)
-    assert isinstance(found["all_gather_matmul"], DeviceCarrier)
-    assert [method and method.value for method in kinds.values()] == ["bulk", "pipeline", None, "ring_exchange"]
-    with pytest.raises(ValueError, match="there is no 'matmul'; methods can be chosen for all_gather_matmul, backward"):
-        tp.Team(method={"matmul": "bulk"})
+    team = tp.Team()
+    tried = []
+    gather = DeviceCarrier.gather
+    monkeypatch.setattr(
+        DeviceCarrier, "gather", lambda self, *args: (tried.append(self.method.value), gather(self, *args))[1]
+    )
+    for _ in range(2):
+        on_host.test_all_gather_matmul(team, torch.float32, ())
+    assert set(tried) == set(METHODS[:3])
+    assert len(tried) < 2 * 2 * 3 * 4
 
 
 def test_gpus_that_do_not_share_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
