@@ -87,7 +87,10 @@ class Carrier(ABC):
         """The sum over ranks, (rows, columns), new; the same to the last bit on every rank."""
 
     def reserve(self, nbytes: int, like: torch.Tensor) -> None:
-        """Make memory for exchanges of ``nbytes`` on the device of ``like``. All ranks ask for the same."""
+        """Make memory for exchanges whose result, over all ranks, has ``nbytes``, on the device of ``like``.
+
+        All ranks ask for the same.
+        """
 
     def begin_gather(self, rows: Rows, shard: torch.Tensor) -> Finish:
         """`gather`, beside what is done until its result is asked for: one `begin_reduce_scatter` at most.

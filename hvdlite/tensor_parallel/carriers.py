@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from hvdlite.config import answers
 from hvdlite.coordinator.request import rank_list
 from hvdlite.errors import UsageError
 from hvdlite.group import Group
@@ -46,6 +47,9 @@ class Carriers:
         self.group = group
         self._methods = methods
         self._name = f"tensor_parallel{group.next_number()}"
+        if group.world.topology.rank == 0:
+            for answer in answers():
+                _LOG.warning("%s", answer)
         self._on_host: Carrier
         self._on_gpus: Carrier | None = None
         self.meeting: Meeting

@@ -64,10 +64,7 @@ class Team:
         return self._made
 
     def reserve(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        """Make windows for exchanges whose whole is of ``shape`` now, and not at their first use. Collective.
-
-        The whole of an all-gather is what is gathered; of a reduction, the products of all ranks.
-        """
+        """Make windows for activations of ``shape``, of all rows, now, and not at their first use. Collective."""
         like = torch.empty(0, dtype=dtype, device=device)
         self.carrier_for(like).reserve(torch.Size(shape).numel() * dtype.itemsize, like)
 

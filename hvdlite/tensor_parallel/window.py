@@ -64,7 +64,7 @@ class WindowCarrier(Carrier):
         return window[self.rank].clone()
 
     def reserve(self, nbytes: int, like: torch.Tensor) -> None:
-        self._reserve(nbytes, "reserve")
+        self._reserve(self.size * nbytes, "reserve")
 
     def _reserve(self, nbytes: int, purpose: object) -> None:
         """Make the windows at least so large. All ranks ask for the same, for the same purpose."""

@@ -21,6 +21,7 @@ from cuda_lab import simulated
 from cuda_torch import TorchOnGpu
 from hvdlite.errors import MismatchError, UsageError
 from hvdlite.memory.device import DeviceMemory
+from hvdlite.tensor_parallel.carrier import Rows
 from hvdlite.tensor_parallel.device import DeviceCarrier
 from hvdlite.tensor_parallel.device_windows import DeviceWindows
 from tensor_parallel_lab import integers
@@ -64,27 +65,28 @@ def test_windows_grow_and_are_used_in_turns(team: tp.Team) -> None:
 
 
 def test_what_is_read_is_not_overwritten(team: tp.Team, gpu: TorchOnGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank after the other is late once all have met, while the rest would go on."""
-    is_late = False
+    """One rank after the other, first with one of its streams, then with the other, is late once all have met."""
+    is_late, is_second = False, False
     meet = DeviceWindows.meet
 
     def meet_and_be_late(windows: DeviceWindows) -> None:
         meet(windows)
         if is_late:
-            gpu.cuda.launch(ctypes.c_void_p(windows.first.handle), lambda: time.sleep(5e-3))
+            stream = windows.second if is_second else windows.first
+            gpu.cuda.launch(ctypes.c_void_p(stream.handle), lambda: time.sleep(5e-3))
 
     monkeypatch.setattr(DeviceWindows, "meet", meet_and_be_late)
     n = team.size
     x, weight = integers(2 * n, 4), integers(4, 4, salt=1)
     results = []
-    for step in range(6):
-        is_late = step % n == team.rank
+    for step in range(2 * n):
+        is_late, is_second = step % n == team.rank, step >= n
         shard = (on_host.rows_of(x, team) + step).requires_grad_()
         own = weight.clone().requires_grad_()
         y = tp.matmul_reduce_scatter(tp.all_gather_matmul(shard, own, team), weight, team)
         y.sum().backward()
         results += [y, shard.grad, own.grad]
-    for step in range(6):
+    for step in range(2 * n):
         y, for_shard, for_weight = results[3 * step : 3 * step + 3]
         whole, upstream = x + step, torch.ones(2 * n, 4) @ weight.t()
         assert torch.equal(y, n * on_host.rows_of(whole @ weight @ weight, team))
@@ -139,7 +141,8 @@ def test_several_streams(team: tp.Team, gpu: TorchOnGpu) -> None:
     results = []
     for step, whole in enumerate(x):
         with gpu.on(streams[step % 3]):
-            gathered = tp.gather_rows(on_host.rows_of(whole, team), team)
+            shard = on_host.rows_of(whole, team)
+            gathered = team.carrier_for(shard).gather(Rows.of("test", "", shard), shard)
             gpu.launch(lambda: time.sleep(0.01))
             results.append(gathered * 1)
     for stream in streams:
