@@ -20,6 +20,7 @@ from hvdlite.errors import CollectiveError
 from hvdlite.memory.base import FusionBuffer
 from hvdlite.memory.views import OnDevice
 from hvdlite.operations.allocate import allocate_on_device
+from hvdlite.recorder import Lane
 from hvdlite.tensor_parallel.shared_meeting import SharedMeeting, shared_memory
 from hvdlite.tensor_parallel.window import window_bytes
 from hvdlite.torch.device import bytes_of
@@ -150,6 +151,7 @@ class DeviceWindows:
     def ended(self, purpose: str) -> _native.Moment:
         """Reached when the first stream has done an exchange, of which all has been enqueued now."""
         self._last = self.moment(self.first)
+        self._meeting.group.recorder.mark(Lane.WINDOW, purpose)
         with self._lock:
             is_first = not self._enqueued
             self._enqueued.append(_Enqueued(self._last, purpose, time.monotonic()))

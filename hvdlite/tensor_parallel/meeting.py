@@ -70,12 +70,17 @@ class LoneMeeting(Meeting):
         return [card]
 
 
+def purpose_of(card: bytes) -> tuple[str, str]:
+    """The number of the exchange, and what it is of."""
+    number, _, purpose = card.rstrip(b"\0").decode(errors="replace").partition("\n")[0].partition(" ")
+    return number, purpose
+
+
 def disagreement(cards: Sequence[bytes], ranks: Sequence[int]) -> MismatchError | UsageError:
     """What ``cards``, which are not all alike, or object, say of ``ranks``."""
     meant: dict[tuple[str, str], list[int]] = {}
     for rank, card in zip(ranks, cards, strict=True):
-        number, _, purpose = card.rstrip(b"\0").decode(errors="replace").partition("\n")[0].partition(" ")
-        meant.setdefault((number, purpose), []).append(rank)
+        meant.setdefault(purpose_of(card), []).append(rank)
     objections = [
         f"{rank_list(who)}: {purpose.removeprefix(_OBJECTION)}"
         for (_, purpose), who in meant.items()

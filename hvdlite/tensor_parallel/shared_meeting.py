@@ -10,7 +10,8 @@ from hvdlite.errors import CollectiveError
 from hvdlite.group import Group
 from hvdlite.memory.layout import align_up
 from hvdlite.operations.allocate import allocate
-from hvdlite.tensor_parallel.meeting import CARD_BYTES, Meeting
+from hvdlite.recorder import Lane
+from hvdlite.tensor_parallel.meeting import CARD_BYTES, Meeting, purpose_of
 
 _TURNS = 2  # whoever has passed the next barrier knows that all have read these cards
 
@@ -42,6 +43,14 @@ class SharedMeeting(Meeting):
         self._barrier = _native.Barrier(self._page.data_ptr(), self.rank, self.size, world.node.abort_address, spin)
 
     def _exchange_cards(self, card: bytes) -> list[bytes]:
+        recorder = self.group.recorder
+        if not recorder.enabled:
+            return self._laid_out(card)
+        with recorder.span(Lane.MEETING, purpose_of(card)[1]):
+            return self._laid_out(card)
+
+    def _laid_out(self, card: bytes) -> list[bytes]:
+        """Wait until all cards are on the table, and look at them."""
         first = self._met % _TURNS * self.size
         own = (first + self.rank) * CARD_BYTES
         self._cards[own : own + CARD_BYTES] = card

@@ -8,11 +8,13 @@ the thread that calls; the coordinator only makes the memory, once, and again wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from hvdlite import _native
 from hvdlite.dtypes import ReduceOp
+from hvdlite.recorder import Lane
 from hvdlite.tensor_parallel.carrier import Carrier, Produce, Rows, Use
 from hvdlite.tensor_parallel.shared_meeting import SharedMeeting, shared_memory
 from hvdlite.torch.tensor_view import dtype_of
@@ -42,7 +44,12 @@ class WindowCarrier(Carrier):
 
     def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
         """One barrier; every rank copies its shard once."""
-        whole = self._filled(rows, lambda own: own.copy_(shard)).flatten(0, 1)
+
+        def fill(own: torch.Tensor) -> None:
+            with self._span(rows):
+                own.copy_(shard)
+
+        whole = self._filled(rows, fill).flatten(0, 1)
         use(whole, 0)
         return whole
 
@@ -51,7 +58,8 @@ class WindowCarrier(Carrier):
         window = self._filled(rows, lambda own: produce(own, 0))
         result = rows.empty(rows.shape[0] // self.size)
         begin = self.rank * result.numel()
-        _sum(window, begin, begin + result.numel(), [result.data_ptr()])
+        with self._span(rows):
+            _sum(window, begin, begin + result.numel(), [result.data_ptr()])
         return result
 
     def all_reduce(self, rows: Rows, produce: Produce) -> torch.Tensor:
@@ -59,7 +67,8 @@ class WindowCarrier(Carrier):
         window = self._filled(rows, lambda own: produce(own, 0))
         numel = rows.shape[0] * rows.shape[1]
         begin, end = (numel * part // self.size for part in (self.rank, self.rank + 1))
-        _sum(window, begin, end, [copy.data_ptr() + begin * rows.dtype.itemsize for copy in window])
+        with self._span(rows):
+            _sum(window, begin, end, [copy.data_ptr() + begin * rows.dtype.itemsize for copy in window])
         self.meeting.meet(rows)
         return window[self.rank].clone()
 
@@ -75,6 +84,9 @@ class WindowCarrier(Carrier):
         each = window_bytes(nbytes)
         memory = shared_memory(self._group, f"{self._name}.{each}", _WINDOWS * each)
         self._windows = [memory[i * each : (i + 1) * each] for i in range(_WINDOWS)]
+
+    def _span(self, rows: Rows) -> AbstractContextManager[None]:
+        return self._group.recorder.span(Lane.WINDOW, rows.function, rows.nbytes, dtype_of(rows.dtype).label)
 
     def _filled(self, rows: Rows, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """What all ranks have contributed: (size, *rows.shape), shared."""
