@@ -144,8 +144,13 @@ class Config:
     """A neighbour that is silent for longer counts as failed."""
     collective_timeout_s: float = _setting(600.0, _positive(_number), "COLLECTIVE_TIMEOUT_SECONDS")
     """Longest that a rank waits inside a running collective."""
-    ub_timeout_s: float = _setting(110.0, _positive(_number), "UB_TIMEOUT_SECONDS")
+    ub_timeout_s: float = _setting(110.0, _positive(_number), "UB_TIMEOUT_SECONDS", "$UB_TIMEOUT")
     """Longest that a rank waits for the others of its team in shared memory, see `hvdlite.tensor_parallel`."""
+    ub_method: str = _setting("", str, "UB_METHOD")
+    """How the ranks of a team exchange rows, whatever their program says; empty: as it says."""
+    ub_tuning_file: str = _setting("", str, "UB_TUNING_FILE")
+    """Path on the machine of a team's first rank: how its ranks exchange rows, as measured earlier; what is measured
+    now is added. Empty means none."""
     failure_grace_s: float = _setting(5.0, _not_negative(_number), "FAILURE_GRACE_SECONDS")
     """After a rank failed, how long the others may take to raise and end before they are ended."""
     mpi_threads_disable: bool = _setting(False, _boolean, "MPI_THREADS_DISABLE")
@@ -223,6 +228,20 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
             if environ.get(candidate, "") != "":
                 return candidate
     return None
+
+
+_ANSWERS = {
+    "UB_SKIPMC": "tensor parallelism: UB_SKIPMC is set; hvdlite uses no multicast anyway",
+    "NVTE_UB_SOCKET_IFNAME": "tensor parallelism: NVTE_UB_SOCKET_IFNAME is not used; ranks of a node find one another "
+    "without a network, and HVDLITE_NETWORK_INTERFACES, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME choose the interfaces "
+    "between nodes",
+}
+
+
+def answers(environ: Mapping[str, str] | None = None) -> list[str]:
+    """What is to be said of variables of TransformerEngine that are set, and that hvdlite does not need."""
+    environ = environment.variables() if environ is None else environ
+    return [answer for name, answer in _ANSWERS.items() if environ.get(name, "") != ""]
 
 
 INSTRUCTION_SET = "HVDLITE_INSTRUCTION_SET"

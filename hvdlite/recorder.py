@@ -19,6 +19,8 @@ class Lane(Enum):
 
     BACKWARD = "backward"
     WAIT = "wait"
+    MEETING = "meeting"
+    WINDOW = "window"
     OPTIMIZER = "optimizer"
     NEGOTIATION = "negotiation"
     FROM_DEVICE = "from device"
@@ -49,9 +51,14 @@ COMMUNICATION_LANES = frozenset(
         Lane.BROADCAST,
         Lane.ALLGATHER,
         Lane.ALLTOALL,
+        Lane.WINDOW,
     }
 )
-"""Where a coordinator thread is busy; negotiation is waiting for other ranks, not work."""
+"""Where bytes move, on a coordinator thread or, between the ranks of split layers, on the user's; negotiation and
+meeting are waiting for other ranks, not work."""
+
+EXPOSED_LANES = frozenset({Lane.WAIT, Lane.MEETING, Lane.WINDOW})
+"""Where the main thread cannot compute."""
 
 Event = tuple[int, Lane, str, int, int, int, str]
 """Number, lane, name, start_ns, end_ns or `INSTANT`, bytes, dtype; of a parameter its bucket in place of the dtype.

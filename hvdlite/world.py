@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdlite.agreement import Bootstrap, exchange
 from hvdlite.collectives.select import build_backend, build_exchange, build_ring, spin_us
@@ -43,6 +43,23 @@ _LOOK_S = 0.2
 T = TypeVar("T")
 
 OnNotice = Callable[[dict[str, Any]], None]
+
+
+class Companion(Protocol):
+    """Streams of GPUs beside those of operations, which end with a world; called by its coordinator, but for `wake`."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether they have something to do, as far as is known."""
+
+    def watch(self) -> None:
+        """See that they go on; raises what ends the world."""
+
+    def wake(self) -> None:
+        """End their waits for other ranks, as the world has failed; from any thread."""
+
+    def close(self) -> None:
+        """Let them come to an end."""
 
 
 class World:
@@ -87,6 +104,7 @@ class World:
         self._on_notice = on_notice
         self._numbers = itertools.count(1)  # of subsets
         self._ended: Counter[str] = Counter()  # what subsets that are no more have counted
+        self._companions: tuple[Companion, ...] = ()  # replaced as a whole, as several threads look
         self._own = ExitStack()  # what this rank closes for itself
         self._shared = ExitStack()  # what all ranks release together, on their coordinator threads
         self._own.callback(node.close)
@@ -140,7 +158,6 @@ class World:
         self._executor = Executor(self.engine, self._build_device_engine)
         self._shared.callback(self._close_device)
         self.execute = self._executor.execute
-        self.watch = self._executor.watch
         self.coordinator = Coordinator(self, topology, page, tree, spin_us=spin_us(config, node))
 
     def _build_device_engine(self, ordinal: int | None) -> DeviceEngine | None:
@@ -150,9 +167,21 @@ class World:
 
     @property
     def is_under_way(self) -> bool:
-        return self._executor.is_under_way
+        return self._executor.is_under_way or any(companion.is_under_way for companion in self._companions)
+
+    def watch(self) -> None:
+        self._executor.watch()
+        for companion in self._companions:
+            companion.watch()
+
+    def accompany(self, companion: Companion) -> None:
+        """From here on the world looks after ``companion``; from a user thread."""
+        self._companions = (*self._companions, companion)
+        self.check()
 
     def _close_device(self) -> None:
+        for companion in self._companions:
+            companion.close()
         if self._executor.device is not None:
             self._executor.device.close()
 
@@ -205,6 +234,8 @@ class World:
         self._backend.wake()
         if self._executor.device is not None:
             self._executor.device.wake()
+        for companion in self._companions:
+            companion.wake()
         self.coordinator.close(reason)
         self.coordinator.wake()
 

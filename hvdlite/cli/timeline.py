@@ -19,8 +19,9 @@ from hvdlite.timeline.verdict import verdict
 _DEFINITIONS = """\
 A step lasts from the end of one optimizer.step() to the end of the next; the first one has no known beginning.
   compute        the main thread does not wait
-  communication  a lane of the coordinator is busy, negotiation excluded
-  exposed        the main thread waits for communication or for slower ranks
+  communication  a lane of the coordinator is busy, negotiation excluded, or a window of split layers
+  exposed        the main thread waits for communication or for slower ranks, or moves rows of split layers
+  of it tp       what of that is due to split layers (tensor parallelism), if there are any
   hidden         1 - exposed / communication, not below 0
   exposed > communication   ranks wait for one another longer than communication lasts: some rank is late
   hidden 0 %     all of communication was waited for; nothing of it overlapped with compute
@@ -121,7 +122,13 @@ def format_report(path: str, report: Report, last: int) -> str:
             lines.append(f"The last {len(shown)} steps; --steps 0 shows all.")
         header = ["step", "time ms", "compute ms", "communication ms", "exposed ms", "hidden", "slowest rank", "by ms"]
         rows = [[str(step.number), *_step_cells(step)] for step in shown]
-        lines += _table(header, [*rows, ["median", *_step_cells(report.median)]], left=0)
+        rows.append(["median", *_step_cells(report.median)])
+        if any(step.tensor_parallel_ms for step in report.steps):
+            place = header.index("exposed ms") + 1
+            header.insert(place, "of it tp")
+            for row, step in zip(rows, [*shown, report.median], strict=True):
+                row.insert(place, f"{step.tensor_parallel_ms:.2f}")
+        lines += _table(header, rows, left=0)
         lines += [
             "Medians are over all steps; the slowest rank is the one that was slowest most often.",
             "exposed: the main thread waits; above communication, ranks wait for one another: some rank is late.",

@@ -28,6 +28,7 @@ from hvdlite.tensor_parallel.matmul import (
 from hvdlite.tensor_parallel.parallelize import parallelize
 from hvdlite.tensor_parallel.regions import gather_columns, gather_rows, split_columns, split_rows, sum_gradients
 from hvdlite.tensor_parallel.team import Team
+from hvdlite.tensor_parallel.userbuffers import initialize_userbuffers
 from hvdlite.tensor_parallel.vocabulary import VocabularyParallelEmbedding, vocabulary_parallel_cross_entropy
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "gather_columns",
     "gather_rows",
     "init",
+    "initialize_userbuffers",
     "load_unsplit_state_dict",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from hvdlite.tensor_parallel.carrier import Carrier, Produce, Rows
+from hvdlite.tensor_parallel.carrier import Carrier, Produce, Rows, Use
 
 
 class LoneCarrier(Carrier):
-    def gather(self, rows: Rows, shard: torch.Tensor) -> torch.Tensor:
+    def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
+        use(shard, 0)
         return shard
 
     def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
-        result = torch.empty(rows.shape, dtype=rows.dtype)
-        produce(result)
+        result = rows.empty(rows.shape[0])
+        produce(result, 0)
         return result
 
     all_reduce = reduce_scatter
-
-    def _exchange_cards(self, card: bytes) -> list[bytes]:
-        return [card]

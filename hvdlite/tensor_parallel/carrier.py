@@ -1,62 +1,75 @@
-"""What moves rows between the ranks of a team, and how they make sure that all of them mean the same.
-
-Each call of a carrier is an exchange. Before its result is used, every rank has seen a card of every other one, which
-says which exchange this is, and of what. So ranks that contradict one another, or one that cannot take part, are an
-error with names on every rank, not a hang or a wrong sum.
-"""
+"""What moves rows between the ranks of a team. Each call of a carrier is an exchange, which begins with a meeting."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from hvdlite.coordinator.request import rank_list
-from hvdlite.errors import MismatchError, UsageError
+from hvdlite.tensor_parallel.meeting import Meeting
 
-CARD_BYTES = 512
-_OBJECTION = "!"
+Produce = Callable[[torch.Tensor, int], object]
+"""Fills a tensor with rows of what this rank contributes, from the number that it is given on."""
 
-Produce = Callable[[torch.Tensor], object]
-"""Fills the tensor that it is given."""
+Use = Callable[[torch.Tensor, int], object]
+"""Works on rows of the whole, from the number that it is given on."""
+
+Finish = Callable[[], torch.Tensor]
+"""The result of an exchange that has been begun."""
 
 
 class Rows(NamedTuple):
-    """What every rank contributes to an exchange: a matrix of the same shape and dtype."""
+    """What every rank contributes to an exchange: a matrix of the same shape and dtype, on the same kind of device.
 
-    purpose: str
+    Attributes:
+        function: for whom; what is tuned has its name.
+        detail: what else ranks must agree on.
+    """
+
+    function: str
+    detail: str
     shape: tuple[int, int]
     dtype: torch.dtype
+    device: torch.device
 
     @classmethod
-    def of(cls, purpose: str, matrix: torch.Tensor) -> Rows:
+    def of(cls, function: str, detail: str, matrix: torch.Tensor) -> Rows:
         rows, columns = matrix.shape
-        return cls(purpose, (rows, columns), matrix.dtype)
+        return cls(function, detail, (rows, columns), matrix.dtype, matrix.device)
 
     @property
     def nbytes(self) -> int:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
+    def empty(self, rows: int) -> torch.Tensor:
+        """(rows, columns), on the device of this rank."""
+        return torch.empty(rows, self.shape[1], dtype=self.dtype, device=self.device)
+
     def __str__(self) -> str:
-        return f"{self.purpose} of {self.shape} {str(self.dtype).removeprefix('torch.')}"
+        where = "" if self.device.type == "cpu" else f" on {self.device.type}"
+        detail = f" {self.detail}" if self.detail else ""
+        return f"{self.function}{detail} of {self.shape} {str(self.dtype).removeprefix('torch.')}{where}"
 
 
 class Carrier(ABC):
-    """Moves rows between ``ranks``, of which this one is number ``rank``; all of them make the same calls in order."""
+    """Moves rows between the ranks of ``meeting``; all of them make the same calls in order."""
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self.ranks = tuple(ranks)
-        self.rank = rank
-        self.size = len(self.ranks)
-        self._met = 0
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting = meeting
+        self.rank = meeting.rank
+        self.size = meeting.size
 
     @abstractmethod
-    def gather(self, rows: Rows, shard: torch.Tensor) -> torch.Tensor:
+    def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
         """The shards of all ranks, one below the other: (size * rows, columns).
 
-        The result may be shared memory: it is read only, and until this rank's next exchange.
+        The result may be memory that ranks share: it is read only, and until this rank's next exchange.
+
+        Args:
+            use: called for all of it, or for parts of it in any order, as they come.
         """
 
     @abstractmethod
@@ -64,51 +77,29 @@ class Carrier(ABC):
         """This rank's part of the rows of the sum over ranks, (rows / size, columns), new; ``size`` divides the rows.
 
         16-bit floats are added in fp32 and rounded once; ranks are added in ascending order.
+
+        Args:
+            produce: called for all rows, or for parts of them in any order.
         """
 
     @abstractmethod
     def all_reduce(self, rows: Rows, produce: Produce) -> torch.Tensor:
         """The sum over ranks, (rows, columns), new; the same to the last bit on every rank."""
 
-    @abstractmethod
-    def _exchange_cards(self, card: bytes) -> list[bytes]:
-        """Everybody's card, in the order of ranks."""
+    def reserve(self, nbytes: int, like: torch.Tensor) -> None:
+        """Make memory for exchanges whose result, over all ranks, has ``nbytes``, on the device of ``like``.
 
-    def meet(self, purpose: object) -> None:
-        """Wait for all ranks.
-
-        Raises:
-            MismatchError: ranks have come for different exchanges; the same text on every rank.
-            UsageError: a rank cannot take part, see `refuse`; the same text on every rank.
+        All ranks ask for the same.
         """
-        cards = self._cards_for(purpose)
-        if any(card != cards[0] for card in cards):
-            raise disagreement(cards, self.ranks)
 
-    def refuse(self, why: str) -> NoReturn:
-        """Tell the other ranks, which come for an exchange, that this one cannot take part; raise on all of them."""
-        raise disagreement(self._cards_for(_OBJECTION + why), self.ranks)
+    def begin_gather(self, rows: Rows, shard: torch.Tensor) -> Finish:
+        """`gather`, beside what is done until its result is asked for: one `begin_reduce_scatter` at most.
 
-    def _cards_for(self, purpose: object) -> list[bytes]:
-        self._met += 1
-        return self._exchange_cards(f"{self._met} {purpose}".encode()[:CARD_BYTES].ljust(CARD_BYTES, b"\0"))
+        The result may be read until the exchange after that.
+        """
+        return partial(self.gather, rows, shard)
 
-
-def disagreement(cards: Sequence[bytes], ranks: Sequence[int]) -> MismatchError | UsageError:
-    """What ``cards``, which are not all alike, or object, say of ``ranks``."""
-    meant: dict[tuple[str, str], list[int]] = {}
-    for rank, card in zip(ranks, cards, strict=True):
-        number, _, purpose = card.rstrip(b"\0").decode(errors="replace").partition(" ")
-        meant.setdefault((number, purpose), []).append(rank)
-    objections = [
-        f"{rank_list(who)}: {purpose.removeprefix(_OBJECTION)}"
-        for (_, purpose), who in meant.items()
-        if purpose.startswith(_OBJECTION)
-    ]
-    if objections:
-        return UsageError("; ".join(objections))
-    said = "; ".join(f"{rank_list(who)}, exchange {number}: {purpose}" for (number, purpose), who in meant.items())
-    return MismatchError(
-        f"tensor parallelism, ranks {list(ranks)}: the ranks contradict one another ({said}). Make the same calls in "
-        "the same order on every rank, with the same shapes and dtypes"
-    )
+    def begin_reduce_scatter(self, rows: Rows, produce: Produce) -> Finish:
+        """`reduce_scatter`, beside what is done until its result is asked for, which is before the next exchange."""
+        result = self.reduce_scatter(rows, produce)
+        return lambda: result

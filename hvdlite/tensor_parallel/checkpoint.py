@@ -23,7 +23,7 @@ def unsplit_state_dict(model: nn.Module) -> dict[str, Any]:
     for name, value in model.state_dict().items():
         if name in splits:
             team, part = splits[name]
-            state[name] = part.join(gather_shares(team.carrier, f"state_dict of {name}", value))
+            state[name] = part.join(gather_shares(team.carrier_for(value), f"state_dict of {name}", value))
         else:
             state[name] = value.clone() if isinstance(value, torch.Tensor) else value
     return state

@@ -23,13 +23,14 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, team: Team) -> torch.Tens
     """
     splits = split_parameters(model)
     split = {id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in splits}
-    own, common = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    own, common = (torch.zeros(1, dtype=torch.float64, device=device) for _ in range(2))
     with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
     for parameter in with_gradient:
         wide = torch.promote_types(parameter.dtype, torch.float32)
         square = torch.linalg.vector_norm(parameter.grad, dtype=wide).double().square()
         (own if id(parameter) in split else common).add_(square)
-    norm = (sum_over_ranks(team.carrier, "clip_grad_norm_", own) + common).sqrt().squeeze(0)
+    norm = (sum_over_ranks(team.carrier_for(own), "clip_grad_norm_", own) + common).sqrt().squeeze(0)
     factor = max_norm / (norm + 1e-6)  # as torch does
     if factor < 1:
         for parameter in with_gradient:

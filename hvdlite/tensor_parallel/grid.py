@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import hvdlite
+from hvdlite.tensor_parallel.methods import Methods
 from hvdlite.tensor_parallel.team import Team
 from hvdlite.torch.process_set import ProcessSet, add_process_set, global_process_set
 
@@ -21,7 +22,7 @@ class Grid(NamedTuple):
     dp: ProcessSet
 
 
-def init(tp_size: int, method: str = "auto") -> Grid:
+def init(tp_size: int, method: Methods = "auto") -> Grid:
     """Divide the ranks of the job into teams of ``tp_size``; all ranks call it, after hvd.init().
 
     Teams take the ranks of a node one after the other, so they lie within nodes where ``tp_size`` divides the ranks of

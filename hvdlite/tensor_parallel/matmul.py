@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from hvdlite.tensor_parallel.carrier import Carrier, Rows
+from hvdlite.tensor_parallel.carrier import Carrier, Produce, Rows, Use
+from hvdlite.tensor_parallel.methods import backward_of
 from hvdlite.tensor_parallel.moves import FLOATING, objection
 from hvdlite.tensor_parallel.team import Team
 from hvdlite.torch.eager import eager
@@ -34,7 +35,8 @@ def all_gather_matmul(
 ) -> torch.Tensor:
     """The rows of all ranks, times this rank's columns of a weight; differentiable.
 
-    On one node it is one matmul, which reads the shared memory into which every rank has copied its rows.
+    On one node it is one matmul, which reads the shared memory into which every rank has copied its rows; on GPUs one
+    for each rank's rows, as they come.
 
     Args:
         x_shard: (rows / size, ..., inputs), of the same shape and dtype on every rank.
@@ -97,8 +99,8 @@ def replicated_matmul(
     x, weight, bias = _autocast(x), _autocast(weight), _autocast(bias)
     why = _misfit("replicated_matmul", x, weight, bias)
     if why:
-        team.carrier.refuse(why)
-    product = _ReplicatedMatmul.apply(_flat(x), weight, bias, team.carrier)  # type: ignore[no-untyped-call]
+        team.meeting.refuse(why)
+    product = _ReplicatedMatmul.apply(_flat(x), weight, bias, team.carrier_for(x))  # type: ignore[no-untyped-call]
     return _shaped(product, x, x.shape[0])
 
 
@@ -129,19 +131,26 @@ class _AllGatherMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.carrier = carrier
-        return _product(carrier.gather(Rows.of(_purpose("all_gather_matmul", weight), x), x), weight, bias)
+        product = x.new_empty(carrier.size * len(x), weight.shape[1])
+        carrier.gather(_rows("all_gather_matmul", weight, x), x, _into(product, weight, bias))
+        return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
-        purpose = _purpose("backward of all_gather_matmul", weight)
+        carrier, name = ctx.carrier, backward_of("all_gather_matmul")
         for_x = for_weight = None
-        if ctx.needs_input_grad[0]:
-            whole = Rows(purpose, (len(grad), x.shape[1]), x.dtype)
-            for_x = ctx.carrier.reduce_scatter(whole, lambda out: torch.mm(grad, weight.t(), out=out))
+        # Each exchange beside the other's matmul.
         if ctx.needs_input_grad[1]:
-            for_weight = _weight_gradient(ctx.carrier.gather(Rows.of(purpose, x), x), grad, weight)
+            gathered = carrier.begin_gather(_rows(name, weight, x), x)
+        if ctx.needs_input_grad[0]:
+            whole = _rows(name, weight, grad, x.shape[1])
+            scattered = carrier.begin_reduce_scatter(whole, _products(grad, weight.t()))
+        if ctx.needs_input_grad[1]:
+            for_weight = _weight_gradient(gathered(), grad, weight)
+        if ctx.needs_input_grad[0]:
+            for_x = scattered()
         return for_x, for_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
@@ -150,15 +159,18 @@ class _MatmulReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, carrier: Carrier) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.carrier = carrier
-        rows = Rows(_purpose("matmul_reduce_scatter", weight), (len(x), weight.shape[1]), x.dtype)
-        return carrier.reduce_scatter(rows, lambda out: torch.mm(x, weight, out=out))
+        rows = _rows("matmul_reduce_scatter", weight, x, weight.shape[1])
+        return carrier.reduce_scatter(rows, _products(x, weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
-        rows = Rows.of(_purpose("backward of matmul_reduce_scatter", weight), grad)
-        return *_local_gradients(ctx, x, weight, ctx.carrier.gather(rows, grad)), None
+        carrier = ctx.carrier
+        rows = _rows(backward_of("matmul_reduce_scatter"), weight, grad)
+        for_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        whole = carrier.gather(rows, grad, *([] if for_x is None else [_into(for_x, weight.t())]))
+        return for_x, _weight_gradient(x, whole, weight) if ctx.needs_input_grad[1] else None, None
 
 
 class _ReplicatedMatmul(torch.autograd.Function):
@@ -168,7 +180,7 @@ class _ReplicatedMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.carrier = carrier
-        return _product(x, weight, bias)
+        return x @ weight if bias is None else torch.addmm(bias, x, weight)
 
     @staticmethod
     @once_differentiable
@@ -176,8 +188,8 @@ class _ReplicatedMatmul(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x = None
         if ctx.needs_input_grad[0]:
-            rows = Rows.of(_purpose("backward of replicated_matmul", weight), x)
-            for_x = ctx.carrier.all_reduce(rows, lambda out: torch.mm(grad, weight.t(), out=out))
+            rows = _rows(backward_of("replicated_matmul"), weight, x)
+            for_x = ctx.carrier.all_reduce(rows, _products(grad, weight.t()))
         for_weight = _weight_gradient(x, grad, weight) if ctx.needs_input_grad[1] else None
         return for_x, for_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
 
@@ -186,22 +198,42 @@ class _MatmulAllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, carrier: Carrier) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        rows = Rows(_purpose("matmul_all_reduce", weight), (len(x), weight.shape[1]), x.dtype)
-        return carrier.all_reduce(rows, lambda out: torch.mm(x, weight, out=out))
+        rows = _rows("matmul_all_reduce", weight, x, weight.shape[1])
+        return carrier.all_reduce(rows, _products(x, weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
-        return *_local_gradients(ctx, x, weight, grad), None
+        return (
+            grad @ weight.t() if ctx.needs_input_grad[0] else None,
+            _weight_gradient(x, grad, weight) if ctx.needs_input_grad[1] else None,
+            None,
+        )
 
 
-def _local_gradients(ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Gradients:
-    """Of ``x @ weight`` by what ``grad``, which may be shared memory, is the gradient of."""
-    return (
-        grad @ weight.t() if ctx.needs_input_grad[0] else None,
-        _weight_gradient(x, grad, weight) if ctx.needs_input_grad[1] else None,
-    )
+def _rows(function: str, weight: torch.Tensor, matrix: torch.Tensor, columns: int | None = None) -> Rows:
+    """As ``matrix``, or with other columns, of a matmul with ``weight``."""
+    shape = len(matrix), matrix.shape[1] if columns is None else columns
+    return Rows(function, f"with a weight {tuple(weight.shape)}", shape, matrix.dtype, matrix.device)
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor) -> Produce:
+    """Rows of ``x @ weight``, where they are wanted."""
+    return lambda out, begin: torch.mm(x[begin : begin + len(out)], weight, out=out)
+
+
+def _into(product: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Use:
+    """Rows times ``weight``, to their places in ``product``."""
+
+    def use(part: torch.Tensor, begin: int) -> None:
+        out = product[begin : begin + len(part)]
+        if bias is None:
+            torch.mm(part, weight, out=out)
+        else:
+            torch.addmm(bias, part, weight, out=out)
+
+    return use
 
 
 def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -209,18 +241,17 @@ def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) 
     return (grad.t() @ x).t() if weight.t().is_contiguous() else x.t() @ grad
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x @ weight if bias is None else torch.addmm(bias, x, weight)
-
-
 def _autocast(tensor: T) -> T:
     """``tensor`` in the dtype that `torch.autocast` wants of operands of a matmul; as it is where there is none."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING or tensor.dtype == torch.float64:
         return tensor
+    kind = tensor.device.type
     if hasattr(torch, "get_autocast_dtype"):
-        wanted = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else tensor.dtype
-    else:  # before torch 2.4
+        wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    elif kind == "cpu":  # before torch 2.4
         wanted = torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else tensor.dtype
+    else:
+        wanted = torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else tensor.dtype
     return tensor.to(wanted)
 
 
@@ -234,10 +265,6 @@ def _shaped(product: torch.Tensor, x: torch.Tensor, rows: int) -> torch.Tensor:
     return product.view(rows, *x.shape[1:-1], product.shape[1])
 
 
-def _purpose(name: str, weight: torch.Tensor) -> str:
-    return f"{name} with a weight {tuple(weight.shape)}"
-
-
 def _checked(
     team: Team,
     name: str,
@@ -248,13 +275,12 @@ def _checked(
     scatters: bool = False,
 ) -> Carrier:
     """The carrier of an exchange in which all ranks take part; where this rank cannot, all ranks hear why."""
-    carrier = team.carrier
     why = _misfit(name, x, weight, bias)
     if not why and scatters and x.shape[0] % team.size:
         why = f"{name}: the {x.shape[0]} rows of x {tuple(x.shape)} do not divide among {team.size} ranks"
     if why:
-        carrier.refuse(why)
-    return carrier
+        team.meeting.refuse(why)
+    return team.carrier_for(x)
 
 
 def _misfit(name: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:

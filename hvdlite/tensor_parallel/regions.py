@@ -83,7 +83,7 @@ def split_columns(whole: torch.Tensor, team: Team) -> torch.Tensor:
 @eager
 def reduce_shares(share: torch.Tensor, team: Team, *, scatters: bool) -> torch.Tensor:
     """The sum over ranks of ``share``, (rows, ...), or this rank's rows of it; differentiable."""
-    carrier = team.carrier
+    carrier = team.carrier_for(share)
     if scatters:
         forward = _over(scatter_sum, carrier, "reduce_shares")
         return _moved(share, forward, lambda grad: _joined(carrier, "backward of reduce_shares", grad, Part(0)))
@@ -93,7 +93,7 @@ def reduce_shares(share: torch.Tensor, team: Team, *, scatters: bool) -> torch.T
 @eager
 def sum_gradient(parameter: torch.Tensor, team: Team) -> torch.Tensor:
     """``parameter``, which is equal on every rank and which each applies to rows of its own: gradients are added up."""
-    backward = _over(sum_over_ranks, team.carrier, "sum_gradient")
+    backward = _over(sum_over_ranks, team.carrier_for(parameter), "sum_gradient")
     return _moved(parameter, lambda x: x.view_as(x), backward)
 
 
@@ -106,7 +106,7 @@ def sum_gradients(module: nn.Module, team: Team) -> None:
     """
     for parameter in module.parameters():
         parameter.register_hook(  # type: ignore[no-untyped-call]
-            lambda grad: sum_over_ranks(team.carrier, "sum_gradients", grad)
+            lambda grad: sum_over_ranks(team.carrier_for(grad), "sum_gradients", grad)
         )
 
 
@@ -124,17 +124,17 @@ def _joined(carrier: Carrier, purpose: str, share: torch.Tensor, part: Part) -> 
 
 
 def _gathered(name: str, shard: torch.Tensor, part: Part, team: Team) -> torch.Tensor:
-    carrier = team.carrier
     why = objection(name, shard)
     if why:
-        carrier.refuse(why)
+        team.meeting.refuse(why)
+    carrier = team.carrier_for(shard)
     return _moved(
         shard, lambda x: _joined(carrier, name, x, part), lambda grad: part.of(grad, carrier.rank, carrier.size)
     )
 
 
 def _split(name: str, whole: torch.Tensor, part: Part, team: Team) -> torch.Tensor:
-    carrier = team.carrier
+    carrier = team.carrier_for(whole)
     return _moved(
         whole,
         lambda x: part.of(x, carrier.rank, carrier.size),

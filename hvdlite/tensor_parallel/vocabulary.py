@@ -90,13 +90,13 @@ class VocabularyParallelEmbedding(SplitModule):
             UsageError: a word is not of the vocabulary, or the rows do not divide among the ranks; on every rank.
             MismatchError, CollectiveError: as `all_gather_matmul`.
         """
-        carrier = self.team.carrier
+        team = self.team
         why = _not_words("embedding", words, self.num_embeddings)
-        if not why and self.sequence_parallel and words.shape[0] % carrier.size:
-            why = f"embedding: the {words.shape[0]} rows of words do not divide among {carrier.size} ranks"
+        if not why and self.sequence_parallel and words.shape[0] % team.size:
+            why = f"embedding: the {words.shape[0]} rows of words do not divide among {team.size} ranks"
         if why:
-            carrier.refuse(why)
-        place, is_elsewhere = _places(words, len(self.weight), carrier.rank)
+            team.meeting.refuse(why)
+        place, is_elsewhere = _places(words, len(self.weight), team.rank)
         own = functional.embedding(place, self.weight).masked_fill(is_elsewhere.unsqueeze(-1), 0)
         return reduce_shares(own, self.team, scatters=self.sequence_parallel)
 
@@ -132,18 +132,17 @@ def vocabulary_parallel_cross_entropy(
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; pass 'mean', 'sum' or 'none'")
-    carrier = team.carrier
     name = "cross_entropy"
     why = objection(name, logits)
     if not why and logits.shape[:-1] != targets.shape:
         shapes = f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}"
         why = f"{name}: {shapes}; pass (..., words) and (...)"
     is_counted = targets != ignore_index
-    why = why or _not_words(name, targets[is_counted], logits.shape[-1] * carrier.size)
+    why = why or _not_words(name, targets[is_counted], logits.shape[-1] * team.size)
     if why:
-        carrier.refuse(why)
+        team.meeting.refuse(why)
     losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), carrier
+        logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), team.carrier_for(logits)
     )
     losses = losses.view(targets.shape).masked_fill(~is_counted, 0)
     if reduction == "none":
@@ -163,8 +162,8 @@ class _CrossEntropy(torch.autograd.Function):
         total = (wide - highest.masked_fill(highest.isinf(), 0).unsqueeze(1)).exp().sum(1)
         at_target = wide.gather(1, place.unsqueeze(1)).squeeze(1).masked_fill(is_elsewhere, 0)
         own = torch.stack([highest, total, at_target])
-        purpose = f"cross_entropy, with targets that add up to {targets.sum().item()},"
-        everybody = carrier.gather(Rows.of(purpose, own), own).view(carrier.size, *own.shape)
+        detail = f"with targets that add up to {targets.sum().item()}"
+        everybody = carrier.gather(Rows.of("cross_entropy", detail, own), own).view(carrier.size, *own.shape)
         highests, totals, at_targets = everybody.unbind(1)
         shift = highests.amax(0)
         total = (totals * (highests - shift).exp()).sum(0)

@@ -7,115 +7,97 @@ the thread that calls; the coordinator only makes the memory, once, and again wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
 
 from hvdlite import _native
-from hvdlite.collectives.select import spin_us
 from hvdlite.dtypes import ReduceOp
-from hvdlite.errors import CollectiveError
-from hvdlite.group import Group
-from hvdlite.memory.layout import align_up
-from hvdlite.operations.allocate import allocate
-from hvdlite.tensor_parallel.carrier import CARD_BYTES, Carrier, Produce, Rows
+from hvdlite.recorder import Lane
+from hvdlite.tensor_parallel.carrier import Carrier, Produce, Rows, Use
+from hvdlite.tensor_parallel.shared_meeting import SharedMeeting, shared_memory
 from hvdlite.torch.tensor_view import dtype_of
 
 _WINDOWS = 2
 _LEAST_BYTES = 1 << 20  # of a window
 
 
+def window_bytes(nbytes: int) -> int:
+    """The size of a window that is made for exchanges of ``nbytes``."""
+    return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+
+
 class WindowCarrier(Carrier):
-    """Exchanges in the shared memory of a node, on which all ranks of ``group`` are. Collective to build.
+    """Exchanges in the shared memory of a node, on which all ranks are.
 
     Args:
         name: of the memory; the same on every rank, and not taken.
     """
 
-    def __init__(self, group: Group, name: str) -> None:
-        super().__init__(group.ranks, group.rank)
-        self._group = group
+    def __init__(self, meeting: SharedMeeting, name: str) -> None:
+        super().__init__(meeting)
+        self._group = meeting.group
         self._name = name
-        world, size = group.world, self.size
-        barrier_bytes = align_up(_native.Barrier.bytes_needed(size))
-        self._page = self._shared(f"{name}.page", barrier_bytes + _WINDOWS * size * CARD_BYTES)
-        self._cards = self._page.numpy()[barrier_bytes:].data
-        spin = spin_us(world.config, world.node)
-        self._barrier = _native.Barrier(self._page.data_ptr(), self.rank, size, world.node.abort_address, spin)
-        self._windows: list[torch.Tensor] = [self._page[:0]] * _WINDOWS
+        self._windows = [torch.empty(0, dtype=torch.uint8)] * _WINDOWS
         self._filled_so_far = 0
 
-    def gather(self, rows: Rows, shard: torch.Tensor) -> torch.Tensor:
+    def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
         """One barrier; every rank copies its shard once."""
-        return self._filled(rows, lambda own: own.copy_(shard)).flatten(0, 1)
+
+        def fill(own: torch.Tensor) -> None:
+            with self._span(rows):
+                own.copy_(shard)
+
+        whole = self._filled(rows, fill).flatten(0, 1)
+        use(whole, 0)
+        return whole
 
     def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
         """One barrier; every rank reads its rows of all products."""
-        window = self._filled(rows, produce)
-        height, columns = rows.shape
-        result = torch.empty(height // self.size, columns, dtype=rows.dtype)
+        window = self._filled(rows, lambda own: produce(own, 0))
+        result = rows.empty(rows.shape[0] // self.size)
         begin = self.rank * result.numel()
-        _sum(window, begin, begin + result.numel(), [result.data_ptr()])
+        with self._span(rows):
+            _sum(window, begin, begin + result.numel(), [result.data_ptr()])
         return result
 
     def all_reduce(self, rows: Rows, produce: Produce) -> torch.Tensor:
         """Two barriers; every rank adds up an equal share of all products, for all."""
-        window = self._filled(rows, produce)
+        window = self._filled(rows, lambda own: produce(own, 0))
         numel = rows.shape[0] * rows.shape[1]
         begin, end = (numel * part // self.size for part in (self.rank, self.rank + 1))
-        _sum(window, begin, end, [copy.data_ptr() + begin * rows.dtype.itemsize for copy in window])
-        self.meet(rows)
+        with self._span(rows):
+            _sum(window, begin, end, [copy.data_ptr() + begin * rows.dtype.itemsize for copy in window])
+        self.meeting.meet(rows)
         return window[self.rank].clone()
 
-    def reserve(self, nbytes: int, purpose: object = "reserve") -> None:
+    def reserve(self, nbytes: int, like: torch.Tensor) -> None:
+        self._reserve(self.size * nbytes, "reserve")
+
+    def _reserve(self, nbytes: int, purpose: object) -> None:
         """Make the windows at least so large. All ranks ask for the same, for the same purpose."""
         have = len(self._windows[0])
         if nbytes <= have:
             return
-        self.meet(f"{purpose}, with {nbytes} bytes of shared memory")
-        each = max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-        memory = self._shared(f"{self._name}.{each}", _WINDOWS * each)
+        self.meeting.meet(f"{purpose}, with {nbytes} bytes of shared memory")
+        each = window_bytes(nbytes)
+        memory = shared_memory(self._group, f"{self._name}.{each}", _WINDOWS * each)
         self._windows = [memory[i * each : (i + 1) * each] for i in range(_WINDOWS)]
 
-    def _filled(self, rows: Rows, produce: Produce) -> torch.Tensor:
+    def _span(self, rows: Rows) -> AbstractContextManager[None]:
+        return self._group.recorder.span(Lane.WINDOW, rows.function, rows.nbytes, dtype_of(rows.dtype).label)
+
+    def _filled(self, rows: Rows, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
         """What all ranks have contributed: (size, *rows.shape), shared."""
         nbytes = self.size * rows.nbytes
-        self.reserve(nbytes, rows)
+        self._reserve(nbytes, rows)
         window = self._windows[self._filled_so_far % _WINDOWS][:nbytes].view(rows.dtype).view(self.size, *rows.shape)
-        produce(window[self.rank])
-        self.meet(rows)
+        fill(window[self.rank])
+        self.meeting.meet(rows)
         # After an error on all ranks the next exchange takes the same window, which nobody has read.
         self._filled_so_far += 1
         return window
-
-    def _shared(self, name: str, nbytes: int) -> torch.Tensor:
-        """``nbytes`` that all ranks map, zeroed: (at least nbytes,) uint8. The copies of a buffer, as one."""
-        return torch.from_numpy(allocate(self._group, -(-nbytes // self.size), name).owner)
-
-    def _exchange_cards(self, card: bytes) -> list[bytes]:
-        # Cards have two places as well, and by the same reasoning.
-        first = self._met % _WINDOWS * self.size
-        own = (first + self.rank) * CARD_BYTES
-        self._cards[own : own + CARD_BYTES] = card
-        self._wait()
-        places = range(first * CARD_BYTES, (first + self.size) * CARD_BYTES, CARD_BYTES)
-        return [bytes(self._cards[place : place + CARD_BYTES]) for place in places]
-
-    def _wait(self) -> None:
-        world = self._group.world
-        limit_s = world.config.ub_timeout_s
-        status = self._barrier.wait(limit_s)
-        if status == _native.Barrier.OK:
-            return
-        where = f"tensor parallelism, exchange {self._met} of ranks {list(self.ranks)}"
-        if status == _native.Barrier.TIMEOUT:
-            late = [self.ranks[place] for place in self._barrier.late()]
-            world.health.report(
-                CollectiveError(
-                    f"{where}: {late} did not come within {limit_s:g} s; if they are only slow, raise "
-                    "HVDLITE_UB_TIMEOUT_SECONDS"
-                )
-            )
-        world.check()
-        raise CollectiveError(f"{where}: the job was aborted while this rank waited")
 
 
 def _sum(window: torch.Tensor, begin: int, end: int, results: list[int]) -> None:

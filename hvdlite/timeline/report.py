@@ -5,13 +5,15 @@ How the numbers are defined:
 - A step lasts from the end of one ``optimizer.step()`` (a span 'step' in the lane optimizer) to the end of the next on
   the same rank; of the first one the beginning is unknown, so it is left out. Steps of other ranks belong to the step
   of the lowest rank that ends nearest.
-- Communication: the time in which any lane of the coordinator is busy, negotiation excluded.
-- Exposed communication: the time in which the main thread waits (lane wait).
+- Communication: the time in which any lane of the coordinator is busy, negotiation excluded, and in which split layers
+  exchange rows through windows.
+- Exposed communication: the time in which the main thread waits (lane wait), or is busy with exchanges of split layers
+  (lanes meeting and window).
+- Tensor parallel: the part of it that is due to split layers. On GPUs only the meeting of the threads counts.
 - Compute: the rest of the step, in which the main thread does not wait.
 - Hidden share: 1 - exposed / communication, not below 0: a rank can wait longer than communication lasts, for a slower
   rank.
 - Slowest rank: the one that waits least, since the others wait for it. It is behind by what the others wait longer.
-
 - Phases of a rank's step, which add up to it: exposed communication; backward, from the first gradient to the last; the
   wrapped optimizer's step; and the rest, which is forward, data and the beginning of backward.
 
@@ -29,12 +31,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvdlite.recorder import COMMUNICATION_LANES, Lane
+from hvdlite.recorder import COMMUNICATION_LANES, EXPOSED_LANES, Lane
 
 STEP_NAME = "step"
+SPLIT_LAYERS = "tensor_parallel"
+"""How operations are called by which split layers exchange rows."""
 BUCKETS_SHOWN = 10
 
 _COMMUNICATION = frozenset(lane.value for lane in COMMUNICATION_LANES)
+_EXPOSED = frozenset(lane.value for lane in EXPOSED_LANES)
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class Step:
     compute_ms: float
     communication_ms: float
     exposed_ms: float
+    tensor_parallel_ms: float
+    """The part of ``exposed_ms`` that is due to split layers."""
     hidden_share: float | None
     """None where nothing was communicated."""
     slowest_rank: int | None
@@ -138,6 +145,7 @@ class _RankTrace:
 
     step_ends: list[int]
     waiting: BusyTime
+    splitting: BusyTime
     communicating: BusyTime
     backward: BusyTime
     optimizing: BusyTime
@@ -153,6 +161,7 @@ class _RankTrace:
 def build_report(trace: Mapping[str, Any]) -> Report:
     """Compute the report from a parsed trace."""
     waits: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    splits: dict[int, list[tuple[int, int]]] = defaultdict(list)
     communication: dict[int, list[tuple[int, int]]] = defaultdict(list)
     step_ends: dict[int, list[int]] = defaultdict(list)
     phases: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
@@ -171,9 +180,11 @@ def build_report(trace: Mapping[str, Any]) -> Report:
         lane, name = event["cat"], event["name"]
         start = round(event["ts"] * 1000)
         span = (start, start + round(event["dur"] * 1000))
-        if lane == Lane.WAIT.value:
+        if lane in _EXPOSED:
             waits[rank].append(span)
-        elif lane in (Lane.OPTIMIZER.value, Lane.BACKWARD.value):
+            if lane != Lane.WAIT.value or name.startswith(SPLIT_LAYERS):
+                splits[rank].append(span)
+        if lane in (Lane.OPTIMIZER.value, Lane.BACKWARD.value):
             phases[rank, lane].append(span)
             if name == STEP_NAME:
                 step_ends[rank].append(span[1])
@@ -187,6 +198,7 @@ def build_report(trace: Mapping[str, Any]) -> Report:
         rank: _RankTrace(
             sorted(step_ends[rank]),
             BusyTime(waits[rank]),
+            BusyTime(splits[rank]),
             BusyTime(communication[rank]),
             *(_outside(phases[rank, lane.value], waits[rank]) for lane in (Lane.BACKWARD, Lane.OPTIMIZER)),
         )
@@ -241,6 +253,7 @@ def _step(number: int, traces: Mapping[int, _RankTrace], periods: Mapping[int, t
     step_ms = statistics.fmean(end - begin for begin, end in periods.values()) / 1e6
     communication_ms = statistics.fmean(each.communication_ms for each in ranks)
     exposed_ms = statistics.fmean(each.exposed_ms for each in ranks)
+    splits_ms = (traces[rank].splitting.within(*period) / 1e6 for rank, period in periods.items())
     slowest = behind_ms = None
     if len(ranks) > 1:
         least = min(ranks, key=lambda each: each.exposed_ms)
@@ -252,6 +265,7 @@ def _step(number: int, traces: Mapping[int, _RankTrace], periods: Mapping[int, t
         compute_ms=step_ms - exposed_ms,
         communication_ms=communication_ms,
         exposed_ms=exposed_ms,
+        tensor_parallel_ms=statistics.fmean(splits_ms),
         hidden_share=max(1 - exposed_ms / communication_ms, 0.0) if communication_ms else None,
         slowest_rank=slowest,
         behind_ms=behind_ms,
@@ -269,6 +283,7 @@ def _median(steps: Sequence[Step]) -> Step:
         compute_ms=statistics.median(step.compute_ms for step in steps),
         communication_ms=statistics.median(step.communication_ms for step in steps),
         exposed_ms=statistics.median(step.exposed_ms for step in steps),
+        tensor_parallel_ms=statistics.median(step.tensor_parallel_ms for step in steps),
         hidden_share=statistics.median(hidden) if hidden else None,
         slowest_rank=statistics.mode(slowest) if slowest else None,
         behind_ms=statistics.median(behind) if behind else None,

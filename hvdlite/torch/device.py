@@ -139,10 +139,22 @@ def new_empty(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return gpus.new_empty(tensor, shape)
 
 
+def wait_for(device: torch.device) -> None:
+    """Sleep until the current stream of a GPU has done all that it was given; return at once on the host."""
+    if device.type != "cpu":
+        ordinal = device.index
+        Moment(ordinal, gpus.current_stream(ordinal)).wait()
+
+
+def bytes_of(region: Region) -> torch.Tensor:
+    """``region``, on a GPU, as (nbytes,) uint8, which keeps it alive."""
+    return gpus.bytes_of(region)
+
+
 def storage_of(region: Region) -> torch.UntypedStorage:
     """The bytes of ``region``, which the storage keeps alive."""
     if region.ordinal is not None:
-        return gpus.bytes_of(region).untyped_storage()
+        return bytes_of(region).untyped_storage()
     assert isinstance(region.owner, np.ndarray)
     start = region.address - region.owner.ctypes.data
     return torch.from_numpy(region.owner[start : start + region.nbytes]).untyped_storage()

@@ -182,7 +182,7 @@ def running() -> Iterator[None]:
     hvd.shutdown()
 
 
-@pytest.fixture(scope="module", params=["auto", "unfused"])
+@pytest.fixture(scope="module", params=["window", "unfused"])
 def team(request: pytest.FixtureRequest, running: None) -> object:
     """A `hvdlite.tensor_parallel.Team` of all ranks, on one node."""
     import hvdlite.tensor_parallel as tp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -117,6 +118,21 @@ def test_what_does_not_divide(team: tp.Team) -> None:
     ):
         with pytest.raises(ValueError, match=f"does not divide {12 * team.size + 1}"):
             make()
+
+
+def test_names_and_settings_of_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UB_SKIPMC", "1")
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        grid = tp.initialize_userbuffers((4 * hvd.size(), 8), hvd.size(), torch.float32, bootstrap_backend="gloo")
+        tp.gather_rows(torch.ones(1, 1), grid.tp)
+    said = [text for text in caplog.messages if "tensor parallelism" in text]
+    assert [("bootstrap" in text, "multicast" in text) for text in said] == (
+        [(True, False), (False, True)] if hvd.rank() == 0 else []
+    )
+    with pytest.raises(ValueError, match="method is 'fast'"):
+        tp.initialize_userbuffers((4, 8), hvd.size(), methods="fast")
 
 
 def test_a_plan_that_does_not_fit(team: tp.Team) -> None:

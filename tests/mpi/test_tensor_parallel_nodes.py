@@ -11,8 +11,8 @@ import torch
 import hvdlite.tensor_parallel as tp
 import hvdlite.torch as hvd
 from hvdlite.errors import UsageError
-from hvdlite.tensor_parallel.unfused import UnfusedCarrier
-from hvdlite.tensor_parallel.window import WindowCarrier
+from hvdlite.tensor_parallel.shared_meeting import SharedMeeting
+from hvdlite.tensor_parallel.unfused import OperationMeeting
 from runtime_lab import LAYOUTS, SIZE, Machines, machines
 from tensor_parallel_lab import Transformer, batch, close, integers
 
@@ -48,7 +48,7 @@ def test_one_team_of_all_ranks(layout: Machines, caplog: pytest.LogCaptureFixtur
     warnings = [record.getMessage() for record in caplog.records if "tensor parallelism" in record.getMessage()]
     assert len(warnings) == (1 if nodes > 1 and hvd.rank() == 0 else 0)
     if SIZE > 1:
-        assert isinstance(team.carrier, UnfusedCarrier if nodes > 1 else WindowCarrier)
+        assert isinstance(team.meeting, OperationMeeting if nodes > 1 else SharedMeeting)
     if warnings:
         assert f"are on {nodes} nodes (" in warnings[0]
         assert "cannot map each other's memory" in warnings[0]
@@ -71,7 +71,7 @@ def test_teams_of_two_are_within_nodes_where_ranks_allow(layout: Machines) -> No
     ranks = grid.tp.process_set.ranks
     if layout.count(0) == 2:
         assert len({layout[rank] for rank in ranks}) == 1
-        assert isinstance(grid.tp.carrier, WindowCarrier)
+        assert isinstance(grid.tp.meeting, SharedMeeting)
     assert set(ranks) & set(grid.dp.ranks) == {hvd.rank()}
 
     torch.manual_seed(0)

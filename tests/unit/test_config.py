@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite import environment
-from hvdlite.config import OTHER_VARIABLES, Config
+from hvdlite.config import OTHER_VARIABLES, Config, answers
 from hvdlite.errors import ConfigError, StartupError
 
 
@@ -71,6 +71,15 @@ def test_interfaces_fall_back_to_those_of_nccl_and_gloo():
     assert Config.from_env({"GLOO_SOCKET_IFNAME": "eth1"}).network_interfaces == "eth1"
     assert Config.from_env({"GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b"}).network_interfaces == "b"
     assert Config.from_env({"NCCL_SOCKET_IFNAME": "b", "HOROVOD_NETWORK_INTERFACES": "c"}).network_interfaces == "c"
+
+
+def test_variables_of_transformer_engine_are_honoured_or_answered():
+    assert Config.from_env({"UB_TIMEOUT": "7"}).ub_timeout_s == 7
+    assert Config.from_env({"UB_TIMEOUT": "7", "HVDLITE_UB_TIMEOUT_SECONDS": "8"}).ub_timeout_s == 8
+    assert answers({"UB_SKIPMC": "", "UB_TIMEOUT": "7"}) == []
+    multicast, interfaces = answers({"UB_SKIPMC": "1", "NVTE_UB_SOCKET_IFNAME": "eth0"})
+    assert "no multicast" in multicast
+    assert "HVDLITE_NETWORK_INTERFACES" in interfaces
 
 
 def test_horovods_word_for_a_timeline_that_starts_later():

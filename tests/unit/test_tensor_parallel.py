@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 from hvdlite.errors import MismatchError, UsageError
-from hvdlite.tensor_parallel.carrier import CARD_BYTES, Carrier, Produce, Rows, disagreement
+from hvdlite.tensor_parallel import methods
+from hvdlite.tensor_parallel.carrier import Rows
+from hvdlite.tensor_parallel.meeting import CARD_BYTES, LoneMeeting, Meeting, disagreement
+from hvdlite.tensor_parallel.methods import Method
 from hvdlite.tensor_parallel.part import Part
+from hvdlite.tensor_parallel.tuning import Tuner
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -35,20 +42,12 @@ def test_what_does_not_divide() -> None:
         Part(1, 3).of(torch.zeros(3, 4), 0, 2)
 
 
-class Table(Carrier):
+class Table(Meeting):
     """Its rank puts a card on a table where those of the others lie already."""
 
     def __init__(self, rank: int, others: list[str]) -> None:
         super().__init__((4, 5, 7), rank)
         self.others = others
-
-    def gather(self, rows: Rows, shard: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
-        raise NotImplementedError
-
-    all_reduce = reduce_scatter
 
     def _exchange_cards(self, card: bytes) -> list[bytes]:
         assert len(card) == CARD_BYTES
@@ -56,7 +55,7 @@ class Table(Carrier):
         return [*cards[: self.rank], card, *cards[self.rank :]]
 
 
-ROWS = Rows("gather", (2, 3), torch.float32)
+ROWS = Rows("gather", "", (2, 3), torch.float32, torch.device("cpu"))
 
 
 def test_ranks_that_mean_the_same() -> None:
@@ -93,3 +92,75 @@ def test_long_texts_are_cut() -> None:
     assert "(ranks 0 and 2, exchange 1: a; rank 1, exchange 1: b)" in str(
         disagreement([b"1 a", b"1 b", b"1 a"], (0, 1, 2))
     )
+
+
+def test_what_ranks_tell_one_another() -> None:
+    assert Table(1, ["1 times\n3 4", "1 times\n5"]).tell("times", "1 2") == ["3 4", "1 2", "5"]
+    with pytest.raises(MismatchError, match="exchange 1: gather; .* exchange 1: times\\)"):
+        Table(1, ["1 gather", "1 times\n5"]).tell("times", "1 2")
+
+
+# Methods.
+
+
+def test_methods_by_function() -> None:
+    chosen = methods.parse({"all_gather_matmul": "bulk", "backward of all_gather_matmul": "none"})
+    assert methods.method_for("all_gather_matmul", chosen) is Method.BULK
+    assert methods.method_for("backward of all_gather_matmul", chosen) is Method.UNFUSED
+    assert methods.method_for("backward of matmul_all_reduce", chosen) is Method.AUTO
+    forward = methods.parse({"matmul_reduce_scatter": "pipeline"})
+    assert methods.method_for("backward of matmul_reduce_scatter", forward) is Method.PIPELINE
+    assert methods.method_for("gather_rows", methods.parse("window")) is Method.WINDOW
+    with pytest.raises(ValueError, match="there is no 'matmul'; methods can be chosen for all_gather_matmul, backward"):
+        methods.parse({"matmul": "bulk"})
+    with pytest.raises(ValueError, match="method is 'ring'; pass one of 'auto', 'window', 'ring_exchange'"):
+        methods.parse("ring")
+
+
+def test_each_device_has_its_methods() -> None:
+    assert {methods.on_host(method) for method in Method} == {Method.AUTO, Method.WINDOW, Method.UNFUSED}
+    assert {methods.on_gpus(method) for method in Method} == set(Method) - {Method.WINDOW}
+
+
+class Times:
+    """A clock that an attempt moves on by what its method takes."""
+
+    def __init__(self, seconds: dict[Method, list[float]]) -> None:
+        self.now_s = 0.0
+        self.attempts = 0
+        self._seconds = {method: iter([9.0, *tries]) for method, tries in seconds.items()}
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def attempt(self, method: Method) -> None:
+        self.attempts += 1
+        self.now_s += next(self._seconds[method])
+
+
+@pytest.mark.parametrize(
+    ("unfused", "chosen"), [([1.9, 0.9, 1.8], Method.UNFUSED), ([0.5, 1.1, 0.5], Method.WINDOW)], ids=["faster", "luck"]
+)
+def test_a_method_has_to_be_faster_in_every_try(unfused: list[float], chosen: Method, tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    times = Times({Method.WINDOW: [2.0, 1.0, 2.0], Method.UNFUSED: unfused})
+    tuner = Tuner(LoneMeeting((0,), 0), str(path), times)
+    options = [Method.WINDOW, Method.UNFUSED]
+    for _ in range(2):
+        assert tuner.choose("gather of x", options, times.attempt) is chosen
+    assert times.attempts == 8
+    kept = json.loads(path.read_text())["gather of x, 1 ranks"]
+    assert kept == {"method": chosen.value, "ms": {"window": 1000.0, "unfused": 1000 * min(unfused)}}
+    assert Tuner(LoneMeeting((0,), 0), str(path), times).choose("gather of x", options, times.attempt) is chosen
+    assert times.attempts == 8
+    Tuner(LoneMeeting((0,), 0), str(path), times).choose("gather of y", options[:0:-1], lambda method: None)
+    assert len(json.loads(path.read_text())) == 2
+
+
+def test_a_file_that_is_none_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    for text in ("no JSON", "[1]"):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="^HVDLITE_UB_TUNING_FILE='.*tuning.json' cannot be read: "):
+            Tuner(LoneMeeting((0,), 0), str(path)).choose("x", [Method.WINDOW], lambda method: None)
+    assert path.read_text() == "[1]"

@@ -202,3 +202,24 @@ def test_errors_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         main(["report", missing, "--steps", "-1"])
     assert stopped.value.code == 2
     assert "must not be negative" in capsys.readouterr().err
+
+
+def test_split_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are exposed on the main thread, with windows and without."""
+    spans = [
+        (Lane.OPTIMIZER, "step", 8, 10, 0),
+        (Lane.MEETING, "all_gather_matmul", 12, 14, 0),
+        (Lane.WINDOW, "all_gather_matmul", 14, 17, MIB),
+        (Lane.WAIT, "tensor_parallel0.rows", 18, 19, 0),
+        (Lane.WAIT, "synchronize", 20, 24, 0),
+        (Lane.OPTIMIZER, "step", 25, 30, 0),
+    ]
+    path = write_trace(tmp_path / "trace.json", {0: spans})
+    report = build_report(read_trace(path))
+    (step,) = report.steps
+    assert (step.exposed_ms, step.tensor_parallel_ms, step.communication_ms) == (10, 6, 3)
+    assert [(bucket.name, bucket.nbytes) for bucket in report.buckets] == [("all_gather_matmul", MIB)]
+    assert main(["report", path]) == 0
+    header, row = capsys.readouterr().out.splitlines()[2:4]
+    assert "exposed ms  of it tp" in header
+    assert row.split()[4:6] == ["10.00", "6.00"]
