@@ -40,8 +40,10 @@ with gpu.in_hvdlite():
 """
 
 
-@pytest.mark.parametrize(("victim", "machines"), [(0, ""), (2, ""), (1, "001")])
-def test_streams_that_wait_for_a_killed_rank(victim: int, machines: str) -> None:
-    result = run(DEATH, str(victim), n=3, machines=machines, alone=True)
+@pytest.mark.parametrize(
+    ("victim", "machines", "mpi"), [(0, "", "auto"), (2, "", "auto"), (1, "001", "pinned"), (1, "001", "direct")]
+)
+def test_streams_that_wait_for_a_killed_rank(victim: int, machines: str, mpi: str) -> None:
+    result = run(DEATH, str(victim), n=3, machines=machines, env={"HVDLITE_GPU_MPI": mpi}, alone=True)
     check_end(result, f"rank {victim} (pid", "died without a word")
     assert "the stream came to its end" in result.stdout, result
