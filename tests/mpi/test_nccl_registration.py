@@ -27,6 +27,7 @@ pytestmark = pytest.mark.any_mpi
 LAST = SIZE - 1
 NUMEL = 40_000
 PATIENCE_S = 20.0
+REMOTE = 6  # ncclRemoteError
 alone = pytest.mark.skipif(SIZE == 1, reason="nobody differs")
 
 WAYS = {
@@ -130,7 +131,7 @@ def test_dropped_memory_is_deregistered_when_its_last_work_is_done(
 
 @pytest.mark.parametrize("ends", [NcclBackend.close, NcclBackend.wake])
 def test_memory_that_is_dropped_after_the_end(
-    comm: MPI.Intracomm, streaming: OwnMemory, ends: Callable[[NcclBackend], None]
+    comm: MPI.Intracomm, streaming: OwnMemory, monkeypatch: pytest.MonkeyPatch, ends: Callable[[NcclBackend], None]
 ) -> None:
     """Goes when NCCL has let go of the communicator."""
     backend = build(comm, memory=streaming)
@@ -138,14 +139,49 @@ def test_memory_that_is_dropped_after_the_end(
     backend.prepare(buf)
     problem = sum_problem(backend, streaming, buf, "before")
     comm.Barrier()
-    ends(backend)
+    monkeypatch.setenv("GPUSIM_JITTER_US", "100000")  # until it has let go
     address = buf.address
+    ends(backend)
     del buf
-    gc.collect()
     cuda = nccl_lab.cuda_lab.simulated()
     assert comes_true(lambda: not cuda.has(address))
     backend.close()
     assert_none(problem)
+
+
+@alone
+def test_what_will_never_be_done_is_aborted_with_its_memory(comm: MPI.Intracomm, streaming: OwnMemory) -> None:
+    """And not deregistered, as it is in use."""
+    backend = build(comm, memory=streaming)
+    buf = allocate(streaming)
+    backend.prepare(buf)
+    comm.Barrier()
+    if RANK != LAST:
+        backend.allreduce(buf).wait()
+    assert backend._communicator.close(0.3)
+    streaming.synchronize()
+    comm.Barrier()
+    assert Known.now() == NONE
+
+
+def test_memory_of_a_communicator_that_has_failed(comm: MPI.Intracomm, streaming: OwnMemory) -> None:
+    """Stays until NCCL has let go of that one."""
+    simulated, cuda = nccl_lab.simulated(), nccl_lab.cuda_lab.simulated()
+    backend = build(comm, memory=streaming)
+    buf = allocate(streaming)
+    backend.prepare(buf)
+    address = buf.address
+    simulated.nccl_sim_fail(REMOTE)
+    try:
+        del buf
+        time.sleep(0.05)
+        stays = cuda.has(address)
+        backend.wake()
+        assert comes_true(lambda: not cuda.has(address))
+    finally:
+        simulated.nccl_sim_fail(0)
+    backend.close()
+    assert stays
 
 
 def test_memory_that_is_dropped_while_others_are_at_work(

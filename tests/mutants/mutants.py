@@ -186,6 +186,7 @@ MUTANTS = [
         "      if (deregister",
         "2 mpi/test_nccl_registration.py",
     ),
+    Mutant("csrc/nccl_communicator.cpp", "      if (!is_ready) return;\n", "", "2 mpi/test_nccl_registration.py"),
     Mutant(
         "csrc/nccl_communicator.cpp",
         "    given_back.wait(lock, [this] { return is_given_back; });\n",

@@ -126,6 +126,7 @@ void Communicator::finalize() {
 
 void Communicator::abort() {
   aborted_ = true;
+  jitter();
   const std::lock_guard<std::mutex> lock(running_);  // nobody touches memory any more
   memory_.abandon();
 }
@@ -160,7 +161,7 @@ Result Communicator::register_buffer(const void* begin, std::size_t nbytes, void
 
 void Communicator::deregister(void* handle, Kind kind) {
   if (handle == nullptr) return;
-  if (state_ == kInProgress) die("memory is deregistered while a call is on its way");
+  if (state() != kSuccess) die("memory is deregistered while a call is on its way, or after a failure");
   if (is_finalized_) die("memory is deregistered after the end");
   memory_.remove(handle, kind);
 }

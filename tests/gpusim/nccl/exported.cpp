@@ -5,8 +5,9 @@
 // peers forever, whatever became of them, until it is aborted.
 //
 // It is stricter than NCCL where NCCL's behaviour depends on luck: communicators are non-blocking ones, whose
-// operations reach the stream late (GPUSIM_JITTER_US) and by another thread; to call one that is not ready is an error,
-// and one that has been given back ends the process. So does a broken rule of registered memory.
+// operations reach the stream late (GPUSIM_JITTER_US) and by another thread, and whose abort takes as long; to call one
+// that is not ready is an error, and one that has been given back ends the process. So does a broken rule of registered
+// memory.
 #include <sys/mman.h>
 #include <unistd.h>
 
