@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hvdlite import mpi, tracebacks
-from hvdlite.errors import HorovodInternalError, StartupError, is_known_everywhere
+from hvdlite.errors import StartupError, is_known_everywhere
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.runtime import Runtime
@@ -96,8 +96,7 @@ class ProcessHooks:
             time.sleep(_RANK_0_FIRST_S)
         runtime = self.runtime
         has_been_said = runtime is not None and error is runtime.failure and runtime.failure_was_logged
-        is_ours = isinstance(error, (HorovodInternalError, StartupError))
-        tracebacks.show(error, trace, self._previous_hook, is_ours=is_ours, has_been_said=has_been_said)
+        tracebacks.show(error, trace, self._previous_hook, has_been_said=has_been_said)
 
     def _at_exit(self) -> None:
         if self.in_child:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hvdlite.config import FULL_TRACEBACKS, other_variable
+from hvdlite.errors import HorovodInternalError, StartupError
 
 _OURS = str(Path(__file__).parent) + "/"
 
@@ -50,10 +51,30 @@ def _is_torch(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
+def _ends_in_ours(trace: TracebackType | None) -> bool:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _is_ours(trace)
+
+
+def _is_on_purpose(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether hvdlite has raised ``error``, whose message then says all."""
+    if isinstance(error, (HorovodInternalError, StartupError)):
+        return True
+    return isinstance(error, (ValueError, NotImplementedError)) and _ends_in_ours(trace)
+
+
+def _shown(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """What of ``trace`` people need: all, where it ends in hvdlite by a mistake of hvdlite's."""
+    if are_full() or (_ends_in_ours(trace) and not _is_on_purpose(error, trace)):
+        return trace
+    return without_our_frames(trace)
+
+
 def described(error: BaseException) -> str:
     """Type, message and place on the first line, then the traceback."""
     lines = traceback.format_exception_only(error)
-    trace = error.__traceback__ if are_full() else without_our_frames(error.__traceback__)
+    trace = _shown(error, error.__traceback__)
     frames = "".join(traceback.format_exception(type(error), error, trace))
     summary = "".join(lines)
     first, *more = summary.strip().splitlines()
@@ -63,24 +84,18 @@ def described(error: BaseException) -> str:
     return "\n".join([first, *more, frames.removesuffix(summary).rstrip()]).rstrip()
 
 
-def show(
-    error: BaseException, trace: TracebackType | None, previous: Hook, *, is_ours: bool, has_been_said: bool
-) -> None:
+def show(error: BaseException, trace: TracebackType | None, previous: Hook, *, has_been_said: bool) -> None:
     """Print an uncaught ``error``.
 
     Args:
         previous: the hook of uncaught exceptions that was there before ours; another one than Python's shows them.
-        is_ours: hvdlite has raised it on purpose, so that its message says all; it comes first.
         has_been_said: the message has come as a line of the log already.
     """
-    if are_full():
-        previous(type(error), error, trace)
-        return
-    own = without_our_frames(trace)
-    if previous is not sys.__excepthook__ or not is_ours:
+    own = _shown(error, trace)
+    if are_full() or previous is not sys.__excepthook__ or not _is_on_purpose(error, trace):
         previous(type(error), error.with_traceback(own), own)
         return
     summary = [] if has_been_said else traceback.format_exception_only(error)
-    place = "This rank was here" if has_been_said else "Raised here"
+    place = f"{type(error).__name__}, as said above; this rank was here" if has_been_said else "Raised here"
     frames = [f"{place} (HVDLITE_FULL_TRACEBACKS=1 shows all frames):\n", *traceback.format_tb(own)]
     print("".join([*summary, *frames] if own else summary), end="", file=sys.stderr, flush=True)

@@ -23,13 +23,13 @@ say("went on")
 
 
 def check_refused(result: Result, *words: str) -> str:
-    """It failed, left nothing, and rank 0, which all look at, has said all of ``words`` in its last line."""
+    """It failed, left nothing, and rank 0, which all look at, has said all of ``words`` in its first line."""
     assert result.returncode != 0, result
     assert not result.leftovers, result
     assert "went on" not in result.stdout, result
     text = result.ranks[0].stderr
-    last = text.strip().splitlines()[-1]
-    assert all(word in last for word in words), text
+    first = text.strip().splitlines()[0]
+    assert all(word in first for word in words), text
     return text
 
 

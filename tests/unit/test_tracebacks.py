@@ -1,0 +1,94 @@
+"""Which frames of an error people see, and in which order."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+import pytest
+
+from hvdlite import tracebacks
+from hvdlite.errors import MismatchError
+from hvdlite.launched import launched_rank
+
+
+def raised(run: Callable[[], object]) -> BaseException:
+    try:
+        run()
+    except BaseException as error:
+        return error
+    raise AssertionError("it did not raise")
+
+
+def inside(code: str, **names: object) -> Callable[[], object]:
+    """A function of hvdlite's, as far as its file tells."""
+    namespace = dict(names)
+    file = launched_rank.__code__.co_filename
+    exec(compile(f"def ours():\n    {code}", file, "exec"), namespace)
+    return namespace["ours"]  # type: ignore[return-value]
+
+
+def mine() -> None:
+    raise KeyError("of the program")
+
+
+def files(trace: TracebackType | None) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(trace)]
+
+
+def shown(error: BaseException, capsys: pytest.CaptureFixture[str], *, has_been_said: bool = False) -> list[str]:
+    tracebacks.show(error, error.__traceback__, sys.__excepthook__, has_been_said=has_been_said)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_our_frames_between_those_of_a_program_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    error = raised(inside("call()", call=mine))
+    assert files(tracebacks.without_our_frames(error.__traceback__)) == ["raised", "mine"]
+    lines = shown(error, capsys)
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "KeyError: 'of the program'"
+    assert not any("in ours" in line for line in lines)
+
+
+def test_the_message_of_our_own_errors_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in (MismatchError, ValueError):
+        lines = shown(raised(inside("raise kind('shape is (1,) on rank 0')", kind=kind)), capsys)
+        assert lines[0].endswith(f"{kind.__name__}: shape is (1,) on rank 0")
+        assert lines[1].startswith("Raised here")
+        assert not any("in ours" in line or line.startswith("Traceback") for line in lines)
+
+
+def test_a_message_that_was_logged_is_not_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(raised(inside("raise kind('the text')", kind=MismatchError)), capsys, has_been_said=True)
+    assert lines[0].startswith("MismatchError, as said above; this rank was here")
+    assert not any("the text" in line for line in lines)
+
+
+def test_a_mistake_of_ours_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(raised(inside("assert False, 'a bug'")), capsys)
+    assert any("in ours" in line for line in lines)
+    assert lines[-1] == "AssertionError: a bug"
+
+
+def test_all_frames_where_they_are_wanted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDLITE_FULL_TRACEBACKS", "1")
+    lines = shown(raised(inside("raise kind('the text')", kind=MismatchError)), capsys)
+    assert any("in ours" in line for line in lines)
+    assert lines[-1].endswith("MismatchError: the text")
+
+
+def test_another_hook_gets_the_trimmed_traceback() -> None:
+    error = raised(inside("call()", call=mine))
+    got = []
+    tracebacks.show(error, error.__traceback__, lambda *args: got.append(args), has_been_said=False)
+    ((kind, same, trace),) = got
+    assert (kind, same, files(trace)) == (KeyError, error, ["raised", "mine"])
+
+
+def test_what_other_ranks_are_told_names_the_place_first() -> None:
+    first, *rest = tracebacks.described(raised(mine)).splitlines()
+    assert first.startswith("KeyError: 'of the program' (") and first.endswith(", in mine)")
+    assert rest[0] == "Traceback (most recent call last):"
+    assert sum("of the program" in line for line in [first, *rest]) == 2  # the message, and the line of the program
