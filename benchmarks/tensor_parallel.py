@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 ALONE = "matmul alone"
 OWN = "hvdlite, shared memory"
+RING = "hvdlite, ring"
+CHOSEN = "hvdlite, chosen"
 BLOCK_S = 0.1  # a turn takes about so long, but at most 100 calls
 
 Way = Callable[[], torch.Tensor]
@@ -73,7 +76,7 @@ class Layers:
         self._comm.Allreduce(MPI.IN_PLACE, total)
         return torch.from_numpy(total)[self._own].to(self._dtype)
 
-    def ways(self, window: tp.Team, unfused: tp.Team) -> dict[str, dict[str, Way]]:
+    def ways(self, teams: dict[str, tp.Team]) -> dict[str, dict[str, Way]]:
         """By what is done, then by who does it."""
         x, y, up, down, shard = self._x, self._y, self._up, self._down, self._shard
         whole, product = torch.empty_like(x), torch.empty(len(x), down.shape[1], dtype=self._dtype)
@@ -100,15 +103,13 @@ class Layers:
         result = torch.empty(len(shard), down.shape[1], dtype=self._dtype)
         gathers: dict[str, Way] = {
             ALONE: lambda: x @ up,
-            OWN: lambda: tp.all_gather_matmul(shard, up, window),
-            "hvdlite, unfused": lambda: tp.all_gather_matmul(shard, up, unfused),
+            **{name: partial(tp.all_gather_matmul, shard, up, team) for name, team in teams.items() if name != RING},
             "Gloo": gloo_gather,
             "MPI": mpi_gather,
         }
         scatters: dict[str, Way] = {
             ALONE: lambda: torch.mm(y, down),
-            OWN: lambda: tp.matmul_reduce_scatter(y, down, window),
-            "hvdlite, unfused": lambda: tp.matmul_reduce_scatter(y, down, unfused),
+            **{name: partial(tp.matmul_reduce_scatter, y, down, team) for name, team in teams.items()},
             "Gloo": gloo_scatter,
         }
         if self._dtype is torch.float32:  # MPI knows no bfloat16
@@ -159,12 +160,15 @@ def main() -> None:
     start_gloo(comm)
     keep_collector_out()
     facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
-    window, unfused = tp.Team(method="window"), tp.Team(method="unfused")
+    methods = {OWN: "window", "hvdlite, unfused": "unfused", CHOSEN: "auto"}
+    if comm.size == 2:
+        methods[RING] = "ring_exchange"
+    teams = {name: tp.Team(method=method) for name, method in methods.items()}
     found: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16):
         for rows in options.rows:
             layers = Layers(comm, rows, options.hidden, options.outputs, dtype)
-            for what, ways in layers.ways(window, unfused).items():
+            for what, ways in layers.ways(teams).items():
                 times = measure(comm, ways, layers.expected[what], options.rounds)
                 for label, own in times.items():
                     over = estimate(median_ratio, own, times[ALONE])

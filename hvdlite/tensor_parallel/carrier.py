@@ -5,14 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hvdlite.tensor_parallel.meeting import Meeting
 
-Produce = Callable[[torch.Tensor, int], object]
-"""Fills a tensor with rows of what this rank contributes, from the number that it is given on."""
+
+class Produce(Protocol):
+    """What this rank contributes to a sum."""
+
+    def __call__(self, out: torch.Tensor, begin: int, onto: torch.Tensor | None = None) -> object:
+        """Fill ``out`` with the rows from number ``begin`` on; with ``onto``, added to that."""
+
 
 Use = Callable[[torch.Tensor, int], object]
 """Works on rows of the whole, from the number that it is given on."""

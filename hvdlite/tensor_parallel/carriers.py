@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from hvdlite.tensor_parallel.methods import NEED_ONE_NODE, Method, on_gpus, on_h
 from hvdlite.tensor_parallel.shared_meeting import SharedMeeting
 from hvdlite.tensor_parallel.tuning import Tuner
 from hvdlite.tensor_parallel.unfused import OperationMeeting, UnfusedCarrier
-from hvdlite.tensor_parallel.window import WindowCarrier
+from hvdlite.tensor_parallel.window import PairCarrier, WindowCarrier
 from hvdlite.torch.device import Now
 from hvdlite.torch.process_set import ProcessSet
 
@@ -60,9 +61,12 @@ class Carriers:
         if len(group.world.topology.nodes) == 1:
             self.meeting = meeting = SharedMeeting(group, f"{self._name}.page")
             self._unfused = UnfusedCarrier(meeting, process_set, self._name)
-            options = {Method.WINDOW: WindowCarrier(meeting, self._name), Method.UNFUSED: self._unfused}
+            window = WindowCarrier(meeting, self._name)
+            options: dict[Method, Carrier] = {Method.WINDOW: window, Method.UNFUSED: self._unfused}
+            if group.size == 2:
+                options[Method.RING_EXCHANGE] = PairCarrier(window)
             self._tuner = Tuner(meeting, group.config.ub_tuning_file)
-            self._on_host = ChosenCarrier(meeting, options, methods, on_host, self._tuner)
+            self._on_host = ChosenCarrier(meeting, options, methods, partial(on_host, size=group.size), self._tuner)
             return
         self.meeting = OperationMeeting(process_set, f"{self._name}.cards")
         self._on_host = self._on_gpus = UnfusedCarrier(self.meeting, process_set, self._name)

@@ -220,7 +220,15 @@ def _rows(function: str, weight: torch.Tensor, matrix: torch.Tensor, columns: in
 
 def _products(x: torch.Tensor, weight: torch.Tensor) -> Produce:
     """Rows of ``x @ weight``, where they are wanted."""
-    return lambda out, begin: torch.mm(x[begin : begin + len(out)], weight, out=out)
+
+    def produce(out: torch.Tensor, begin: int, onto: torch.Tensor | None = None) -> None:
+        part = x[begin : begin + len(out)]
+        if onto is None:
+            torch.mm(part, weight, out=out)
+        else:
+            torch.addmm(onto, part, weight, out=out)
+
+    return produce
 
 
 def _into(product: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Use:

@@ -53,4 +53,11 @@ def _rows(purpose: str, tensor: torch.Tensor, matrix: torch.Tensor) -> Rows:
 
 
 def _copies(matrix: torch.Tensor) -> Produce:
-    return lambda out, begin: out.copy_(matrix[begin : begin + len(out)])
+    def produce(out: torch.Tensor, begin: int, onto: torch.Tensor | None = None) -> None:
+        part = matrix[begin : begin + len(out)]
+        if onto is None:
+            out.copy_(part)
+        else:
+            torch.add(onto, part, out=out)
+
+    return produce

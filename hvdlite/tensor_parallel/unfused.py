@@ -42,7 +42,7 @@ class UnfusedCarrier(Carrier):
         self._options = reduce_options(None, Sum, 1.0, 1.0, process_set)
 
     def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
-        self.meeting.meet(rows)
+        self.meeting.meet(f"{rows}, unfused")
         whole = _allgather(shard, f"{self._name}.rows", self._process_set)
         use(whole, 0)
         return whole
@@ -58,7 +58,7 @@ class UnfusedCarrier(Carrier):
         return start_allreduce([product], name, self._options, in_place=True, grouped=False).synchronize()[0]
 
     def _product(self, rows: Rows, produce: Produce) -> torch.Tensor:
-        self.meeting.meet(rows)
+        self.meeting.meet(f"{rows}, unfused")
         product = rows.empty(rows.shape[0])
         produce(product, 0)
         return product

@@ -182,9 +182,11 @@ def running() -> Iterator[None]:
     hvd.shutdown()
 
 
-@pytest.fixture(scope="module", params=["window", "unfused"])
+@pytest.fixture(scope="module", params=["window", "unfused", "ring_exchange"])
 def team(request: pytest.FixtureRequest, running: None) -> object:
     """A `hvdlite.tensor_parallel.Team` of all ranks, on one node."""
+    if request.param == "ring_exchange" and WORLD.size != 2:
+        pytest.skip("a ring of two ranks; on the CPU others are windows")
     import hvdlite.tensor_parallel as tp
     import hvdlite.torch as hvd
 

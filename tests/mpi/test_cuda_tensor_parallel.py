@@ -73,7 +73,7 @@ def test_what_is_read_is_not_overwritten(team: tp.Team, gpu: TorchOnGpu, monkeyp
         meet(windows)
         if is_late:
             stream = windows.second if is_second else windows.first
-            gpu.cuda.launch(ctypes.c_void_p(stream.handle), lambda: time.sleep(5e-3))
+            gpu.cuda.launch(ctypes.c_void_p(stream.handle), lambda: time.sleep(0.03 if is_second else 0.005))
 
     monkeypatch.setattr(DeviceWindows, "meet", meet_and_be_late)
     n = team.size
@@ -179,9 +179,13 @@ def test_a_method_that_differs() -> None:
     """Before any stream waits in vain."""
     if hvd.size() == 1:
         pytest.skip("one rank agrees with itself")
+    x, weight = torch.ones(2 * hvd.size(), 4), torch.ones(4, 4)
     team = tp.Team(method="pipeline" if hvd.rank() else "bulk")
     with pytest.raises(MismatchError, match="by bulk.*by pipeline"):
-        tp.matmul_reduce_scatter(torch.ones(2 * team.size, 4), torch.ones(4, 4), team)
+        tp.matmul_reduce_scatter(x, weight, team)
+    team = tp.Team(method="unfused" if hvd.rank() else "window")
+    with pytest.raises(MismatchError, match="float32; .*float32, unfused"):
+        tp.matmul_reduce_scatter(x.cpu(), weight.cpu(), team)
 
 
 def test_the_fastest_method_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,9 @@ def test_methods_by_function() -> None:
 
 
 def test_each_device_has_its_methods() -> None:
-    assert {methods.on_host(method) for method in Method} == {Method.AUTO, Method.WINDOW, Method.UNFUSED}
+    alike = {Method.AUTO, Method.WINDOW, Method.UNFUSED}
+    assert {methods.on_host(method, 3) for method in Method} == alike
+    assert {methods.on_host(method, 2) for method in Method} == alike | {Method.RING_EXCHANGE}
     assert {methods.on_gpus(method) for method in Method} == set(Method) - {Method.WINDOW}
 
 
