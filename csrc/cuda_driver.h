@@ -60,7 +60,7 @@ constexpr unsigned kHostAllocPortable = 1, kHostRegisterPortable = 1, kHostRegis
 constexpr unsigned kWaitGeq = 0;  // until int32(value there - value) >= 0
 constexpr int kLocationDevice = 1, kPinned = 1, kFileDescriptor = 1, kReadWrite = 3, kRecommendedGranularity = 1;
 constexpr unsigned kLazyPeerAccess = 1;
-constexpr int kDirectRdmaSupported = 110, kMultiprocessorCount = 16, kMemoryManagement = 102, kFileDescriptors = 103;
+constexpr int kDirectRdmaSupported = 110, kMultiprocessorCount = 16;
 constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
 constexpr int kNotCapturing = 0;
 

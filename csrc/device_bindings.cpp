@@ -181,8 +181,7 @@ void register_memory(py::module_& m) {
       .def("map", &DeviceSegment::map, "shared"_a, "files"_a, "own"_a, WithoutGil())
       .def_property_readonly("copies", &DeviceSegment::copies);
   py::class_<FileSegment, DeviceSegment>(m, "FileSegment")
-      .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil())
-      .def_static("is_possible", &FileSegment::is_possible, "device"_a);
+      .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil());
   py::class_<HandleSegment, DeviceSegment>(m, "HandleSegment")
       .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil());
 }

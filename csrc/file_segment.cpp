@@ -35,11 +35,6 @@ struct FileSegment::Mapping : DeviceSegment::Holding {
   std::vector<bool> is_mapped;  // of every copy for which there are addresses
 };
 
-bool FileSegment::is_possible(int device) {
-  const cuda::Device handle = cuda::device_at(device);
-  return has(handle, cuda::kMemoryManagement) && has(handle, cuda::kFileDescriptors);
-}
-
 FileSegment::FileSegment(int device, std::size_t nbytes) : FileSegment(device, nbytes, std::make_unique<Mapping>()) {}
 
 FileSegment::FileSegment(int device, std::size_t nbytes, std::unique_ptr<Mapping> mapping)

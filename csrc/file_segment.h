@@ -7,9 +7,6 @@ namespace hvdlite {
 
 class FileSegment : public DeviceSegment {
  public:
-  // Whether `device` can make such memory, as far as the driver says.
-  static bool is_possible(int device);
-
   // At least `nbytes`, rounded up to what the driver gives. Contents are undefined.
   FileSegment(int device, std::size_t nbytes);
 

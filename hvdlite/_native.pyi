@@ -252,10 +252,6 @@ class DeviceSegment:
 class FileSegment(DeviceSegment):
     """Shared by file descriptors: it is there as long as anybody has it mapped. Source: csrc/file_segment.cpp."""
 
-    @staticmethod
-    def is_possible(device: int) -> bool:
-        """Whether the driver says that it can share memory of this GPU so."""
-
 class HandleSegment(DeviceSegment):
     """Shared by handles of CUDA IPC: it ends with the process that made it. Source: csrc/handle_segment.cpp."""
 

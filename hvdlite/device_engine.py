@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hvdlite import _native, nccl_library
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _SETTLE_S = 5.0
-_KINDS: Sequence[type[_native.DeviceSegment]] = (_native.FileSegment, _native.HandleSegment)
-"""Of memory, the better one first."""
 
 T = TypeVar("T")
 
@@ -97,14 +94,12 @@ class _Card(NamedTuple):
     Attributes:
         problem: why it cannot be used with others; empty if it can.
         nccl: the version of NCCL; 0: none.
-        has_files: whether its memory may be shared by file descriptors.
     """
 
     uuid: str = ""
     name: str = ""
     nccl: int = 0
     problem: str = ""
-    has_files: bool = False
 
 
 def build(
@@ -134,10 +129,9 @@ def build(
         f"rank {rank}: {card.problem}" for rank, card in zip(topology.ranks, cards, strict=True) if card.problem
     )
     shared = None
-    kinds = _KINDS if all(card.has_files for card in cards) else _KINDS[1:]
     if not problem:
         try:
-            shared = _shared_memory(everybody, node, ordinal, config, kinds)
+            shared = _shared_memory(everybody, node, ordinal, config)
         except StartupError as error:
             problem = str(error)
     has_nccl = all(card.nccl for card in cards) and len({card.uuid for card in cards}) == len(cards)
@@ -146,7 +140,7 @@ def build(
             _LOG.warning("tensors on GPUs pass through memory of the host: %s", problem)
         return None
     # NCCL needs no memory that other ranks can reach.
-    memory, staging = shared or _shared_memory(everybody, discover(None, 0.0)[1], ordinal, config, kinds)
+    memory, staging = shared or _shared_memory(everybody, discover(None, 0.0)[1], ordinal, config)
     backend = build_device_backend(
         everybody,
         node,
@@ -173,17 +167,14 @@ def _agreed(everybody: Ranks, make: Callable[[], T]) -> T:
     return made[0]
 
 
-def _shared_memory(
-    everybody: Everybody, node: Node, ordinal: int, config: Config, kinds: Sequence[type[_native.DeviceSegment]]
-) -> tuple[DeviceMemory, Buffer]:
-    """Memory of GPUs of ``node``, and some to pass through: of the first of ``kinds`` that is there on all ranks."""
-    for segments in kinds[:-1]:
-        try:
-            return _agreed(everybody, partial(_memory, node, ordinal, config, segments))
-        except StartupError as error:
-            if everybody.rank == 0:
-                _LOG.info("GPUs share memory by CUDA IPC, as file descriptors do not do: %s", error)
-    return _agreed(everybody, partial(_memory, node, ordinal, config, kinds[-1]))
+def _shared_memory(everybody: Everybody, node: Node, ordinal: int, config: Config) -> tuple[DeviceMemory, Buffer]:
+    """Memory of GPUs of ``node``, and some to pass through; of the same kind on all ranks."""
+    try:
+        return _agreed(everybody, lambda: _memory(node, ordinal, config, _native.FileSegment))
+    except StartupError as error:
+        if everybody.rank == 0:
+            _LOG.info("memory of GPUs is shared by CUDA IPC, as there are no file descriptors of it: %s", error)
+    return _agreed(everybody, lambda: _memory(node, ordinal, config, _native.HandleSegment))
 
 
 def _memory(
@@ -205,14 +196,13 @@ def _share_of_gpus(topology: Topology) -> int:
 def _card(ordinal: int) -> _Card:
     try:
         uuid, name = _native.cuda_device_uuid(ordinal), _native.cuda_device_name(ordinal)
-        has_files = _native.FileSegment.is_possible(ordinal)
     except RuntimeError as error:
         return _Card(problem=str(error))
     try:
         nccl = nccl_library.load().version
     except RuntimeError:
         nccl = 0
-    return _Card(uuid, name, nccl, "", has_files)
+    return _Card(uuid, name, nccl)
 
 
 def _warn_of_shared_gpus(topology: Topology, cards: Sequence[_Card]) -> None:

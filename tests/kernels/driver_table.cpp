@@ -73,8 +73,6 @@ static_assert(kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE && kPinned == CU_ME
               kRecommendedGranularity == CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
 static_assert(kDirectRdmaSupported == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED &&
               kMultiprocessorCount == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT &&
-              kMemoryManagement == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED &&
-              kFileDescriptors == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED &&
               kComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR &&
               kComputeCapabilityMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 static_assert(kNotCapturing == CU_STREAM_CAPTURE_STATUS_NONE);

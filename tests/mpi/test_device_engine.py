@@ -78,7 +78,7 @@ def test_memory_is_shared_by_handles_where_a_rank_cannot_pass_files(
         assert runtime.group.device_memory._segments is _native.HandleSegment
         assert windows() == 0
     agree(world, problem)
-    said = [text for text in caplog.messages if "CUDA IPC" in text]
+    said = [text for text in caplog.messages if "by CUDA IPC" in text]
     assert len(said) == (RANK == 0)
     assert all(f"rank {LAST}: not permitted in this container" in text for text in said)
 

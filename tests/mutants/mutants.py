@@ -221,8 +221,8 @@ MUTANTS = [
     ),
     Mutant(
         "hvdlite/device_engine.py",
-        "_KINDS if all(card.has_files for card in cards)",
-        "_KINDS if any(card.has_files for card in cards)",
+        "return _agreed(everybody, lambda: _memory(node, ordinal, config, _native.FileSegment))",
+        "return _agreed(everybody, lambda: _memory(node, ordinal, config, _native.HandleSegment))",
         "2 mpi/test_device_runtime.py",
     ),
     # Gradients: what is counted, who contributes, what is agreed on.
