@@ -9,8 +9,8 @@ up = tp.ColumnParallelLinear(1024, 4096, grid.tp)
 down = tp.RowParallelLinear(4096, 1024, grid.tp)
 optimizer = hvd.DistributedOptimizer(optimizer, process_set=grid.dp)
 
-On one node ranks exchange rows through shared memory that matmuls read and write in place; across nodes by hvdlite's
-operations. See docs/tensor_parallel.md.
+On one node ranks exchange rows through shared memory that matmuls read and write in place, or through memory of their
+GPUs; across nodes by hvdlite's operations. See docs/tensor_parallel.md.
 """
 
 from __future__ import annotations

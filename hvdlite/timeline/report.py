@@ -34,8 +34,8 @@ from typing import Any
 from hvdlite.recorder import COMMUNICATION_LANES, EXPOSED_LANES, Lane
 
 STEP_NAME = "step"
-SPLIT_LAYERS = "tensor_parallel"
-"""How operations are called by which split layers exchange rows."""
+SPLIT_LAYERS = "'tensor_parallel"
+"""How the names of operations begin by which split layers exchange rows."""
 BUCKETS_SHOWN = 10
 
 _COMMUNICATION = frozenset(lane.value for lane in COMMUNICATION_LANES)
@@ -182,7 +182,7 @@ def build_report(trace: Mapping[str, Any]) -> Report:
         span = (start, start + round(event["dur"] * 1000))
         if lane in _EXPOSED:
             waits[rank].append(span)
-            if lane != Lane.WAIT.value or name.startswith(SPLIT_LAYERS):
+            if lane != Lane.WAIT.value or SPLIT_LAYERS in name:
                 splits[rank].append(span)
         if lane in (Lane.OPTIMIZER.value, Lane.BACKWARD.value):
             phases[rank, lane].append(span)

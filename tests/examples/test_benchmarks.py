@@ -63,7 +63,8 @@ def test_tensor_parallel(launch: Launch, tmp_path: Path) -> None:
     small = ("--rows=8", "--hidden=16", "--outputs=12", "--rounds=1")
     rows = run(launch, 2, "tensor_parallel.py", tmp_path / "t.json", *small)["rows"]
     ways = {row["way"] for row in rows if row["what"] == "all-gather, matmul"}
-    assert ways == {"matmul alone", "hvdlite, shared memory", "hvdlite, unfused", "Gloo", "MPI"}
+    assert ways == {"matmul alone", "hvdlite, shared memory", "hvdlite, unfused", "hvdlite, chosen", "Gloo", "MPI"}
+    assert "hvdlite, ring" in {row["way"] for row in rows if row["what"] == "matmul, reduce-scatter"}
     assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
     assert all(row["over_matmul"]["value"] == 1 for row in rows if row["way"] == "matmul alone")
 

@@ -34,6 +34,8 @@ METHODS = ["ring_exchange", "pipeline", "bulk", "unfused"]
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[TorchOnGpu]:
+    if hvd.size() > 3:
+        pytest.skip("three ranks have all that more have: several peers, both streams")
     with TorchOnGpu(simulated(), everywhere=True).in_hvdlite() as found:
         yield found
 
@@ -184,7 +186,7 @@ def test_a_method_that_differs() -> None:
     with pytest.raises(MismatchError, match="by bulk.*by pipeline"):
         tp.matmul_reduce_scatter(x, weight, team)
     team = tp.Team(method="unfused" if hvd.rank() else "window")
-    with pytest.raises(MismatchError, match="float32; .*float32, unfused"):
+    with pytest.raises(MismatchError, match="shared memory; .*float32, unfused"):
         tp.matmul_reduce_scatter(x.cpu(), weight.cpu(), team)
 
 

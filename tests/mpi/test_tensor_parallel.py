@@ -12,9 +12,12 @@ from mpi4py import MPI
 from torch import nn
 from torch.nn import functional
 
+import hvdlite
 import hvdlite.tensor_parallel as tp
 import hvdlite.torch as hvd
+from hvdlite.recorder import Lane
 from hvdlite.tensor_parallel.carrier import Rows
+from hvdlite.timeline.report import SPLIT_LAYERS
 from tensor_parallel_lab import WORDS, Transformer, batch, close, integers
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
@@ -115,6 +118,24 @@ def test_what_is_read_is_not_overwritten(team: tp.Team, comm: MPI.Intracomm) -> 
     kept = gathered.clone()
     assert torch.equal(carrier.all_reduce(rows, fill), torch.full((2, 3), -1.0 * team.size))
     assert kept[:, 0].tolist() == [1.0 + place // 2 for place in range(2 * team.size)]
+
+
+def test_lanes_of_the_timeline(team: tp.Team) -> None:
+    if team.size == 1:
+        pytest.skip("nothing moves")
+    recorder = hvdlite.runtime().recorder
+    recorder.start()
+    tp.all_gather_matmul(torch.ones(2, 4), torch.ones(4, 3), team)
+    recorder.stop()
+    events, _ = recorder.drain()
+    names = {lane: name for _, lane, name, *_ in events}
+    assert names[Lane.MEETING].startswith("all_gather_matmul with a weight (4, 3) of (2, 4) float32")
+    if team.method == "unfused":
+        assert SPLIT_LAYERS in names[Lane.WAIT]
+    else:
+        assert [(name, nbytes) for _, lane, name, _, _, nbytes, _ in events if lane is Lane.WINDOW] == [
+            ("all_gather_matmul", 32)
+        ]
 
 
 def test_no_rows(team: tp.Team) -> None:

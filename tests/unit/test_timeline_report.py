@@ -210,7 +210,7 @@ def test_split_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (Lane.OPTIMIZER, "step", 8, 10, 0),
         (Lane.MEETING, "all_gather_matmul", 12, 14, 0),
         (Lane.WINDOW, "all_gather_matmul", 14, 17, MIB),
-        (Lane.WAIT, "tensor_parallel0.rows", 18, 19, 0),
+        (Lane.WAIT, "allgather 'tensor_parallel0.rows'", 18, 19, 0),
         (Lane.WAIT, "synchronize", 20, 24, 0),
         (Lane.OPTIMIZER, "step", 25, 30, 0),
     ]
