@@ -46,7 +46,7 @@ class Program:
 
 
 def on_ranks(ranks: int, *program: str) -> tuple[str, ...]:
-    return ("-m", "hvdlite", "run", "-np", str(ranks), *program)
+    return ("-m", "hvdlite", "run", "--mpi", "-np", str(ranks), *program)
 
 
 def across(hosts: int, ranks: int, *program: str) -> tuple[str, ...]:

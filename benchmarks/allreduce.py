@@ -1,6 +1,6 @@
 """Allreduce of float32, in place: hvdlite beside memcpy, MPI's own Allreduce and torch's Gloo, in one run.
 
-    python -m hvdlite run -np 2 allreduce.py
+    python -m hvdlite run --mpi -np 2 allreduce.py
     mpirun -np 2 python allreduce.py --json results/allreduce.json
     python across_hosts.py --hosts 2 --ranks 2 --rate 1gbit allreduce.py --bytes 67108864 --rounds 5 --calls 1
 

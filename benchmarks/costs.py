@@ -1,6 +1,6 @@
 """What hvdlite costs besides time: processor time while nothing happens or somebody is late, and memory.
 
-    python -m hvdlite run -np 2 costs.py
+    python -m hvdlite run --mpi -np 2 costs.py
     mpirun -np 2 python costs.py --json results/costs.json
     python across_hosts.py --hosts 2 --ranks 1 costs.py --what idle waiting
 

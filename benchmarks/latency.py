@@ -1,6 +1,6 @@
 """Small operations: how long one takes that is waited for, and a thousand that are submitted at once.
 
-    python -m hvdlite run -np 2 latency.py
+    python -m hvdlite run --mpi -np 2 latency.py
     mpirun -np 2 python latency.py --json results/latency.json
 
 Every call is timed, on every rank; the slowest rank counts. Ways take turns, as in allreduce.py.

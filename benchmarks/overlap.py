@@ -1,7 +1,7 @@
 """How much of the communication hides behind backward: steps that reduce while backward runs, beside steps that wait.
 
     python across_hosts.py --hosts 2 --ranks 1 --rate 1gbit overlap.py     # two emulated hosts, needs root
-    python -m hvdlite run -np 2 overlap.py                                 # this machine
+    python -m hvdlite run --mpi -np 2 overlap.py                                 # this machine
 
 Three ways take turns, a block of steps each: without communication; serial, where nothing is reduced before backward is
 over; and overlapped, which is what hvd.DistributedOptimizer does. Of the last two a timeline is recorded as well.

@@ -1,6 +1,6 @@
 """What real ranks say, counted by themselves; and whether virtual ones say the same (scale_model.py).
 
-    python -m hvdlite run -np 4 scale_check.py
+    python -m hvdlite run --mpi -np 4 scale_check.py
     python across_hosts.py --hosts 8 --ranks 4 --rate 10gbit scale_check.py     # needs root
 
 The same buckets are reduced both ways, one at a time and then all at once, and every count of every rank is compared.

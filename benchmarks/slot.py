@@ -1,6 +1,6 @@
 """Allreduce of a tensor in its slot: 16-bit types beside float32, and more ranks than cores beside as many.
 
-    python -m hvdlite run -np 4 slot.py
+    python -m hvdlite run --mpi -np 4 slot.py
     mpirun -np 4 python slot.py --json results/slot.json
 
 One job for all of it: the first ranks, as many as there are cores, are a process set of their own, and while they

@@ -1,6 +1,6 @@
 """Matmuls of layers that are split between ranks, with what has to move before or after: time over the matmul alone.
 
-    python -m hvdlite run -np 2 tensor_parallel.py
+    python -m hvdlite run --mpi -np 2 tensor_parallel.py
     mpirun -np 2 python tensor_parallel.py --json results/tensor_parallel.json
 
 A column layer gathers rows and multiplies; a row layer multiplies and scatters the sum. The slowest rank counts, ways

@@ -1,6 +1,6 @@
 """What recording a timeline costs: steps with it on and off, in turns, of one model and one optimizer.
 
-    python -m hvdlite run -np 2 timeline_cost.py
+    python -m hvdlite run --mpi -np 2 timeline_cost.py
     mpirun -np 2 python timeline_cost.py --json results/timeline_cost.json
 
 Blocks are so long that the timeline is written several times in each.

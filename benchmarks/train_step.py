@@ -1,6 +1,6 @@
 """Time of a whole training step: hvdlite beside DistributedDataParallel over Gloo, MPI, and no communication at all.
 
-    python -m hvdlite run -np 2 train_step.py
+    python -m hvdlite run --mpi -np 2 train_step.py
     mpirun -np 2 python train_step.py --json results/train_step.json
     python train_step.py --threads 1                       # one rank: what hooks and coordinator cost
 

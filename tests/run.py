@@ -162,7 +162,7 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
         elif suite == "mpi":
             for mpi in arguments.mpi:
                 for ranks in arguments.ranks.split(","):
-                    launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "-np", ranks]
+                    launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "--mpi", "-np", ranks]
                     title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != '1' else ''}"
                     # What lies above MPI runs with every number of ranks, on one MPI each.
                     above = len(arguments.mpi) == 1 or (ranks == "3") == (mpi == "mpich")

@@ -74,7 +74,7 @@ on_ranks() {  # N COMMAND...
     shift
     "$@"
   else
-    "$PYTHON" -m hvdlite run -np "$@"
+    "$PYTHON" -m hvdlite run --mpi -np "$@"
   fi
 }
 # tests N PATHS...: from tests/, where none of this checkout's folders hides a package.
@@ -115,7 +115,7 @@ if ! "$PYTHON" -c 'from hvdlite.cli.mpirun import find_mpirun; find_mpirun()' 2>
 fi
 stage "what is here" 60 "$PYTHON" -m hvdlite run --check-build
 cat "$TEMPORARY/said"
-stage "MPI" 60 "$PYTHON" -m hvdlite run -np 2 "$PYTHON" -c 'import hvdlite.torch as hvd; hvd.init(); assert hvd.size() == 2'
+stage "MPI" 60 "$PYTHON" -m hvdlite run --mpi -np 2 "$PYTHON" -c 'import hvdlite.torch as hvd; hvd.init(); assert hvd.size() == 2'
 HAS_MPI=$?
 [ $HAS_MPI = 0 ] || echo "==> no mpirun that works: only what one process can do is run" | tee -a "$OUT/log.txt"
 

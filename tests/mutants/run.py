@@ -71,7 +71,7 @@ class Tree:
         """
         ranks, *files = tests.split() if tests[0].isdigit() else ("0", *tests.split())
         pytest = [str(PYTHON.parent / "pytest"), "-q", "-x", "-p", "no:cacheprovider", "-c", "../pyproject.toml"]
-        launcher = [str(PYTHON), "-m", "hvdlite", "run", "-np", ranks] if ranks != "0" else []
+        launcher = [str(PYTHON), "-m", "hvdlite", "run", "--mpi", "-np", ranks] if ranks != "0" else []
         environ = os.environ | {"PYTHONPATH": str(self._directory), "PYTHONDONTWRITEBYTECODE": "1"}
         environ["HVDLITE_IDLE_SECONDS"] = "inf"  # see tests/run.py
         child = subprocess.Popen(
