@@ -6,8 +6,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
            Sanitizer, ranks as threads under ThreadSanitizer; skipped where GCC has none; only if asked for by name
   mpi      under mpirun with 1, 2, 3 and 4 ranks, on Open MPI and on MPICH; what lies above MPI with 1, 2 and 4 ranks on
-           Open MPI and with 3 on MPICH, unless --mpi chooses one
-  faults   tests that start mpirun themselves and kill ranks, on both
+           Open MPI and with 3 on MPICH, unless --mpi chooses one; and what depends on who starts the ranks without MPI
+  faults   tests that start mpirun and hvdliterun themselves and kill ranks, on both MPIs and without
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
   lint     ruff and mypy; only if asked for by name
@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,14 @@ AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2}
 SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "integrations")
 BY_NAME = ("lint", "sanitizers", "integrations")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+# Tests of the mpi suite that are run without MPI as well: who takes part, and every operation once.
+WITHOUT_MPI = (
+    "test_alltoall.py",
+    "test_functions.py",
+    "test_join.py",
+    "test_members.py",
+    "test_reducescatter.py",
+)
 TIME_LIMIT_S = dict.fromkeys(SUITES, 900) | {"lint": 300, "unit": 600, "sanitizers": 600}
 
 
@@ -140,7 +149,7 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
 def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str, Path]) -> list[Stage]:
     python = pythons["openmpi"]
 
-    def pytest(suite: str, python: Path, *left_out: str) -> list[str]:
+    def pytest(suite: str, python: Path, *left_out: str, files: Sequence[str] = ()) -> list[str]:
         at_once = [f"--numprocesses={AT_ONCE[suite]}"] if suite in AT_ONCE else []
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
@@ -149,7 +158,8 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
         options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
         # Ranks share a directory for temporary ones: none removes what another one removes too. `run` removes it.
         options += ["-o", "tmp_path_retention_count=1000"]
-        return [str(python), script, *options, *at_once, *for_pytest, str(TESTS / suite), *marks]
+        paths = [str(TESTS / suite / file) for file in files] or [str(TESTS / suite)]
+        return [str(python), script, *options, *at_once, *for_pytest, *paths, *marks]
 
     stages = []
     for suite in (suite for suite in SUITES if suite in arguments.suites):
@@ -168,6 +178,9 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     above = len(arguments.mpi) == 1 or (ranks == "3") == (mpi == "mpich")
                     unmarked = [] if above else ["any_mpi"]
                     stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi], *unmarked)], limit))
+            if "2" in arguments.ranks.split(","):
+                command = [str(python), "-m", "hvdlite", "run", "-np", "2", *pytest(suite, python, files=WITHOUT_MPI)]
+                stages.append(Stage("mpi: without MPI, 2 ranks", command, limit))
         else:
             stages.append(Stage(suite, pytest(suite, python), limit))
     return stages

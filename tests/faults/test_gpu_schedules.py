@@ -17,7 +17,19 @@ TIME_LIMIT_S = 120
 def test_runtimes_compute_the_same(seed: int) -> None:
     """By what NCCL does not do: its simulation waits inside of a stream's turn."""
     pytest_options = ["-p", "no:cacheprovider", "-q", "-k", "direct", "mpi/test_device_runtime.py"]
-    command = [sys.executable, "-m", "hvdlite", "run", "--mpi", "-np", "2", sys.executable, "-m", "pytest", *pytest_options]
+    command = [
+        sys.executable,
+        "-m",
+        "hvdlite",
+        "run",
+        "--mpi",
+        "-np",
+        "2",
+        sys.executable,
+        "-m",
+        "pytest",
+        *pytest_options,
+    ]
     environ = {**os.environ, "GPUSIM_PCT": str(seed), "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
         command,

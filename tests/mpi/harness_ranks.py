@@ -69,8 +69,11 @@ class WithoutMpi:
         raise SystemExit(1)
 
 
+def are_without_mpi() -> bool:
+    process = launched.this_process()
+    return process is not None and process.launcher.meeting is Meeting.POINT
+
+
 def harness_ranks() -> OverMpi | WithoutMpi:
     process = launched.this_process()
-    if process is not None and process.launcher.meeting is Meeting.POINT:
-        return WithoutMpi(process.rank, process.size)
-    return OverMpi()
+    return WithoutMpi(process.rank, process.size) if process is not None and are_without_mpi() else OverMpi()

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 from mpi4py import MPI
 
-import hvdlite.node
 from backend_lab import RANK, SIZE, encode, values_of
 from hvdlite.config import Config
 from hvdlite.coordinator.submission import Submission
@@ -24,6 +22,7 @@ from hvdlite.memory.views import TensorView
 from hvdlite.mpi import MpiRanks
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.runtime import Runtime
+from machines_lab import Machines, machines
 
 REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]
 CHUNK = 2048  # bytes; small, so that long paths run on little data
@@ -40,9 +39,6 @@ TINY = Config(
     spin_us=0,
 )
 SIZES = [0, 1, 7, 63, 64, 65, 191, 192, 193, 255, 256, 257, 511, 512, 513, 1024, 2047, 2048, 2049, 5003]
-
-Machines = tuple[int, ...]
-"""The machine of each rank."""
 
 LAYOUTS: list[Machines] = {
     1: [(0,)],
@@ -62,24 +58,6 @@ def agree(world: MPI.Intracomm, *problems: str | None) -> None:
     if most[0]:
         everywhere = world.allgather(found)
         assert not any(everywhere), {rank: texts for rank, texts in enumerate(everywhere) if texts}
-
-
-def nodes_of(machine_of: Machines) -> tuple[tuple[int, ...], ...]:
-    machines = sorted(set(machine_of), key=machine_of.index)
-    return tuple(tuple(rank for rank, own in enumerate(machine_of) if own == machine) for machine in machines)
-
-
-@contextmanager
-def machines(machine_of: Machines) -> Iterator[None]:
-    """Runtimes that start in this block find only the ranks of their own machine of ``machine_of``."""
-    connect = hvdlite.node._connect_to_leader
-
-    def reach(names: dict[int, str], rank: int) -> Any:
-        return connect({r: n if machine_of[r] == machine_of[rank] else "\0none" for r, n in names.items()}, rank)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hvdlite.node, "_connect_to_leader", reach)
-        yield
 
 
 @contextmanager

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import hvdlite.torch as hvd
+from harness_ranks import are_without_mpi
+from machines_lab import machines
 from torch_lab import REDUCING
 
 pytestmark = pytest.mark.usefixtures("running")
+
+
+ONE, SEVERAL = (0,) * 64, tuple(range(64))
+
+
+@pytest.fixture(
+    scope="module", params=[ONE] if are_without_mpi() else [ONE, SEVERAL], ids=lambda of: f"{of[1] + 1} nodes"
+)
+def running(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The ranks of one node exchange through shared memory, those of several by MPI."""
+    with machines(request.param):
+        hvd.init()
+    yield
+    hvd.shutdown()
 
 
 def splits_of(sender: int, size: int) -> list[int]:

@@ -1,0 +1,32 @@
+"""Ranks of this machine as if they were on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import hvdlite.node
+
+Machines = tuple[int, ...]
+"""The machine of each rank."""
+
+
+def nodes_of(machine_of: Machines) -> tuple[tuple[int, ...], ...]:
+    machines = sorted(set(machine_of), key=machine_of.index)
+    return tuple(tuple(rank for rank, own in enumerate(machine_of) if own == machine) for machine in machines)
+
+
+@contextmanager
+def machines(machine_of: Machines) -> Iterator[None]:
+    """Runtimes that start in this block find only the ranks of their own machine of ``machine_of``."""
+    connect = hvdlite.node._connect_to_leader
+
+    def reach(names: dict[int, str], rank: int) -> Any:
+        return connect({r: n if machine_of[r] == machine_of[rank] else "\0none" for r, n in names.items()}, rank)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hvdlite.node, "_connect_to_leader", reach)
+        yield
