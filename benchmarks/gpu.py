@@ -1,9 +1,9 @@
 """GPUs: what hvdlite does there, over what the same GPU does without it, in the same run.
 
     python gpu.py pack step                                  # one rank
-    python -m hvdlite run --mpi -np 2 gpu.py node                  # 2 ranks, on one GPU or a GPU each; and with -np 4
-    python -m hvdlite run --mpi -np 2 gpu.py hidden                # as if they were two nodes with a slow wire
-    python -m hvdlite run --mpi -np 8 gpu.py nccl                  # beside torch's ProcessGroupNCCL; needs a GPU per rank
+    python -m hvdlite run --mpi -np 2 gpu.py node         # 2 ranks, on one GPU or a GPU each; and with -np 4
+    python -m hvdlite run --mpi -np 2 gpu.py hidden       # as if they were two nodes with a slow wire
+    python -m hvdlite run --mpi -np 8 gpu.py nccl         # beside torch's ProcessGroupNCCL; needs a GPU per rank
 
 --simulate runs it on tiny sizes over the simulated driver of tests/: that proves the program and measures nothing.
 Without a GPU it ends with status 77.

@@ -34,7 +34,7 @@ def run(
     executable: str | None = None,
     verbose: bool = False,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks under mpirun, and wait for all of them.
+    """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks that hvdliterun starts, and wait for all of them.
 
     What the ranks print appears in this process's ``sys.stdout`` and ``sys.stderr``. All ranks have ended when this
     returns, raises, or is interrupted.
@@ -44,9 +44,10 @@ def run(
         num_proc: number of ranks; by default all slots of ``hosts``.
         hosts: as in ``hvdliterun -H``: "a:2,b:2"; by default this machine.
         env: variables to add to the ranks' environment.
-        options: more for hvdliterun, or for mpirun, as ["--timeline-filename", "trace.json"].
+        options: more for hvdliterun, or for mpirun, as ["--timeline-filename", "trace.json"]; ["--mpi"] where ``func``
+            uses MPI itself.
         executable: the ranks' Python; by default this one.
-        verbose: print the mpirun command.
+        verbose: print the command.
 
     Returns:
         What ``func`` returned, in order of rank.
@@ -73,8 +74,7 @@ def run(
     arguments = front.parse([*words, "--", sys.executable])
     launch = front.launch_of(arguments, environ)
     config = Config.from_env({**environ, **arguments.effects.settings})
-    remote = bool(launch.hosts) or launch.scheduled_hosts > 1
-    addresses = [interface.address for interface in select(launch.interfaces)] if remote else []
+    addresses = [] if launch.is_local else [interface.address for interface in select(launch.interfaces)]
     server = CallServer(pack(func, args, kwargs or {}, variables), addresses)
     program = [executable or sys.executable, "-c", _python("remote_call", "main()")]
     command = [sys.executable, "-c", _python("launch", "_front()"), str(os.getpid()), str(int(verbose)), *words, "--"]
@@ -170,17 +170,18 @@ def _results(outcomes: Sequence[Outcome], ranks: int, status: int, seen: set[int
     missing = sorted(set(range(ranks)) - returned.keys())
     if missing and not seen:
         raise StartupError(
-            f"hvdlite.run: no rank started; mpirun ended with exit status {status}, and stderr has what it said"
+            f"hvdlite.run: no rank started; hvdliterun ended with exit status {status}, and stderr has what it said"
         )
     if missing:
         raise RankFailedError(
             missing[0],
-            f"{_ranks(missing)} ended without a result: killed, out of memory, or crashed in native code (mpirun's "
+            f"{_ranks(missing)} ended without a result: killed, out of memory, or crashed in native code (hvdliterun's "
             f"exit status is {status}); stderr has what was said",
         )
     if status != 0:
         warnings.warn(
-            f"hvdlite.run: all ranks returned, but mpirun ended with exit status {status}; stderr has what was said",
+            f"hvdlite.run: all ranks returned, but hvdliterun ended with exit status {status}; stderr has what was "
+            "said",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -192,7 +193,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _front() -> NoReturn:
-    """The process between `run` and mpirun: `python -m hvdlite run` that ends with its parent."""
+    """The process between `run` and the ranks: `python -m hvdlite run` that ends with its parent."""
     from hvdlite.cli import run as front
     from hvdlite.cli.children import end_with_parent
 

@@ -1,4 +1,4 @@
-"""`hvdlite.run` and programs written for Horovod, with a real MPI: results, failures, and nothing left behind."""
+"""`hvdlite.run` and programs written for Horovod, with real ranks: results, failures, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -43,9 +43,13 @@ def average(value: float) -> tuple[int, int, list[float]]:
     return hvd.rank(), hvd.size(), mean.tolist()
 
 
-@pytest.mark.parametrize("hosts", [None, "localhost:2"], ids=["this machine", "by name"])
-def test_results(mark: str, capsys: pytest.CaptureFixture[str], hosts: str | None) -> None:
-    assert hvdlite.run(average, (3.0,), num_proc=2, hosts=hosts, env=env(mark)) == [
+@pytest.mark.parametrize(
+    ("hosts", "options"),
+    [(None, []), ("localhost:2", []), ("localhost:2", ["--mpi"])],
+    ids=["this machine", "by name", "by MPI"],
+)
+def test_results(mark: str, capsys: pytest.CaptureFixture[str], hosts: str | None, options: list[str]) -> None:
+    assert hvdlite.run(average, (3.0,), num_proc=2, hosts=hosts, env=env(mark), options=options) == [
         (0, 2, [4.5, 4.5]),
         (1, 2, [4.5, 4.5]),
     ]
@@ -159,7 +163,8 @@ from horovod.common.util import gloo_built, mpi_built
 from horovod.torch.mpi_ops import allreduce_async_, synchronize
 
 hvd.init()
-assert hvd.mpi_built() and hvd.mpi_enabled() and hvd.mpi_threads_supported() and not gloo_built()
+assert hvd.mpi_built() and hvd.mpi_threads_supported() and not gloo_built()
+assert hvd.mpi_enabled() == (sys.argv[2] == "by MPI")
 torch.manual_seed(hvd.rank())
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size())
@@ -195,8 +200,9 @@ def start(*words: str, mark: str) -> subprocess.CompletedProcess[str]:
 def test_an_unedited_program_for_horovod(tmp_path: Path, mark: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(HOROVOD)
-    program = [sys.executable, "-m", "hvdlite", "horovod", str(script), "ready"]
-    assert start("run", "-np", "2", *program, mark=mark).stdout.count("ready of 2") == 2
+    for way, options in [("without MPI", []), ("by MPI", ["--mpi"])]:
+        program = [sys.executable, "-m", "hvdlite", "horovod", str(script), "ready", way]
+        assert start("run", "-np", "2", *options, *program, mark=mark).stdout.count("ready of 2") == 2
 
 
 def test_an_unedited_test_file_for_horovod(tmp_path: Path, mark: str) -> None:

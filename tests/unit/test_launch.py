@@ -125,7 +125,7 @@ class TestRun:
 
     def test_no_rank_starts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         options = self.mpirun(tmp_path, "echo no slots >&2; exit 4")
-        with pytest.raises(StartupError, match="no rank started; mpirun ended with exit status 4"):
+        with pytest.raises(StartupError, match="no rank started; hvdliterun ended with exit status 4"):
             hvdlite.run(int, num_proc=2, options=options)
         assert capsys.readouterr().err == "no slots\n"
 
@@ -139,7 +139,7 @@ class TestRun:
 
     def test_a_bad_end_after_all_results(self, tmp_path: Path) -> None:
         options = self.mpirun(tmp_path, f'{PROGRAM}\nOMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_RANK=0 "$@"; exit 9')
-        with pytest.warns(RuntimeWarning, match="all ranks returned, but mpirun ended with exit status 9"):
+        with pytest.warns(RuntimeWarning, match="all ranks returned, but hvdliterun ended with exit status 9"):
             assert hvdlite.run(int, num_proc=1, options=options) == [0]
 
     @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Ranks that meet without MPI: what they tell one another, and who is named where one does not come."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from hvdlite import meeting_point
+from hvdlite.config import MEETING_POINT
+from hvdlite.errors import ConfigError, StartupError
+from hvdlite.meeting_point import AtMeetingPoint, MeetingPoint
+from hvdlite.rendezvous import RendezvousRanks
+
+
+@pytest.fixture
+def point() -> Iterator[MeetingPoint]:
+    with closing(MeetingPoint()) as made:
+        made.open()
+        yield made
+
+
+def at(point: MeetingPoint) -> AtMeetingPoint:
+    return AtMeetingPoint(point.environment[MEETING_POINT])
+
+
+def on_ranks(
+    point: MeetingPoint, size: int, work: Callable[[RendezvousRanks], Any], timeout_s: float = 20.0
+) -> list[Any]:
+    """What ``work`` returned or raised on each of ``size`` ranks, which are threads."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(RendezvousRanks(at(point), "", range(size), rank, timeout_s))
+        except StartupError as error:
+            results[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+def test_everybody_hears_everybody_again_and_again(point: MeetingPoint) -> None:
+    told = on_ranks(point, 4, lambda ranks: [ranks.allgather((ranks.rank, turn)) for turn in range(5)])
+    assert told == [[[(rank, turn) for rank in range(4)] for turn in range(5)]] * 4
+
+
+def test_much_to_tell(point: MeetingPoint) -> None:
+    """More than a socket takes at once."""
+    told = on_ranks(point, 3, lambda ranks: ranks.allgather(bytes([ranks.rank]) * 3_000_000))
+    assert told == [[bytes([rank]) * 3_000_000 for rank in range(3)]] * 3
+
+
+def test_subsets_of_subsets_meet_alone(point: MeetingPoint) -> None:
+    def work(ranks: RendezvousRanks) -> Any:
+        if ranks.rank == 0:
+            return None
+        part = ranks.subset([3, 1, 2])
+        pair = part.subset([0, 2]) if part.rank != 1 else None
+        return part.allgather((part.rank, part.size)), None if pair is None else pair.allgather(ranks.rank)
+
+    everybody = [(0, 3), (1, 3), (2, 3)]
+    assert on_ranks(point, 4, work) == [None, (everybody, None), (everybody, [3, 2]), (everybody, [3, 2])]
+
+
+def test_the_same_subset_again_is_another_one(point: MeetingPoint) -> None:
+    def in_turn(ranks: RendezvousRanks) -> list[int]:
+        return [number for turn in range(2) for number in ranks.subset([0, 1]).allgather(10 * turn + ranks.rank)]
+
+    assert on_ranks(point, 2, in_turn) == [[0, 1, 10, 11]] * 2
+
+
+def test_a_subset_that_makes_no_sense(point: MeetingPoint) -> None:
+    ranks = RendezvousRanks(at(point), "", range(3), 1, 1.0)
+    for wrong in ([0, 2], [1, 1], [1, 3]):
+        with pytest.raises(ConfigError, match="on rank 1 of 3: the list must hold this rank"):
+            ranks.subset(wrong)
+
+
+def test_who_does_not_come_is_named(point: MeetingPoint) -> None:
+    said = on_ranks(point, 4, lambda ranks: ranks.allgather(0) if ranks.rank % 2 == 0 else None, timeout_s=0.3)
+    late = "but ranks 1, 3 did not come within 0.3 s; if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds)"
+    assert said == [f"rank 0 has waited in hvd.init(), {late}", None, f"rank 2 has waited in hvd.init(), {late}", None]
+
+
+def test_who_has_ended_is_waited_for_no_longer(point: MeetingPoint) -> None:
+    def work(ranks: RendezvousRanks) -> Any:
+        if ranks.rank == 1:
+            time.sleep(0.1)  # some wait already, and one comes later
+            point.rank_ended(1, "was killed by signal 9 (SIGKILL)")
+            return None
+        if ranks.rank == 2:
+            time.sleep(0.2)
+        return ranks.allgather(0)
+
+    killed = "has waited in hvd.init(), but rank 1 was killed by signal 9 (SIGKILL)"
+    assert on_ranks(point, 3, work) == [f"rank 0 {killed}", None, f"rank 2 {killed}"]
+
+
+def test_who_has_ended_after_it_came_is_missed_next_time(point: MeetingPoint) -> None:
+    def work(ranks: RendezvousRanks) -> Any:
+        told = ranks.allgather(ranks.rank)
+        if ranks.rank == 1:
+            point.rank_ended(1, "ended with exit status 0")
+            return told
+        return told, ranks.allgather(0)
+
+    said = on_ranks(point, 2, work)
+    assert said == ["rank 0 has waited in hvd.init(), but rank 1 ended with exit status 0", [0, 1]]
+
+
+def test_a_rank_that_comes_twice_is_told_so(point: MeetingPoint) -> None:
+    gather = at(point).gather
+    assert gather("once", [0], 0, b"first", 1.0) == [b"first"]
+    with pytest.raises(StartupError, match="rank 0 has come twice: a program that it has started calls hvd.init"):
+        gather("once", [0], 0, b"second", 1.0)
+
+
+def test_strangers_are_not_heard(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting_point.os, "geteuid", lambda: 12345)  # so both ends belong to another user
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect("\0" + point.environment[MEETING_POINT])
+        link.settimeout(10)
+        assert link.recv(1) == b""
+    with pytest.raises(StartupError, match="it belongs to another user"):
+        at(point).gather("key", [0], 0, b"", 1.0)
+
+
+def test_who_leaves_while_it_waits_harms_nobody(point: MeetingPoint) -> None:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect("\0" + point.environment[MEETING_POINT])
+        meeting_point._send(link, pickle.dumps(("key", (0, 1), 0, 0.2, b"")))
+    assert on_ranks(point, 2, lambda ranks: ranks.allgather(ranks.rank)) == [[0, 1]] * 2
+
+
+def test_a_point_that_is_gone() -> None:
+    with closing(MeetingPoint()) as point:
+        gone = at(point)
+    with pytest.raises(StartupError, match="rank 1 cannot reach the hvdliterun that has started it"):
+        gone.gather("key", [0, 1], 1, b"", 1.0)
