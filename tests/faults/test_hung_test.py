@@ -63,11 +63,12 @@ def waits(comm): comm.recv(source=1)
 @pytest.fixture
 def run_tests(launch: Callable[..., Result], tmp_path: Path, mpi: str) -> Callable[..., Result]:
     """``run_tests(n, text)``: pytest under mpirun with ``n`` ranks on a test module of its own."""
-    conftest = Path(__file__).parents[1] / "mpi" / "conftest.py"
+    harness = [Path(__file__).parents[1] / "mpi" / name for name in ("conftest.py", "harness_ranks.py")]
     pytest_script = Path(sysconfig.get_path("scripts"), "pytest")
 
     def run(n: int, text: str, *, grace_s: float = 20) -> Result:
-        shutil.copy(conftest, tmp_path)
+        for path in harness:
+            shutil.copy(path, tmp_path)
         with (tmp_path / "conftest.py").open("a") as file:
             file.write(f"\nGRACE_S = {grace_s}\n")
         (tmp_path / "test_it.py").write_text(text)
