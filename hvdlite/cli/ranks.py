@@ -68,7 +68,7 @@ def _start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str
         if not has_terminal:
             os.setpgid(0, 0)  # Ctrl-C reaches this process alone, which ends the ranks in order
 
-    numbers = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count}
+    numbers = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count, "CROSS_RANK": 0, "CROSS_SIZE": 1}
     told = {RANK: str(rank), SIZE: str(count)} | {f"HOROVOD_{name}": str(n) for name, n in numbers.items()}
     try:
         return subprocess.Popen(
@@ -104,21 +104,24 @@ class _Job:
                 selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, rank)
             while self._living:
                 timeout = None if self._next is None else max(0.0, self._next[0] - time.monotonic())
+                ended = {}
                 for key, _ in selector.select(timeout):
                     if key.data is None:
                         os.read(self._stops.wake, 64)
                     else:
                         selector.unregister(key.fd)
                         os.close(key.fd)
-                        self._reap(key.data)
+                        ended[key.data] = self._living[key.data].wait()
+                # Who was killed has not ended because of others; who has raised may have.
+                for rank in sorted(ended, key=lambda rank: (ended[rank] >= 0, rank)):
+                    self._note_end(rank, ended[rank])
                 self._heed_stops()
                 if self._next is not None and time.monotonic() >= self._next[0]:
                     self._signal(self._next[1])
         return self.status
 
-    def _reap(self, rank: int) -> None:
+    def _note_end(self, rank: int, status: int) -> None:
         child = self._living.pop(rank)
-        status = child.wait()
         how = f"ended with exit status {status}" if status >= 0 else f"was killed by {_name(-status)}"
         self._point.rank_ended(rank, how)
         if status != 0 and self.status == 0:

@@ -27,7 +27,8 @@ from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.barrier import barrier_async
 from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.runtime import Runtime
-from runtime_lab import CHUNK, LAYOUTS, REDUCING, SIZES, STAGING, Gathered, Tensor, agree, allreduce, nodes_of, running
+from machines_lab import nodes_of
+from runtime_lab import CHUNK, LAYOUTS, REDUCING, SIZES, STAGING, Gathered, Tensor, agree, allreduce, running
 
 OPS = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 FLOATS = [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64]
