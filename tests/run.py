@@ -106,12 +106,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     suites = f"of {', '.join(SUITES)}; by default all but {', '.join(BY_NAME)}"
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=suites)
-    parser.add_argument(
-        "--mpi",
-        action="append",
-        choices=list(MPI_NAMES),
-        help="only on this MPI; may be repeated; Intel MPI by name only",
-    )
+    only = "only on this MPI; may be repeated; Intel MPI by name only"
+    parser.add_argument("--mpi", action="append", choices=list(MPI_NAMES), help=only)
     parser.add_argument("--ranks", default="1,2,3,4", metavar="N,N", help="of the mpi suite; by default 1,2,3,4")
     parser.add_argument("-k", metavar="EXPRESSION", help="only tests whose names match")
     parser.add_argument(
