@@ -113,8 +113,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COLLECTIVES}shm_exchange.py",
-        "window = (begin // self._window) % 2 * self._window",
-        "window = 0",
+        "end = begin + self._window",
+        "end = begin + self._window - 1",
         "2 mpi/test_alltoall.py",
     ),
     # Ranks that meet without MPI.
