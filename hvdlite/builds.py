@@ -19,12 +19,12 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI runs in this process; not where it was started alone, without a launcher."""
+    """Whether MPI runs in this process; not where ranks have met without it, and not in one that was started alone."""
     return mpi.is_running()
 
 
 def mpi_built() -> bool:
-    """Always: between nodes hvdlite communicates by MPI."""
+    """Always: between nodes hvdlite communicates by MPI, though one node needs none."""
     return True
 
 

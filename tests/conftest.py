@@ -49,8 +49,9 @@ def mpi(request: pytest.FixtureRequest) -> str:
 
 
 def _rank() -> int:
-    """This process's rank where mpirun started it, before MPI is initialised."""
-    return int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+    """This process's rank where mpirun or hvdliterun started it, before MPI is initialised."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HVDLITE_RANK")
+    return int(next((os.environ[name] for name in names if name in os.environ), "0"))
 
 
 class _Outcomes:

@@ -39,7 +39,7 @@ def sections() -> dict[str, list[Fact]]:
             Fact(False, "TensorFlow"),
             Fact(False, "MXNet"),
         ],
-        "Launcher": [_mpirun()],
+        "Launchers": [Fact(True, "hvdliterun itself, on one machine"), _mpirun()],
         "GPUs": [*_gpus(), _kernels()],
         "Ways of communication": [
             Fact(True, "shared memory, within a node"),

@@ -25,7 +25,9 @@ class Launch:
     Attributes:
         hosts: empty for this machine alone, and where a batch scheduler tells mpirun.
         options: for mpirun, as they are.
-        scheduled_hosts: how many hosts the batch scheduler has given.
+        scheduled_hosts: how many hosts the batch scheduler has given, where mpirun is to ask it.
+        is_elsewhere: whether those are other machines than this one.
+        notes: for the user.
     """
 
     program: tuple[str, ...]
@@ -34,6 +36,8 @@ class Launch:
     interfaces: str = ""
     options: tuple[str, ...] = ()
     scheduled_hosts: int = 1
+    is_elsewhere: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def host_count(self) -> int:
@@ -42,8 +46,7 @@ class Launch:
     @property
     def is_local(self) -> bool:
         """Whether all ranks are on this machine."""
-        own = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0]}
-        return self.scheduled_hosts == 1 and {host.name for host in self.hosts} <= own
+        return self.scheduled_hosts == 1 and not self.is_elsewhere and all(map(is_this_machine, self.hosts))
 
     @property
     def ranks_per_host(self) -> int:
@@ -62,6 +65,11 @@ class Command:
     argv: list[str]
     environment: dict[str, str]
     notes: list[str]
+
+
+def is_this_machine(host: Host) -> bool:
+    own = socket.gethostname()
+    return host.name in ("localhost", "127.0.0.1") or host.name.partition(".")[0] == own.partition(".")[0]
 
 
 def thread_settings(launch: Launch, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -8,12 +8,13 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdlite import environment
 from hvdlite.cli import check_build, horovodrun, mpirun, ranks
-from hvdlite.cli.job import Command, Host, Launch, parse_hosts, read_hostfile
+from hvdlite.cli.allocation import Allocation, find_allocation
+from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, Config
@@ -26,7 +27,7 @@ usage: python -m hvdlite run -np N [options] [any option of mpirun] program [arg
 The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and every option of mpirun's take mpirun.
 
   -np N, -n N, --num-proc N   number of ranks; by default all slots of the hosts
-  -H, --host a:2,b:2          hosts and their slots; by default this machine
+  -H, --host a:2,b:2          hosts and their slots; by default those of Slurm, LSF, PBS or an MPIJob, or this machine
   --hostfile FILE             the same, a host a line: "a slots=2" or "a:2"
   --network-interfaces SPEC   interfaces to use, as NCCL_SOCKET_IFNAME: eth0,eth1 or ^docker or =eth0
                               (default: HVDLITE_NETWORK_INTERFACES, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)
@@ -259,7 +260,9 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     Raises:
         ConfigError: the number of ranks is missing, or the program is not here.
     """
-    count = arguments.ranks or sum(host.slots for host in arguments.hosts)
+    allocation = None if arguments.hosts else find_allocation(environ)
+    slots = sum(host.slots for host in arguments.hosts) if allocation is None else allocation.slots
+    count = arguments.ranks or slots
     if not count:
         raise ConfigError("how many ranks? Say -np N, or give hosts with their slots: -H a:2,b:2")
     program = arguments.program
@@ -273,8 +276,20 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     if arguments.output:
         program = ["sh", "-c", _INTO_FILES, "sh", arguments.output, str(len(str(count - 1))), *program]
     interfaces = arguments.interfaces or Config.from_env(environ).network_interfaces
-    scheduled = int(environ.get("SLURM_JOB_NUM_NODES", "1"))
-    return Launch(tuple(program), count, arguments.hosts, interfaces, tuple(arguments.options), scheduled)
+    launch = Launch(tuple(program), count, arguments.hosts, interfaces, tuple(arguments.options))
+    return _scheduled(launch, allocation) if allocation is not None else launch
+
+
+def _scheduled(launch: Launch, allocation: Allocation) -> Launch:
+    """``launch`` on the hosts of ``allocation``."""
+    hosts = allocation.first(launch.ranks)
+    notes = [f"{allocation.scheduler} has given {allocation.slots} ranks on {len(allocation.hosts)} hosts"]
+    if launch.ranks > allocation.slots:
+        notes.append(f"{launch.ranks} ranks are more than that: they share cores")
+    launch = replace(launch, notes=tuple(notes))
+    if all(map(is_this_machine, hosts)) or not allocation.knows_mpirun:
+        return replace(launch, hosts=hosts)
+    return replace(launch, scheduled_hosts=len(hosts), is_elsewhere=True)
 
 
 def _description(chosen: Mpirun | None, launch: Launch, notes: Sequence[str]) -> str:
@@ -282,7 +297,7 @@ def _description(chosen: Mpirun | None, launch: Launch, notes: Sequence[str]) ->
     alone = launch.hosts[0].name if launch.hosts else "this machine"
     where = f"{launch.host_count} hosts" if launch.host_count > 1 else alone
     many = "1 rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
-    return "\n".join([f"hvdlite run: {starter}, {many} on {where}", *(f"  {note}" for note in notes)])
+    return "\n".join([f"hvdlite run: {starter}, {many} on {where}", *(f"  {note}" for note in (*launch.notes, *notes))])
 
 
 def _shell_line(variables: dict[str, str], argv: Sequence[str]) -> str:

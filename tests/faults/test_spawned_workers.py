@@ -59,9 +59,10 @@ print("the worker ended with", worker.exitcode)
 """
 
 
-def test_a_script_that_does_not_guard_its_start() -> None:
-    """Its workers would start MPI as well, and wait without end."""
-    result = launch(2, UNGUARDED).check()
+@pytest.mark.parametrize("mpi", ["current", "none"])
+def test_a_script_that_does_not_guard_its_start(mpi: str) -> None:
+    """Its workers would start MPI as well, or come to their parent's place, and wait without end."""
+    result = launch(2, UNGUARDED, mpi=mpi).check()
     assert result.stdout == "the worker ended with 1\n" * 2
     for number, rank in enumerate(result.ranks):
         assert f"StartupError: hvd.init() was called in a child process of rank {number}" in rank.stderr

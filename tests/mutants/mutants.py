@@ -111,6 +111,33 @@ MUTANTS = [
         "ahead, behind = (rank + distance) % size, (rank + distance) % size",
         "3 mpi/test_alltoall.py",
     ),
+    Mutant(
+        f"{_COLLECTIVES}shm_exchange.py",
+        "end = begin + self._window",
+        "end = begin + self._window // 2",
+        "2 mpi/test_alltoall.py",
+    ),
+    # Ranks that meet without MPI.
+    Mutant(
+        "hvdlite/meeting_point.py",
+        "lambda: self._gone(gathering) or not gathering.missing",
+        "lambda: not gathering.missing",
+        "unit/test_rendezvous.py",
+    ),
+    Mutant(
+        "hvdlite/meeting_point.py",
+        "if rank in gathering.left or gathering.is_over:",
+        "if rank in gathering.left:",
+        "unit/test_rendezvous.py",
+    ),
+    Mutant("hvdlite/rendezvous.py", "self._subsets[members] += 1", "pass", "unit/test_rendezvous.py"),
+    Mutant(
+        "hvdlite/cli/ranks.py",
+        "end_with_parent(signal.SIGKILL)",
+        "end_with_parent(signal.SIGTERM)",
+        "faults/test_run_front.py",
+    ),
+    Mutant("hvdlite/cli/ranks.py", "self._end_within(self._grace_s)", "pass", "unit/test_run.py"),
     # NCCL: what is enqueued when a call returns, who is called after the end, which copy is loaded.
     Mutant(
         "csrc/nccl_communicator.cpp",

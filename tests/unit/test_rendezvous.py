@@ -31,9 +31,9 @@ def at(point: MeetingPoint) -> AtMeetingPoint:
 
 
 def on_ranks(
-    point: MeetingPoint, size: int, work: Callable[[RendezvousRanks], Any], timeout_s: float = 20.0
+    point: MeetingPoint, size: int, work: Callable[[RendezvousRanks], Any], timeout_s: float = 60.0
 ) -> list[Any]:
-    """What ``work`` returned or raised on each of ``size`` ranks, which are threads."""
+    """What ``work`` returned or raised on each of ``size`` ranks, threads that end long before they wait in vain."""
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -46,7 +46,7 @@ def on_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(20)
         assert not thread.is_alive()
     return results
 

@@ -144,6 +144,87 @@ class TestParsing:
         assert text in capsys.readouterr().err
 
 
+class TestChoosing:
+    @pytest.mark.parametrize(
+        ("words", "takes_mpirun"),
+        [
+            ("-np 2", False),
+            ("-H localhost:2", False),
+            ("-np 2 --gloo", False),
+            ("-np 2 --mpi", True),
+            ("-np 2 --bind-to core", True),
+            ("-np 2 --mpi-args=--report-bindings", True),
+            ("-H a:1,b:1", True),
+            ("-H elsewhere:2", True),
+        ],
+    )
+    def test_one_machine_needs_no_mpirun_unless_it_is_asked_for(
+        self, words: str, takes_mpirun: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(mpirun, "find_mpirun", lambda: OPEN_MPI_5)
+        arguments = run.parse([*words.split(), "train.py"])
+        chosen = run._mpirun(arguments, run.launch_of(arguments, {}))
+        assert chosen == (OPEN_MPI_5 if takes_mpirun else None)
+
+
+class TestWithoutMpi:
+    """The ranks are shell scripts."""
+
+    def start(self, tmp_path: Path, script: str, *words: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+        program = executable(tmp_path / "program", script)
+        command = [sys.executable, "-m", "hvdlite", "run", "-np", str(ranks), *words, str(program), "with", "words"]
+        environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "10"}
+        return subprocess.run(
+            command, env=environ, capture_output=True, text=True, input="typed\n", timeout=60, cwd="/"
+        )
+
+    def test_ranks_know_who_they_are(self, tmp_path: Path) -> None:
+        said = 'echo "$* $HVDLITE_RANK $HVDLITE_SIZE $HOROVOD_LOCAL_RANK $HOROVOD_CROSS_SIZE [$OMPI_COMM_WORLD_RANK]"'
+        done = self.start(tmp_path, said)
+        assert done.returncode == 0
+        assert sorted(done.stdout.splitlines()) == ["with words 0 2 0 1 []", "with words 1 2 1 1 []"]
+        assert done.stderr.startswith("hvdlite run: without MPI, 2 ranks on this machine\n")
+
+    def test_input_is_rank_0s(self, tmp_path: Path) -> None:
+        done = self.start(tmp_path, 'echo "$HVDLITE_RANK $(cat)"')
+        assert sorted(done.stdout.splitlines()) == ["0 typed", "1 "]
+
+    def test_output_into_files(self, tmp_path: Path) -> None:
+        words = ["--output-filename", str(tmp_path / "said")]
+        done = self.start(tmp_path, 'echo "I am $HVDLITE_RANK"; echo careful >&2', *words, ranks=11)
+        assert done.stdout == ""
+        assert (tmp_path / "said" / "rank.03" / "stdout").read_text() == "I am 3\n"
+        assert (tmp_path / "said" / "rank.10" / "stderr").read_text() == "careful\n"
+
+    @pytest.mark.parametrize(
+        ("end", "status", "said"),
+        [
+            ("exit 7", 7, "ended with exit status 7"),
+            ("kill -9 $$", 137, "was killed by signal 9 (SIGKILL)"),
+            ("kill -40 $$", 168, "was killed by signal 40"),
+        ],
+    )
+    def test_a_rank_that_fails_ends_the_others(
+        self, tmp_path: Path, end: str, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HVDLITE_FAILURE_GRACE_SECONDS", "0.2")
+        start = time.monotonic()
+        done = self.start(tmp_path, f"echo $$ >>{tmp_path}/pids; [ $HVDLITE_RANK = 1 ] && {end}; sleep 60", ranks=3)
+        assert done.returncode == status
+        assert "hvdlite run: rank 1 (pid " in done.stderr and f") {said}\n" in done.stderr
+        assert done.stderr.count("hvdlite run: rank") == 1
+        assert time.monotonic() - start < 20
+        assert gone(tmp_path / "pids")
+
+    def test_a_program_that_cannot_be_started(self, tmp_path: Path) -> None:
+        path = executable(tmp_path / "program", "")
+        path.write_text("#!/nonexistent\n")
+        command = [sys.executable, "-m", "hvdlite", "run", "-np", "2", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+        assert done.returncode == 2
+        assert "hvdlite run: rank 0 cannot be started: " in done.stderr
+
+
 class TestBuilding:
     def line(self, mpirun: Mpirun, environ: dict[str, str] | None = None, **job: object) -> str:
         return shlex.join(build(mpirun, Launch(PROGRAM, **{"ranks": 4, **job}), environ or {}).argv)  # type: ignore[arg-type]

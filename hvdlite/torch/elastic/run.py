@@ -24,7 +24,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     - First, and each time that it starts over, ``state`` is synchronized.
     - After a `HorovodInternalError` hvdlite is started again, on all ranks that init() had, which must come to it
       within HVDLITE_START_TIMEOUT, and ``state`` is put back to its last commit. Process sets are kept, with their
-      numbers. Where another rank has failed, that is as far as it goes: an MPI job cannot replace a rank, so the error
+      numbers. Where another rank has failed, that is as far as it goes: a rank cannot be replaced, so the error
       is raised, and the caller can still save a checkpoint of the last commit.
     - After a `HostsUpdatedInterrupt` it goes on with ``state`` as it is.
     - A `MismatchError` or a `UsageError` is raised: it is the program's, and would come again.
@@ -66,7 +66,7 @@ def _start_again(state: State, rank: int, error: HorovodInternalError) -> None:
     if isinstance(error, CollectiveError):
         state.restore()
         raise CollectiveError(
-            "hvd.elastic.run cannot go on, since an MPI job cannot replace a rank. The state is that of the last "
+            "hvd.elastic.run cannot go on, since a rank cannot be replaced. The state is that of the last "
             f"commit; start the job again from a checkpoint of it. What has failed: {error}"
         ) from error
     _LOG.warning("rank %d: hvd.elastic.run goes back to the last commit, after: %s", rank, error)
