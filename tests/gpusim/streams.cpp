@@ -54,7 +54,7 @@ void Stream::synchronize() {
   auto* task = new Task;
   task->run = [mark] { mark->reached.store(true, std::memory_order_release); };
   enqueue(task, false);
-  take_turn([mark] { return mark->is_reached(); });
+  take_turn([this, mark] { return mark->is_reached() || has_stopped_; });  // it may have been destroyed meanwhile
 }
 
 void Stream::end() {
@@ -93,6 +93,7 @@ void Stream::work() {
     if (task->done != nullptr) task->done->reached.store(true, std::memory_order_release);
     delete task;
   }
+  has_stopped_ = true;
 }
 
 // Null: the stream has ended.

@@ -59,6 +59,7 @@ struct Stream {
   std::condition_variable changed_;
   std::deque<Task*> tasks_;  // that have not been executed
   bool is_ended_ = false;
+  std::atomic<bool> has_stopped_{false};  // and does nothing that is enqueued from now on
   Mark* last_ = nullptr;
   std::minstd_rand random_;
 };
