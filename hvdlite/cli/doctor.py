@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import hvdlite
-from hvdlite import TensorView, _native
+from hvdlite import TensorView, _native, environment
 from hvdlite.cli import check_build
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.operations.allreduce import allreduce_async
@@ -68,7 +68,7 @@ def examine() -> dict[str, Any]:
         "machine": _machine(),
         "limits": {name: _limit(kind) for name, kind in _LIMITS.items()},
         "native": {"loaded": True, "instruction set": _native.instruction_set()},  # importing hvdlite loads it
-        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HVDLITE_")},
+        "settings": {name: text for name, text in sorted(environment.variables().items()) if name[:8] == "HVDLITE_"},
         "build": {title: [fact._asdict() for fact in facts] for title, facts in check_build.sections().items()},
     }
     found["problems"] = list(_problems(found))

@@ -220,6 +220,6 @@ def test_split_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (step.exposed_ms, step.tensor_parallel_ms, step.communication_ms) == (10, 6, 3)
     assert [(bucket.name, bucket.nbytes) for bucket in report.buckets] == [("all_gather_matmul", MIB)]
     assert main(["report", path]) == 0
-    header, row = capsys.readouterr().out.splitlines()[2:4]
+    header, row = capsys.readouterr().out.splitlines()[3:5]
     assert "exposed ms  of it tp" in header
     assert row.split()[4:6] == ["10.00", "6.00"]
