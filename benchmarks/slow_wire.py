@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import hvdlite.node
@@ -16,6 +16,9 @@ from hvdlite.counters import Traffic
 from hvdlite.dtypes import SUM, Reduction
 from hvdlite.memory.layout import Range
 from hvdlite.memory.views import Buffer
+
+if TYPE_CHECKING:
+    from hvdlite.collectives.ring import RingBackend
 
 
 @contextmanager
@@ -43,8 +46,9 @@ def machines(machine_of: Sequence[int], bytes_per_s: float) -> Iterator[None]:
 class SlowBackend(Backend):
     """``inner``, none of whose operations is over before a wire has carried what each rank must send for it."""
 
-    def __init__(self, inner: Backend, bytes_per_s: float) -> None:
+    def __init__(self, inner: RingBackend, bytes_per_s: float) -> None:
         self.rank, self.size = inner.rank, inner.size
+        self.endpoint = inner.endpoint
         self.memory, self.recorder = inner.memory, inner.recorder
         self._inner = inner
         self._bytes_per_s = bytes_per_s

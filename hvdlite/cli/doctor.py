@@ -122,9 +122,6 @@ def _limit(kind: int) -> int | None:
 
 
 def _problems(found: dict[str, Any]) -> Iterator[str]:
-    launcher = found["build"]["Launcher"][0]
-    if not launcher["there"]:
-        yield launcher["what"]
     files = found["limits"]["open files"]
     if files is not None and files < _FEW_FILES:
         yield f"only {files} files may be open, and DataLoaders share memory by files: `ulimit -n {_FEW_FILES}` or more"

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hvdlite.config import Config
 
 LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
+LATE_GPU = "this rank's GPU did not come so far"
 
 
 class Completion(ABC):

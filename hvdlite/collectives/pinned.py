@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from hvdlite import _native
-from hvdlite.collectives.base import Backend, Completion
+from hvdlite.collectives.base import LATE_GPU, Backend, Completion
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import SUM, Reduction
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.layout import Range
 from hvdlite.memory.views import Buffer
+
+if TYPE_CHECKING:
+    from hvdlite.collectives.ring import RingBackend
 
 _SLOTS = 3  # one on the wire, one coming, one going
 
@@ -23,10 +27,11 @@ _SLOTS = 3  # one on the wire, one coming, one going
 class PinnedBackend(Backend):
     """What ``host`` does, on buffers in ``memory``; whoever else uses ``host`` configures and closes it.
 
-    The thread that waits for an operation does its part on the host, asleep while bytes are on their way to it.
+    The thread that waits for an operation does its part on the host, asleep while bytes are on their way to it, though
+    not for ever: a GPU that does not come so far is a CollectiveError.
     """
 
-    def __init__(self, host: Backend, memory: DeviceMemory) -> None:
+    def __init__(self, host: RingBackend, memory: DeviceMemory) -> None:
         self.rank, self.size = host.rank, host.size
         self.memory: DeviceMemory = memory
         self.recorder = host.recorder
@@ -41,7 +46,9 @@ class PinnedBackend(Backend):
 
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
         whole = [(0, buf.numel)]
-        return self._pass(buf, whole, whole, lambda on_host: self._host.allreduce(on_host, reduction, label=label))
+        return self._pass(
+            buf, "allreduce", label, whole, whole, lambda on_host: self._host.allreduce(on_host, reduction, label=label)
+        )
 
     def reduce_scatter(
         self,
@@ -54,6 +61,8 @@ class PinnedBackend(Backend):
     ) -> Completion:
         return self._pass(
             buf,
+            "reduce_scatter",
+            label,
             [part for ranges in blocks for part in ranges],
             blocks[self.rank],
             lambda on_host: self._host.reduce_scatter(on_host, blocks, reduction, label=label),
@@ -64,20 +73,38 @@ class PinnedBackend(Backend):
     ) -> Completion:
         others = [part for rank, ranges in enumerate(blocks) if rank != self.rank for part in ranges]
         return self._pass(
-            buf, blocks[self.rank], others, lambda on_host: self._host.allgather(on_host, blocks, label=label)
+            buf,
+            "allgather",
+            label,
+            blocks[self.rank],
+            others,
+            lambda on_host: self._host.allgather(on_host, blocks, label=label),
         )
 
     def broadcast(self, buf: Buffer, root: int, *, label: str = "") -> Completion:
         whole = [(0, buf.numel)]
         downloads, uploads = (whole, []) if root == self.rank else ([], whole)
-        return self._pass(buf, downloads, uploads, lambda on_host: self._host.broadcast(on_host, root, label=label))
+        return self._pass(
+            buf,
+            "broadcast",
+            label,
+            downloads,
+            uploads,
+            lambda on_host: self._host.broadcast(on_host, root, label=label),
+        )
 
     def barrier(self) -> None:
-        self.memory.moment().wait()
+        self._doze_until(self.memory.moment(), "barrier", "")
         self._host.barrier()
 
     def _pass(
-        self, buf: Buffer, downloads: Sequence[Range], uploads: Sequence[Range], operate: Callable[[Buffer], Completion]
+        self,
+        buf: Buffer,
+        name: str,
+        label: str,
+        downloads: Sequence[Range],
+        uploads: Sequence[Range],
+        operate: Callable[[Buffer], Completion],
     ) -> Completion:
         while len(self._in_flight) >= _SLOTS:
             self._in_flight[0].wait()
@@ -91,7 +118,7 @@ class PinnedBackend(Backend):
         arrived = _native.Moment(self.memory.ordinal, self._down.handle)
 
         def finish() -> None:
-            arrived.wait()
+            self._doze_until(arrived, name, label)
             operate(on_host).wait()
             _copy(self._up, buf.address, on_host.address, buf.dtype.itemsize, uploads)
             emptied = _native.Moment(self.memory.ordinal, self._up.handle)
@@ -100,6 +127,11 @@ class PinnedBackend(Backend):
 
         self._in_flight.append(_Passage(self._in_flight, finish))
         return self._in_flight[-1]
+
+    def _doze_until(self, moment: _native.Moment, name: str, label: str) -> None:
+        endpoint = self._host.endpoint
+        with endpoint.operation(name, label):
+            endpoint.doze(lambda: moment.is_reached, LATE_GPU)
 
 
 class _Slot:

@@ -7,6 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from hvdlite.collectives.adder import Adder
+from hvdlite.collectives.base import LATE_GPU
 from hvdlite.collectives.schedule import WINDOW, Schedule, additions, first_scale
 from hvdlite.memory.views import Buffer
 
@@ -63,7 +64,7 @@ class Pipeline:
         """Return once the network has done its part, and all additions have begun. Raises like `Endpoint.until`."""
         ready = self._ready
         if ready is not None:
-            self._endpoint.doze(lambda: ready.is_reached, "this rank's GPU did not come so far")
+            self._endpoint.doze(lambda: ready.is_reached, LATE_GPU)
         for piece in self._arriving:
             if not self._next_is_here():
                 self._settle()

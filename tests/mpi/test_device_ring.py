@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from mpi4py import MPI
 
 from backend_lab import RANK, SIZE, Lab, assert_none, difference, encode, reduced, values_of
 from cuda_lab import Cuda, simulated
-from device_backend_lab import ring_of_gpus
+from device_backend_lab import pinned_ring, ring_of_gpus
 from hvdlite.collectives.adder import DeviceAdder
+from hvdlite.collectives.base import Backend
 from hvdlite.collectives.requests import Endpoint
 from hvdlite.collectives.ring import RingBackend
 from hvdlite.dtypes import DType, ReduceOp
@@ -98,9 +99,12 @@ def test_mpi_finds_the_context_of_the_gpu(
     assert len(found) > 1 and all(found)
 
 
-def test_a_gpu_that_does_not_come_so_far_is_named(comm: MPI.Intracomm, memory: OwnMemory) -> None:
-    """Of which MPI knows nothing: the host waits before it gives the memory to MPI."""
-    ring = ring_of_gpus(Lab(timeout_s=0.2), comm.Dup(), memory)
+@pytest.mark.parametrize("across", [ring_of_gpus, pinned_ring])
+def test_a_gpu_that_does_not_come_so_far_is_named(
+    comm: MPI.Intracomm, memory: OwnMemory, across: Callable[[Lab, MPI.Intracomm, OwnMemory], Backend]
+) -> None:
+    """Of which MPI knows nothing: the host waits before it gives memory to MPI."""
+    ring = across(Lab(timeout_s=0.2), comm.Dup(), memory)
     buf = memory.allocate(NUMEL * 8).buffer(0, NUMEL, DType.INT64)
     go_on = threading.Event()
     memory.later(lambda: go_on.wait(60))
