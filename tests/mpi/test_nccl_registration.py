@@ -6,6 +6,7 @@ The simulated NCCL ends the process of who breaks a rule, see tests/gpusim/nccl/
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -118,11 +119,13 @@ def test_dropped_memory_is_deregistered_when_its_last_work_is_done(
     for buf in (dropped, kept):
         backend.prepare(buf)
     del buf
-    streaming.later(lambda: None, delay_s=0.05)
+    go_on = threading.Event()
+    streaming.later(lambda: go_on.wait(60))
     backend.allreduce(dropped).wait()
     del dropped
     gc.collect()
     early = Known.now()
+    go_on.set()
     problem = sum_problem(backend, streaming, kept, "what is kept")
     assert comes_true(lambda: Known.now() == Known(1, 0)), Known.now()
     assert early == Known(2, 0)
