@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from hvdlite import _native, agreement, environment, nccl_library
 from hvdlite.agreement import Ranks
@@ -83,6 +84,7 @@ class NcclBackend(Backend):
         self._everybody = everybody
         self._members = tuple(members)
         self._registers = True  # memory in which NCCL may work
+        self._prepared: WeakSet[Any] = WeakSet()  # segments
         self._word = memory.allocate(DType.INT32.itemsize).buffer(0, 1, DType.INT32)  # for barriers
         _use_interfaces(interfaces)
         self._meet()
@@ -98,8 +100,9 @@ class NcclBackend(Backend):
         Memory is used in one way on all ranks: where these differ, or one cannot, NCCL copies from then on, by
         communicators that are made anew, since a refusal may have broken one.
         """
-        if not self._registers:
+        if not self._registers or buf.owner in self._prepared:  # backends that are composed of this one share it
             return
+        self._prepared.add(buf.owner)
         told = self._everybody.allgather(self._register(buf))
         if len(set(told)) == 1 and not told[0].problem:
             return
