@@ -64,7 +64,7 @@ class Peers:
                 started not this process but its parent; see also `hvdlite.mpi.world`.
         """
         process = launched.this_process()
-        by_mpi = mpi.was_imported() or (process is not None and process.launcher.meeting is Meeting.MPI)
+        by_mpi = _meet_by_mpi(process)
         if not by_mpi and (process is None or process.size == 1):
             return None
         if _is_worker():  # it has its parent's environment, and would wait for what the parent has got already
@@ -84,6 +84,10 @@ class Peers:
         return self._without_mpi
 
 
+def _meet_by_mpi(process: Launched | None) -> bool:
+    return mpi.was_imported() or (process is not None and process.launcher.meeting is Meeting.MPI)
+
+
 def _place(process: Launched, timeout_s: float) -> Place:
     if process.launcher.meeting is Meeting.POINT:
         return AtMeetingPoint(other_variable(MEETING_POINT))
@@ -101,12 +105,15 @@ def _is_worker() -> bool:
 def start_deadline(config: Config) -> _native.Deadline:
     """Ends the process with an explanation unless init() is through in time, even where MPI blocks inside C."""
     chosen = config.network_interfaces or "none: MPI chose for itself"
+    by_mpi = (
+        ", or MPI waits on a network interface that does not connect the hosts.\n"
+        f"hvdlite: interfaces chosen: {chosen}. Set HVDLITE_NETWORK_INTERFACES to one that connects all hosts (for "
+        "example eth0 or ib0); `ip -br address` lists them"
+    )
     return _native.Deadline(
         config.start_timeout_s,
-        f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start, or MPI waits "
-        "on a network interface that does not connect the hosts.\n"
-        f"hvdlite: interfaces chosen: {chosen}. Set HVDLITE_NETWORK_INTERFACES to one that connects all hosts (for "
-        "example eth0 or ib0); `ip -br address` lists them.\n"
+        f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start"
+        f"{by_mpi if _meet_by_mpi(launched.this_process()) else ''}.\n"
         "hvdlite: if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds).\n",
         1,
     )
