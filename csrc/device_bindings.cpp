@@ -95,10 +95,9 @@ struct DeviceContext {
 void register_context(py::module_& m) {
   py::class_<DeviceContext>(m, "DeviceContext")
       .def(py::init([](int device) { return DeviceContext{primary_context(device)}; }), "device"_a, WithoutGil())
-      .def("__enter__",
-           [](const DeviceContext& self) {
-             cuda::check(cuda::driver().push_context(self.context), "cuCtxPushCurrent");
-           })
+      .def(
+          "__enter__",
+          [](const DeviceContext& self) { cuda::check(cuda::driver().push_context(self.context), "cuCtxPushCurrent"); })
       .def("__exit__", [](const DeviceContext&, const py::args&) {
         cuda::Context popped;
         cuda::check(cuda::driver().pop_context(&popped), "cuCtxPopCurrent");
@@ -186,23 +185,39 @@ void register_memory(py::module_& m) {
       .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil());
 }
 
+// Keeps its page; for good where the driver does not let go of it, as it refuses every call in a function of a stream,
+// where Python may come to collect this.
+class PagedBarrier : public StreamBarrier {
+ public:
+  PagedBarrier(const DeviceStream& stream, const py::buffer& page, int rank, int size)
+      : StreamBarrier(stream, address_in(page, size), rank, size), page_(page) {}
+  ~PagedBarrier() {
+    if (!let_go()) page_.release();
+  }
+
+ private:
+  static std::uintptr_t address_in(const py::buffer& page, int size) {
+    const py::buffer_info memory = page.request(true);
+    if (static_cast<std::size_t>(memory.size * memory.itemsize) < bytes_needed(size)) {
+      throw py::value_error("StreamBarrier: the page is too small");
+    }
+    return reinterpret_cast<std::uintptr_t>(memory.ptr);
+  }
+
+  py::object page_;
+};
+
 void register_direct(py::module_& m) {
-  py::class_<StreamBarrier>(m, "StreamBarrier")
-      .def(py::init([](const DeviceStream& stream, const py::buffer& page, int rank, int size) {
-             const py::buffer_info memory = page.request(true);
-             if (static_cast<std::size_t>(memory.size * memory.itemsize) < StreamBarrier::bytes_needed(size)) {
-               throw py::value_error("StreamBarrier: the page is too small");
-             }
-             return std::make_unique<StreamBarrier>(stream, reinterpret_cast<std::uintptr_t>(memory.ptr), rank, size);
-           }),
-           "stream"_a, "page"_a, "rank"_a, "size"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+  py::class_<PagedBarrier>(m, "StreamBarrier")
+      .def(py::init<const DeviceStream&, const py::buffer&, int, int>(), "stream"_a, "page"_a, "rank"_a, "size"_a,
+           py::keep_alive<1, 2>())
       .def_static("bytes_needed", &StreamBarrier::bytes_needed, "size"_a)
       .def("meet", &StreamBarrier::meet, WithoutGil())
       .def("late", &StreamBarrier::late)
       .def("release", &StreamBarrier::release, WithoutGil())
       .def(
           "allreduce",
-          [](StreamBarrier& self, const Addresses& copies, std::uint64_t numel, int dtype, int op, double prescale,
+          [](PagedBarrier& self, const Addresses& copies, std::uint64_t numel, int dtype, int op, double prescale,
              double postscale) {
             direct_allreduce(self, copies, numel,
                              {static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale});
@@ -210,7 +225,7 @@ void register_direct(py::module_& m) {
           "copies"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, WithoutGil())
       .def(
           "staged_allreduce",
-          [](StreamBarrier& self, const TensorList& inputs, const TensorList& outputs, const Addresses& copies,
+          [](PagedBarrier& self, const TensorList& inputs, const TensorList& outputs, const Addresses& copies,
              std::uint64_t window_numel, std::uint64_t numel, int dtype, int wire_dtype, int op, double prescale,
              double postscale) {
             direct_allreduce(self, inputs, outputs, static_cast<DType>(dtype), numel, copies, window_numel,

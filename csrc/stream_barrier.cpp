@@ -27,9 +27,14 @@ StreamBarrier::StreamBarrier(const DeviceStream& stream, std::uintptr_t page, in
   check(result, "cuMemHostGetDevicePointer");
 }
 
-StreamBarrier::~StreamBarrier() {
-  const cuda::Current current(stream_.context(), std::nothrow);
-  driver().host_unregister(reinterpret_cast<void*>(page_));
+StreamBarrier::~StreamBarrier() { let_go(); }
+
+bool StreamBarrier::let_go() noexcept {
+  if (has_page_) {
+    const cuda::Current current(stream_.context(), std::nothrow);
+    has_page_ = driver().host_unregister(reinterpret_cast<void*>(page_)) != cuda::kSuccess;
+  }
+  return !has_page_;
 }
 
 void StreamBarrier::meet() {

@@ -18,7 +18,8 @@ class StreamBarrier {
  public:
   static std::size_t bytes_needed(int size);
 
-  // `page`: zeroed, of `bytes_needed`, the same memory in all ranks; it and the stream must outlive this.
+  // `page`: zeroed, of `bytes_needed`, the same memory in all ranks; it and the stream must outlive this, the page also
+  // where `let_go` is false.
   StreamBarrier(const DeviceStream& stream, std::uintptr_t page, int rank, int size);
   ~StreamBarrier();
   StreamBarrier(const StreamBarrier&) = delete;
@@ -38,6 +39,9 @@ class StreamBarrier {
   // every rank that lives. What streams do that have not met is undefined.
   void release();
 
+  // At the end: have the driver forget the page. False where it refuses.
+  bool let_go() noexcept;
+
  private:
   void write(std::uint32_t value);
   std::uint32_t* word_of(int rank) const;
@@ -46,6 +50,7 @@ class StreamBarrier {
   const DeviceStream& stream_;
   std::uintptr_t page_;
   cuda::Address on_device_ = 0;  // of the page
+  bool has_page_ = true;
   int rank_;
   int size_;
   std::mutex mutex_;  // guards what follows, and the order in which values are written

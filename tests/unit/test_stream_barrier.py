@@ -42,3 +42,18 @@ def test_a_page_that_is_too_small() -> None:
     page = new_page(_native.StreamBarrier.bytes_needed(1))
     with pytest.raises(ValueError, match="too small"):
         _native.StreamBarrier(_native.DeviceStream(0), page.memory, 0, 2)
+
+
+def test_its_page_stays_where_the_driver_does_not_let_go() -> None:
+    """As in a function that a stream calls, where Python may collect garbage: other memory must not take its place."""
+    cuda = simulated()
+    page = new_page(_native.StreamBarrier.bytes_needed(1))
+    memory = weakref.ref(page.memory)
+    held = [_native.StreamBarrier(_native.DeviceStream(0), page.memory, 0, 1)]
+    del page
+    with cuda.current():
+        stream = cuda.stream()
+        cuda.launch(stream, held.clear)
+        cuda.synchronize(stream)
+    assert not held
+    assert memory() is not None
