@@ -259,7 +259,7 @@ class StreamBarrier:
     """Streams of the ranks of a node that wait for one another; no thread waits. Source: csrc/stream_barrier.cpp.
 
     Args:
-        page: `bytes_needed` zeroed bytes of the host's memory, the same in all ranks; kept as long as the driver knows it.
+        page: `bytes_needed` zeroed bytes of the host's memory, the same in all ranks; kept while the driver knows it.
 
     Raises:
         ValueError: the page is too small.

@@ -18,10 +18,11 @@ def names_of(run: profile) -> set[str]:
 
 def test_waits_and_reductions() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as run:
-        hvd.allreduce(torch.ones(1000), name="loss")
+        for _ in range(50):
+            hvd.allreduce(torch.ones(1000), name="loss")
     found = names_of(run)
     assert "hvdlite wait: allreduce 'loss'" in found
-    if hvd.size() > 1:  # a thread that waits does the coordinator's work
+    if hvd.size() > 1:  # a thread that waits does the coordinator's work, unless the coordinator is at it
         assert "hvdlite node allreduce: loss" in found
 
 
