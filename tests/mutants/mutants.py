@@ -400,7 +400,7 @@ MUTANTS = [
     ),
     Mutant(
         "hvdlite/collectives/pinned.py",
-        "            arrived.wait()\n",
+        "            self._doze_until(arrived, name, label)\n",
         "",
         "2 mpi/test_cuda_nodes.py -k many",
     ),
