@@ -173,7 +173,7 @@ if len(sys.argv) == 1 and __name__ == "__main__":
     hvdlite.init()
     if hvdlite.rank() == 1:
         child = subprocess.run([sys.executable, __file__, "again"], capture_output=True, text=True)
-        say(child.returncode, child.stderr.splitlines()[-1])
+        say(child.returncode, child.stderr.splitlines()[0])
     barrier_async(hvdlite.runtime().group).wait()
 else:
     hvdlite.init()
