@@ -40,7 +40,7 @@ def main() -> int:
         hosts = ",".join(f"{name}:{options.ranks}" for name in lab.names)
         delay = f" and {options.delay:g} us" if options.delay else ""
         print(f"{options.hosts} emulated hosts x {options.ranks} rank(s), links of {options.rate}{delay}", flush=True)
-        command = [sys.executable, "-m", "hvdlite", "run", "-H", hosts, *options.script]
+        command = [sys.executable, "-m", "hvdlite", "run", "--mpi", "-H", hosts, *options.script]
         return subprocess.run([*lab.enter(0), *command], env={**os.environ, **lab.launch_environment}).returncode
 
 
