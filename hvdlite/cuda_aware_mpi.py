@@ -37,7 +37,3 @@ def says_so(library: Any, world_info: Mapping[str, str]) -> bool:
             return True
     kinds = world_info.get(_KINDS, "").split(",")
     return any(kind.strip() in ("cuda", "cuda:device") for kind in kinds)
-
-
-if __name__ == "__main__":  # for who must not start MPI
-    print(is_reported())

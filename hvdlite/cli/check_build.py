@@ -14,6 +14,12 @@ from hvdlite.errors import StartupError
 from hvdlite.version import __version__
 
 _START_S = 60.0  # for MPI
+_ASK_MPI = """
+from mpi4py import MPI
+from hvdlite import cuda_aware_mpi, mpi
+mpi.unlink_shared_files()  # which Open MPI leaves where a process was started alone
+print(cuda_aware_mpi.is_reported())
+"""
 
 
 class Fact(NamedTuple):
@@ -87,9 +93,10 @@ def _uuid(digits: str) -> str:
 
 def _mpi_on_gpus() -> Fact:
     """Whether MPI says that it takes memory of GPUs. It has to be started for that: in a process of its own."""
-    command = [sys.executable, "-m", "hvdlite.cuda_aware_mpi"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_START_S).stdout
+        asked = subprocess.run(
+            [sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=_START_S
+        ).stdout
     except subprocess.TimeoutExpired:
         asked = ""
     told = {"True": "it says that it takes", "False": "it does not say that it takes"}

@@ -18,10 +18,16 @@ KERNELS = {
     "nvrtc": "  [X] kernels: source, which libnvrtc compiles at first use",
 }
 MODULE = """
+import mmap, os
 __file__ = {library!r}
+with open({segment!r}, "wb+") as file:
+    file.truncate(mmap.PAGESIZE)
+    memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 class COMM_WORLD:
     class Get_info(dict):
         def Free(self): pass
+def Is_initialized(): return True
+def Is_finalized(): return False
 """
 WITHOUT_CONTEXTS = """
 #include <cstdlib>
@@ -89,5 +95,7 @@ def test_mpi_is_asked_in_a_process_of_its_own(tmp_path: Path, answer: str, line:
     package = tmp_path / "mpi4py"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "MPI.py").write_text(MODULE.format(library=str(library)))
+    segment = Path(f"/dev/shm/sm_segment.{tmp_path.parent.name}.{tmp_path.name}.{os.getpid()}")
+    (package / "MPI.py").write_text(MODULE.format(library=str(library), segment=str(segment)))
     assert line in section("Ways of communication", tmp_path / "none.so", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert not segment.exists()
