@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from hvdlite.cli.children import end_with_parent
 from launching import processes_with, python_of
 
 START = """
@@ -46,8 +49,17 @@ def mpi(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Of the test's job, also where the test has failed; where the tests themselves are killed, see `Job`."""
+    yield
+    for pid in processes_with(f"HVDLITE_TEST_JOB={tmp_path}"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 class Job:
-    """A script under `python -m hvdlite run` with 2 ranks; ``mark`` finds its processes."""
+    """A script under `python -m hvdlite run` with 2 ranks, which end with these tests; ``mark`` finds its processes."""
 
     def __init__(self, directory: Path, mpi: str, body: str, *args: str) -> None:
         self.ranks = directory / "ranks"
@@ -58,7 +70,9 @@ class Job:
         name, value = self.mark.split("=")
         front = [python_of(mpi), "-m", "hvdlite", "run", "-np", "2", *([] if mpi == "none" else ["--mpi"])]
         command = [*front, str(script), str(self.ranks), *args, *([] if mpi == "none" else ["mpi"])]
-        self.process = subprocess.Popen(command, env={**os.environ, name: value}, cwd="/", start_new_session=True)
+        self.process = subprocess.Popen(
+            command, env={**os.environ, name: value}, cwd="/", start_new_session=True, preexec_fn=end_with_parent
+        )
 
     def wait_until_started(self) -> None:
         while len(list(self.ranks.iterdir())) < 2:
