@@ -17,8 +17,11 @@
 #include "instruction_set.h"
 #include "nccl_bindings.h"
 #include "pack.h"
+#include "prepared_allreduce.h"
+#include "ready_counts.h"
 #include "reduce.h"
 #include "signal.h"
+#include "small_allreduce.h"
 #include "socket_bell.h"
 #include "staged_allreduce.h"
 
@@ -161,6 +164,83 @@ void register_signal(py::module_& m) {
           "prescale"_a, "postscale"_a, "timeout_s"_a, WithoutGil());
 }
 
+void register_small_allreduce(py::module_& m) {
+  py::class_<SmallAllreduce> small(m, "SmallAllreduce");
+  small.attr("MOST_BYTES") = SmallAllreduce::kMostBytes;
+  small
+      .def(py::init<std::uintptr_t, int, int, std::uintptr_t, int>(), "address"_a, "rank"_a, "size"_a,
+           "abort_address"_a, "spin_us"_a)
+      .def_static("bytes_needed", &SmallAllreduce::bytes_needed, "size"_a)
+      .def(
+          "run",
+          [](SmallAllreduce& self, const TensorList& inputs, const TensorList& outputs, std::uint64_t numel, int dtype,
+             int wire_dtype, int op, double prescale, double postscale, double timeout_s) {
+            const SmallJob job{
+                inputs,   outputs, numel, static_cast<DType>(dtype), static_cast<DType>(wire_dtype), static_cast<Op>(op),
+                prescale, postscale};
+            return static_cast<int>(self.run(job, timeout_s));
+          },
+          "inputs"_a, "outputs"_a, "numel"_a, "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a,
+          "timeout_s"_a, WithoutGil())
+      .def("withdraw", &SmallAllreduce::withdraw)
+      .def("late", &SmallAllreduce::late)
+      .def("wake_all", &SmallAllreduce::wake_all, WithoutGil());
+}
+
+void register_plans(py::module_& m) {
+  using Outcome = PreparedAllreduce::Result;
+  py::class_<ReadyCounts>(m, "ReadyCounts")
+      .def(py::init<std::uintptr_t, std::uintptr_t, int, int>(), "address"_a, "doorbells"_a, "rank"_a, "size"_a)
+      // A few loads and stores, and now and then a wake-up, take less time than releasing the GIL.
+      .def("set", &ReadyCounts::set, "plan"_a, "count"_a)
+      .def("all", &ReadyCounts::all, "plan"_a)
+      .def("want_ring", &ReadyCounts::want_ring, "wanted"_a);
+
+  py::class_<PreparedAllreduce> prepared(m, "PreparedAllreduce");
+  prepared.attr("DONE") = static_cast<int>(Outcome::kDone);
+  prepared.attr("NOT_YET") = static_cast<int>(Outcome::kNotYet);
+  prepared.attr("DONE_AND_RUNG") = static_cast<int>(Outcome::kDoneAndRung);
+  prepared.attr("TIMEOUT") = static_cast<int>(Outcome::kTimeout);
+  prepared.attr("ABORTED") = static_cast<int>(Outcome::kAborted);
+  prepared
+      .def(py::init([](Barrier& barrier, SmallAllreduce& small, ReadyCounts& counts, Counts numels, Counts offsets,
+                       std::uint64_t numel, Addresses memory, std::uint64_t window_numel, int dtype, int wire_dtype,
+                       int op, double prescale, double postscale, int spin_us, double patience_s, double timeout_s) {
+             AllreduceShape shape{std::move(numels),
+                                  std::move(offsets),
+                                  numel,
+                                  std::move(memory),
+                                  window_numel,
+                                  static_cast<DType>(dtype),
+                                  static_cast<DType>(wire_dtype),
+                                  static_cast<Op>(op),
+                                  prescale,
+                                  postscale};
+             const std::chrono::microseconds spin(spin_us);
+             return std::make_unique<PreparedAllreduce>(barrier, small, counts, std::move(shape), spin, patience_s,
+                                                        timeout_s);
+           }),
+           "barrier"_a, "small"_a, "counts"_a, "numels"_a, "offsets"_a, "numel"_a, "memory"_a, "window_numel"_a, "dtype"_a,
+           "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "spin_us"_a, "patience_s"_a, "timeout_s"_a,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+      .def(
+          "run",
+          [](PreparedAllreduce& self, const Addresses& inputs, const Addresses& outputs, std::uint64_t plan,
+             std::uint64_t count, std::uint32_t heard) {
+            return static_cast<int>(self.run(inputs, outputs, plan, count, heard));
+          },
+          "inputs"_a, "outputs"_a, "plan"_a, "count"_a, "heard"_a, WithoutGil())
+      .def("last",
+           [](const PreparedAllreduce& self) {
+             const auto& last = self.last();
+             return std::make_tuple(last.plan, last.count, static_cast<int>(last.result));
+           })
+      .def("ready_ns", [](const PreparedAllreduce& self) {
+        const auto since = self.last().ready.time_since_epoch();
+        return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+      });
+}
+
 void register_deadline(py::module_& m) {
   py::class_<Deadline>(m, "Deadline")
       .def(py::init<double, std::string, int>(), "seconds"_a, "message"_a, "exit_code"_a)
@@ -183,6 +263,8 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_reduce(m);
   hvdlite::register_pack(m);
   hvdlite::register_signal(m);
+  hvdlite::register_small_allreduce(m);
+  hvdlite::register_plans(m);
   hvdlite::register_deadline(m);
   hvdlite::register_socket_bell(m);
   hvdlite::register_device(m);

@@ -95,6 +95,11 @@ TensorList::TensorList(std::vector<std::uintptr_t> addresses, const std::vector<
   }
 }
 
+void TensorList::move_to(const std::vector<std::uintptr_t>& addresses) {
+  if (addresses.size() != begins_.size()) throw std::invalid_argument("TensorList: an address per tensor is needed");
+  addresses_ = addresses;
+}
+
 std::size_t TensorList::first_ending_after(std::uint64_t element) const {
   return static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), element) - ends_.begin());
 }

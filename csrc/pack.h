@@ -23,6 +23,9 @@ class TensorList {
   // Where elements [begin, end) lie if one tensor, of elements of `bytes`, has them all; else 0.
   std::uintptr_t address_of(std::uint64_t begin, std::uint64_t end, std::size_t bytes) const;
 
+  // The same layout of other tensors.
+  void move_to(const std::vector<std::uintptr_t>& addresses);
+
   std::size_t size() const { return addresses_.size(); }
   std::uintptr_t address(std::size_t i) const { return addresses_[i]; }
   std::uint64_t begin(std::size_t i) const { return begins_[i]; }

@@ -1,7 +1,6 @@
 #include "signal.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -12,35 +11,13 @@
 
 #include "reduce.h"
 #include "shard.h"
+#include "spin.h"
 
 namespace hvdlite {
 namespace {
 
 // A waiter that sleeps looks at its abort word this often, should the wake-up that belongs to an abort not come.
 constexpr std::chrono::milliseconds kSlice{100};
-constexpr int kPausesPerClockRead = 16;  // a pause takes 10 to 140 cycles, reading the clock about 60
-
-inline void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("isb");  // what others measured to be nearest to x86's pause; `yield` is a no-op on most cores
-#endif
-}
-
-// Looks until `happened` or `until` has come, and at least once; whether it happened.
-template <class Condition>
-bool spin_until(Clock::time_point until, Condition happened) {
-  do {
-    for (int i = 0; i < kPausesPerClockRead; ++i) {
-      if (happened()) return true;
-      pause();
-    }
-    sched_yield();  // whoever is waited for may need this very core
-  } while (Clock::now() < until);
-  return false;
-}
-
 constexpr std::uint32_t kOwner = 1, kAssistant = 2;
 
 }  // namespace

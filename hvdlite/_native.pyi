@@ -103,6 +103,93 @@ class Barrier:
         ``staging[r]`` is the address of rank r's windows. Source: csrc/staged_allreduce.cpp.
         """
 
+class SmallAllreduce:
+    """Allreduce of at most `MOST_BYTES` by way of zeroed shared memory. Source: csrc/small_allreduce.cpp."""
+
+    MOST_BYTES: ClassVar[int]
+
+    def __init__(self, address: int, rank: int, size: int, abort_address: int, spin_us: int) -> None:
+        """``address``: of `bytes_needed(size)` bytes; ``abort_address``: a 32-bit word, non-zero ends every wait."""
+    @staticmethod
+    def bytes_needed(size: int) -> int: ...
+    def run(
+        self,
+        inputs: TensorList,
+        outputs: TensorList,
+        numel: int,
+        dtype: int,
+        wire_dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        timeout_s: float,
+    ) -> int:
+        """The same as `Barrier.staged_allreduce`, with the same results."""
+    def withdraw(self) -> None:
+        """What a `PreparedAllreduce` has begun on some ranks will not be done; all ranks call it at one place."""
+    def late(self) -> list[int]:
+        """The ranks that the last `run` has waited for in vain."""
+    def wake_all(self) -> None:
+        """Make every sleeper look at its abort word."""
+
+class ReadyCounts:
+    """How much of a frozen plan each of ``size`` ranks is ready for. Source: csrc/ready_counts.cpp."""
+
+    def __init__(self, address: int, doorbells: int, rank: int, size: int) -> None:
+        """``address``, ``doorbells``: a zeroed line of 64 bytes per rank each; the latter are the ranks' doorbells."""
+    def set(self, plan: int, count: int) -> None:
+        """This rank's; rings who wants to know that all are ready for more than before."""
+    def all(self, plan: int) -> int:
+        """The smallest."""
+    def want_ring(self, wanted: bool) -> None:
+        """Whether this rank wants to know."""
+
+class PreparedAllreduce:
+    """An allreduce that comes again and again in a plan. Source: csrc/prepared_allreduce.cpp.
+
+    Attributes:
+        NOT_YET: other ranks are late, and nothing was done.
+        DONE_AND_RUNG: it was done, and this rank's doorbell has rung meanwhile.
+    """
+
+    DONE: ClassVar[int]
+    NOT_YET: ClassVar[int]
+    DONE_AND_RUNG: ClassVar[int]
+    TIMEOUT: ClassVar[int]
+    ABORTED: ClassVar[int]
+
+    def __init__(
+        self,
+        barrier: Barrier,
+        small: SmallAllreduce,
+        counts: ReadyCounts,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        numel: int,
+        memory: Sequence[int],
+        window_numel: int,
+        dtype: int,
+        wire_dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        spin_us: int,
+        patience_s: float,
+        timeout_s: float,
+    ) -> None:
+        """``memory``: per rank, what `Barrier.staged_allreduce` calls staging; or, with ``window_numel`` 0, where the
+        tensors live, ``numel`` elements. ``patience_s``: the longest wait until all ranks are ready, of which
+        ``spin_us`` without sleep; ``timeout_s``: inside of the allreduce."""
+    def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
+        """Say to be ready for operation ``count`` of ``plan``, from 1, wait for all, and do it.
+
+        ``heard``: the rings that were followed; any more end the wait.
+        """
+    def last(self) -> tuple[int, int, int]:
+        """Plan, count and result of the last `run`, if it has said so; else those of the one before."""
+    def ready_ns(self) -> int:
+        """When all were ready, in the time of `time.monotonic_ns`."""
+
 def load64(address: int) -> int:
     """Atomic load, sequentially consistent."""
 

@@ -115,6 +115,8 @@ class Config:
     """How long a ready tensor may wait for others to fuse with, in ms. Nothing polls, so 0 is a good default."""
     cache_capacity: int = _setting(1024, _not_negative(int), "CACHE_CAPACITY")
     """Requests that are remembered so that later submissions send their number only; 0 spells out every one."""
+    prepared_operations: bool = _setting(True, _boolean, "PREPARED_OPERATIONS")
+    """On one node, do blocking operations that repeat in one native call; otherwise Python does them, step by step."""
     tree_fanout: int = _setting(4, _positive(int), "TREE_FANOUT")
     """Children of a node leader in the negotiation tree."""
     spin_us: int = _setting(50, _not_negative(int), "SPIN_MICROSECONDS")

@@ -10,16 +10,19 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeVar
 
 from hvdlite.config import Config
+from hvdlite.coordinator.prepared import Prepared
 from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
 from hvdlite.memory.base import Memory
 from hvdlite.memory.views import TensorView
 from hvdlite.recorder import Recorder
 from hvdlite.world import World
+
+T = TypeVar("T")
 
 
 class Group:
@@ -36,6 +39,8 @@ class Group:
         self._lock = threading.Lock()  # guards _unnamed
         self._unnamed: Counter[str] = Counter()
         self._joins = world.joins
+        self.prepared: dict[Hashable, Any] = {}
+        """What `perform` takes, or None where there is no such operation, by whatever tells one from another."""
 
     @property
     def device_memory(self) -> Memory | None:
@@ -71,6 +76,24 @@ class Group:
             sequence = self._unnamed[label]
             self._unnamed[label] += 1
         return sequence
+
+    def perform(self, prepared: Prepared[T], tensors: T, name: str | None) -> None:
+        """Do a prepared operation, and return when it is complete.
+
+        Args:
+            name: the user's, if there is one.
+        """
+        sequence = self._count(prepared.request.label) if name is None else NAMED
+        coordinator = self.world.coordinator
+        done = coordinator.run_at_once(prepared, sequence, tensors)
+        if done is True:
+            return
+        if isinstance(done, Submission):
+            submission = done
+        else:
+            submission = prepared.submission(sequence, tensors)
+            coordinator.submit(submission, background=False)
+        submission.wait()
 
     def submit(
         self,

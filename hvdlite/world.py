@@ -293,6 +293,9 @@ class World:
                 self._end_subset(number, content["text"])
             self._shared.close()
 
+    def withdraw(self) -> None:
+        self._backend.withdraw()
+
     def coordinator_died(self, error: BaseException) -> None:
         self.has_ended = True
         self.health.report(error)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import SUM, DType, Reduction
@@ -33,7 +33,7 @@ from hvdlite.memory.views import Buffer
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 if TYPE_CHECKING:
-    from hvdlite._native import TensorList
+    from hvdlite._native import ReadyCounts, TensorList
     from hvdlite.config import Config
 
 LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
@@ -61,6 +61,19 @@ DONE: Completion = _Done()
 """Of an operation that was complete when its call returned."""
 
 
+class PreparedCall(Protocol):
+    """See `Backend.prepare_allreduce`, and `hvdlite._native.PreparedAllreduce` for what it returns."""
+
+    def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int, /) -> int: ...
+
+    def last(self) -> tuple[int, int, int]: ...
+
+    def ready_ns(self) -> int: ...
+
+    def explain(self, result: int, label: str) -> None:
+        """Raise CollectiveError, or why the job has failed, for a ``result`` of `run` that is neither done nor late."""
+
+
 class Backend(ABC):
     """Collectives between ``size`` ranks, of which this one is ``rank``."""
 
@@ -68,6 +81,8 @@ class Backend(ABC):
     size: int
     memory: Memory
     recorder: Recorder
+    small_bytes: int = 0
+    """Up to so many it takes `allreduce_tensors` less time than `allreduce`, wherever the tensors are."""
 
     @abstractmethod
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
@@ -98,6 +113,19 @@ class Backend(ABC):
             with self._span(Lane.UNPACK, part.nbytes, part.dtype, label):
                 self.memory.unpack(part, begin, outputs, layout.dtype)
         return DONE
+
+    def prepare_allreduce(
+        self, counts: ReadyCounts, layout: Layout, reduction: Reduction, home: Buffer | None, patience_s: float
+    ) -> PreparedCall | None:
+        """`allreduce_tensors`, or `allreduce` of ``home``, as one call that also waits until all ranks are ready.
+
+        It does what those do, so that ranks may do the one or the other. None: there is no such call.
+
+        Args:
+            home: of tensors as they lie in ``layout``; None where they live elsewhere.
+            patience_s: how long the call waits for ranks to be ready, before it returns.
+        """
+        return None
 
     @abstractmethod
     def reduce_scatter(
@@ -140,6 +168,9 @@ class Backend(ABC):
 
     def prepare(self, buf: Buffer) -> None:
         """Take notice of new shared memory, ``buf`` as a whole, in which operations will be; a collective call."""
+
+    def withdraw(self) -> None:
+        """What prepared calls have begun on some ranks, and not done, will not be; all ranks call it at one place."""
 
     def configure(self, config: Config) -> None:
         """Take over what of ``config`` may change between two operations; the same on every rank."""

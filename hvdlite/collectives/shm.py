@@ -7,9 +7,10 @@ may still be using it; and ends with one, after which nobody does, since its own
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion
+from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall
 from hvdlite.collectives.schedule import scaling
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.errors import CollectiveError
@@ -52,10 +53,15 @@ class ShmBackend(Backend):
         self._ranks = node.ranks
         self._timeout_s = timeout_s
         self._check = check
+        self._spin_us = spin_us
         self._window_bytes = align_up(window_bytes) if self.size > 1 else 0
         if self.size > 1:
-            self._page = node.share(_native.Barrier.bytes_needed(self.size))
-            self._barrier = _native.Barrier(self._page.address, self.rank, self.size, node.abort_address, spin_us)
+            barrier_bytes = align_up(_native.Barrier.bytes_needed(self.size))
+            self._page = node.share(barrier_bytes + _native.SmallAllreduce.bytes_needed(self.size))
+            here = self.rank, self.size, node.abort_address, spin_us
+            self._barrier = _native.Barrier(self._page.address, *here)
+            self._small = _native.SmallAllreduce(self._page.address + barrier_bytes, *here)
+            self.small_bytes = _native.SmallAllreduce.MOST_BYTES
         if self._window_bytes:
             self._windows = memory.allocate(_native.Barrier.STAGING_WINDOWS * self._window_bytes)
 
@@ -92,6 +98,12 @@ class ShmBackend(Backend):
             return super().allreduce_tensors(inputs, outputs, layout, reduction, staging=staging, label=label)
         wire_dtype = layout.wire_dtype
         with self._span(Lane.NODE_ALLREDUCE, layout.nbytes, wire_dtype, label):
+            if layout.nbytes <= self.small_bytes:
+                status = self._small.run(
+                    inputs, outputs, layout.end, layout.dtype, wire_dtype, *reduction, self._timeout_s
+                )
+                self._expect_ok(status, "allreduce", label, self._small)
+                return DONE
             status = self._barrier.staged_allreduce(
                 inputs,
                 outputs,
@@ -105,6 +117,36 @@ class ShmBackend(Backend):
             )
             self._expect_ok(status, "allreduce", label)
         return DONE
+
+    def prepare_allreduce(
+        self,
+        counts: _native.ReadyCounts,
+        layout: Layout,
+        reduction: Reduction,
+        home: Buffer | None,
+        patience_s: float,
+    ) -> PreparedCall | None:
+        if not self._window_bytes:
+            return None
+        wire_dtype = layout.wire_dtype
+        native = _native.PreparedAllreduce(
+            self._barrier,
+            self._small,
+            counts,
+            layout.numels,
+            layout.offsets,
+            layout.end,
+            self._windows.copies if home is None else home.copies,
+            self._window_bytes // wire_dtype.itemsize if home is None else 0,
+            layout.dtype,
+            wire_dtype,
+            *reduction,
+            self._spin_us,
+            patience_s,
+            self._timeout_s,
+        )
+        waits_in = self._small if layout.nbytes <= self.small_bytes else self._barrier
+        return _PreparedCall(native, partial(self._expect_ok, operation="allreduce", waited_in=waits_in))
 
     def reduce_scatter(
         self,
@@ -161,9 +203,14 @@ class ShmBackend(Backend):
         if self.size > 1:
             self.meet("barrier")
 
+    def withdraw(self) -> None:
+        if self.size > 1:
+            self._small.withdraw()
+
     def wake(self) -> None:
         if self.size > 1:
             _native.wake_all(self._page.address)
+            self._small.wake_all()
 
     def _distribute(self, operation: str, buf: Buffer, blocks: Sequence[Sequence[Range]], label: str) -> None:
         self.meet(operation, label)
@@ -191,15 +238,29 @@ class ShmBackend(Backend):
         """A barrier, whose errors speak of ``operation`` and ``label``."""
         self._expect_ok(self._barrier.wait(self._timeout_s), operation, label)
 
-    def _expect_ok(self, status: int, operation: str, label: str) -> None:
+    def _expect_ok(
+        self, status: int, operation: str, label: str, waited_in: _native.Barrier | _native.SmallAllreduce | None = None
+    ) -> None:
         if status == _native.Barrier.OK:
             return
         activity = f"{operation} '{label}'" if label else operation
         if status == _native.Barrier.ABORTED:
             self._check()
             raise CollectiveError(f"{activity}: the job was aborted while this rank waited for its node")
-        late = [self._ranks[local_rank] for local_rank in self._barrier.late()]
+        late = [self._ranks[local_rank] for local_rank in (waited_in or self._barrier).late()]
         raise CollectiveError(
             f"{activity}: of ranks {list(self._ranks)} on this node, {late} did not come within "
             f"{self._timeout_s:g} s; if they are only slow, raise HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
         )
+
+
+class _PreparedCall:
+    """What `ShmBackend.prepare_allreduce` returns."""
+
+    def __init__(self, native: _native.PreparedAllreduce, expect_ok: Callable[..., None]) -> None:
+        self.run, self.last, self.ready_ns = native.run, native.last, native.ready_ns
+        self._expect_ok = expect_ok
+
+    def explain(self, result: int, label: str) -> None:
+        aborted = result == _native.PreparedAllreduce.ABORTED
+        self._expect_ok(_native.Barrier.ABORTED if aborted else _native.Barrier.TIMEOUT, label=label)

@@ -1,8 +1,8 @@
 """The shared page through which the ranks of a node talk and wake each other; nothing in it polls.
 
-Per rank a doorbell (a futex), a byte stream to the node leader, and a word that says how much of the frozen plan it is
-ready for; from the leader one byte stream, the log, that the other local ranks read. Bytes are written before the head
-that covers them is stored with release order.
+Per rank a doorbell (a futex), a byte stream to the node leader, and a line that says how much of the frozen plan it is
+ready for (csrc/ready_counts.h); from the leader one byte stream, the log, that the other local ranks read. Bytes are
+written before the head that covers them is stored with release order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from hvdlite.node import Node
 _LINE_BYTES = 64  # every word that another rank writes has a cache line of its own
 _MAILBOX_BYTES = 1 << 16
 _LOG_BYTES = 1 << 18
-_COUNT_BITS = 44
-_COUNT_MASK = (1 << _COUNT_BITS) - 1
-_PLAN_MASK = (1 << 64 - _COUNT_BITS) - 1  # a rank is never behind by as many plans as that
 
 
 class ByteStream:
@@ -86,7 +83,14 @@ class ControlPage:
         self._local_rank = node.local_rank
         self._local_size = size
         self._doorbells = [self._segment.address + _LINE_BYTES * i for i in range(size)]
-        self._ready = [self._segment.address + _LINE_BYTES * (size + i) for i in range(size)]
+        self.counts = _native.ReadyCounts(
+            self._segment.address + _LINE_BYTES * size,
+            self._segment.address,
+            node.local_rank,
+            size,
+        )
+        """How much of the frozen plan each rank is ready for, for native code."""
+        self.want_ring(node.local_rank == 0)  # leaders pass counts on
 
         memory = self._segment.memory.data
         offset = 2 * _LINE_BYTES * size
@@ -134,16 +138,16 @@ class ControlPage:
         return self._log.read(self._local_rank - 1)
 
     def set_ready(self, plan: int, count: int) -> None:
-        """Say how much of plan number ``plan`` this rank is ready for; wakes the leader if all have waited for it."""
-        own = self._ready[self._local_rank]
-        before = _count_of(_native.load64(own), plan)
-        _native.store64(own, (plan & _PLAN_MASK) << _COUNT_BITS | count)
-        if self._local_rank != 0 and self.ready(plan) > before:
-            self.ring(0)
+        """Say how much of plan number ``plan`` this rank is ready for; if all have waited for it, ring who wants it."""
+        self.counts.set(plan, count)
 
     def ready(self, plan: int) -> int:
         """How many operations of a plan all local ranks are ready for."""
-        return min([_count_of(_native.load64(word), plan) for word in self._ready])
+        return self.counts.all(plan)
+
+    def want_ring(self, wanted: bool) -> None:
+        """Whether this rank's coordinator is rung when all local ranks are ready for more of a plan than before."""
+        self.counts.want_ring(wanted)
 
     def ring(self, local_rank: int) -> None:
         """Wake a rank's coordinator."""
@@ -179,8 +183,3 @@ class ControlPage:
     def end_assistance(self) -> int:
         """Leave; how often this rank was rung by then."""
         return _native.doorbell_end_assistance(self._doorbells[self._local_rank])
-
-
-def _count_of(word: int, plan: int) -> int:
-    """How much of ``plan`` a rank with this word is ready for: 0 where it has not begun with it."""
-    return word & _COUNT_MASK if word >> _COUNT_BITS == plan & _PLAN_MASK else 0

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ControlPage
@@ -26,7 +26,8 @@ from hvdlite.coordinator.follower import Follower
 from hvdlite.coordinator.fusion import fuse
 from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
-from hvdlite.coordinator.plan_member import PlanMember
+from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
+from hvdlite.coordinator.prepared import Outcome, Prepared
 from hvdlite.coordinator.request import Key
 from hvdlite.coordinator.stall import status_of
 from hvdlite.coordinator.submission import Submission
@@ -35,6 +36,8 @@ from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError, ShutDownError
 from hvdlite.recorder import Lane, Recorder
 from hvdlite.topology import Topology
+
+T = TypeVar("T")
 
 _WATCH_S = 1.0  # between two looks at what GPUs do
 
@@ -61,6 +64,9 @@ class Owner(Protocol):
 
     def watch(self) -> None:
         """See that what is under way goes on; raises what ends the world."""
+
+    def withdraw(self) -> None:
+        """A plan that ran free has ended: what prepared operations have begun, and not done, will not be."""
 
     def coordinator_died(self, error: BaseException) -> None:
         """What has ended the coordinator before its time."""
@@ -105,6 +111,7 @@ class Coordinator:
         self._owner = owner
         self._rank = topology.rank
         self._page = page
+        self.counts = page.counts
         self._clock = clock
         self._lock = threading.Lock()  # guards _in_flight, _executing and _closed
         self._queue: deque[Submission | Notice] = deque()
@@ -159,6 +166,77 @@ class Coordinator:
             self._progress.submissions += 1
         if rings:
             self._page.ring_self()
+
+    def run_at_once(self, prepared: Prepared[T], sequence: int, tensors: T) -> bool | Submission:
+        """Do an operation on the caller's thread, in one native call, if it comes next in a plan that runs free.
+
+        Args:
+            tensors: what ``prepared`` takes.
+
+        Returns:
+            Whether it was done; where it was not, nothing has happened, and it has to be submitted. Or what is to be
+            waited for, as other ranks are late.
+
+        Raises:
+            HorovodInternalError: it came to nothing.
+        """
+        worker = self._worker
+        if worker.is_own_thread_at_work:  # which a signal handler has interrupted
+            return False
+        try:  # an interrupt may come between any two instructions
+            plan = self._plan.free if worker.begin() else None
+            if plan is None or self._queue or self._in_flight or self._closed is not None or self._has_joined:
+                return False
+            if not plan.begin_next(prepared.request, sequence):
+                return False
+            try:
+                outcome = prepared.run(tensors, self._plan.number, plan.ready, worker.heard)
+            except BaseException as error:
+                self._interrupted(plan, prepared, sequence, tensors, error)
+                raise
+            self._last_submitted = prepared.label
+            self._progress.submissions += 1
+            if outcome is not Outcome.NOT_YET:
+                plan.finish_next()
+                self._progress.counted += 1
+                self._progress.batches += 1
+                if outcome is Outcome.DONE_AND_RUNG:
+                    worker.follow()
+                return True
+            return self._leave(plan, prepared, sequence, tensors)
+        finally:
+            worker.finish()
+
+    def _leave(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T) -> Submission:
+        """What this rank has said to be ready for waits for other ranks."""
+        submission = prepared.submission(sequence, tensors)
+        submission.assist = self._worker.assist
+        plan.leave_next(submission)
+        plan.told = plan.ready
+        self._plan.moved(self._clock())
+        with self._lock:
+            self._in_flight[submission.key] = submission
+        return submission
+
+    def _interrupted(
+        self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T, error: BaseException
+    ) -> None:
+        """``prepared`` has failed; or Ctrl-C has come, and the other ranks go on."""
+        if isinstance(error, HorovodInternalError):
+            self._end(error)
+            return
+        outcome = prepared.outcome(self._plan.number, plan.ready)
+        if outcome is None:
+            plan.cancel_next(prepared.request)
+        elif outcome is Outcome.NOT_YET:
+            self._leave(plan, prepared, sequence, tensors)
+        else:
+            plan.finish_next()
+
+    @property
+    def runs_free(self) -> bool:
+        """Whether `run_at_once` may do something."""
+        return self._plan.free is not None
 
     def announce(self, content: dict[str, Any]) -> None:
         """Send a notice to the root, which tells every rank.
@@ -218,12 +296,16 @@ class Coordinator:
         try:
             return self._cycle()
         except BaseException as error:
-            self.has_ended = True
-            self._owner.coordinator_died(error)
-            self._give_up_executing(error)
+            self._end(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C on a thread that assists
             return False
+
+    def _end(self, error: BaseException) -> None:
+        """What was at work has failed."""
+        self.has_ended = True
+        self._owner.coordinator_died(error)
+        self._give_up_executing(error)
 
     @property
     def has_news(self) -> bool:
@@ -260,7 +342,13 @@ class Coordinator:
         for message in log:
             self._obey(message)
             if self.has_ended:  # several ranks may have announced the end
-                break
+                return busy
+        plan = self._plan.plan
+        if plan is not None and plan.is_free:
+            due = self._plan.due(self._page.ready(self._plan.number), now_s)
+            for response in due:
+                self._count_and_execute((response,))
+            busy |= bool(due)
         return busy
 
     def _drain(self, now_s: float) -> None:
@@ -273,6 +361,8 @@ class Coordinator:
         plan = self._plan.plan
         if plan is not None and plan.ready > plan.told:
             plan.told = plan.ready
+            if plan.is_free:
+                self._page.want_ring(True)
             self._page.set_ready(self._plan.number, plan.told)
 
     def _obey(self, message: Message) -> None:
@@ -301,16 +391,26 @@ class Coordinator:
             self._station.obeyed(message)
         reaction = self._plan.obey(message, self._clock())
         if reaction.begins:
+            assert self._plan.plan is not None
+            self._page.want_ring(self._plan.plan.is_free or self._leader is not None)
             self._page.set_ready(self._plan.number, 0)
-        if reaction.responses:
-            self._progress.counted += len(reaction.responses)
-            self._progress.batches += 1
         if reaction.again:
             self._queue.extendleft(reversed(reaction.again))
         if reaction.answer is not None:
             self._station.say(reaction.answer)
-        if reaction.responses:
-            self._execute(reaction.responses)
+        if reaction.fuses:
+            self._count_and_execute(reaction.responses)
+        else:
+            for response in reaction.responses:
+                self._count_and_execute((response,))
+            self._owner.withdraw()
+
+    def _count_and_execute(self, responses: Sequence[Response]) -> None:
+        """Do operations of a plan together."""
+        if responses:
+            self._progress.counted += len(responses)
+            self._progress.batches += 1
+            self._execute(responses)
 
     def _execute(self, responses: Sequence[Response]) -> None:
         if len(responses) == 1:

@@ -67,6 +67,7 @@ class Leader:
             [*((rank,) for rank in topology.local_ranks), *self._speaks_for.values()],
             self._speaks_for.values(),
             OrderWatch(config.cache_capacity) if self._is_root else None,
+            may_run_free=self._is_alone and config.prepared_operations,
         )
         self._spread: deque[bytes] = deque()  # of the log, what this node may not have yet
         self._node_outbox = bytearray()  # of the log, what the page has no room for yet
@@ -217,11 +218,16 @@ class Leader:
 
     def _judge(self, stall: StallWatch, now_s: float) -> None:
         """The root turns what is complete into the log."""
-        verdicts = self._negotiation.verdicts()
+        if self._plan.runs_free:
+            self._pass_on(self._plan.make_room())
+            verdicts = []
+        else:
+            verdicts = self._negotiation.verdicts()
+        alone = sum(isinstance(verdict, Response) for verdict in verdicts) == 1
         for verdict in verdicts:
             self._decree(verdict)
             if isinstance(verdict, Response):
-                self._plan.saw(verdict)
+                self._plan.saw(verdict, alone=alone)
         if verdicts:
             self._decree(EndOfBatch())
             self._pass_on(self._plan.propose(self._negotiation.is_idle))

@@ -85,6 +85,7 @@ class Verb(IntEnum):
     GO = 5  # from the root: operations that all ranks are ready for
     BREAK = 6  # to the root: the plan will not come true
     END = 7  # from the root: of the plan only so many operations will be done
+    RELEASE = 8  # from the root: as FREEZE, but no GO will come: each rank sees for itself what all are ready for
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,17 @@ class OrderWatch:
     def _restart(self) -> None:
         self._numbers: dict[Request, int] = {}  # small integers compare faster than requests
         self._history: list[int] = []
+        self._came_alone: list[bool] = []  # of each in the history
         self._last_seen: dict[int, int] = {}
         self._period = 0
         self._matches = 0
 
-    def saw(self, response: Response) -> None:
-        """The next response of the log."""
+    def saw(self, response: Response, *, alone: bool = True) -> None:
+        """The next response of the log.
+
+        Args:
+            alone: in its batch.
+        """
         if response.request.unsettles:
             self._patience = 1  # the order changes on purpose: that this plan ends says nothing about the next one
         if not response.request.repeats or len(self._history) >= self._longest * (_LONGEST_PATIENCE + 2):
@@ -51,12 +56,17 @@ class OrderWatch:
             self._period = at - self._last_seen.get(number, at)
             self._matches = 0
         self._history.append(number)
+        self._came_alone.append(alone)
         self._last_seen[number] = at
 
     def period(self) -> int:
         """How many operations repeat; 0 while they do not, or not for long enough."""
         enough = self._matches >= self._patience * self._period and self._period <= self._longest
         return self._period if enough else 0
+
+    def came_alone(self, period: int) -> bool:
+        """Whether the last ``period`` operations came one at a time, so that nothing was fused."""
+        return all(self._came_alone[-period:])
 
     def forget(self) -> None:
         """What the log says now is no longer all that is done."""
@@ -82,11 +92,22 @@ class PlanLeader:
         senders: whose answers it collects: its own, those of its local ranks, and of its children.
         children: those of them that lead other nodes.
         watch: the root's; None for other leaders.
+        may_run_free: there is no other node, and ranks may see for themselves what all are ready for.
     """
 
-    def __init__(self, senders: Collection[Sender], children: Collection[Sender], watch: OrderWatch | None) -> None:
+    def __init__(
+        self,
+        senders: Collection[Sender],
+        children: Collection[Sender],
+        watch: OrderWatch | None,
+        *,
+        may_run_free: bool = False,
+    ) -> None:
         self._senders = senders
         self._watch = watch
+        self._may_run_free = may_run_free
+        self.runs_free = False
+        """A plan is open of which each rank sees how far to go, so that the log must not say what else to do."""
         self._held: dict[Sender, int] = {}
         self._children_ready = dict.fromkeys(children, 0)
         self._passed_on = 0
@@ -95,10 +116,14 @@ class PlanLeader:
         self._period = 0  # operations of it
         self._holding = False
 
-    def saw(self, response: Response) -> None:
-        """The root has written a response into the log."""
+    def saw(self, response: Response, *, alone: bool) -> None:
+        """The root has written a response into the log.
+
+        Args:
+            alone: in its batch.
+        """
         assert self._watch is not None
-        self._watch.saw(response)
+        self._watch.saw(response, alone=alone)
 
     def hear(self, message: PlanMessage, sender: Sender, is_idle: bool) -> PlanMessage | None:
         """What to pass on: the root into the log, others to their parent.
@@ -135,10 +160,14 @@ class PlanLeader:
             return None
         return self._hold()
 
+    def make_room(self) -> PlanMessage | None:
+        """For the root: something is claimed beside a plan that runs free, which has to end before."""
+        return None if self._holding else self._hold()
+
     def ready(self, local: int) -> PlanMessage | None:
         """What to pass on where ``local`` operations are ready on all local ranks."""
         count = min([local, *self._children_ready.values()])
-        if self._holding or not self.is_open or count <= self._passed_on:
+        if self._holding or not self.is_open or self.runs_free or count <= self._passed_on:
             return None
         self._passed_on = count
         if self._watch is not None:
@@ -148,11 +177,12 @@ class PlanLeader:
     def obey(self, message: PlanMessage) -> None:
         """Do what the log says."""
         self._holding = message.verb is Verb.HOLD
-        if message.verb is Verb.FREEZE:
+        if message.verb in (Verb.FREEZE, Verb.RELEASE):
             self.number += 1
             self.is_open, self._passed_on, self._period = True, 0, message.count
+            self.runs_free = message.verb is Verb.RELEASE
         elif message.verb is Verb.END:
-            self.is_open = False
+            self.is_open = self.runs_free = False
 
     def _hold(self) -> PlanMessage:
         self._holding = True
@@ -165,5 +195,6 @@ class PlanLeader:
         period = watch.period()
         if not period or count < 0:
             return PlanMessage(Verb.RESUME)
+        runs_free = self._may_run_free and watch.came_alone(period)
         watch.forget()
-        return PlanMessage(Verb.FREEZE, period)
+        return PlanMessage(Verb.RELEASE if runs_free else Verb.FREEZE, period)

@@ -6,13 +6,17 @@ order; leaders pass on the smallest count of those below them; the root writes i
 says what otherwise takes a claim and a response per operation. Operations that are not of the plan are negotiated as
 ever, in between.
 
+On one node a plan whose operations came one at a time runs free: nobody is told how far to go, since every rank sees
+all counts. Each operation is done alone, in the order of the plan, once all counts have reached it. Nothing else is
+done meanwhile, so the first claim of something else ends such a plan.
+
 A rank for which the plan does not come true (an operation of it is missing, or is different now, or other ranks do not
 come) asks the root to end it. Before a plan begins or ends, every rank holds new claims back for a moment, so that no
 operation is claimed on one rank and counted on another:
 
-HOLD and what comes after it (RESUME, FREEZE or END) are in the log, so every rank takes them at the same point. Between
-the two no rank claims anything, and the answers, HELD, come up behind all claims that were made before: when the root
-has all of them, it knows of every claim there is.
+HOLD and what comes after it (RESUME, FREEZE, RELEASE or END) are in the log, so every rank takes them at the same
+point. Between the two no rank claims anything, and the answers, HELD, come up behind all claims that were made before:
+when the root has all of them, it knows of every claim there is.
 
 Pure: takes messages and says which to send; no MPI, no clock, no shared memory. plan_leader.py has the leaders' part.
 """
@@ -45,9 +49,11 @@ class FrozenPlan:
 
     Args:
         entries: (request, sequence) of the period that the log ended with.
+        is_free: every rank sees for itself how far to go.
     """
 
-    def __init__(self, entries: Sequence[tuple[Request, int]]) -> None:
+    def __init__(self, entries: Sequence[tuple[Request, int]], is_free: bool = False) -> None:
+        self.is_free = is_free
         self.ready = 0  # operations of the plan, in its order, that this rank has submitted
         self.told = 0  # of these, those that the leader knows of
         self.done = 0
@@ -67,16 +73,49 @@ class FrozenPlan:
             return False
         turn, which = divmod(turns.offered, len(turns.positions))
         position = turns.positions[which]
-        request, sequence = self._entries[position]
-        if sequence != NAMED:
-            sequence += (turn + 1) * self._per_period[request.name]
-        if submission.sequence != sequence:
+        if submission.sequence != self._sequence_at(position, turn):
             return False
         turns.offered += 1
         self._pending[turn * len(self._entries) + position] = submission
         while self.ready in self._pending:
             self.ready += 1
         return True
+
+    def _sequence_at(self, position: int, turn: int) -> int:
+        request, sequence = self._entries[position]
+        return sequence if sequence == NAMED else sequence + (turn + 1) * self._per_period[request.name]
+
+    def begin_next(self, request: Request, sequence: int) -> bool:
+        """Count as ready what comes next, while nothing else is waited for; whether ``request`` is that.
+
+        `finish_next`, `leave_next` or `cancel_next` follows, with nothing in between.
+        """
+        if self._pending or self.done != self.ready:
+            return False
+        turn, position = divmod(self.ready, len(self._entries))
+        expected = self._entries[position][0]
+        if (expected is not request and expected != request) or sequence != self._sequence_at(position, turn):
+            return False
+        turns = self._turns_of(request)
+        assert turns is not None, request
+        turns.offered += 1
+        self.ready += 1
+        return True
+
+    def finish_next(self) -> None:
+        """It was done."""
+        self.done = self.ready
+
+    def cancel_next(self, request: Request) -> None:
+        """Nobody was told."""
+        turns = self._turns_of(request)
+        assert turns is not None, request
+        turns.offered -= 1
+        self.ready -= 1
+
+    def leave_next(self, submission: Submission) -> None:
+        """It waits for other ranks."""
+        self._pending[self.ready - 1] = submission
 
     def _turns_of(self, request: Request) -> _Turns | None:
         turns = self._by_identity.get(id(request))
@@ -123,6 +162,7 @@ class Reaction:
     """What a rank does because of a message of the log."""
 
     responses: Sequence[Response] = ()
+    fuses: bool = True  # these are done together
     again: Sequence[Submission] = ()  # submit these once more
     answer: PlanMessage | None = None
     begins: bool = False  # a plan does
@@ -163,6 +203,25 @@ class PlanMember:
         self._contradicted |= self.plan.contradicts(submission)
         return False
 
+    @property
+    def free(self) -> FrozenPlan | None:
+        """A plan that runs free, while it takes operations."""
+        plan = self.plan
+        return plan if plan is not None and plan.is_free and self._held is None else None
+
+    def due(self, ready: int, now_s: float) -> Sequence[Response]:
+        """Of a plan that runs free, what all ranks are ready for, which is ``ready`` operations; also while it is held:
+        ranks that have seen that are at it already."""
+        plan = self.plan
+        if plan is None or not plan.is_free or ready <= plan.done:
+            return ()
+        self._moved_s = now_s
+        return plan.take(ready)
+
+    def moved(self, now_s: float) -> None:
+        """An operation of the plan was submitted."""
+        self._moved_s = now_s
+
     def complaint(self, now_s: float) -> PlanMessage | None:
         """A wish to end the plan, once, where it does not come true."""
         if self.plan is None or self._gave_up or self._held is not None or self.patience_s(now_s) > 0:
@@ -193,14 +252,15 @@ class PlanMember:
         else:
             assert self._held is not None, message
             reaction.again, self._held = self._held, None
-            if verb is Verb.FREEZE:
-                self.plan = FrozenPlan(list(self._recent)[-message.count :])
+            if verb in (Verb.FREEZE, Verb.RELEASE):
+                self.plan = FrozenPlan(list(self._recent)[-message.count :], is_free=verb is Verb.RELEASE)
                 self.number += 1
                 reaction.begins = True
                 self._contradicted = self._gave_up = False
             elif verb is Verb.END:
                 assert self.plan is not None
                 reaction.responses = self.plan.take(message.count)
+                reaction.fuses = not self.plan.is_free
                 reaction.again = [*self.plan.leftovers(), *reaction.again]
                 self.plan = None
         return reaction

@@ -43,6 +43,8 @@ class Worker:
         self._idle_s = idle_s
         self._spin_us = spin_us
         self._at_work = threading.RLock()  # held by whoever is
+        self.heard = -1
+        """The count of rings that the last cycle began with: a ring that came since has yet to be followed."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -77,7 +79,7 @@ class Worker:
                 return
             page.begin_assistance()
             while not submission.is_done and not work.has_ended:
-                rings = page.rings()
+                rings = self.heard = page.rings()
                 if not work.cycle() and not submission.is_done and not work.has_ended:
                     page.assist(rings, min(work.patience_s(), self._idle_s), self._spin_us)
         finally:
@@ -88,13 +90,34 @@ class Worker:
                 if missed or unfinished:
                     page.ring_self()
 
+    @property
+    def is_own_thread_at_work(self) -> bool:
+        """Whether it is the caller's thread that is."""
+        return _owns(self._at_work)
+
+    def begin(self) -> bool:
+        """Whether the caller's thread is at work from here on, as nobody else was; `finish` follows in any case."""
+        return self._at_work.acquire(blocking=False)
+
+    def finish(self) -> None:
+        """The end of what `begin` may have begun."""
+        if _owns(self._at_work):
+            self._at_work.release()
+
+    def follow(self) -> None:
+        """Of who is at work: look for what has rung meanwhile."""
+        busy = True
+        while busy and not self._work.has_ended:
+            self.heard = self._page.rings()
+            busy = self._work.cycle()
+
     def _run(self) -> None:
         page, work = self._page, self._work
         while True:
             with self._at_work:
                 if work.has_ended:
                     return
-                rings = page.rings()
+                rings = self.heard = page.rings()
                 busy = work.cycle()
                 patience_s = min(work.patience_s(), self._idle_s)
             if not busy and not work.has_ended:

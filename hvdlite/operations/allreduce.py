@@ -89,7 +89,10 @@ class Allreduce(ReducingOperation):
         began_s, before = time.monotonic(), engine.executed.reduced_bytes
         submission = work[0][1]
         if self.place is not None and submission.home is not None:
-            self._reduce_at_home(engine, submission, submission.home, label)
+            if self._home_layout.nbytes <= engine.backend.small_bytes:
+                self._reduce(engine, submission.inputs, submission.outputs, self._home_layout, label)
+            else:
+                self._reduce_at_home(engine, submission, submission.home, label)
         elif len(work) > 1:  # each has one layout, and all of the same types
             inputs = [view for _, submission in work for view in submission.inputs]
             outputs = [view for _, submission in work for view in submission.outputs]
@@ -135,6 +138,13 @@ class Allreduce(ReducingOperation):
         targets = sources if outputs is submission.inputs else engine.tensors(outputs, layout)
         with engine.recorder.span(Lane.UNPACK, label, buffer.nbytes, dtype.label):
             engine.memory.unpack(buffer, 0, targets, dtype)
+
+    @property
+    def only_layout(self) -> Layout | None:
+        """Of its tensors, where they are of one type."""
+        if self.place is not None:
+            return self._home_layout
+        return self._layouts[0][1] if len(self._layouts) == 1 else None
 
     @cached_property
     def _layouts(self) -> list[tuple[Sequence[int], Layout]]:

@@ -14,6 +14,7 @@ import torch
 
 from hvdlite.torch.adasum import adasum_async
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
+from hvdlite.torch.at_once import reduced_at_once
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
@@ -116,6 +117,12 @@ def allreduce(
         UsageError: ``op`` is none of these.
         HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
+    if average is None and not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+        reduced = reduced_at_once(
+            tensor, name, op, prescale_factor, postscale_factor, process_set, compression, in_place=False
+        )
+        if reduced is not None:
+            return reduced
     options = reduce_options(average, op, prescale_factor, postscale_factor, process_set, compression)
     return reduce_compressed(_Allreduce, [tensor], name, options, compression, grouped=False)[0]
 
@@ -146,6 +153,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """`allreduce` in place; returns ``tensor``."""
+    if average is None:
+        reduced = reduced_at_once(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+        if reduced is not None:
+            return reduced
     options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
     return _start([tensor], name, options, in_place=True, grouped=False, background=False).synchronize()[0]
 

@@ -47,6 +47,7 @@ class Page:
 
     bytes_written = bytes_read = 0  # nobody counts
     aborted = False
+    counts = None  # for native code
 
     def __init__(self, shared: SimpleNamespace, local_rank: int, generator: random.Random) -> None:
         self._shared = shared
@@ -86,7 +87,11 @@ class Page:
         before = self.ready(plan)
         self._shared.ready[self._local_rank] = (plan, count)
         if self.ready(plan) > before:
-            self.ring(0)
+            for local_rank in self._shared.want_ring:
+                self.ring(local_rank)
+
+    def want_ring(self, wanted: bool) -> None:
+        (self._shared.want_ring.add if wanted else self._shared.want_ring.discard)(self._local_rank)
 
     def ready(self, plan: int) -> int:
         return min(count if its == plan else 0 for its, count in self._shared.ready)
@@ -158,6 +163,9 @@ class Owner:
                 assert response.request.settled() == submission.request.settled()
         self.buckets.append(tuple(response.key for response, _ in work))
 
+    def withdraw(self) -> None:
+        pass
+
     def coordinator_died(self, error: BaseException) -> None:
         raise error
 
@@ -182,6 +190,7 @@ class Lab:
                 mailboxes=[bytearray() for _ in ranks],
                 logs=[bytearray() for _ in ranks],
                 ready=[(0, 0)] * len(ranks),
+                want_ring=set(),
                 rung=set(range(len(ranks))),
             )
             for local_rank, rank in enumerate(ranks):

@@ -11,6 +11,7 @@ from coordinator_lab import Lab, submission
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.plan_leader import OrderWatch
 from hvdlite.coordinator.plan_member import FrozenPlan
+from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import MismatchError
@@ -118,12 +119,55 @@ def test_a_plan_counts_in_its_own_order() -> None:
     assert plan.ready == 6
 
 
-class Job:
-    """Ranks that go through the same steps, each at its own pace, and wait at the end of each."""
+class AtOnce:
+    """An operation prepared on rank ``rank``, as native code does it: in order, and once all ranks are ready.
 
-    def __init__(self, lab: Lab) -> None:
+    Attributes:
+        interrupt: raised by the next `run`, before or after it has told the other ranks.
+    """
+
+    def __init__(self, lab: Lab, rank: int, made: Submission) -> None:
+        self._page, self._owner = lab.pages[rank], lab.owners[rank]
+        self._made = made
+        self._last: tuple[int, int, Outcome] | None = None
+        self.request, self.label = made.request, made.label
+        self.interrupt: str | None = None
+
+    def run(self, tensors: None, plan: int, count: int, heard: int) -> Outcome:
+        if self.interrupt == "before":
+            raise KeyboardInterrupt
+        self._page.want_ring(False)
+        self._page.set_ready(plan, count)
+        outcome = Outcome.NOT_YET
+        if self._page.ready(plan) >= count:
+            self._owner.buckets.append((self._made.key,))
+            outcome = Outcome.DONE
+        else:
+            self._page.want_ring(True)
+        self._last = plan, count, outcome
+        if self.interrupt == "after":
+            raise KeyboardInterrupt
+        return outcome
+
+    def outcome(self, plan: int, count: int) -> Outcome | None:
+        return self._last[2] if self._last is not None and self._last[:2] == (plan, count) else None
+
+    def submission(self, sequence: int, tensors: None) -> Submission:
+        return self._made
+
+
+class Job:
+    """Ranks that go through the same steps, each at its own pace, and wait at the end of each.
+
+    Args:
+        at_once: what they wait for they try to do at once.
+    """
+
+    def __init__(self, lab: Lab, *, at_once: bool = False) -> None:
         self.lab = lab
         self.errors = 0
+        self.done_at_once = 0
+        self._at_once = at_once
 
     def step(self, orders: Sequence[Sequence[tuple[str, int]]]) -> None:
         """Rank r submits ``orders[r]``: (name, elements); a name of '?' is unnamed, '|' waits for what came before."""
@@ -142,14 +186,33 @@ class Job:
             name, numel = todo[rank].pop(0)
             if name != "|":
                 made = submission(name, numel, self._count(rank) if name == "?" else NAMED)
-                self.lab.ranks[rank].submit(made)
-                handles[rank].append(made)
+                waits = bool(todo[rank]) and todo[rank][0][0] == "|"
+                handles[rank] += self._begin(rank, made, waits)
         self.lab.settle([handle for own in handles for handle in own])
         for handle in handles[0]:
             try:
                 handle.wait()
             except MismatchError:
                 self.errors += 1
+
+    def _begin(self, rank: int, made: Submission, waits: bool) -> list[Submission]:
+        coordinator = self.lab.ranks[rank]
+        if self._at_once and waits and self.lab.random.random() < 0.9:
+            prepared = AtOnce(self.lab, rank, made)
+            if self.lab.random.random() < 0.1:
+                prepared.interrupt = self.lab.random.choice(["before", "after"])
+            try:
+                done = coordinator.run_at_once(prepared, made.sequence, None)
+            except KeyboardInterrupt:
+                outcome = prepared.outcome(coordinator._plan.number, coordinator._plan.plan.ready)
+                done = made if outcome is Outcome.NOT_YET else outcome is not None
+            if done is True:
+                self.done_at_once += 1
+                return []
+            if done is made:
+                return [made]
+        coordinator.submit(made)
+        return [made]
 
     def _count(self, rank: int) -> int:
         self._counts = getattr(self, "_counts", [0] * len(self.lab.ranks))
@@ -263,6 +326,61 @@ def test_a_plan_that_is_not_followed_makes_room(nodes: list[tuple[int, ...]]) ->
                 break
         job.check_order()
         assert job.plans == [number] * len(job.plans) and all(job.frozen)
+
+
+ONE_BY_ONE = [entry for name in "a?bc" for entry in ((name, 4), ("|", 0))]
+
+
+@pytest.mark.parametrize("nodes", [[(0,)], [(0, 1)], [(0, 1, 2)]], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_what_comes_one_by_one_needs_no_message_and_nobody_who_tells(nodes: list[tuple[int, ...]], seed: int) -> None:
+    lab = Lab(nodes, seed)
+    job = Job(lab, at_once=True)
+    job.freeze(ONE_BY_ONE)
+    assert all(coordinator.runs_free for coordinator in lab.ranks)
+    claims, before = lab.claims(), job.done_at_once
+    for _ in range(20):
+        job.step([ONE_BY_ONE] * len(lab.ranks))
+    job.check_order()
+    assert job.done_at_once > before
+    assert lab.claims() == claims
+    assert not any(lab.pages[0]._shared.logs) and job.plans == [1] * len(lab.ranks)
+
+
+@pytest.mark.parametrize("settings", [{"prepared_operations": False}, {}], ids=["Python", "two nodes"])
+def test_who_is_told_how_far_to_go_does_nothing_at_once(settings: dict[str, bool]) -> None:
+    lab = Lab([(0, 1)] if settings else [(0,), (1,)], 0, **settings)
+    job = Job(lab, at_once=True)
+    job.freeze(ONE_BY_ONE)
+    job.step([ONE_BY_ONE] * 2)
+    assert not job.done_at_once and not any(coordinator.runs_free for coordinator in lab.ranks)
+
+
+@pytest.mark.parametrize("nodes", [[(0, 1)], [(0, 1, 2)], [(0, 1, 2, 3)]], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_what_deviates_from_a_plan_that_runs_free(nodes: list[tuple[int, ...]], seed: int) -> None:
+    """At every place of the plan, waited for or not: all do the same in the same order."""
+    lab = Lab(nodes, seed)
+    job = Job(lab, at_once=True)
+    ranks = range(len(lab.ranks))
+    for place in range(len(ONE_BY_ONE)):
+        job.freeze(ONE_BY_ONE)
+        for _ in range(lab.random.randrange(3)):
+            job.step([ONE_BY_ONE] * len(ranks))
+        orders = [list(ONE_BY_ONE) for _ in ranks]
+        how = lab.random.choice(["more", "less", "asynchronous", "another order here"])
+        for order in orders:
+            if how == "more":
+                order.insert(place, ("more", 3))
+            elif how == "less":
+                order[place] = ("|", 0)
+            else:
+                order[place:] = [entry for entry in order[place:] if entry[0] != "|"]
+                if how == "another order here":
+                    order[place:] = lab.random.sample(order[place:], len(order) - place)
+        job.step(orders)
+        job.check_order()
+    assert len(set(job.plans)) == 1
 
 
 def test_who_joins_ends_the_plan() -> None:

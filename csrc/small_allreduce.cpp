@@ -1,0 +1,139 @@
+#include "small_allreduce.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "reduce.h"
+#include "spin.h"
+
+namespace hvdlite {
+namespace {
+
+// A waiter that sleeps looks at its abort word this often, should the wake-up that belongs to an abort not come.
+constexpr std::chrono::milliseconds kSlice{100};
+constexpr std::uint64_t kPlaces = 2;
+
+}  // namespace
+
+struct SmallAllreduce::Line {
+  alignas(kCacheLine) Word turn;  // futex
+  Word sleepers;                  // of other ranks, on `turn`
+};
+
+SmallAllreduce::SmallAllreduce(std::uintptr_t address, int rank, int size, std::uintptr_t abort_address, int spin_us)
+    : address_(address),
+      abort_(reinterpret_cast<Word*>(abort_address)),
+      spin_(std::max(spin_us, 0)),
+      rank_(static_cast<std::uint32_t>(rank)),
+      size_(static_cast<std::uint32_t>(size)) {
+  if (size < 1 || rank < 0 || rank >= size) throw std::invalid_argument("SmallAllreduce: rank must be in [0, size)");
+  if (address == 0 || address % kCacheLine != 0) {
+    throw std::invalid_argument("SmallAllreduce: address must be a multiple of 64");
+  }
+}
+
+std::size_t SmallAllreduce::bytes_needed(int size) {
+  return static_cast<std::size_t>(size) * (sizeof(Line) + kPlaces * kMostBytes);
+}
+
+SmallAllreduce::Line& SmallAllreduce::line(std::uint32_t rank) const {
+  return *reinterpret_cast<Line*>(address_ + rank * sizeof(Line));
+}
+
+std::uintptr_t SmallAllreduce::place(std::uint32_t rank) const {
+  return address_ + size_ * sizeof(Line) + (kPlaces * rank + turn_ % kPlaces) * kMostBytes;
+}
+
+bool SmallAllreduce::has_begun(std::uint32_t rank) const {
+  const std::uint32_t theirs = line(rank).turn.load(std::memory_order_seq_cst);
+  return static_cast<std::int32_t>(theirs - turn_) >= 0;  // counts may wrap
+}
+
+WaitStatus SmallAllreduce::run(const SmallJob& job, double timeout_s) {
+  if (!has_begun_) begin(job);
+  const WaitStatus status = finish(job, timeout_s);
+  has_begun_ = false;
+  return status;
+}
+
+// Counts that were stored for what is withdrawn are one above those of ranks that have not begun. So all go on at two
+// above, where nobody has been.
+void SmallAllreduce::withdraw() {
+  turn_ += has_begun_ ? 1 : 2;
+  has_begun_ = false;
+}
+
+void SmallAllreduce::begin(const SmallJob& job) {
+  if (!takes(job.numel, job.wire_dtype)) throw std::invalid_argument("SmallAllreduce: too many bytes");
+  ++turn_;
+  has_begun_ = true;
+  job.inputs.pack(place(rank_), 0, job.numel, job.dtype, job.wire_dtype, 1.0);
+  Line& own = line(rank_);
+  own.turn.store(turn_, std::memory_order_seq_cst);
+  if (own.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(own.turn);
+}
+
+bool SmallAllreduce::all_have_begun() const {
+  for (std::uint32_t rank = 0; rank < size_; ++rank) {
+    if (!has_begun(rank)) return false;
+  }
+  return true;
+}
+
+WaitStatus SmallAllreduce::finish(const SmallJob& job, double timeout_s) {
+  const Reducer reducer(job.wire_dtype, job.op, job.prescale, job.postscale);
+  if (!all_have_begun()) {
+    const WaitStatus status = await_all(time_after(timeout_s));
+    if (status != WaitStatus::kOk) return status;
+  }
+  std::vector<std::uintptr_t> sources;
+  for (std::uint32_t rank = 0; rank < size_; ++rank) sources.push_back(place(rank));
+  const std::uint64_t bytes = item_bytes(job.wire_dtype);
+  const std::uintptr_t tensor = job.dtype == job.wire_dtype ? job.outputs.address_of(0, job.numel, bytes) : 0;
+  if (tensor != 0) {
+    reducer.reduce({tensor}, sources, 0, job.numel);
+  } else {
+    alignas(kCacheLine) char result[kMostBytes];
+    const auto address = reinterpret_cast<std::uintptr_t>(result);
+    reducer.reduce({address}, sources, 0, job.numel);
+    job.outputs.unpack(address, 0, job.numel, job.wire_dtype, job.dtype, 1.0);
+  }
+  return WaitStatus::kOk;
+}
+
+WaitStatus SmallAllreduce::await_all(Clock::time_point until) {
+  const auto aborted = [&] { return abort_->load(std::memory_order_acquire) != 0; };
+  if (aborted()) return WaitStatus::kAborted;
+  if (spin_until(std::min(Clock::now() + spin_, until), [&] { return all_have_begun(); })) return WaitStatus::kOk;
+  for (std::uint32_t rank = 0; rank < size_; ++rank) {
+    Line& its = line(rank);
+    its.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    WaitStatus status = WaitStatus::kOk;
+    while (!has_begun(rank)) {
+      const std::uint32_t theirs = its.turn.load(std::memory_order_seq_cst);
+      const auto now = Clock::now();
+      if (aborted() || now >= until) {
+        status = aborted() ? WaitStatus::kAborted : WaitStatus::kTimeout;
+        break;
+      }
+      if (!has_begun(rank)) futex_wait(its.turn, theirs, std::min(until, now + kSlice));
+    }
+    its.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (status != WaitStatus::kOk) return status;
+  }
+  return WaitStatus::kOk;
+}
+
+std::vector<int> SmallAllreduce::late() const {
+  std::vector<int> ranks;
+  for (std::uint32_t rank = 0; rank < size_; ++rank) {
+    if (!has_begun(rank)) ranks.push_back(static_cast<int>(rank));
+  }
+  return ranks;
+}
+
+void SmallAllreduce::wake_all() const {
+  for (std::uint32_t rank = 0; rank < size_; ++rank) futex_wake_all(line(rank).turn);
+}
+
+}  // namespace hvdlite

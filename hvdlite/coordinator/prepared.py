@@ -1,0 +1,48 @@
+"""An operation that a program does again and again, and waits for: all that is the same every time, made once."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+from hvdlite.coordinator.request import Request
+from hvdlite.coordinator.submission import Submission
+
+T = TypeVar("T", contravariant=True)
+
+
+class Outcome(IntEnum):
+    """How the native call of a prepared operation ended."""
+
+    DONE = 0
+    NOT_YET = 1  # other ranks are late
+    DONE_AND_RUNG = 2  # the doorbell has rung meanwhile, and nobody has looked why
+
+
+class Prepared(Protocol[T]):
+    """One native call that tells the other ranks, waits for them and does it, with tensors as ``T`` describes them."""
+
+    @property
+    def request(self) -> Request:
+        """What ranks must agree on."""
+
+    @property
+    def label(self) -> str:
+        """Its name, for people."""
+
+    def run(self, tensors: T, plan: int, count: int, heard: int) -> Outcome:
+        """Say that this rank is ready for operation ``count``, from 1, of a plan that runs free; do it when all are.
+
+        Args:
+            plan: its number.
+            heard: how many rings were followed.
+
+        Raises:
+            HorovodInternalError: it came to nothing.
+        """
+
+    def outcome(self, plan: int, count: int) -> Outcome | None:
+        """How the last `run` ended, if it was for operation ``count`` of ``plan``, and said so."""
+
+    def submission(self, sequence: int, tensors: T) -> Submission:
+        """The same for the coordinator, to wait for."""

@@ -1,0 +1,95 @@
+"""A blocking allreduce that a program does again and again: request, layout and native call, made once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdlite.collectives.base import PreparedCall
+from hvdlite.coordinator.prepared import Outcome
+from hvdlite.coordinator.submission import Submission
+from hvdlite.group import Group
+from hvdlite.memory.base import Home
+from hvdlite.memory.layout import Layout
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.allreduce import Allreduce
+from hvdlite.recorder import Lane
+
+_OUTCOMES = tuple(Outcome)
+_NOT_YET = Outcome.NOT_YET
+
+
+class Tensors(NamedTuple):
+    """What is reduced, and where its results go.
+
+    Attributes:
+        home: where they live, if the request says so.
+        owner: keeps all of them alive.
+    """
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+    home: Home | None
+    owner: object
+
+
+class PreparedAllreduce:
+    """``request``, as one call of the backend of ``group``; what `Group.perform` takes, with `Tensors`."""
+
+    def __init__(self, group: Group, request: Allreduce, layout: Layout, call: PreparedCall) -> None:
+        self.request = request
+        self.label = request.name
+        self._call = call
+        self._run = call.run
+        self._executed = group.world.engine.executed
+        self._recorder = group.recorder
+        self._nbytes = layout.nbytes
+        self._dtype = layout.wire_dtype.label
+
+    @classmethod
+    def of(cls, group: Group, request: Allreduce, home: Home | None) -> PreparedAllreduce | None:
+        """None where there is no such call: tensors of several types, or a backend that has none."""
+        world, layout = group.world, request.only_layout
+        if layout is None:
+            return None
+        engine = world.engine
+        buffer = None if home is None else home.buffer.buffer(home.offset_bytes, layout.end, layout.dtype)
+        reduction = engine.resolved(request.reduction, layout.wire_dtype)
+        patience_s = min(world.config.stall_patience_s, world.config.idle_s)
+        call = engine.backend.prepare_allreduce(world.coordinator.counts, layout, reduction, buffer, patience_s)
+        return None if call is None else cls(group, request, layout, call)
+
+    def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        start_ns = time.monotonic_ns() if self._recorder.enabled else 0
+        result = self._run(tensors.inputs, tensors.outputs, plan, count, heard)
+        if result >= len(_OUTCOMES):
+            self._call.explain(result, self.label)
+        outcome = _OUTCOMES[result]
+        if outcome is not _NOT_YET:
+            self._executed.buckets += 1
+            self._executed.reduced_bytes += self._nbytes
+            if start_ns:
+                self._record(start_ns, self._call.ready_ns(), time.monotonic_ns())
+        return outcome
+
+    def _record(self, start_ns: int, ready_ns: int, end_ns: int) -> None:
+        add, kind = self._recorder.add, self.request.label
+        add(Lane.NEGOTIATION, f"NEGOTIATE_{kind.upper()} {kind}.{self.label}", start_ns, ready_ns)
+        add(Lane.NODE_ALLREDUCE, self.label, ready_ns, end_ns, self._nbytes, self._dtype)
+
+    def outcome(self, plan: int, count: int) -> Outcome | None:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        last_plan, last_count, result = self._call.last()
+        return _OUTCOMES[result] if (last_plan, last_count) == (plan, count) else None
+
+    def submission(self, sequence: int, tensors: Tensors) -> Submission:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        inputs = self._views(tensors.inputs, tensors.owner)
+        outputs = inputs if tensors.outputs is tensors.inputs else self._views(tensors.outputs, tensors.owner)
+        return Submission(self.request, sequence, inputs, outputs, home=tensors.home)
+
+    def _views(self, addresses: Sequence[int], owner: object) -> list[TensorView]:
+        specs = self.request.tensors
+        return [TensorView(at, spec.shape, spec.dtype, owner) for at, spec in zip(addresses, specs, strict=True)]

@@ -1,0 +1,94 @@
+"""Blocking allreduces that a program does again and again: in one call, once ranks have agreed on their order."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdlite.dtypes import ReduceOp
+from hvdlite.group import Group
+from hvdlite.memory.base import Home
+from hvdlite.operations.allreduce import Allreduce
+from hvdlite.operations.prepared import PreparedAllreduce, Tensors
+from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
+from hvdlite.torch.process_set import ProcessSet
+from hvdlite.torch.reduce_options import Adasum, reduce_options
+from hvdlite.torch.tensor_view import contiguous_block, view_of
+
+_KNOWN = 1024  # operations; whoever has more does not repeat himself
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_OPS = frozenset({type(None), int, ReduceOp})
+
+
+def reduced_at_once(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    compression: AnyCompressor = Compression.none,
+    *,
+    in_place: bool,
+) -> torch.Tensor | None:
+    """What the operation returns; None where nothing was done, and it must be started as any other.
+
+    It looks whether all is as it was before, and usual; what is not, or is a mistake, is for others.
+    """
+    if not issubclass(type(process_set), ProcessSet):
+        return None
+    group = process_set.group_of_members()
+    if group is None or not group.world.coordinator.runs_free or group.recorder.profiler._is_profiler_enabled:
+        return None
+    if type(tensor) not in _PLAIN or not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()):
+        return None
+    if type(op) not in _OPS or (name is not None and type(name) is not str):
+        return None
+    address = _address(tensor)
+    if not address:
+        return None
+    home = group.memory.find(address, tensor.nbytes) if in_place else None
+    key = name, op, prescale, postscale, compression, tensor.dtype, tensor.shape, None if home is None else home.place
+    prepared: PreparedAllreduce | None = group.prepared.get(key)
+    if prepared is None:
+        if key in group.prepared:  # it cannot be
+            return None
+        if len(group.prepared) >= _KNOWN:
+            group.prepared.clear()
+        prepared = _prepare(tensor, name, op, prescale, postscale, process_set, compression, group, home)
+        group.prepared[key] = prepared
+        if prepared is None:
+            return None
+    result = tensor if in_place else torch.empty_like(tensor)
+    inputs = [address]
+    outputs = inputs if in_place else [result.data_ptr()]
+    group.perform(prepared, Tensors(inputs, outputs, home, (tensor, result)), name)
+    return result
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """0 where it has no memory of its own."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # inside torch.vmap, for example
+        return 0
+
+
+def _prepare(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    compression: AnyCompressor,
+    group: Group,
+    home: Home | None,
+) -> PreparedAllreduce | None:
+    options = reduce_options(None, op, prescale, postscale, process_set, compression)
+    if options.reduction.op is Adasum or is_custom(compression) or tensor.dtype is torch.bool:
+        return None
+    views = [view_of(contiguous_block(tensor, "allreduce"))]
+    request = Allreduce.of(
+        name, views, options.reduction, options.wire_dtype, None if home is None else home.place, False
+    )
+    return PreparedAllreduce.of(group, request, home)
