@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 from hvdlite.collectives.base import PreparedCall
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import DType, Reduction
 from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout
@@ -16,6 +17,7 @@ from hvdlite.memory.views import TensorView
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.recorder import Lane
 
+_KNOWN = 1024  # operations; whoever has more does not repeat himself
 _OUTCOMES = tuple(Outcome)
 _NOT_YET = Outcome.NOT_YET
 
@@ -48,7 +50,21 @@ class PreparedAllreduce:
         self._dtype = layout.wire_dtype.label
 
     @classmethod
-    def of(cls, group: Group, request: Allreduce, home: Home | None) -> PreparedAllreduce | None:
+    def known(
+        cls, group: Group, key: Hashable, request: Callable[[], Allreduce | None], home: Home | None
+    ) -> PreparedAllreduce | None:
+        """What ``key`` stands for, made from ``request`` if it is new; None where it cannot be prepared."""
+        known: dict[Hashable, PreparedAllreduce | None] = group.prepared
+        if key in known:
+            return known[key]
+        if len(known) >= _KNOWN:
+            known.clear()
+        made = request()
+        known[key] = found = None if made is None else cls._of(group, made, home)
+        return found
+
+    @classmethod
+    def _of(cls, group: Group, request: Allreduce, home: Home | None) -> PreparedAllreduce | None:
         """None where there is no such call: tensors of several types, or a backend that has none."""
         world, layout = group.world, request.only_layout
         if layout is None:
@@ -93,3 +109,30 @@ class PreparedAllreduce:
     def _views(self, addresses: Sequence[int], owner: object) -> list[TensorView]:
         specs = self.request.tensors
         return [TensorView(at, spec.shape, spec.dtype, owner) for at, spec in zip(addresses, specs, strict=True)]
+
+
+def reduced_at_once(
+    group: Group,
+    inputs: Sequence[TensorView],
+    outputs: Sequence[TensorView],
+    reduction: Reduction,
+    *,
+    name: str,
+    names: Sequence[str],
+    wire_dtype: DType | None,
+    home: Home | None,
+) -> bool:
+    """`allreduce_async` and the wait for it, if it can be prepared and is next; else nothing was done."""
+    if not group.world.coordinator.runs_free or group.recorder.profiler._is_profiler_enabled:
+        return False
+    place = None if home is None else home.place
+    request = Allreduce.of(name, inputs, reduction, wire_dtype, place, False, names=names)
+    if request.tensors_on_device:
+        return False
+    prepared = PreparedAllreduce.known(group, request, lambda: request, home)
+    if prepared is None:
+        return False
+    sources = [view.address for view in inputs]
+    targets = sources if outputs is inputs else [view.address for view in outputs]
+    group.perform(prepared, Tensors(sources, targets, home, (inputs, outputs)), name)
+    return True

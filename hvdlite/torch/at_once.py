@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from hvdlite.dtypes import ReduceOp
-from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.prepared import PreparedAllreduce, Tensors
@@ -14,7 +13,6 @@ from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.reduce_options import Adasum, reduce_options
 from hvdlite.torch.tensor_view import contiguous_block, view_of
 
-_KNOWN = 1024  # operations; whoever has more does not repeat himself
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = frozenset({type(None), int, ReduceOp})
 
@@ -48,16 +46,11 @@ def reduced_at_once(
         return None
     home = group.memory.find(address, tensor.nbytes) if in_place else None
     key = name, op, prescale, postscale, compression, tensor.dtype, tensor.shape, None if home is None else home.place
-    prepared: PreparedAllreduce | None = group.prepared.get(key)
+    prepared = PreparedAllreduce.known(
+        group, key, lambda: _request(tensor, name, op, prescale, postscale, process_set, compression, home), home
+    )
     if prepared is None:
-        if key in group.prepared:  # it cannot be
-            return None
-        if len(group.prepared) >= _KNOWN:
-            group.prepared.clear()
-        prepared = _prepare(tensor, name, op, prescale, postscale, process_set, compression, group, home)
-        group.prepared[key] = prepared
-        if prepared is None:
-            return None
+        return None
     result = tensor if in_place else torch.empty_like(tensor)
     inputs = [address]
     outputs = inputs if in_place else [result.data_ptr()]
@@ -73,7 +66,7 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _prepare(
+def _request(
     tensor: torch.Tensor,
     name: str | None,
     op: int | None,
@@ -81,14 +74,12 @@ def _prepare(
     postscale: float,
     process_set: ProcessSet,
     compression: AnyCompressor,
-    group: Group,
     home: Home | None,
-) -> PreparedAllreduce | None:
+) -> Allreduce | None:
+    """None for what is more than one reduction, or a mistake."""
     options = reduce_options(None, op, prescale, postscale, process_set, compression)
     if options.reduction.op is Adasum or is_custom(compression) or tensor.dtype is torch.bool:
         return None
     views = [view_of(contiguous_block(tensor, "allreduce"))]
-    request = Allreduce.of(
-        name, views, options.reduction, options.wire_dtype, None if home is None else home.place, False
-    )
-    return PreparedAllreduce.of(group, request, home)
+    place = None if home is None else home.place
+    return Allreduce.of(name, views, options.reduction, options.wire_dtype, place, False)

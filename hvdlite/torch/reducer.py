@@ -12,14 +12,17 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 import hvdlite
 from hvdlite.autotune.tuner import Tuner, start_tuning
+from hvdlite.collectives.base import DONE
 from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
+from hvdlite.operations.prepared import reduced_at_once
 from hvdlite.recorder import NO_SPAN, Lane
 from hvdlite.torch.alike import compare_parameters
 from hvdlite.torch.arrival import Arrival
@@ -27,7 +30,7 @@ from hvdlite.torch.assignment import Assignment
 from hvdlite.torch.bucket_maker import GradientOptions
 from hvdlite.torch.bucketing import Phase
 from hvdlite.torch.buckets import SparseBucket
-from hvdlite.torch.gradients import Bucket, Slot
+from hvdlite.torch.gradients import Bucket, Slot, UnderWay
 from hvdlite.torch.sparse import SparseReduction
 
 _requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
@@ -124,24 +127,23 @@ class GradientReducer:
             if isinstance(bucket, SparseBucket):
                 bucket.pending = SparseReduction(bucket.loaded, bucket.name, self.options.reduce)
             else:
-                inputs, outputs = bucket.loaded
-                bucket.pending = allreduce_async(
-                    self._group,
-                    inputs,
-                    outputs,
-                    self.options.reduce.reduction,
-                    name=bucket.name,
-                    names=bucket.names,
-                    wire_dtype=self.options.reduce.wire_dtype,
-                    home=bucket.home,
-                    background=background,
-                )
+                bucket.pending = self._allreduce(bucket, background=background)
             bucket.loaded = None
             if self.recorder.enabled:
                 bucket.submitted_ns = time.monotonic_ns()
         except HorovodInternalError:
             self.reset()
             raise
+
+    def _allreduce(self, bucket: Bucket, *, background: bool) -> UnderWay:
+        group, reduce = self._group, self.options.reduce
+        inputs, outputs = bucket.loaded
+        how: dict[str, Any] = {
+            "name": bucket.name, "names": bucket.names, "wire_dtype": reduce.wire_dtype, "home": bucket.home
+        }  # fmt: skip
+        if not background and reduced_at_once(group, inputs, outputs, reduce.reduction, **how):
+            return DONE
+        return allreduce_async(group, inputs, outputs, reduce.reduction, **how, background=background)
 
     # In step().
 
