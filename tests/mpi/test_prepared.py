@@ -1,0 +1,246 @@
+"""Blocking allreduces that repeat, as one native call: the same results, whatever comes between, and in time."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import numpy as np
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from harness_ranks import harness_ranks
+from hvdlite.operations.allocate import allocate
+from hvdlite.operations.prepared import PreparedAllreduce
+from torch_lab import REDUCING, rank_input
+
+WORLD = harness_ranks()
+SMALL = 8 << 10  # bytes that pass at once
+WINDOW = 128 << 10
+
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.usefixtures("running"),
+    pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
+]
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The operations that were done, or left to the coordinator, by a native call: how each ended."""
+    ends: list[int] = []
+    run = PreparedAllreduce.run
+
+    def counted(*args: object) -> int:
+        ends.append(run(*args))  # type: ignore[arg-type]
+        return ends[-1]
+
+    monkeypatch.setattr(PreparedAllreduce, "run", counted)
+    return ends
+
+
+def total(rank_value: Callable[[int], float]) -> float:
+    return sum(rank_value(rank) for rank in range(hvd.size()))
+
+
+def freeze(step: Callable[[int], object]) -> None:
+    """Repeat ``step`` until its order is frozen on all ranks."""
+    for number in range(200):
+        step(number)
+        if hvd.allreduce(torch.tensor([float(coordinator_runs_free())]), op=hvd.Min, name="free").item():
+            return
+    raise AssertionError("nothing was frozen")
+
+
+def coordinator_runs_free() -> bool:
+    return hvdlite.runtime().group.world.coordinator.runs_free
+
+
+@pytest.mark.parametrize("dtype", REDUCING, ids=str)
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Max, hvd.Average], ids=["sum", "max", "average"])
+def test_what_repeats_has_the_same_result(runs: list[int], dtype: torch.dtype, op: int) -> None:
+    shape = (5, 1, 3)
+    tensor = rank_input(hvd.rank(), shape, dtype)
+    expected = hvd.allreduce(tensor, op=op, name="once")
+    for _ in range(12):
+        assert torch.equal(hvd.allreduce(tensor, op=op, name="again"), expected)
+    for _ in range(12):
+        own = tensor.clone()
+        assert hvd.allreduce_(own, op=op, name="again") is own
+        assert torch.equal(own, expected)
+    assert runs
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 4, SMALL - 4, SMALL, SMALL + 4, WINDOW - 4, WINDOW, WINDOW + 4, 3 * WINDOW + 4, 1 << 20]
+)
+@pytest.mark.parametrize("place", ["elsewhere", "slot"])
+def test_sizes_around_every_threshold(runs: list[int], nbytes: int, place: str) -> None:
+    numel = nbytes // 4
+    if place == "slot":
+        memory = allocate(hvdlite.runtime().group, max(nbytes, 4)).memory[:nbytes].view(np.float32)
+        tensor = torch.from_numpy(memory)
+    else:
+        tensor = torch.empty(numel)
+    counts = torch.arange(numel, dtype=torch.float32) % 7
+    for number in range(12):
+        tensor.copy_(counts + hvd.rank() + number)
+        hvd.allreduce_(tensor, op=hvd.Sum, name=f"{place} {nbytes}")
+        assert torch.equal(tensor, hvd.size() * (counts + number) + total(float)), number
+    assert runs or not nbytes
+
+
+def test_compressed(runs: list[int]) -> None:
+    tensor = torch.full((3000,), 0.1)
+    expected = hvd.allreduce(tensor, name="once", compression=hvd.Compression.bf16)
+    for _ in range(12):
+        assert torch.equal(hvd.allreduce(tensor, name="again", compression=hvd.Compression.bf16), expected)
+    assert runs
+
+
+def test_late_ranks_are_waited_for_asleep(runs: list[int]) -> None:
+    """Longer than anybody spins; whoever comes last wakes the others."""
+    generator = random.Random(1)
+    value = torch.empty(1)
+
+    def step(number: int) -> None:
+        value.fill_(hvd.rank() + number)
+        hvd.allreduce_(value, op=hvd.Sum, name="late")
+        assert value.item() == total(lambda rank: rank + number)
+
+    freeze(step)
+    for number in range(30):
+        pauses_s = [generator.choice([0.0, 0.0, 1e-3, 5e-3]) for _ in range(hvd.size())]
+        time.sleep(pauses_s[hvd.rank()])
+        step(number)
+    assert runs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_comes_between(runs: list[int], seed: int) -> None:
+    """At every place of a plan: more, less, another shape, no waiting, other operations, another thread, a join."""
+    generator = random.Random(seed)
+    names = ["a", None, "b", "c"]
+    sizes = [1, 3, 2100, 40_000]
+
+    def reduce(name: str | None, numel: int, number: int, in_place: bool = True) -> None:
+        value = torch.full((numel,), float(hvd.rank() + number))
+        result = (hvd.allreduce_ if in_place else hvd.allreduce)(value, op=hvd.Sum, name=name)
+        assert torch.equal(result, torch.full((numel,), total(lambda rank: rank + number))), (name, numel, number)
+
+    def step(number: int) -> None:
+        for name, numel in zip(names, sizes, strict=True):
+            reduce(name, numel, number)
+
+    def other(number: int) -> None:
+        way = generator.randrange(7)
+        if way == 0:
+            reduce("more", 5, number)
+        elif way == 1:
+            reduce(names[2], 77, number)
+        elif way == 2:
+            handle = hvd.allreduce_async(torch.full((9,), float(hvd.rank())), op=hvd.Sum, name="asynchronous")
+            assert hvd.synchronize(handle)[8].item() == total(float)
+        elif way == 3:
+            assert hvd.allgather(torch.full((hvd.rank() + 1,), 1.0)).sum().item() == total(lambda rank: rank + 1)
+        elif way == 4:
+            thread = threading.Thread(target=reduce, args=("of a thread", 6, number))
+            thread.start()
+            thread.join()
+        elif way == 5:
+            hvd.barrier()
+        else:
+            hvd.join()
+
+    for place in range(len(names)):
+        freeze(step)
+        for number in range(generator.randrange(4)):
+            step(number)
+        for at, (name, numel) in enumerate(zip(names, sizes, strict=True)):
+            if at == place:
+                other(place)
+                if generator.random() < 0.3:
+                    continue  # and one less
+            reduce(name, numel, place, in_place=generator.random() < 0.5)
+    assert runs
+
+
+def test_threads_that_do_not_know_of_one_another(runs: list[int]) -> None:
+    """Each waits for its own; which comes first differs between ranks."""
+    wrong: list[str] = []
+
+    def work(name: str) -> None:
+        for number in range(60):
+            value = torch.full((2,), float(hvd.rank() + number))
+            hvd.allreduce_(value, op=hvd.Sum, name=name)
+            if value[1].item() != total(lambda rank, number=number: rank + number):  # type: ignore[misc]
+                wrong.append(f"{name}: {number}")
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("one", "two", "three")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupt_ends_the_wait_and_not_the_job() -> None:
+    """What was waited for is done when the others come, and keeps its memory as long."""
+    value = torch.empty(4)
+
+    def step(number: int) -> None:
+        value.fill_(hvd.rank() + number)
+        hvd.allreduce_(value, op=hvd.Sum, name="interrupted")
+
+    freeze(step)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        if hvd.rank() == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Interrupted):
+                step(1)
+        else:
+            time.sleep(0.3)
+            step(1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    hvd.barrier()
+    assert value[3].item() == total(lambda rank: rank + 1)
+    step(2)
+    assert value[0].item() == total(lambda rank: rank + 2)
+
+
+def test_tensors_that_are_not_usual_go_the_usual_way() -> None:
+    """Transposed, of a subclass, with a history, of bool; mistakes are told as ever."""
+    plain = torch.arange(6.0).reshape(2, 3) + hvd.rank()
+    freeze(lambda number: hvd.allreduce(plain, op=hvd.Sum, name="usual"))
+    expected = hvd.size() * torch.arange(6.0).reshape(2, 3) + total(float)
+    transposed = plain.t().contiguous().t()
+    assert torch.equal(hvd.allreduce(transposed, op=hvd.Sum, name="usual"), expected)
+    tracked = plain.clone().requires_grad_()
+    result = hvd.allreduce(tracked, op=hvd.Sum, name="usual")
+    result.sum().backward()
+    assert torch.equal(result, expected) and torch.equal(tracked.grad, torch.full((2, 3), float(hvd.size())))
+    freeze(lambda number: hvd.allreduce(plain, op=hvd.Sum, name="usual"))
+    with pytest.raises(ValueError, match="bool"):
+        hvd.allreduce(plain > 1, op=hvd.Sum, name="usual")
+    with pytest.raises(ValueError, match=r"pass hvd\.global_process_set"):
+        hvd.allreduce(plain, op=hvd.Sum, name="usual", process_set=3)  # type: ignore[arg-type]
+    with pytest.raises(hvd.UsageError if hasattr(hvd, "UsageError") else Exception, match="op is"):
+        hvd.allreduce(plain, op="sum", name="usual")  # type: ignore[arg-type]
+    assert torch.equal(hvd.allreduce(plain, op=hvd.Sum, name="usual"), expected)
