@@ -175,9 +175,14 @@ void register_small_allreduce(py::module_& m) {
           "run",
           [](SmallAllreduce& self, const TensorList& inputs, const TensorList& outputs, std::uint64_t numel, int dtype,
              int wire_dtype, int op, double prescale, double postscale, double timeout_s) {
-            const SmallJob job{
-                inputs,   outputs, numel, static_cast<DType>(dtype), static_cast<DType>(wire_dtype), static_cast<Op>(op),
-                prescale, postscale};
+            const SmallJob job{inputs,
+                               outputs,
+                               numel,
+                               static_cast<DType>(dtype),
+                               static_cast<DType>(wire_dtype),
+                               static_cast<Op>(op),
+                               prescale,
+                               postscale};
             return static_cast<int>(self.run(job, timeout_s));
           },
           "inputs"_a, "outputs"_a, "numel"_a, "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a,
@@ -220,15 +225,14 @@ void register_plans(py::module_& m) {
              return std::make_unique<PreparedAllreduce>(barrier, small, counts, std::move(shape), spin, patience_s,
                                                         timeout_s);
            }),
-           "barrier"_a, "small"_a, "counts"_a, "numels"_a, "offsets"_a, "numel"_a, "memory"_a, "window_numel"_a, "dtype"_a,
-           "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "spin_us"_a, "patience_s"_a, "timeout_s"_a,
+           "barrier"_a, "small"_a, "counts"_a, "numels"_a, "offsets"_a, "numel"_a, "memory"_a, "window_numel"_a,
+           "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "spin_us"_a, "patience_s"_a, "timeout_s"_a,
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
       .def(
           "run",
           [](PreparedAllreduce& self, const Addresses& inputs, const Addresses& outputs, std::uint64_t plan,
-             std::uint64_t count, std::uint32_t heard) {
-            return static_cast<int>(self.run(inputs, outputs, plan, count, heard));
-          },
+             std::uint64_t count,
+             std::uint32_t heard) { return static_cast<int>(self.run(inputs, outputs, plan, count, heard)); },
           "inputs"_a, "outputs"_a, "plan"_a, "count"_a, "heard"_a, WithoutGil())
       .def("last",
            [](const PreparedAllreduce& self) {

@@ -58,8 +58,8 @@ ReadyCounts::Outcome PreparedAllreduce::await(std::uint64_t plan, std::uint64_t 
 }
 
 SmallJob PreparedAllreduce::small_job() const {
-  return {inputs_,   outputs_,         shape_.numel,    shape_.dtype, shape_.wire_dtype,
-          shape_.op, shape_.prescale, shape_.postscale};
+  return {inputs_,           outputs_,  shape_.numel,    shape_.dtype,
+          shape_.wire_dtype, shape_.op, shape_.prescale, shape_.postscale};
 }
 
 WaitStatus PreparedAllreduce::reduce() {

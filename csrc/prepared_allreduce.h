@@ -17,11 +17,11 @@ namespace hvdlite {
 struct AllreduceShape {
   std::vector<std::uint64_t> numels;
   std::vector<std::uint64_t> offsets;
-  std::uint64_t numel;                  // of the layout
-  std::vector<std::uintptr_t> memory;   // shared: per rank the windows that tensors pass through, or their home
-  std::uint64_t window_numel;           // 0: the tensors' home
-  DType dtype;                          // of the tensors
-  DType wire_dtype;                     // in which they travel
+  std::uint64_t numel;                 // of the layout
+  std::vector<std::uintptr_t> memory;  // shared: per rank the windows that tensors pass through, or their home
+  std::uint64_t window_numel;          // 0: the tensors' home
+  DType dtype;                         // of the tensors
+  DType wire_dtype;                    // in which they travel
   Op op;
   double prescale;
   double postscale;
@@ -29,8 +29,8 @@ struct AllreduceShape {
 
 class PreparedAllreduce {
  public:
-  // `barrier`, `small` and `counts` have to live as long. `timeout_s`: the longest wait inside of the allreduce. `patience_s`:
-  // the longest wait for all ranks to be ready, of which `spin` without sleep.
+  // `barrier`, `small` and `counts` have to live as long. `timeout_s`: the longest wait inside of the allreduce.
+  // `patience_s`: the longest wait for all ranks to be ready, of which `spin` without sleep.
   PreparedAllreduce(Barrier& barrier, SmallAllreduce& small, ReadyCounts& counts, AllreduceShape shape,
                     std::chrono::microseconds spin, double patience_s, double timeout_s);
 

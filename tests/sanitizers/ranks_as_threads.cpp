@@ -21,7 +21,9 @@
 #include "deadline.h"
 #include "elements.h"
 #include "pack.h"
+#include "ready_counts.h"
 #include "signal.h"
+#include "small_allreduce.h"
 #include "socket_bell.h"
 #include "staged_allreduce.h"
 
@@ -302,6 +304,108 @@ void staged(int size) {
   });
 }
 
+// Zeroed lines, as shared memory is.
+class Lines {
+ public:
+  explicit Lines(std::size_t bytes) : lines_((bytes + kCacheLine - 1) / kCacheLine) {}
+  std::uintptr_t address() const { return address_of(lines_.data()); }
+
+ private:
+  struct alignas(kCacheLine) Line {
+    char bytes[kCacheLine];
+  };
+  std::vector<Line> lines_;
+};
+
+// One after the other, without meeting in between; now and then somebody is late, and what some have begun is
+// withdrawn.
+void small(int size, int spin_us) {
+  const Page page(size);
+  const Lines lines(SmallAllreduce::bytes_needed(size));
+  on_ranks(size, [&](int rank) {
+    SmallAllreduce reduction(lines.address(), rank, size, page.abort_address(), spin_us);
+    Barrier barrier = page.barrier(rank, 0);
+    for (int turn = 0; turn < 300; ++turn) {
+      const std::uint64_t numel = static_cast<std::uint64_t>(turn * 6);
+      const DType wire = turn % 2 == 0 ? DType::kFloat32 : DType::kFloat16;
+      std::vector<float> inputs(numel), results(numel);
+      for (std::uint64_t i = 0; i < numel; ++i) inputs[i] = value_of(rank, i);
+      std::vector<float>& outputs = turn % 3 == 0 ? inputs : results;
+      const TensorList from({address_of(inputs.data())}, {numel}, {0});
+      const TensorList to({address_of(outputs.data())}, {numel}, {0});
+      const SmallJob job{from, to, numel, DType::kFloat32, wire, Op::kSum, 1.0, 1.0};
+      if (turn % 40 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (turn % 50 == 49) {
+        if (rank > 0) reduction.begin(job);
+        REQUIRE(barrier.wait(kLongS) == WaitStatus::kOk);
+        reduction.withdraw();
+      } else if (turn % 4 == 3) {
+        reduction.begin(job);
+      }
+      REQUIRE(reduction.run(job, kLongS) == WaitStatus::kOk);
+      for (std::uint64_t i = 0; i < numel; ++i) REQUIRE(outputs[i] == sum_of(size, i));
+    }
+    REQUIRE(reduction.late().empty());
+  });
+}
+
+void small_without_a_rank() {
+  constexpr int kSize = 3;
+  const Page page(kSize);
+  const Lines lines(SmallAllreduce::bytes_needed(kSize));
+  float value = 0;
+  on_ranks(kSize, [&](int rank) {
+    float own = 1;
+    const TensorList list({address_of(&own)}, {1}, {0});
+    const SmallJob job{list, list, 1, DType::kFloat32, DType::kFloat32, Op::kSum, 1.0, 1.0};
+    SmallAllreduce reduction(lines.address(), rank, kSize, page.abort_address(), 0);
+    REQUIRE(reduction.run(job, kLongS) == WaitStatus::kOk);
+    if (rank == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      value = 1;
+      store<std::uint32_t>(page.abort_address(), 1);
+      reduction.wake_all();
+    } else if (rank == 1) {
+      REQUIRE(reduction.run(job, 0.05) == WaitStatus::kTimeout);
+      REQUIRE(reduction.late().front() == 0);
+    } else {
+      REQUIRE(reduction.run(job, kLongS) == WaitStatus::kAborted);
+      REQUIRE(value == 1);
+    }
+  });
+}
+
+// Each rank says that it is ready, and waits, asleep where others are late, until all are; whoever is rung for
+// something else comes back later, as the coordinator would, and finds that all are ready.
+void ready_counts(int spin_us) {
+  constexpr int kSize = 3;
+  const Page page(kSize);
+  const Lines lines(kSize * kCacheLine), bells(kSize * kCacheLine);
+  std::vector<std::uint64_t> turns(kSize);
+  on_ranks(kSize, [&](int rank) {
+    ReadyCounts counts(lines.address(), bells.address(), rank, kSize);
+    Barrier barrier = page.barrier(rank, 0);
+    Doorbell& bell = *reinterpret_cast<Doorbell*>(bells.address() + kCacheLine * rank);
+    const std::chrono::microseconds spin(spin_us);
+    for (std::uint64_t turn = 1; turn <= 600; ++turn) {
+      if (turn % kSize == static_cast<std::uint64_t>(rank)) std::this_thread::sleep_for(std::chrono::microseconds(200));
+      turns[rank] = turn;
+      const std::uint32_t heard = bell.count.load();
+      counts.want_ring(false);
+      if (turn % 10 == 0 && rank == 1) reinterpret_cast<Doorbell*>(bells.address())->ring();
+      counts.set(7, turn);
+      auto outcome = counts.await(7, turn, heard, time_after(kLongS), spin);
+      while (outcome == ReadyCounts::Outcome::kNotYet) {
+        outcome = counts.await(7, turn, bell.count.load(), time_after(kLongS), spin);
+      }
+      for (const std::uint64_t theirs : turns) REQUIRE(theirs == turn);
+      REQUIRE(barrier.wait(kLongS) == WaitStatus::kOk);
+    }
+    REQUIRE(counts.all(7) == 600);
+    REQUIRE(counts.all(8) == 0);
+  });
+}
+
 void deadline() {
   on_ranks(2, [](int rank) {
     for (int turn = 0; turn < 100; ++turn) {
@@ -343,6 +447,12 @@ const std::map<std::string, std::function<void()>> kCases{
     {"staged allreduce of 1", [] { staged(1); }},
     {"staged allreduce of 2", [] { staged(2); }},
     {"staged allreduce of 3", [] { staged(3); }},
+    {"small allreduce of 1", [] { small(1, 5); }},
+    {"small allreduce asleep", [] { small(3, 0); }},
+    {"small allreduce spinning", [] { small(3, 1000); }},
+    {"small allreduce without a rank", small_without_a_rank},
+    {"ready counts asleep", [] { ready_counts(0); }},
+    {"ready counts spinning", [] { ready_counts(1000); }},
     {"deadline", deadline},
     {"race", race},
 };
