@@ -215,7 +215,11 @@ class Coordinator:
         plan.told = plan.ready
         self._plan.moved(self._clock())
         with self._lock:
-            self._in_flight[submission.key] = submission
+            reason = self._closed
+            if reason is None:
+                self._in_flight[submission.key] = submission
+        if reason is not None:  # all that was in flight has failed already
+            submission.fail(reason)
         return submission
 
     def _interrupted(

@@ -74,6 +74,40 @@ def test_a_stopped_process_is_noticed_by_its_silence(victim: int) -> None:
     check_end(result, f"rank {victim} (pid", "has not answered for", "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS")
 
 
+AT_ONCE = """
+import random
+import torch
+import hvdlite.torch as hvd
+kind, victim = sys.argv[1], int(sys.argv[2])
+hvd.init()
+values = [torch.ones(numel) for numel in (1, 1000, 100_000)]
+
+def steps():
+    for value in values:
+        hvd.allreduce_(value, name=str(len(value)))
+
+for _ in range(10):
+    steps()
+assert hvdlite.runtime().group.world.coordinator.runs_free
+if hvd.rank() == victim:
+    def die():
+        say("dying at", time.time())
+        os.kill(os.getpid(), getattr(signal, kind))
+    threading.Timer(random.uniform(0.1, 0.3), die).start()  # in the middle of one, at any point
+while True:
+    steps()
+    if random.random() < 0.1:
+        time.sleep(random.uniform(0.0, 2e-3))
+"""
+
+
+@pytest.mark.parametrize(("victim", "kind"), [(0, "SIGKILL"), (1, "SIGKILL"), (2, "SIGSTOP")])
+def test_ranks_that_need_no_coordinator_for_an_operation_hear_of_it_too(victim: int, kind: str) -> None:
+    impatient = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "3"} if kind == "SIGSTOP" else {}
+    result = run(AT_ONCE, kind, str(victim), n=3, mpi="none", env=impatient)
+    check_end(result, f"rank {victim} (pid", "has not answered for" if impatient else "died without a word")
+
+
 BUSY = """
 where = sys.argv[1]
 hvdlite.init()
