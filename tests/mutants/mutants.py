@@ -23,6 +23,8 @@ _COLLECTIVES = "hvdlite/collectives/"
 _TORCH = "hvdlite/torch/"
 _TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
 _KERNELS = "csrc/cuda/kernels.h"
+_PLANS = "unit/test_frozen_plan.py"
+_THREADS = "sanitizers/test_threads.py::test_every_case[ranks_as_threads]"
 _LOOPS = "unit/test_kernels.py::test_as_the_kernels_of_the_host"
 
 MUTANTS = [
@@ -50,10 +52,66 @@ MUTANTS = [
         "unit/test_coordinator.py",
     ),
     Mutant(
-        f"{_COORDINATOR}control_page.py",
-        "if word >> _COUNT_BITS == plan & _PLAN_MASK else 0",
-        "if word >> _COUNT_BITS == plan else 0",
+        "csrc/ready_counts.cpp",
+        "return (word & ~kCountMask) == tag_of(plan) ? word & kCountMask : 0;",
+        "return word & kCountMask;",
         "unit/test_control_page.py",
+    ),
+    # Plans that run free: when an operation is due, what ends them, and what becomes of what has begun.
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "return plan if plan is not None and plan.is_free and self._held is None else None",
+        "return plan if plan is not None and plan.is_free else None",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "                reaction.fuses = not self.plan.is_free\n",
+        "",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "        turns.offered -= 1\n        self.ready -= 1\n",
+        "        self.ready -= 1\n",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "if self._pending or self.done != self.ready:",
+        "if self._pending:",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "        if self._plan.runs_free:\n",
+        "        if False:\n",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_leader.py",
+        "self._may_run_free and watch.came_alone(period)",
+        "self._may_run_free",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}coordinator.py",
+        "if plan is None or self._queue or self._in_flight or self._closed",
+        "if plan is None or self._queue or self._closed",
+        "3 mpi/test_prepared.py",
+    ),
+    Mutant(
+        "csrc/small_allreduce.cpp",
+        "turn_ % kPlaces) * kMostBytes",
+        "0) * kMostBytes",
+        _THREADS,
+    ),
+    Mutant("csrc/small_allreduce.cpp", "turn_ += has_begun_ ? 1 : 2;", "turn_ += has_begun_ ? 0 : 1;", _THREADS),
+    Mutant(
+        "csrc/small_allreduce.cpp",
+        "own.turn.store(turn_, std::memory_order_seq_cst);",
+        "own.turn.store(turn_, std::memory_order_relaxed);",
+        _THREADS,
     ),
     Mutant(
         f"{_COORDINATOR}control_page.py",
