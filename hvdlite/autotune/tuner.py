@@ -27,8 +27,8 @@ from hvdlite.dtypes import ReduceOp, Reduction
 from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.configure import configure
+from hvdlite.operations.prepared import allreduce_now
 from hvdlite.runtime import Runtime
 
 _LOG = logging.getLogger("hvdlite")
@@ -86,14 +86,13 @@ class Tuner:
         self._times.clear()
         view = TensorView.of_numpy(times)
         try:
-            allreduce_async(
+            allreduce_now(
                 self._group,
                 [view],
                 [view],
                 Reduction(ReduceOp.MAX),
                 name="autotune.step_times",
                 needs_all=True,
-                background=False,
             ).wait()
         except MismatchError:  # a rank has joined
             self._lacks_ranks = True

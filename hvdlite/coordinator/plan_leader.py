@@ -12,6 +12,10 @@ from hvdlite.coordinator.request import Request
 
 _LONGEST_PATIENCE = 64
 _WORTH_IT = 4  # times as long as it took to find it
+_REMEMBERED = 8  # orders
+
+Order = tuple[Request, ...]
+"""Of a period, which may begin anywhere."""
 
 Sender = tuple[int, ...]
 """The ranks that a sender speaks for."""
@@ -20,6 +24,9 @@ Sender = tuple[int, ...]
 class OrderWatch:
     """The root's: finds out when the responses of the log repeat themselves.
 
+    Programs that alternate, as those that train and validate, come back to orders that were frozen before: each of
+    these is frozen again when it has come once, as long as that is not in vain.
+
     Args:
         longest: period that is looked for, in operations; 0 for none at all.
     """
@@ -27,10 +34,13 @@ class OrderWatch:
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._patience = 2  # periods that must have come again
+        self._known: dict[Order, int] = {}  # that were frozen, latest last; how often in vain since the last good time
+        self._frozen: Order = ()
         self._restart()
 
     def _restart(self) -> None:
         self._numbers: dict[Request, int] = {}  # small integers compare faster than requests
+        self._requests: list[Request] = []  # by number
         self._history: list[int] = []
         self._came_alone: list[bool] = []  # of each in the history
         self._last_seen: dict[int, int] = {}
@@ -49,6 +59,8 @@ class OrderWatch:
             self._restart()
             return
         number = self._numbers.setdefault(response.request, len(self._numbers))
+        if number == len(self._requests):
+            self._requests.append(response.request)
         at = len(self._history)
         if self._period and self._history[at - self._period] == number:
             self._matches += 1
@@ -62,7 +74,28 @@ class OrderWatch:
     def period(self) -> int:
         """How many operations repeat; 0 while they do not, or not for long enough."""
         enough = self._matches >= self._patience * self._period and self._period <= self._longest
-        return self._period if enough else 0
+        if self._period and enough:
+            return self._period
+        return next((len(order) for order in self._known if self._has_come(order)), 0)
+
+    def _has_come(self, order: Order) -> bool:
+        """Whether the history ends with ``order``, wherever it begins there."""
+        length = len(order)
+        if length > len(self._history) or self._requests[self._history[-1]] not in order:
+            return False
+        numbers = [self._numbers.get(request, -1) for request in order]
+        last, tail = self._history[-1], self._history[-length:]
+        return any(tail == numbers[i + 1 :] + numbers[: i + 1] for i in range(length) if numbers[i] == last)
+
+    def freeze(self, period: int) -> None:
+        """The last ``period`` operations become a plan; remember them."""
+        self._frozen = next((order for order in self._known if len(order) == period and self._has_come(order)), ())
+        if not self._frozen:
+            self._frozen = tuple([self._requests[number] for number in self._history[-period:]])
+        self._known[self._frozen] = self._known.pop(self._frozen, 0)
+        while len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
+        self.forget()
 
     def came_alone(self, period: int) -> bool:
         """Whether the last ``period`` operations came one at a time, so that nothing was fused."""
@@ -78,6 +111,11 @@ class OrderWatch:
 
         In that case what has repeated itself beside it counts for the next: it may be all that is left to wait for.
         """
+        if self._frozen in self._known:
+            in_vain = 0 if periods else self._known[self._frozen] + 1
+            self._known[self._frozen] = in_vain
+            if in_vain > 1:
+                del self._known[self._frozen]
         if periods >= _WORTH_IT * self._patience:
             self._patience = 2
         else:
@@ -196,5 +234,5 @@ class PlanLeader:
         if not period or count < 0:
             return PlanMessage(Verb.RESUME)
         runs_free = self._may_run_free and watch.came_alone(period)
-        watch.forget()
+        watch.freeze(period)
         return PlanMessage(Verb.RELEASE if runs_free else Verb.FREEZE, period)

@@ -33,7 +33,6 @@ def allreduce_async(
     wire_dtype: DType | None = None,
     home: Home | None = None,
     needs_all: bool = False,
-    background: bool = True,
 ) -> Submission:
     """``outputs[i] = postscale * op over ranks(prescale * inputs[i])``, all together or none.
 
@@ -45,18 +44,25 @@ def allreduce_async(
         wire_dtype: floats are cast to it on the way.
         home: where the group lives; its tensors are not copied as far as they are at their places already.
         needs_all: it is an error where a rank has joined.
-        background: False where the caller waits for it at once.
 
     Raises:
         ValueError: an element type that does not reduce.
         NotImplementedError: Adasum.
     """
-    if home is None and len(inputs) == 1 and wire_dtype is None and inputs[0].address == outputs[0].address:
-        memory = group.memory if inputs[0].device is None else group.device_memory
-        home = None if memory is None else memory.find(inputs[0].address, inputs[0].nbytes)
+    home = home or found_home(group, inputs, outputs, wire_dtype)
     place = None if home is None else home.place
     request = Allreduce.of(name, inputs, reduction, wire_dtype, place, needs_all, names=names)
-    return group.submit(request, name, inputs, outputs, home=home, background=background)
+    return group.submit(request, name, inputs, outputs, home=home)
+
+
+def found_home(
+    group: Group, inputs: Sequence[TensorView], outputs: Sequence[TensorView], wire_dtype: DType | None
+) -> Home | None:
+    """That of a tensor which is reduced in place, if it lives in one."""
+    if len(inputs) != 1 or wire_dtype is not None or inputs[0].address != outputs[0].address:
+        return None
+    memory = group.memory if inputs[0].device is None else group.device_memory
+    return None if memory is None else memory.find(inputs[0].address, inputs[0].nbytes)
 
 
 @dataclass(frozen=True, eq=False)

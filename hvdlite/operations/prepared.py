@@ -9,12 +9,12 @@ from typing import NamedTuple
 from hvdlite.collectives.base import PreparedCall
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.submission import Submission
-from hvdlite.dtypes import DType, Reduction
+from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.allreduce import Allreduce
+from hvdlite.operations.allreduce import Allreduce, found_home
 from hvdlite.recorder import Lane
 
 _KNOWN = 1024  # operations; whoever has more does not repeat himself
@@ -111,28 +111,43 @@ class PreparedAllreduce:
         return [TensorView(at, spec.shape, spec.dtype, owner) for at, spec in zip(addresses, specs, strict=True)]
 
 
-def reduced_at_once(
+class Complete:
+    """Of an operation that was complete when its call returned."""
+
+    is_done = True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+_COMPLETE = Complete()
+
+
+def allreduce_now(
     group: Group,
     inputs: Sequence[TensorView],
     outputs: Sequence[TensorView],
-    reduction: Reduction,
+    reduction: Reduction = SUM,
     *,
-    name: str,
-    names: Sequence[str],
-    wire_dtype: DType | None,
-    home: Home | None,
-) -> bool:
-    """`allreduce_async` and the wait for it, if it can be prepared and is next; else nothing was done."""
-    if not group.world.coordinator.runs_free or group.recorder.profiler._is_profiler_enabled:
-        return False
+    name: str | None = None,
+    names: Sequence[str] | None = None,
+    wire_dtype: DType | None = None,
+    home: Home | None = None,
+) -> Submission | Complete:
+    """`allreduce_async`, for a caller who waits at once: where it repeats, it is complete when this returns."""
+    home = home or found_home(group, inputs, outputs, wire_dtype)
     place = None if home is None else home.place
     request = Allreduce.of(name, inputs, reduction, wire_dtype, place, False, names=names)
-    if request.tensors_on_device:
-        return False
-    prepared = PreparedAllreduce.known(group, request, lambda: request, home)
-    if prepared is None:
-        return False
-    sources = [view.address for view in inputs]
-    targets = sources if outputs is inputs else [view.address for view in outputs]
-    group.perform(prepared, Tensors(sources, targets, home, (inputs, outputs)), name)
-    return True
+    if can_be_prepared(group) and not request.tensors_on_device:
+        prepared = PreparedAllreduce.known(group, request, lambda: request, home)
+        if prepared is not None:
+            sources = [view.address for view in inputs]
+            targets = sources if outputs is inputs else [view.address for view in outputs]
+            group.perform(prepared, Tensors(sources, targets, home, (inputs, outputs)), name)
+            return _COMPLETE
+    return group.submit(request, name, inputs, outputs, home=home, background=False)
+
+
+def can_be_prepared(group: Group) -> bool:
+    """Whether what repeats is done in one call now; a profiler sees more if it is not."""
+    return group.world.coordinator.runs_free and not group.recorder.profiler._is_profiler_enabled

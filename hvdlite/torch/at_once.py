@@ -7,7 +7,7 @@ import torch
 from hvdlite.dtypes import ReduceOp
 from hvdlite.memory.base import Home
 from hvdlite.operations.allreduce import Allreduce
-from hvdlite.operations.prepared import PreparedAllreduce, Tensors
+from hvdlite.operations.prepared import PreparedAllreduce, Tensors, can_be_prepared
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.reduce_options import Adasum, reduce_options
@@ -35,7 +35,7 @@ def reduced_at_once(
     if not issubclass(type(process_set), ProcessSet):
         return None
     group = process_set.group_of_members()
-    if group is None or not group.world.coordinator.runs_free or group.recorder.profiler._is_profiler_enabled:
+    if group is None or not can_be_prepared(group):
         return None
     if type(tensor) not in _PLAIN or not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()):
         return None

@@ -18,11 +18,10 @@ import torch
 
 import hvdlite
 from hvdlite.autotune.tuner import Tuner, start_tuning
-from hvdlite.collectives.base import DONE
 from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
-from hvdlite.operations.prepared import reduced_at_once
+from hvdlite.operations.prepared import allreduce_now
 from hvdlite.recorder import NO_SPAN, Lane
 from hvdlite.torch.alike import compare_parameters
 from hvdlite.torch.arrival import Arrival
@@ -141,9 +140,8 @@ class GradientReducer:
         how: dict[str, Any] = {
             "name": bucket.name, "names": bucket.names, "wire_dtype": reduce.wire_dtype, "home": bucket.home
         }  # fmt: skip
-        if not background and reduced_at_once(group, inputs, outputs, reduce.reduction, **how):
-            return DONE
-        return allreduce_async(group, inputs, outputs, reduce.reduction, **how, background=background)
+        start = allreduce_async if background else allreduce_now
+        return start(group, inputs, outputs, reduce.reduction, **how)
 
     # In step().
 

@@ -11,6 +11,7 @@ from hvdlite.operations.allgather import allgather_async
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.alltoall import alltoall_async
 from hvdlite.operations.broadcast import broadcast_async
+from hvdlite.operations.prepared import allreduce_now
 from hvdlite.operations.reducescatter import reducescatter_async, row_bounds
 from hvdlite.torch.device import Now, new_empty, streaming_like
 from hvdlite.torch.handle import Handle
@@ -39,7 +40,8 @@ def start_allreduce(
     now = Now()
     inputs = views_of(sources, now)
     group = options.process_set.group()
-    pending = allreduce_async(
+    start = allreduce_async if background else allreduce_now
+    pending = start(
         group,
         inputs,
         inputs if in_place else views_of(results, now),
@@ -47,7 +49,6 @@ def start_allreduce(
         name=name,
         names=_member_names(name, len(tensors)) if grouped else None,
         wire_dtype=options.wire_dtype,
-        background=background,
     )
     kept = list(tensors)
     return Handle(pending, group.recorder, label, lambda: copied_back(kept, results) if in_place else results)

@@ -104,6 +104,19 @@ def test_compressed(runs: list[int]) -> None:
     assert runs
 
 
+def test_groups(runs: list[int]) -> None:
+    """In place or not, large and small; of several types they go the usual way."""
+    for number in range(12):
+        values = [torch.full((numel,), float(hvd.rank() + number)) for numel in (1, 3000, 17)]
+        results = hvd.grouped_allreduce(values, op=hvd.Sum, name="group")
+        for value, result in zip(values, results, strict=True):
+            assert torch.equal(result, torch.full_like(value, total(lambda rank, number=number: rank + number)))  # type: ignore[misc]
+        mixed = [torch.full((2,), float(number)), torch.full((2,), number, dtype=torch.int32)]
+        hvd.grouped_allreduce_(mixed, op=hvd.Sum, name="mixed")
+        assert all(value[1].item() == hvd.size() * number for value in mixed)
+    assert runs
+
+
 def test_late_ranks_are_waited_for_asleep(runs: list[int]) -> None:
     """Longer than anybody spins; whoever comes last wakes the others."""
     generator = random.Random(1)

@@ -67,6 +67,73 @@ def test_who_was_wrong_waits_longer() -> None:
     assert found_after() == first
 
 
+def seen(watch: OrderWatch, names: str) -> int:
+    """How many of ``names`` until there is a period, which is then frozen; 0: there was none."""
+    for count, name in enumerate(names, start=1):
+        watch.saw(Response(submission(name).request, NAMED))
+        if watch.period():
+            watch.freeze(watch.period())
+            return count
+    return 0
+
+
+def test_an_order_that_was_frozen_is_known_when_it_comes_again() -> None:
+    """Wherever it begins; what is new has to repeat itself."""
+    watch = OrderWatch(longest=10)
+    assert seen(watch, "abcabcabcabc") == 10
+    watch.broken(100)
+    assert seen(watch, "vwvwvwvw") == 7
+    watch.broken(100)
+    assert seen(watch, "abcabc") == 3
+    watch.broken(100)
+    assert seen(watch, "wvwv") == 2
+    watch.broken(100)
+    assert seen(watch, "xcab") == 4
+    watch.broken(100)
+    assert seen(watch, "cbacbacba") == 0  # another order
+
+
+def test_an_order_that_was_frozen_in_vain_twice_is_forgotten() -> None:
+    watch = OrderWatch(longest=10)
+    assert seen(watch, "ababab" * 2) == 7
+    watch.broken(100)
+    for _ in range(2):
+        assert seen(watch, "abab") == 2
+        watch.broken(0)
+    assert seen(watch, "ababab") == 0
+
+
+def test_only_so_many_orders_are_remembered() -> None:
+    watch = OrderWatch(longest=10)
+    for name in "abcdefghi":
+        assert seen(watch, name * 5) == 4
+        watch.broken(100)
+    assert seen(watch, "bbb") == 1
+    watch.broken(100)
+    assert seen(watch, "aaa") == 0
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_programs_that_alternate(nodes: list[tuple[int, ...]]) -> None:
+    """Training and validation: once both are known, a change costs the claims of one step."""
+    lab = Lab(nodes, 3)
+    job = Job(lab)
+    ranks = len(lab.ranks)
+    validation = [("accuracy", 1), ("|", 0), ("?", 4), ("|", 0)]
+    blocking = [entry for name in ("a", "?", "b") for entry in ((name, 4), ("|", 0))]
+    for _ in range(3):
+        for step in (blocking, validation):
+            job.freeze(step)
+            for _ in range(10):
+                job.step([step] * ranks)
+    for step in (blocking, validation) * 3:
+        claims = lab.ranks[-1].statistics()["claims_sent"]
+        for _ in range(10):
+            job.step([step] * ranks)
+        assert lab.ranks[-1].statistics()["claims_sent"] - claims <= 2 * len(step)
+    job.check_order()
+
+
 @pytest.mark.parametrize(("periods", "next_period"), [(100, 2), (1, 0)])
 def test_what_has_repeated_itself_beside_a_plan_is_the_next_unless_the_plan_was_a_mistake(
     periods: int, next_period: int
