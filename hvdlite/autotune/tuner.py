@@ -27,8 +27,8 @@ from hvdlite.dtypes import ReduceOp, Reduction
 from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 from hvdlite.memory.views import TensorView
+from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.configure import configure
-from hvdlite.operations.prepared import allreduce_now
 from hvdlite.runtime import Runtime
 
 _LOG = logging.getLogger("hvdlite")
@@ -86,7 +86,7 @@ class Tuner:
         self._times.clear()
         view = TensorView.of_numpy(times)
         try:
-            allreduce_now(
+            allreduce_async(
                 self._group,
                 [view],
                 [view],
