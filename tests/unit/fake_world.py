@@ -145,6 +145,8 @@ class Submitted:
 class _Coordinator:
     """Executes an operation when it is waited for, and not before, so that whoever forgets to wait sees its inputs."""
 
+    runs_free = False
+
     def __init__(self, world: FakeWorld) -> None:
         self._world = world
 
