@@ -18,6 +18,7 @@ class Calls:
 
     def __init__(self, library: str, device: int = 0) -> None:
         self.library = ctypes.CDLL(library)
+        self.device = device
         self._kernels: dict[int, tuple[Kernel, float]] = {}  # that are enqueued, by number, with what they are late
         self._numbers = itertools.count(1)
         self._callback = Callback(self._run)

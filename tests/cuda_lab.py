@@ -41,7 +41,7 @@ class SimulatedGpus(Gpus):
         self.stream = cuda.stream()
 
     def ordinal_of(self, tensor: torch.Tensor) -> int | None:
-        return 0 if self.cuda.has(tensor.data_ptr()) else None
+        return self.cuda.device if self.cuda.has(tensor.data_ptr()) else None
 
     def current_stream(self, ordinal: int) -> int:
         assert self.stream.value is not None
@@ -64,8 +64,8 @@ class SimulatedGpus(Gpus):
 
 
 @cache
-def simulated() -> Cuda:
+def simulated(device: int = 0) -> Cuda:
     """The simulated driver, from now on that of hvdlite as well, with a GPU for each of four ranks."""
     os.environ.setdefault("GPUSIM_DEVICES", "4")
     _native.use_cuda_library(str(built()))
-    return Cuda(str(built()))
+    return Cuda(str(built()), device)

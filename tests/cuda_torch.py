@@ -185,7 +185,7 @@ class TorchOnGpu(SimulatedGpus):
     # As hvdlite asks.
 
     def ordinal_of(self, tensor: torch.Tensor) -> int | None:
-        return 0 if self.has(tensor) else None
+        return self.cuda.device if self.has(tensor) else None
 
     def streaming(self, ordinal: int) -> Callable[[], AbstractContextManager[object]]:
         stream = self.stream
@@ -393,14 +393,14 @@ class _Functions(TorchFunctionMode):
         self._gpu = gpu
         tensor = torch.Tensor
         self._answers: dict[Any, Callable[..., Any]] = {
-            tensor.device.__get__: lambda x, *_: torch.device("cuda", 0),
+            tensor.device.__get__: lambda x, *_: torch.device("cuda", gpu.cuda.device),
             tensor.is_cpu.__get__: lambda x, *_: False,
             tensor.is_cuda.__get__: lambda x, *_: True,
-            tensor.get_device: lambda x: 0,
+            tensor.get_device: lambda x: gpu.cuda.device,
             tensor.tolist: lambda x: gpu.to_host(x.detach()).tolist(),
             tensor.numpy: _refuse_numpy,
             tensor.__array__: _refuse_numpy,
-            tensor.__repr__: lambda x, **_: f"{gpu.to_host(x.detach())!r} on cuda:0",
+            tensor.__repr__: lambda x, **_: f"{gpu.to_host(x.detach())!r} on cuda:{gpu.cuda.device}",
             tensor.__deepcopy__: _deepcopy,
         }
         self._moves = {tensor.cpu: "cpu", tensor.cuda: "cuda"}
