@@ -20,7 +20,16 @@ from hvdlite import _native
 from hvdlite.memory.base import Region
 from hvdlite.torch.device import Gpus
 
-__all__ = ["INVALID_CONTEXT", "NOT_PERMITTED", "NOT_READY", "Cuda", "SimulatedGpus", "built", "simulated"]
+__all__ = [
+    "INVALID_CONTEXT",
+    "NOT_PERMITTED",
+    "NOT_READY",
+    "Cuda",
+    "SimulatedGpus",
+    "built",
+    "simulated",
+    "simulated_for",
+]
 
 
 class Cuda(Calls):
@@ -69,3 +78,11 @@ def simulated(device: int = 0) -> Cuda:
     os.environ.setdefault("GPUSIM_DEVICES", "4")
     _native.use_cuda_library(str(built()))
     return Cuda(str(built()), device)
+
+
+@cache
+def simulated_for(rank: int) -> Cuda:
+    """Likewise, with a GPU of its own for each rank, whose context is that of no thread yet."""
+    cuda = simulated(rank)
+    cuda.close()
+    return cuda

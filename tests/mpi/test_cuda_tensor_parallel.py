@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch
 import hvdlite.tensor_parallel as tp
 import hvdlite.torch as hvd
 import test_tensor_parallel as on_host
-from cuda_lab import Cuda, simulated
+from cuda_lab import simulated_for
 from cuda_torch import TorchOnGpu
 from hvdlite import _native
 from hvdlite._native import Moment
@@ -38,19 +37,11 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 METHODS = ["ring_exchange", "pipeline", "bulk", "multicast", "unfused"]
 
 
-@cache
-def own_cuda(rank: int) -> Cuda:
-    """A GPU for each rank; its context is that of no thread."""
-    cuda = simulated(rank)
-    cuda.close()
-    return cuda
-
-
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[TorchOnGpu]:
     if hvd.size() > 3:
         pytest.skip("three ranks have all that more have: several peers, both streams")
-    cuda = own_cuda(hvd.rank())
+    cuda = simulated_for(hvd.rank())
     with cuda.current(), TorchOnGpu(cuda, everywhere=True).in_hvdlite() as found:
         yield found
 
@@ -74,6 +65,14 @@ def test_everything_else(team: tp.Team) -> None:
     on_host.test_a_frozen_input_or_weight(team)
     on_host.test_an_embedding(team, True)
     on_host.test_cross_entropy(team, torch.float32, "mean")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "rows"])
+def test_under_autocast(team: tp.Team, sequence_parallel: bool) -> None:
+    """What travels are products in bfloat16; gradients of parameters have their own dtype."""
+    if not hasattr(torch, "get_autocast_dtype"):
+        pytest.skip("torch before 2.4 is asked otherwise, and says what it has for a real GPU only")
+    on_host.test_under_autocast(team, sequence_parallel)
 
 
 def test_windows_grow_and_are_used_in_turns(team: tp.Team) -> None:

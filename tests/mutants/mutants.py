@@ -656,8 +656,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_TENSOR_PARALLEL}device.py",
-        "            for _, moment in copied:\n                moment.precede(stream)\n            return",
-        "            return",
+        "            for _, moment in copied:\n                moment.precede(stream)\n            sources",
+        "            sources",
         "3 mpi/test_cuda_tensor_parallel.py",
     ),
     Mutant(
