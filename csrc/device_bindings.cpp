@@ -74,17 +74,18 @@ void register_copies(py::module_& m) {
   py::class_<PinnedMemory>(m, "PinnedMemory")
       .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil())
       .def_property_readonly("address", &PinnedMemory::address)
-      .def_property_readonly("nbytes", &PinnedMemory::nbytes);
+      .def_property_readonly("nbytes", &PinnedMemory::nbytes)
+      .def("leave_behind", &PinnedMemory::leave_behind);
   py::class_<DeviceCopies>(m, "DeviceCopies")
       .def(py::init<int>(), "device"_a, WithoutGil())
       .def(
-          "run",
+          "begin",
           [](DeviceCopies& self, const std::vector<const Moment*>& after,
              const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& copies) {
             std::vector<Copy> all;
             all.reserve(copies.size());
             for (const auto& [to, from, nbytes] : copies) all.push_back({to, from, nbytes});
-            self.run(after, all);
+            return self.begin(after, all);
           },
           "after"_a, "copies"_a, WithoutGil());
 }

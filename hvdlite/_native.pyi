@@ -348,13 +348,15 @@ class PinnedMemory:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def leave_behind(self) -> None:
+        """It is never freed, since a GPU may yet write it."""
 
 class DeviceCopies:
     """Copies between a device and pinned memory, on a stream of its own. Source: csrc/device_copies.cpp."""
 
     def __init__(self, device: int) -> None: ...
-    def run(self, after: Sequence[Moment], copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, bytes) each, after all of ``after``; sleep until it is done. Nothing else there waits.
+    def begin(self, after: Sequence[Moment], copies: Sequence[tuple[int, int, int]]) -> Moment:
+        """Copy (to, from, bytes) each, after all of ``after``; reached when it is done. Nothing else there waits.
 
         Raises:
             RuntimeError: of the driver.

@@ -101,6 +101,13 @@ class Calls:
 
     def has(self, address: int) -> bool:
         """Whether it is of memory of a device."""
+        return self._kind(address) == 2
+
+    def is_pinned(self, address: int) -> bool:
+        """Whether it is of memory of the host that the driver has made, or knows."""
+        return self._kind(address) == 1
+
+    def _kind(self, address: int) -> int:
         kind = ctypes.c_uint()
         status = self.library.cuPointerGetAttribute(ctypes.byref(kind), 2, ctypes.c_ulonglong(address))
-        return bool(status == 0 and kind.value == 2)
+        return kind.value if status == 0 else 0

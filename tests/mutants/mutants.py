@@ -702,6 +702,18 @@ MUTANTS = [
         "                pass\n",
         "3 mpi/test_cuda_tensor_parallel.py",
     ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "                device.leave_behind()\n",
+        "                pass\n",
+        "unit/test_device_transfer.py",
+    ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "                self._await(device.download(), label)\n",
+        "                device.download()\n",
+        "unit/test_device_transfer.py",
+    ),
     # Multicast: what is there before it is written or read, and until when; what ranks agree on.
     Mutant(
         f"{_TENSOR_PARALLEL}device.py",
@@ -730,7 +742,7 @@ MUTANTS = [
     Mutant(
         f"{_TENSOR_PARALLEL}device.py",
         "        sources = [source]",
-        "        sources = [shard]",
+        "        sources: list[torch.Tensor] = []",
         "3 mpi/test_cuda_tensor_parallel.py",
     ),
     Mutant(
