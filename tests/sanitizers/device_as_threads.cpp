@@ -27,8 +27,10 @@ void round_trips(const User& user, bool waits) {
     });
     {
       const Moment moment(0, user.handle());
-      copies.begin(waits ? std::vector<const Moment*>{&moment} : std::vector<const Moment*>{},
-                 {{pinned.address(), address_of(gradient), kBytes}})->wait();
+      copies
+          .begin(waits ? std::vector<const Moment*>{&moment} : std::vector<const Moment*>{},
+                 {{pinned.address(), address_of(gradient), kBytes}})
+          ->wait();
     }
     for (int i = 0; i < kNumel; ++i) {
       REQUIRE(!waits || host[i] == turn + i);
@@ -52,8 +54,10 @@ void two_streams(const User& first, const User& second) {
     first.launch([=] { one[7] = turn; });
     second.launch([=] { other[7] = -turn; });
     const Moment of_first(0, first.handle()), of_second(0, second.handle());
-    copies.begin({&of_first, &of_second},
-               {{pinned.address(), address_of(one), kBytes}, {pinned.address() + kBytes, address_of(other), kBytes}})->wait();
+    copies
+        .begin({&of_first, &of_second},
+               {{pinned.address(), address_of(one), kBytes}, {pinned.address() + kBytes, address_of(other), kBytes}})
+        ->wait();
     REQUIRE(host[7] == turn && host[kNumel + 7] == -turn);
   }
 }
