@@ -22,9 +22,12 @@ Driver load() {
     if (function == nullptr) throw std::runtime_error(path + " has no " + symbol + "; the CUDA driver is too old");
     return function;
   };
-#define HVDLITE_FIND(name, symbol, parameters) \
-  loaded.name = reinterpret_cast<Result(*) parameters>(find(#symbol));
+#define HVDLITE_FIND(name, symbol, parameters) loaded.name = reinterpret_cast<Result(*) parameters>(find(#symbol));
   HVDLITE_CUDA_FUNCTIONS(HVDLITE_FIND)
+#undef HVDLITE_FIND
+#define HVDLITE_FIND(name, symbol, parameters) \
+  loaded.name = reinterpret_cast<Result(*) parameters>(dlsym(handle, #symbol));
+  HVDLITE_MULTICAST_FUNCTIONS(HVDLITE_FIND)
 #undef HVDLITE_FIND
   const Result result = loaded.init(0);
   if (result != kSuccess) {

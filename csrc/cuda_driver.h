@@ -47,6 +47,14 @@ struct Placement {
 };
 static_assert(sizeof(Placement) == 32, "as CUmemAllocationProp");
 
+// CUmulticastObjectProp: GPUs whose memory gets one address beside its own ones.
+struct MulticastTeam {
+  unsigned devices;
+  std::size_t nbytes;  // of each
+  unsigned long long handle_types;
+  unsigned long long flags;
+};
+
 struct Access {
   Location location;
   int flags;  // kReadWrite
@@ -60,7 +68,8 @@ constexpr unsigned kHostAllocPortable = 1, kHostRegisterPortable = 1, kHostRegis
 constexpr unsigned kWaitGeq = 0;  // until int32(value there - value) >= 0
 constexpr int kLocationDevice = 1, kPinned = 1, kFileDescriptor = 1, kReadWrite = 3, kRecommendedGranularity = 1;
 constexpr unsigned kLazyPeerAccess = 1;
-constexpr int kDirectRdmaSupported = 110, kMultiprocessorCount = 16;
+constexpr int kMinimumGranularity = 0;
+constexpr int kDirectRdmaSupported = 110, kMultiprocessorCount = 16, kMulticastSupported = 132;
 constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
 constexpr int kNotCapturing = 0;
 
@@ -119,9 +128,19 @@ constexpr int kNotCapturing = 0;
     (Function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,           \
      unsigned block_z, unsigned shared, Stream, void** parameters, void** extra))
 
+// Since CUDA 12.1.
+#define HVDLITE_MULTICAST_FUNCTIONS(F)                                                                          \
+  F(multicast_create, cuMulticastCreate, (Allocation * team, const MulticastTeam*))                             \
+  F(multicast_add, cuMulticastAddDevice, (Allocation team, Device))                                             \
+  F(multicast_bind, cuMulticastBindMem,                                                                         \
+    (Allocation team, std::size_t at, Allocation, std::size_t offset, std::size_t n, unsigned long long flags)) \
+  F(multicast_unbind, cuMulticastUnbind, (Allocation team, Device, std::size_t at, std::size_t n))              \
+  F(multicast_granularity, cuMulticastGetGranularity, (std::size_t* n, const MulticastTeam*, int option))
+
 struct Driver {
 #define HVDLITE_DECLARE(name, symbol, parameters) Result(*name) parameters;
   HVDLITE_CUDA_FUNCTIONS(HVDLITE_DECLARE)
+  HVDLITE_MULTICAST_FUNCTIONS(HVDLITE_DECLARE)  // null in an older driver
 #undef HVDLITE_DECLARE
 };
 

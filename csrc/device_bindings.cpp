@@ -19,6 +19,8 @@
 #include "elements.h"
 #include "file_segment.h"
 #include "handle_segment.h"
+#include "multicast.h"
+#include "multicast_kernels.h"
 #include "nvrtc.h"
 #include "pack.h"
 #include "stream_barrier.h"
@@ -72,17 +74,18 @@ void register_copies(py::module_& m) {
   py::class_<PinnedMemory>(m, "PinnedMemory")
       .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil())
       .def_property_readonly("address", &PinnedMemory::address)
-      .def_property_readonly("nbytes", &PinnedMemory::nbytes);
+      .def_property_readonly("nbytes", &PinnedMemory::nbytes)
+      .def("leave_behind", &PinnedMemory::leave_behind);
   py::class_<DeviceCopies>(m, "DeviceCopies")
       .def(py::init<int>(), "device"_a, WithoutGil())
       .def(
-          "run",
+          "begin",
           [](DeviceCopies& self, const std::vector<const Moment*>& after,
              const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& copies) {
             std::vector<Copy> all;
             all.reserve(copies.size());
             for (const auto& [to, from, nbytes] : copies) all.push_back({to, from, nbytes});
-            self.run(after, all);
+            return self.begin(after, all);
           },
           "after"_a, "copies"_a, WithoutGil());
 }
@@ -167,7 +170,21 @@ void register_streams(py::module_& m) {
                         postscale, self.handle());
           },
           "destinations"_a, "sources"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a = 1.0, "postscale"_a = 1.0,
-          WithoutGil());
+          WithoutGil())
+      .def(
+          "multicast_store",
+          [](const DeviceStream& self, std::uintptr_t multicast, std::uintptr_t source, std::uint64_t nbytes) {
+            MulticastKernels::of(self.device()).store(multicast, source, nbytes, self.handle());
+          },
+          "multicast"_a, "source"_a, "nbytes"_a, WithoutGil())
+      .def(
+          "multicast_sum",
+          [](const DeviceStream& self, std::uintptr_t destination, std::uintptr_t multicast, std::uint64_t nbytes,
+             int dtype) {
+            MulticastKernels::of(self.device())
+                .sum(destination, multicast, nbytes, static_cast<DType>(dtype), self.handle());
+          },
+          "destination"_a, "multicast"_a, "nbytes"_a, "dtype"_a, WithoutGil());
 }
 
 void register_memory(py::module_& m) {
@@ -181,6 +198,14 @@ void register_memory(py::module_& m) {
       .def_property_readonly("copies", &DeviceSegment::copies);
   py::class_<FileSegment, DeviceSegment>(m, "FileSegment")
       .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil());
+  py::class_<Multicast>(m, "Multicast")
+      .def(py::init<FileSegment&, unsigned>(), "segment"_a, "ranks"_a, py::keep_alive<1, 2>())
+      .def("create", &Multicast::create)
+      .def("open", &Multicast::open, "file"_a)
+      .def("join", &Multicast::join, WithoutGil())
+      .def("bind", &Multicast::bind, WithoutGil())
+      .def("map", &Multicast::map, WithoutGil())
+      .def_property_readonly("address", &Multicast::address);
   py::class_<HandleSegment, DeviceSegment>(m, "HandleSegment")
       .def(py::init<int, std::size_t>(), "device"_a, "nbytes"_a, WithoutGil());
 }

@@ -5,7 +5,7 @@ namespace hvdlite {
 using cuda::check;
 using cuda::driver;
 
-void DeviceCopies::run(const std::vector<const Moment*>& after, const std::vector<Copy>& copies) {
+std::unique_ptr<Moment> DeviceCopies::begin(const std::vector<const Moment*>& after, const std::vector<Copy>& copies) {
   stream_.follow(after);
   {
     const cuda::Current current(stream_.context());
@@ -13,7 +13,7 @@ void DeviceCopies::run(const std::vector<const Moment*>& after, const std::vecto
       if (copy.nbytes != 0) check(driver().copy(copy.to, copy.from, copy.nbytes, stream_.handle()), "cuMemcpyAsync");
     }
   }
-  Moment(stream_.device(), reinterpret_cast<std::uintptr_t>(stream_.handle())).wait();
+  return std::make_unique<Moment>(stream_.device(), reinterpret_cast<std::uintptr_t>(stream_.handle()));
 }
 
 PinnedMemory::PinnedMemory(int device, std::size_t nbytes) : context_(primary_context(device)), nbytes_(nbytes) {
@@ -22,8 +22,9 @@ PinnedMemory::PinnedMemory(int device, std::size_t nbytes) : context_(primary_co
 }
 
 PinnedMemory::~PinnedMemory() {
+  if (memory_ == nullptr || !is_ours_) return;
   const cuda::Current current(context_, std::nothrow);
-  if (memory_ != nullptr) driver().host_free(memory_);
+  driver().host_free(memory_);
 }
 
 }  // namespace hvdlite

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "device_stream.h"
@@ -14,14 +15,13 @@ struct Copy {
   std::size_t nbytes;
 };
 
-// Copies on a stream of its own; a call returns once its bytes are where they belong. The thread sleeps meanwhile, and
-// nothing else on the device waits. One call at a time.
+// Copies on a stream of its own; nothing else on the device waits.
 class DeviceCopies {
  public:
   explicit DeviceCopies(int device) : stream_(device) {}
 
-  // After every moment of `after`.
-  void run(const std::vector<const Moment*>& after, const std::vector<Copy>& copies);
+  // After every moment of `after`; reached once all bytes are where they belong.
+  std::unique_ptr<Moment> begin(const std::vector<const Moment*>& after, const std::vector<Copy>& copies);
 
  private:
   DeviceStream stream_;
@@ -38,10 +38,14 @@ class PinnedMemory {
   std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(memory_); }
   std::size_t nbytes() const { return nbytes_; }
 
+  // It is never freed, since the device may yet write it.
+  void leave_behind() { is_ours_ = false; }
+
  private:
   cuda::Context context_;
   void* memory_ = nullptr;
   std::size_t nbytes_;
+  bool is_ours_ = true;
 };
 
 }  // namespace hvdlite

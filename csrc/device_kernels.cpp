@@ -7,20 +7,12 @@
 #include <stdexcept>
 
 #include "cuda/parameters.h"
-#include "device_stream.h"
 #include "kernel_image.h"
-#include "nvrtc.h"
 #include "reduce.h"
 #include "scaled_integer.h"
 
 namespace hvdlite {
 namespace {
-
-const char* name_of(DType dtype) {
-  constexpr const char* kNames[] = {"uint8",   "int8",     "int16",   "int32",   "int64",
-                                    "float16", "bfloat16", "float32", "float64", "bool"};
-  return kNames[static_cast<int>(dtype)];
-}
 
 std::vector<std::string> kernel_names() {
   std::vector<std::string> names{"fill"};
@@ -93,52 +85,12 @@ const DeviceKernels& DeviceKernels::of(int device) {
   return *kernels;
 }
 
-DeviceKernels::DeviceKernels(int device) {
-  constexpr int kBlocksPerMultiprocessor = 8;  // of 256 threads each: as many as there is room for
-  const cuda::Device handle = cuda::device_at(device);
-  int multiprocessors = 0, major = 0, minor = 0;
-  const auto attribute = [&](int* value, int which) {
-    cuda::check(cuda::driver().device_attribute(value, which, handle), "cuDeviceGetAttribute");
-  };
-  context_ = primary_context(device);
-  attribute(&multiprocessors, cuda::kMultiprocessorCount);
-  attribute(&major, cuda::kComputeCapabilityMajor);
-  attribute(&minor, cuda::kComputeCapabilityMinor);
-  most_blocks_ = static_cast<std::uint64_t>(multiprocessors) * kBlocksPerMultiprocessor;
-
-  const cuda::Current current(context_);
-  try {
-    load(kKernelPtx);
-  } catch (const std::runtime_error& refused) {  // there is none, or the driver is older than the nvcc of the build
-    try {
-      load(compile_kernels(kKernelSource, major, minor));
-    } catch (const std::runtime_error& error) {
-      const std::string built_in = *kKernelPtx == '\0' ? "built without nvcc" : refused.what();
-      throw std::runtime_error("the CUDA kernels of hvdlite cannot be loaded: " + built_in + "; " + error.what());
-    }
-  }
-}
-
-void DeviceKernels::load(const std::string& image) {
-  cuda::Module module;
-  cuda::check(cuda::driver().module_load(&module, image.c_str()), "cuModuleLoadData");
-  for (const std::string& name : kernel_names()) {
-    cuda::check(cuda::driver().module_function(&functions_[name], module, name.c_str()), "cuModuleGetFunction");
-  }
-}
-
-void DeviceKernels::launch(cuda::Function kernel, std::uint64_t blocks, void* parameters, cuda::Stream stream) const {
-  if (blocks == 0) return;
-  const cuda::Current current(context_);
-  const auto grid = static_cast<unsigned>(std::min(blocks, most_blocks_));
-  cuda::check(cuda::driver().launch(kernel, grid, 1, 1, kernels::kBlockThreads, 1, 1, 0, stream, &parameters, nullptr),
-              "cuLaunchKernel");
-}
+DeviceKernels::DeviceKernels(int device) : module_(device, kKernelPtx, kKernelSource, kernel_names()) {}
 
 cuda::Function DeviceKernels::move_kernel(const std::string& verb, DType from, DType to) const {
-  const auto found = functions_.find(verb + (from == to ? "_copy_" + std::to_string(item_bytes(from))
-                                                        : std::string("_") + name_of(from) + "_" + name_of(to)));
-  if (found != functions_.end()) return found->second;
+  const auto found = module_.find(verb + (from == to ? "_copy_" + std::to_string(item_bytes(from))
+                                                     : std::string("_") + name_of(from) + "_" + name_of(to)));
+  if (found != nullptr) return found;
   throw std::invalid_argument(std::string(name_of(from)) + " cannot be cast to " + name_of(to));
 }
 
@@ -154,7 +106,7 @@ void DeviceKernels::move(cuda::Function kernel, const TensorList& tensors, cuda:
       p.tensors[p.count++] = {tensors.address(i), tensors.begin(i), tensors.end(i)};
     }
     p.end = is_any_left() ? p.tensors[p.count - 1].end : end;
-    launch(kernel, parts(p.end - p.begin, kernels::kTileNumel), &p, stream);
+    module_.launch(kernel, parts(p.end - p.begin, kernels::kTileNumel), &p, stream);
   }
 }
 
@@ -189,8 +141,8 @@ void DeviceKernels::reduce(const std::vector<std::uintptr_t>& destinations, cons
   const std::size_t bytes = item_bytes(dtype);
   p.head = head_of(p, bytes);
   const std::uint64_t per_thread = p.head == numel ? 1 : elements_at_once(bytes);
-  launch(functions_.at(std::string("reduce_") + name_of(dtype)),
-         parts(parts(numel, per_thread), kernels::kBlockThreads), &p, stream);
+  module_.launch(module_.find(std::string("reduce_") + name_of(dtype)),
+                 parts(parts(numel, per_thread), kernels::kBlockThreads), &p, stream);
 }
 
 void DeviceKernels::fill(cuda::Address address, std::uint64_t numel, DType dtype, double value,
@@ -198,7 +150,7 @@ void DeviceKernels::fill(cuda::Address address, std::uint64_t numel, DType dtype
   const std::size_t bytes = item_bytes(dtype);
   kernels::Fill p{address, numel * bytes, bits_of(dtype, value)};
   for (std::size_t width = bytes; width < sizeof p.pattern; width *= 2) p.pattern |= p.pattern << (8 * width);
-  launch(functions_.at("fill"), parts(p.nbytes, kernels::kVectorBytes * kernels::kBlockThreads), &p, stream);
+  module_.launch(module_.find("fill"), parts(p.nbytes, kernels::kVectorBytes * kernels::kBlockThreads), &p, stream);
 }
 
 const char* kernel_image() { return kKernelPtx[0] == '\0' ? "nvrtc" : "ptx"; }

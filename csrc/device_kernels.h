@@ -2,12 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <string>
 #include <vector>
 
 #include "cuda_driver.h"
 #include "elements.h"
+#include "kernel_module.h"
 #include "pack.h"
 
 namespace hvdlite {
@@ -35,15 +35,11 @@ class DeviceKernels {
 
  private:
   explicit DeviceKernels(int device);
-  void load(const std::string& image);
   cuda::Function move_kernel(const std::string& verb, DType from, DType to) const;
   void move(cuda::Function kernel, const TensorList& tensors, cuda::Address buffer, std::uint64_t begin,
             std::uint64_t end, std::size_t buffer_item_bytes, cuda::Stream stream) const;
-  void launch(cuda::Function kernel, std::uint64_t blocks, void* parameters, cuda::Stream stream) const;
 
-  cuda::Context context_ = nullptr;
-  std::uint64_t most_blocks_;
-  std::map<std::string, cuda::Function> functions_;
+  KernelModule module_;
 };
 
 // What the kernels were built as: "ptx", or "nvrtc" where a compiler is needed at run time.

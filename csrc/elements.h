@@ -53,6 +53,12 @@ inline std::size_t item_bytes(DType dtype) {
   throw std::invalid_argument("unknown dtype " + std::to_string(static_cast<int>(dtype)));
 }
 
+inline const char* name_of(DType dtype) {
+  constexpr const char* kNames[] = {"uint8",   "int8",     "int16",   "int32",   "int64",
+                                    "float16", "bfloat16", "float32", "float64", "bool"};
+  return kNames[static_cast<int>(dtype)];
+}
+
 inline bool is_floating(DType dtype) { return dtype >= DType::kFloat16 && dtype <= DType::kFloat64; }
 
 }  // namespace hvdlite

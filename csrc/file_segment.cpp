@@ -52,6 +52,8 @@ FileSegment::FileSegment(int device, std::size_t nbytes, std::unique_ptr<Mapping
   check(driver().memory_create(&mapping_.own, mapping_.nbytes, &placement, 0), "cuMemCreate");
 }
 
+cuda::Allocation FileSegment::allocation() const { return mapping_.own; }
+
 std::pair<std::string, int> FileSegment::share() {
   const cuda::Current current(mapping_.context);
   int file = -1;

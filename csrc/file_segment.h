@@ -14,6 +14,9 @@ class FileSegment : public DeviceSegment {
   void map(const std::vector<std::string>& shared, const std::vector<int>& files, std::size_t own) override;
   bool is_for_nccl() const override { return true; }
 
+  int device() const { return device_; }
+  cuda::Allocation allocation() const;  // of this rank
+
  private:
   struct Mapping;
 

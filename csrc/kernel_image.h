@@ -3,7 +3,8 @@
 
 namespace hvdlite {
 
-extern const char kKernelSource[];  // one file without includes
-extern const char kKernelPtx[];     // empty where the build had no nvcc
+// One file without includes; as PTX empty where the build had no nvcc.
+extern const char kKernelSource[], kKernelPtx[];
+extern const char kMulticastSource[], kMulticastPtx[];
 
 }  // namespace hvdlite

@@ -308,6 +308,24 @@ class DeviceStream:
         postscale: float = 1.0,
     ) -> None:
         """As `reduce`."""
+    def multicast_store(self, multicast: int, source: int, nbytes: int) -> None:
+        """Copy to the memory of all ranks at address ``multicast``; all three are multiples of 16.
+
+        Raises:
+            ValueError: they are not.
+        """
+    def multicast_sum(self, destination: int, multicast: int, nbytes: int, dtype: int) -> None:
+        """Add up, in the switch, the memory of all ranks at address ``multicast``; all are multiples of 16.
+
+        16-bit floats are added in fp32 and rounded once. In which order is left to the switch.
+
+        Args:
+            destination: 0: the memory of all ranks at ``multicast``.
+            dtype: of floats.
+
+        Raises:
+            ValueError: they are not.
+        """
 
 class DeviceContext:
     """In a ``with`` block the GPU's context is the thread's, for libraries that look for it there.
@@ -338,6 +356,30 @@ class DeviceSegment:
 
 class FileSegment(DeviceSegment):
     """Shared by file descriptors: it is there as long as anybody has it mapped. Source: csrc/file_segment.cpp."""
+
+class Multicast:
+    """One address for the copies of all ranks of a node, each on a GPU of its own. Source: csrc/multicast.cpp.
+
+    All ranks make each step before any makes the next. It goes with the segment, with which all ranks have to be done
+    by then.
+
+    Raises:
+        RuntimeError: the driver or the GPU does not offer it; every step may.
+    """
+
+    def __init__(self, segment: FileSegment, ranks: int) -> None: ...
+    def create(self) -> int:
+        """Of the first rank: a file descriptor for the others, which the caller closes."""
+    def open(self, file: int) -> None:
+        """Of the other ranks."""
+    def join(self) -> None:
+        """With the GPU of this rank."""
+    def bind(self) -> None:
+        """The copy of this rank."""
+    def map(self) -> None: ...
+    @property
+    def address(self) -> int:
+        """Once it is mapped."""
 
 class HandleSegment(DeviceSegment):
     """Shared by handles of CUDA IPC: it ends with the process that made it. Source: csrc/handle_segment.cpp."""
@@ -393,13 +435,15 @@ class PinnedMemory:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def leave_behind(self) -> None:
+        """It is never freed, since a GPU may yet write it."""
 
 class DeviceCopies:
     """Copies between a device and pinned memory, on a stream of its own. Source: csrc/device_copies.cpp."""
 
     def __init__(self, device: int) -> None: ...
-    def run(self, after: Sequence[Moment], copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, bytes) each, after all of ``after``; sleep until it is done. Nothing else there waits.
+    def begin(self, after: Sequence[Moment], copies: Sequence[tuple[int, int, int]]) -> Moment:
+        """Copy (to, from, bytes) each, after all of ``after``; reached when it is done. Nothing else there waits.
 
         Raises:
             RuntimeError: of the driver.

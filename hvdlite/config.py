@@ -148,6 +148,8 @@ class Config:
     """Longest that a rank waits inside a running collective."""
     ub_timeout_s: float = _setting(110.0, _positive(_number), "UB_TIMEOUT_SECONDS", "$UB_TIMEOUT")
     """Longest that a rank waits for the others of its team in shared memory, see `hvdlite.tensor_parallel`."""
+    ub_skip_multicast: bool = _setting(False, _boolean, "UB_SKIPMC", "$UB_SKIPMC")
+    """Leave multicast between GPUs alone, also where they offer it, see `hvdlite.tensor_parallel`."""
     ub_method: str = _setting("", str, "UB_METHOD")
     """How the ranks of a team exchange rows, whatever their program says; empty: as it says."""
     ub_tuning_file: str = _setting("", str, "UB_TUNING_FILE")
@@ -233,7 +235,6 @@ def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None
 
 
 _ANSWERS = {
-    "UB_SKIPMC": "tensor parallelism: UB_SKIPMC is set; hvdlite uses no multicast anyway",
     "NVTE_UB_SOCKET_IFNAME": "tensor parallelism: NVTE_UB_SOCKET_IFNAME is not used; ranks of a node find one another "
     "without a network, and HVDLITE_NETWORK_INTERFACES, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME choose the interfaces "
     "between nodes",

@@ -1,7 +1,8 @@
 """Tensors of GPUs, by way of pinned memory of the host: operations see tensors of the host, and know no device.
 
 What an operation reads is copied to the host once the stream that makes it has come so far; what it writes is copied
-back before the operation is complete. The copies have a stream of their own, and nothing waits for a device as a whole.
+back before the operation is complete. The copies have a stream of their own, and nothing waits for a device as a whole,
+nor without a limit.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from hvdlite import _native
+from hvdlite.collectives.base import LATE_GPU
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.submission import Submission
 from hvdlite.memory.layout import align_up
 from hvdlite.memory.views import TensorView
+from hvdlite.naps import nap_until
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 _LEAST_BYTES = 1 << 20
@@ -22,23 +25,45 @@ Bucket = Sequence[tuple[Response, Submission]]
 
 
 class DeviceTransfer:
-    """Takes the tensors of one bucket after the other to the host and back."""
+    """Takes the tensors of one bucket after the other to the host and back.
 
-    def __init__(self, recorder: Recorder) -> None:
+    Args:
+        timeout_s: the longest wait for a GPU.
+        check: raises once the job has failed.
+    """
+
+    def __init__(self, recorder: Recorder, timeout_s: float, check: Callable[[], None]) -> None:
         self._recorder = recorder
+        self._timeout_s = timeout_s
+        self._check = check
         self._devices: dict[int, _Device] = {}
 
     def run(self, bucket: Bucket, operate: Callable[[Bucket], object], label: str) -> object:
-        """What ``operate`` returns for ``bucket`` with all tensors on the host."""
+        """What ``operate`` returns for ``bucket`` with all tensors on the host.
+
+        Raises:
+            CollectiveError: a GPU did not come in time; or what the job's check raises meanwhile.
+        """
         on_host = [(response, self._on_host(submission)) for response, submission in bucket]
         with self._span(Lane.FROM_DEVICE, label):
             for device in self._devices.values():
-                device.download()
+                self._await(device.download(), label)
         result = operate(on_host)
         with self._span(Lane.TO_DEVICE, label):
             for device in self._devices.values():
-                device.upload()
+                self._await(device.upload(), label)
+                device.end_bucket()
         return result
+
+    def _await(self, moment: _native.Moment | None, label: str) -> None:
+        if moment is None:
+            return
+        try:
+            nap_until(lambda: moment.is_reached, f"'{label}': {LATE_GPU}", timeout_s=self._timeout_s, check=self._check)
+        except BaseException:
+            for device in self._devices.values():
+                device.leave_behind()
+            raise
 
     def _on_host(self, submission: Submission) -> Submission:
         if submission.device is None:
@@ -104,15 +129,24 @@ class _Device:
             self._uploads.append((view.address, place.address, view.nbytes))
         return place
 
-    def download(self) -> None:
-        if self._moments:
-            self._copies.run(list(self._moments), self._downloads)
-            self._moments.clear()
+    def download(self) -> _native.Moment | None:
+        """When that is done; None where there is nothing to do."""
+        if not self._moments:
+            return None
+        moment = self._copies.begin(list(self._moments), self._downloads)
+        self._moments.clear()
+        return moment
 
-    def upload(self) -> None:
-        """Also ends the bucket."""
-        if self._uploads:
-            self._copies.run(list(self._moments), self._uploads)
+    def upload(self) -> _native.Moment | None:
+        """Likewise."""
+        return self._copies.begin(list(self._moments), self._uploads) if self._uploads else None
+
+    def leave_behind(self) -> None:
+        """A copy may yet come: its memory stays to the end of the process."""
+        for block in self._blocks:
+            block.leave_behind()
+
+    def end_bucket(self) -> None:
         self._clear()
         if len(self._blocks) > 1:  # one that is large enough for all, next time
             total = sum(block.nbytes for block in self._blocks)

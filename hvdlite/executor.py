@@ -37,12 +37,20 @@ class Executor:
         host: the engine for memory of the host.
         build_device_engine: called when the first tensors on GPUs come, on all ranks alike, with this rank's GPU if it
             is known; returns None where the GPUs of these ranks cannot work together.
+        timeout_s: the longest wait for a GPU whose tensors pass through the host.
+        check: raises once the job has failed.
     """
 
-    def __init__(self, host: Engine, build_device_engine: Callable[[int | None], DeviceEngine | None]) -> None:
+    def __init__(
+        self,
+        host: Engine,
+        build_device_engine: Callable[[int | None], DeviceEngine | None],
+        timeout_s: float,
+        check: Callable[[], None],
+    ) -> None:
         self._host = host
         self._build_device_engine = build_device_engine
-        self._transfer = DeviceTransfer(host.recorder)
+        self._transfer = DeviceTransfer(host.recorder, timeout_s, check)
         self._device: DeviceEngine | None = None
         self._has_device = False  # whether it is known if there is one
         self._enqueued: deque[_Enqueued] = deque()

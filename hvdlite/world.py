@@ -155,7 +155,7 @@ class World:
             self,
         )
         self._cross = cross
-        self._executor = Executor(self.engine, self._build_device_engine)
+        self._executor = Executor(self.engine, self._build_device_engine, config.collective_timeout_s, self.check)
         self._shared.callback(self._close_device)
         self.execute = self._executor.execute
         self.coordinator = Coordinator(self, topology, page, tree, spin_us=spin_us(config, node))

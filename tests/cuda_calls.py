@@ -18,6 +18,7 @@ class Calls:
 
     def __init__(self, library: str, device: int = 0) -> None:
         self.library = ctypes.CDLL(library)
+        self.device = device
         self._kernels: dict[int, tuple[Kernel, float]] = {}  # that are enqueued, by number, with what they are late
         self._numbers = itertools.count(1)
         self._callback = Callback(self._run)
@@ -100,6 +101,13 @@ class Calls:
 
     def has(self, address: int) -> bool:
         """Whether it is of memory of a device."""
+        return self._kind(address) == 2
+
+    def is_pinned(self, address: int) -> bool:
+        """Whether it is of memory of the host that the driver has made, or knows."""
+        return self._kind(address) == 1
+
+    def _kind(self, address: int) -> int:
         kind = ctypes.c_uint()
         status = self.library.cuPointerGetAttribute(ctypes.byref(kind), 2, ctypes.c_ulonglong(address))
-        return bool(status == 0 and kind.value == 2)
+        return kind.value if status == 0 else 0

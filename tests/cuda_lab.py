@@ -20,7 +20,16 @@ from hvdlite import _native
 from hvdlite.memory.base import Region
 from hvdlite.torch.device import Gpus
 
-__all__ = ["INVALID_CONTEXT", "NOT_PERMITTED", "NOT_READY", "Cuda", "SimulatedGpus", "built", "simulated"]
+__all__ = [
+    "INVALID_CONTEXT",
+    "NOT_PERMITTED",
+    "NOT_READY",
+    "Cuda",
+    "SimulatedGpus",
+    "built",
+    "simulated",
+    "simulated_for",
+]
 
 
 class Cuda(Calls):
@@ -41,7 +50,7 @@ class SimulatedGpus(Gpus):
         self.stream = cuda.stream()
 
     def ordinal_of(self, tensor: torch.Tensor) -> int | None:
-        return 0 if self.cuda.has(tensor.data_ptr()) else None
+        return self.cuda.device if self.cuda.has(tensor.data_ptr()) else None
 
     def current_stream(self, ordinal: int) -> int:
         assert self.stream.value is not None
@@ -64,8 +73,16 @@ class SimulatedGpus(Gpus):
 
 
 @cache
-def simulated() -> Cuda:
+def simulated(device: int = 0) -> Cuda:
     """The simulated driver, from now on that of hvdlite as well, with a GPU for each of four ranks."""
     os.environ.setdefault("GPUSIM_DEVICES", "4")
     _native.use_cuda_library(str(built()))
-    return Cuda(str(built()))
+    return Cuda(str(built()), device)
+
+
+@cache
+def simulated_for(rank: int) -> Cuda:
+    """Likewise, with a GPU of its own for each rank, whose context is that of no thread yet."""
+    cuda = simulated(rank)
+    cuda.close()
+    return cuda

@@ -13,6 +13,7 @@ What is as on a GPU:
 
 - ``x.device``, ``x.is_cuda``, ``device=`` of what makes tensors, and errors where host and device are mixed.
 - Views are made at once, and so is what only concerns the host: version counters, autograd's graph, backward's order.
+- `torch.autocast` casts operands of the operations that it casts on the CPU.
 - A tensor of the host is read when a kernel is enqueued, as pageable memory is. Whoever needs numbers (`item`,
   `tolist`, `torch.equal`, ``x.cpu()``) waits for the stream, as do operations whose result's shape depends on numbers.
 - Kernels keep no tensor alive. What torch frees is overwritten by NaN, in the order of the stream for which it was
@@ -168,6 +169,9 @@ class TorchOnGpu(SimulatedGpus):
         with self.cuda.current(), _Functions(self), _Operations(self), ExitStack() as patches:
             patches.enter_context(_patched(torch.Tensor, "_reduce_ex_internal", self._pickle))
             patches.enter_context(_patched(torch.autograd, "_engine_run_backward", self._run_backward))
+            if hasattr(torch, "get_autocast_dtype"):  # torch 2.4
+                for name in ("autocast", "is_autocast_enabled", "get_autocast_dtype"):
+                    patches.enter_context(_patched(torch, name, _of_cpu))
             yield
         self.synchronize()
 
@@ -185,7 +189,7 @@ class TorchOnGpu(SimulatedGpus):
     # As hvdlite asks.
 
     def ordinal_of(self, tensor: torch.Tensor) -> int | None:
-        return 0 if self.has(tensor) else None
+        return self.cuda.device if self.has(tensor) else None
 
     def streaming(self, ordinal: int) -> Callable[[], AbstractContextManager[object]]:
         stream = self.stream
@@ -393,14 +397,14 @@ class _Functions(TorchFunctionMode):
         self._gpu = gpu
         tensor = torch.Tensor
         self._answers: dict[Any, Callable[..., Any]] = {
-            tensor.device.__get__: lambda x, *_: torch.device("cuda", 0),
+            tensor.device.__get__: lambda x, *_: torch.device("cuda", gpu.cuda.device),
             tensor.is_cpu.__get__: lambda x, *_: False,
             tensor.is_cuda.__get__: lambda x, *_: True,
-            tensor.get_device: lambda x: 0,
+            tensor.get_device: lambda x: gpu.cuda.device,
             tensor.tolist: lambda x: gpu.to_host(x.detach()).tolist(),
             tensor.numpy: _refuse_numpy,
             tensor.__array__: _refuse_numpy,
-            tensor.__repr__: lambda x, **_: f"{gpu.to_host(x.detach())!r} on cuda:0",
+            tensor.__repr__: lambda x, **_: f"{gpu.to_host(x.detach())!r} on cuda:{gpu.cuda.device}",
             tensor.__deepcopy__: _deepcopy,
         }
         self._moves = {tensor.cpu: "cpu", tensor.cuda: "cuda"}
@@ -479,6 +483,11 @@ def _patched(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
         yield
     finally:
         setattr(owner, name, plain)
+
+
+def _of_cpu(plain: Callable[..., Any], kind: str = "cuda", *args: Any, **kwargs: Any) -> Any:
+    """What torch answers for a kind of device, of which it has the CPU only."""
+    return plain("cpu" if kind == "cuda" else kind, *args, **kwargs)
 
 
 def _number(stream: ctypes.c_void_p) -> int:

@@ -13,13 +13,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# The oldest GPUs that run the PTX. Without --fmad=false a * b + c would be rounded once, and on CPUs twice.
-NVCC_ARGS = ["-ptx", "-std=c++17", "--gpu-architecture=compute_80", "--fmad=false"]
+# Without --fmad=false a * b + c would be rounded once, and on CPUs twice.
+NVCC_ARGS = ["-ptx", "-std=c++17", "--fmad=false"]
+# The oldest GPUs that run them.
+ARCHITECTURES = {"kernels": "compute_80", "multicast": "compute_90"}
 
 
-def source() -> str:
+def source(module: str = "kernels") -> str:
     """One file without includes."""
-    parts = [(HERE / name).read_text() for name in ("parameters.h", "portable.h", "kernels.h")]
+    parts = [(HERE / f"{name}.h").read_text() for name in ("parameters", "portable", "values", module)]
     return re.sub(r'^#(pragma once|include ".*")\n', "", "".join(parts), flags=re.MULTILINE)
 
 
@@ -28,12 +30,13 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home, "bin")))
 
 
-def ptx(nvcc: str | None, directory: Path) -> str:
+def ptx(nvcc: str | None, directory: Path, module: str = "kernels") -> str:
     """Nothing without an nvcc that works."""
-    output = directory / "kernels.ptx"
+    output = directory / f"{module}.ptx"
     if nvcc is None:
         return ""
-    result = subprocess.run([nvcc, *NVCC_ARGS, HERE / "kernels.cu", "-o", output], capture_output=True, text=True)
+    arguments = [*NVCC_ARGS, f"--gpu-architecture={ARCHITECTURES[module]}"]
+    result = subprocess.run([nvcc, *arguments, HERE / f"{module}.cu", "-o", output], capture_output=True, text=True)
     if result.returncode != 0:
         print(f"kernels will be compiled at their first use, since {nvcc} fails: {result.stderr}", file=sys.stderr)
         return ""
@@ -42,9 +45,15 @@ def ptx(nvcc: str | None, directory: Path) -> str:
 
 def embed(file: Path, nvcc: str | None) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "kKernelSource": source(),
+        "kKernelPtx": ptx(nvcc, file.parent),
+        "kMulticastSource": source("multicast"),
+        "kMulticastPtx": ptx(nvcc, file.parent, "multicast"),
+    }
     chars = "".join(
         f'extern const char {name}[];\nconst char {name}[] = R"hvdlite({text})hvdlite";\n'
-        for name, text in {"kKernelSource": source(), "kKernelPtx": ptx(nvcc, file.parent)}.items()
+        for name, text in texts.items()
     )
     file.write_text(f"namespace hvdlite {{\n{chars}}}  // namespace hvdlite\n")
 

@@ -54,6 +54,20 @@ struct Tensors {
 };
 static_assert(sizeof(Tensors) <= 4096, "what a launch takes by value on every GPU");
 
+// Whole vectors from `source` to the memory of all GPUs that is at `multicast`.
+struct MulticastStore {
+  Address multicast;
+  Address source;
+  Count vectors;
+};
+
+// Whole vectors at `multicast`, added up over all GPUs, to `destination`; 0: back to the memory of all of them.
+struct MulticastSum {
+  Address multicast;
+  Address destination;
+  Count vectors;
+};
+
 // from and to: names of elements and their types in the source.
 #define HVDLITE_CASTS(F)                  \
   F(float16, Float16, bfloat16, Bfloat16) \
@@ -85,6 +99,13 @@ static_assert(sizeof(Tensors) <= 4096, "what a launch takes by value on every GP
   F(float16, Float16)      \
   F(bfloat16, Bfloat16)    \
   F(float32, float)        \
+  F(float64, double)
+
+// Those that multicast adds up.
+#define HVDLITE_ADDED_BY_MULTICAST(F) \
+  F(float16, Float16)                 \
+  F(bfloat16, Bfloat16)               \
+  F(float32, float)                   \
   F(float64, double)
 
 }  // namespace hvdlite::kernels

@@ -73,6 +73,13 @@ using Raw1 = unsigned char;
 GpuThread this_thread();
 void before_access();  // other threads may go on here
 
+// Where the memory of every GPU at a multicast address is, in the order in which it is added up.
+struct Bound {
+  unsigned count;
+  Address copies[kMaxArrays];
+};
+Bound bound_to(Address multicast);
+
 inline unsigned bits_of(float value) {
   unsigned bits;
   std::memcpy(&bits, &value, sizeof bits);

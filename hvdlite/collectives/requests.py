@@ -22,14 +22,12 @@ from mpi4py import MPI
 
 from hvdlite.counters import Traffic
 from hvdlite.errors import CollectiveError
+from hvdlite.naps import FIRST_NAP_S, nap_until
 
 _SPIN_S = 200e-6  # a reply over a network comes within this, and so does one from a rank that wakes from a nap
 _LOOKS = 4  # tests between two offers of the core to others
 _BUSY_S = 1e-3  # who gets the core back later than this has offered it to somebody who computes
 _COURTESY_S = 50e-3  # for so long nobody spins then: an offer takes milliseconds, the end of a nap does not
-_FIRST_NAP_S = 20e-6
-_MOVING_S = 0.05  # a wait that lasts longer is for a peer that is late, not for the wire
-_IDLE_NAP_S = 2e-3
 _CHECK_S = 10e-3  # between two looks at whether the job has failed
 _VERDICT_S = 1.0  # how long the sentinel gets to say which rank died after MPI said that something did
 
@@ -158,7 +156,7 @@ class Endpoint:
             if now - before > _BUSY_S:
                 self._spin_from = now + _COURTESY_S
         late = f"rank {self._ranks[peer]} did not send or take its part"
-        self._nap_until(done, late, start, nap_s or _FIRST_NAP_S)
+        self._nap_until(done, late, start, nap_s or FIRST_NAP_S)
 
     def doze(self, done: Callable[[], bool], late: str) -> None:
         """Return once ``done()`` is true, of something that takes no message and no time of this core.
@@ -166,23 +164,18 @@ class Endpoint:
         Raises:
             CollectiveError: ``late``, in time; or what ``check`` raises.
         """
-        self._nap_until(done, late, time.monotonic(), _FIRST_NAP_S)
+        self._nap_until(done, late, time.monotonic(), FIRST_NAP_S)
 
     def _nap_until(self, done: Callable[[], bool], late: str, start: float, nap: float) -> None:
-        next_check = start + _CHECK_S
-        longest = max(nap, self._nap_s)
-        while not done():
-            now = time.monotonic()
-            if now >= next_check:
-                self._check()
-                next_check = now + _CHECK_S
-            if now - start > self._timeout_s:
-                raise CollectiveError(
-                    f"{self._activity}: {late} within {self._timeout_s:g} s; if it is only slow, raise "
-                    "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
-                )
-            time.sleep(nap)
-            nap = min(2 * nap, longest if now - start < _MOVING_S else _IDLE_NAP_S)
+        nap_until(
+            done,
+            f"{self._activity}: {late}",
+            timeout_s=self._timeout_s,
+            check=self._check,
+            since_s=start,
+            nap_s=nap,
+            longest_nap_s=self._nap_s,
+        )
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """Every rank's ``data``, of at least a byte, by rank, on rank 0; None on others. Raises like `until`."""

@@ -57,9 +57,13 @@ class FusionBuffer:
         index: of this rank's own.
         owner: keeps the copies alive; on the host (bytes of all copies,) uint8, beginning at the first.
         ordinal: of the GPU that has this rank's copy; None on the host.
+
+    Attributes:
+        multicast: the address of all copies together, see `DeviceMemory.add_multicast`; 0: there is none.
+        no_multicast: why there is none, if it was asked for.
     """
 
-    __slots__ = ("address", "buffer_id", "copies", "index", "nbytes", "ordinal", "owner")
+    __slots__ = ("address", "buffer_id", "copies", "index", "multicast", "nbytes", "no_multicast", "ordinal", "owner")
 
     def __init__(
         self,
@@ -77,6 +81,8 @@ class FusionBuffer:
         self.owner = owner
         self.ordinal = ordinal
         self.address = copies[index]  # of this rank's own copy
+        self.multicast = 0
+        self.no_multicast = ""
 
     @property
     def region(self) -> Region:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from hvdlite import _native
@@ -17,6 +17,9 @@ from hvdlite.memory.views import Buffer, TensorView
 
 _SLICE_S = 0.005
 _BETWEEN = ":"  # what a rank has shared, in hexadecimal digits, and its problem
+
+_Shared = tuple[bytes, int | None]
+"""What a rank passes on to the others: bytes, and an open file."""
 
 
 class DeviceSharer(Protocol):
@@ -64,13 +67,79 @@ class DeviceMemory(Memory):
         self.stream.zero(buffer.address, nbytes)
         return buffer
 
+    def add_multicast(self, buffer: FusionBuffer) -> None:
+        """Give all copies of ``buffer`` one address more, by which a GPU writes to all of them, or adds them up.
+
+        Collective in the node. ``buffer.no_multicast`` says, alike on all ranks, why it could not be.
+        """
+        node, segment = self._node, buffer.owner
+        is_first = node.local_rank == 0
+        made: list[_native.Multicast] = []
+
+        def ask() -> _Shared:
+            if not isinstance(segment, _native.FileSegment):
+                raise RuntimeError("memory is shared by CUDA IPC")
+            made.append(_native.Multicast(segment, node.local_size))
+            return _native.cuda_device_uuid(self.ordinal).encode(), None
+
+        try:
+            gpus = [uuid for uuid, _ in self._agreed(ask)]
+            if len(set(gpus)) < len(gpus):
+                raise StartupError("ranks share a GPU")
+            (multicast,) = made
+            (_, file), *_ = self._agreed(lambda: (b"", multicast.create()) if is_first else None)
+            assert file is not None
+
+            def join() -> None:
+                if not is_first:
+                    multicast.open(file)
+                multicast.join()
+
+            try:
+                self._agreed(join)
+            finally:
+                os.close(file)
+            self._agreed(multicast.bind)
+            self._agreed(multicast.map)
+            buffer.multicast = multicast.address
+        except StartupError as error:
+            buffer.no_multicast = str(error)
+
     def _shared(self, nbytes: int) -> _native.DeviceSegment:
-        segment: _native.DeviceSegment | None = None
+        made: list[_native.DeviceSegment] = []
+
+        def share() -> _Shared | None:
+            made.append(self._segments(self.ordinal, nbytes))
+            return made[0].share() if self._node.local_size > 1 else None
+
+        def map_all() -> None:
+            made[0].map(
+                [theirs for theirs, _ in told],
+                [-1 if file is None else file for _, file in told],
+                self._node.local_rank,
+            )
+
+        try:
+            told = self._agreed(share)
+            try:
+                self._agreed(map_all)
+            finally:
+                for _, file in told:
+                    if file is not None:
+                        os.close(file)
+        except StartupError as error:
+            raise StartupError(f"cannot share {nbytes} bytes of memory between GPUs: {error}") from None
+        return made[0]
+
+    def _agreed(self, step: Callable[[], _Shared | None]) -> list[_Shared]:
+        """What every rank's ``step`` shares, once all have made it; the caller closes the files.
+
+        Raises:
+            StartupError: on every rank of the node alike: it failed on some.
+        """
         shared, file, problem = b"", None, ""
         try:
-            segment = self._segments(self.ordinal, nbytes)
-            if self._node.local_size > 1:
-                shared, file = segment.share()
+            shared, file = step() or (b"", None)
         except RuntimeError as error:
             problem = str(error)
         try:
@@ -78,30 +147,14 @@ class DeviceMemory(Memory):
         finally:
             if file is not None:
                 os.close(file)
-        files = [theirs for _, theirs in told]
         parts = [text.partition(_BETWEEN) for text, _ in told]
-        try:
-            self._raise_problems(nbytes, [theirs for _, _, theirs in parts])
-            assert segment is not None
-            try:
-                segment.map(
-                    [bytes.fromhex(theirs) for theirs, _, _ in parts],
-                    [-1 if theirs is None else theirs for theirs in files],
-                    self._node.local_rank,
-                )
-            except RuntimeError as error:
-                problem = str(error)
-        finally:
-            for theirs in files:
+        found = [f"rank {rank}: {text}" for rank, (_, _, text) in zip(self._node.ranks, parts, strict=True) if text]
+        if found:
+            for _, theirs in told:
                 if theirs is not None:
                     os.close(theirs)
-        self._raise_problems(nbytes, [text for text, _ in self._node.exchange(problem)])
-        return segment
-
-    def _raise_problems(self, nbytes: int, problems: Sequence[str]) -> None:
-        found = [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, problems, strict=True) if text]
-        if found:
-            raise StartupError(f"cannot share {nbytes} bytes of memory between GPUs: {'; '.join(found)}")
+            raise StartupError("; ".join(found))
+        return [(bytes.fromhex(digits), theirs) for (digits, _, _), (_, theirs) in zip(parts, told, strict=True)]
 
     def filled(self, shape: tuple[int, ...], dtype: DType, value: float) -> TensorView:
         view = TensorView(0, shape, dtype, None)

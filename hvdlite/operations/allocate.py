@@ -10,6 +10,7 @@ from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
 from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
+from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.views import OnDevice, TensorView
 from hvdlite.operations.operation import Operation, Work
 
@@ -23,14 +24,18 @@ def allocate(group: Group, nbytes: int, name: str | None = None) -> FusionBuffer
     return buffer
 
 
-def allocate_on_device(group: Group, nbytes: int, where: OnDevice, name: str | None = None) -> FusionBuffer | None:
+def allocate_on_device(
+    group: Group, nbytes: int, where: OnDevice, name: str | None = None, *, multicast: bool = False
+) -> FusionBuffer | None:
     """`allocate` in the memory of GPUs; None where the GPUs of these ranks cannot work together.
 
     Args:
         where: this rank's GPU.
+        multicast: whether to give the copies an address in common as well, see `DeviceMemory.add_multicast`.
     """
     beside = [TensorView(0, (0,), DType.UINT8, None, where)]
-    buffer: FusionBuffer | None = group.submit(Allocate.of(name, beside, int(nbytes)), name, beside).wait()
+    request = Allocate.of(name, beside, int(nbytes), multicast)
+    buffer: FusionBuffer | None = group.submit(request, name, beside).wait()
     return buffer
 
 
@@ -39,6 +44,7 @@ class Allocate(Operation):
     """What ranks agree on; an empty tensor on a GPU stands for memory of GPUs."""
 
     nbytes: int = 0
+    multicast: bool = False
 
     label = "allocate"
 
@@ -51,5 +57,7 @@ class Allocate(Operation):
         if not is_there:
             return None
         buffer = engine.memory.allocate(self.nbytes)
+        if self.multicast and isinstance(engine.memory, DeviceMemory) and len(buffer.copies) > 1:
+            engine.memory.add_multicast(buffer)
         engine.backend.prepare(buffer.buffer(0, self.nbytes, DType.UINT8))
         return buffer

@@ -81,7 +81,7 @@ class Carrier(ABC):
     def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
         """This rank's part of the rows of the sum over ranks, (rows / size, columns), new; ``size`` divides the rows.
 
-        16-bit floats are added in fp32 and rounded once; ranks are added in ascending order.
+        16-bit floats are added in fp32 and rounded once; ranks are added in ascending order, but by multicast.
 
         Args:
             produce: called for all rows, or for parts of them in any order.

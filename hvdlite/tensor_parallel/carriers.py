@@ -19,6 +19,7 @@ from hvdlite.tensor_parallel.device import DeviceCarrier
 from hvdlite.tensor_parallel.device_windows import DeviceWindows
 from hvdlite.tensor_parallel.meeting import LoneMeeting, Meeting
 from hvdlite.tensor_parallel.methods import NEED_ONE_NODE, Method, on_gpus, on_host
+from hvdlite.tensor_parallel.multicast_trial import why_not_to_use
 from hvdlite.tensor_parallel.shared_meeting import SharedMeeting
 from hvdlite.tensor_parallel.tuning import Tuner
 from hvdlite.tensor_parallel.unfused import OperationMeeting, UnfusedCarrier
@@ -27,7 +28,7 @@ from hvdlite.torch.device import Now
 from hvdlite.torch.process_set import ProcessSet
 
 _LOG = logging.getLogger("hvdlite")
-_ON_GPUS = (Method.RING_EXCHANGE, Method.PIPELINE, Method.BULK)
+_BY_COPIES = (Method.RING_EXCHANGE, Method.PIPELINE, Method.BULK)
 
 
 class Carriers:
@@ -90,19 +91,35 @@ class Carriers:
         assert where is not None
         meeting.meet("the first exchange on GPUs")
         windows = DeviceWindows.build(meeting, where, f"{self._name}.gpus")
-        if windows is None:
+        gpus = f"tensor parallelism: the GPUs of ranks {list(meeting.ranks)}"
+        if isinstance(windows, str):
             self._say(
-                f"tensor parallelism: the GPUs of ranks {list(meeting.ranks)} do not reach one another's memory: they "
-                "go by hvdlite's operations, unfused"
+                f"{gpus} do not reach one another's memory: they go by hvdlite's operations, unfused, which here is "
+                f"{windows}"
             )
             return self._unfused
-        on_gpus_of = {method: DeviceCarrier(meeting, windows, method) for method in _ON_GPUS}
-        options = {**on_gpus_of, Method.UNFUSED: self._unfused}
-        return ChosenCarrier(meeting, options, self._methods, on_gpus, self._tuner)
+        options: dict[Method, Carrier] = {method: DeviceCarrier(meeting, windows, method) for method in _BY_COPIES}
+        if not windows.no_multicast:
+            multicast = DeviceCarrier(meeting, windows, Method.MULTICAST)
+            why_not = why_not_to_use(multicast, where.ordinal)
+            if why_not:
+                windows.give_up_multicast(why_not)
+            else:
+                options[Method.MULTICAST] = multicast
+                self._say(f"{gpus} exchange rows by multicast or by copies", logging.INFO)
+        else:
+            is_wanted = Method.MULTICAST in self._methods.values()
+            self._say(
+                f"{gpus} exchange rows by copies, not by multicast: {windows.no_multicast}",
+                logging.WARNING if is_wanted else logging.INFO,
+            )
+        options[Method.UNFUSED] = self._unfused
+        translate = partial(on_gpus, has_multicast=Method.MULTICAST in options)
+        return ChosenCarrier(meeting, options, self._methods, translate, self._tuner)
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, level: int = logging.WARNING) -> None:
         if self.group.rank == 0:
-            _LOG.warning("%s", text)
+            _LOG.log(level, "%s", text)
 
 
 def check_nodes(group: Group, methods: Mapping[str, Method]) -> None:

@@ -14,6 +14,12 @@ events order what depends on what, and threads only enqueue. Of three ranks, on 
 
     bulk                | all products |
                                          meet; sum
+
+By multicast a GPU writes its rows to the windows of all ranks at once, and the switch between the GPUs adds up what a
+GPU reads (NVLink SHARP); matmuls are as in bulk:
+
+    gather, multicast   | own rows
+                          write them to all; meet | matmul
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ from hvdlite.torch.device import Now
 from hvdlite.torch.tensor_view import dtype_of
 
 _PIECES = 2  # of a pipeline
+_VECTOR_BYTES = 16  # of which multicast takes whole ones
 
 
 class DeviceCarrier(Carrier):
@@ -41,36 +48,41 @@ class DeviceCarrier(Carrier):
 
     Args:
         windows: of the ranks of ``meeting``, that may map one another's.
-        method: RING_EXCHANGE, PIPELINE or BULK.
+        method: RING_EXCHANGE, PIPELINE, BULK or MULTICAST; the last of windows that have it. What is not in whole
+            vectors of 16 bytes, it exchanges as BULK.
     """
 
     def __init__(self, meeting: Meeting, windows: DeviceWindows, method: Method) -> None:
         super().__init__(meeting)
         self._windows = windows
         self.method = method
+        self._is_bulk = method in (Method.BULK, Method.MULTICAST)
 
     def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
         """One meeting; every rank copies the shards of the others, and uses what has come while the next comes."""
         stream = self._begin(rows, shard, self.size * rows.nbytes)
-        whole, copied = self._pulled(rows, shard)
+        whole, copied, _source = self._gathered(rows, shard)
         height = rows.shape[0]
-        if self.method is not Method.BULK:
+        if not self._is_bulk:
             use(whole[self.rank], self.rank * height)
         for peer, moment in copied:
             moment.precede(stream)
-            if self.method is not Method.BULK:
+            if not self._is_bulk:
                 use(whole[peer], peer * height)
-        if self.method is Method.BULK:
+        if self._is_bulk:
             use(whole.flatten(0, 1), 0)
         return whole.flatten(0, 1)
 
     def begin_gather(self, rows: Rows, shard: torch.Tensor) -> Finish:
         stream = self._begin(rows, shard, self.size * rows.nbytes)
-        whole, copied = self._pulled(rows, shard)
+        self._windows.will_be_read_late()
+        whole, copied, source = self._gathered(rows, shard)
+        sources = [source]  # kept until the caller's stream, on which its memory is handed out again, has followed
 
         def finish() -> torch.Tensor:
             for _, moment in copied:
                 moment.precede(stream)
+            sources.clear()
             return whole.flatten(0, 1)
 
         return finish
@@ -100,7 +112,10 @@ class DeviceCarrier(Carrier):
         stream = self._begin(rows, result, rows.nbytes)
         place = self._windows.place(0, rows.nbytes)
         produce(place.memory.view(rows.dtype).view(rows.shape), 0)
-        self._windows.allreduce(place, result.numel(), dtype_of(rows.dtype), ReduceOp.SUM)
+        if self._by_multicast(place.multicast, rows.nbytes):
+            self._windows.multicast_allreduce(place, dtype_of(rows.dtype))
+        else:
+            self._windows.allreduce(place, result.numel(), dtype_of(rows.dtype), ReduceOp.SUM)
         self._windows.first.copy(result.data_ptr(), place.addresses[self.rank], rows.nbytes)
         self._windows.ended(str(rows)).precede(stream)
         return result
@@ -124,12 +139,33 @@ class DeviceCarrier(Carrier):
         self._windows.begin(where)
         return where.current_stream()
 
-    def _pulled(self, rows: Rows, shard: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, _native.Moment]]]:
-        """The window, (size, rows, columns), with this rank's shard, and when the shards of which peers are there."""
-        windows = self._windows
-        place = windows.place(0, self.size * rows.nbytes)
+    def _gathered(
+        self, rows: Rows, shard: torch.Tensor
+    ) -> tuple[torch.Tensor, list[tuple[int, _native.Moment]], torch.Tensor]:
+        """The window, (size, rows, columns), with this rank's shard; when the shards of which peers are there; and what
+        is read until then."""
+        place = self._windows.place(0, self.size * rows.nbytes)
         whole = place.memory.view(rows.dtype).view(self.size, *rows.shape)
+        if self._by_multicast(place.multicast, rows.nbytes):
+            source = shard.contiguous()
+            if source.data_ptr() % _VECTOR_BYTES:
+                source = source.clone()
+            return whole, [(self.rank, self._spread(rows, source, place))], source
         whole[self.rank].copy_(shard)
+        return whole, self._pulled(rows, place), shard
+
+    def _spread(self, rows: Rows, source: torch.Tensor, place: Place) -> _native.Moment:
+        """This rank writes its shard to all windows; when all ranks have done so."""
+        windows = self._windows
+        windows.await_readers()
+        windows.follow(windows.first)
+        windows.first.multicast_store(place.multicast + self.rank * rows.nbytes, source.data_ptr(), rows.nbytes)
+        windows.meet()
+        return windows.ended(str(rows))
+
+    def _pulled(self, rows: Rows, place: Place) -> list[tuple[int, _native.Moment]]:
+        """When the shards of which peers are in this rank's window, to which they are copied."""
+        windows = self._windows
         windows.meet()
         windows.second.follow([windows.moment(windows.first)])
         copied = []
@@ -139,13 +175,14 @@ class DeviceCarrier(Carrier):
             copied.append((peer, windows.moment(stream)))
         windows.join()
         windows.ended(str(rows))
-        return whole, copied
+        return copied
 
     def _push(self, rows: Rows, produce: Produce, result: torch.Tensor) -> None:
         """Products go to their ranks one after the other, this rank's own last; they are added where they have come."""
         windows = self._windows
         sent, received = windows.place(0, rows.nbytes), windows.place(rows.nbytes, rows.nbytes)
         part_bytes = rows.nbytes // self.size
+        windows.await_readers()
         for peer, stream in self._peers():
             produce(self._part(rows, sent, peer), peer * len(result))
             windows.follow(stream)
@@ -175,7 +212,15 @@ class DeviceCarrier(Carrier):
                     produce(self._part(rows, place, peer)[start:stop], peer * height + start)
             windows.meet()
             offset = (self.rank * height + start) * row_bytes
-            self._sum(rows, result[start:stop], [address + offset for address in place.addresses])
+            nbytes = (stop - start) * row_bytes
+            if self._by_multicast(place.multicast, nbytes):
+                windows.first.multicast_sum(result.data_ptr(), place.multicast + offset, nbytes, dtype_of(rows.dtype))
+            else:
+                self._sum(rows, result[start:stop], [address + offset for address in place.addresses])
+
+    def _by_multicast(self, address: int, part_bytes: int) -> bool:
+        """Whether what each rank writes or adds up, ``part_bytes`` of it, goes by multicast at ``address``."""
+        return self.method is Method.MULTICAST and address != 0 and part_bytes % _VECTOR_BYTES == 0
 
     def _part(self, rows: Rows, place: Place, peer: int) -> torch.Tensor:
         """The rows of ``peer`` in this rank's copy of ``place``, which holds all."""

@@ -2,7 +2,7 @@
 
 As on the host (window.py) there are two windows, used in turns. What is said there of a rank that has passed a barrier
 holds here for its stream: when it has passed the meeting of exchange n + 1, the streams of all ranks are done with the
-window of exchange n. Threads never wait for a GPU.
+window of exchange n, but for one that is read later, see `will_be_read_late`. Threads never wait for a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 
 from hvdlite import _native
 from hvdlite.errors import CollectiveError
+from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
+from hvdlite.memory.layout import shard_bounds
 from hvdlite.memory.views import OnDevice
 from hvdlite.operations.allocate import allocate_on_device
 from hvdlite.recorder import Lane
@@ -38,10 +40,17 @@ class Place(NamedTuple):
     Attributes:
         memory: this rank's copy, (nbytes,) uint8.
         addresses: of every rank's copy.
+        multicast: the address of all copies together; 0: there is none.
     """
 
     memory: torch.Tensor
     addresses: tuple[int, ...]
+    multicast: int
+
+
+def _allocate(group: Group, each: int, where: OnDevice, name: str, *, multicast: bool) -> FusionBuffer | None:
+    """Windows of ``each`` bytes; collective."""
+    return allocate_on_device(group, _WINDOWS * each, where, f"{name}.{each}", multicast=multicast)
 
 
 class _Enqueued(NamedTuple):
@@ -55,6 +64,7 @@ class DeviceWindows:
 
     Attributes:
         first, second: streams on which copies between GPUs take turns; ranks meet, and reduce, on the first.
+        no_multicast: why the windows have no address in common; empty if they have one.
 
     Args:
         where: this rank's GPU.
@@ -62,13 +72,16 @@ class DeviceWindows:
     """
 
     @classmethod
-    def build(cls, meeting: SharedMeeting, where: OnDevice, name: str) -> DeviceWindows | None:
-        """Collective. None, on all ranks alike, where their GPUs do not reach one another's memory."""
-        each = window_bytes(1)
-        buffer = allocate_on_device(meeting.group, _WINDOWS * each, where, f"{name}.{each}")
-        if buffer is None or len(buffer.copies) != meeting.size:
-            return None
+    def build(cls, meeting: SharedMeeting, where: OnDevice, name: str) -> DeviceWindows | str:
+        """Collective. Where GPUs do not reach one another's memory, on all ranks alike: how tensors there travel."""
+        skips = meeting.group.config.ub_skip_multicast
+        buffer = _allocate(meeting.group, window_bytes(1), where, name, multicast=not skips)
+        if buffer is None:
+            return "by way of memory of the host"
+        if len(buffer.copies) != meeting.size:
+            return "by NCCL"
         windows = cls(meeting, where, name)
+        windows.no_multicast = "UB_SKIPMC is set" if skips else buffer.no_multicast
         meeting.group.world.accompany(windows)
         windows._take(buffer, where, "windows")
         return windows
@@ -80,10 +93,12 @@ class DeviceWindows:
         words = shared_memory(meeting.group, f"{name}.words", _native.StreamBarrier.bytes_needed(meeting.size))
         self.first, self.second = _native.DeviceStream(where.ordinal), _native.DeviceStream(where.ordinal)
         self._barrier = _native.StreamBarrier(self.first, words.numpy(), meeting.rank, meeting.size)
+        self.no_multicast = ""
         self._buffer: FusionBuffer | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._each = 0  # bytes of a window
         self._turn = 0
+        self._read_late = deque([False] * (_WINDOWS + 1), _WINDOWS + 1)  # in the latest exchanges; at last in this one
         self._met: _native.Moment | None = None  # the latest meeting
         self._last: _native.Moment | None = None  # the end of the latest exchange
         self._stream = 0  # the caller's, in the latest exchange
@@ -95,17 +110,28 @@ class DeviceWindows:
         if nbytes <= self._each:
             return
         self._meeting.meet(f"{purpose}, with {nbytes} bytes of memory of GPUs")
-        each = window_bytes(nbytes)
-        buffer = allocate_on_device(self._meeting.group, _WINDOWS * each, where, f"{self._name}.{each}")
+        each, has_multicast = window_bytes(nbytes), not self.no_multicast
+        buffer = _allocate(self._meeting.group, each, where, self._name, multicast=has_multicast)
         assert buffer is not None, "the GPUs have shared memory before"
+        if has_multicast and buffer.no_multicast:
+            self.give_up_multicast(f"windows of {each} bytes: {buffer.no_multicast}")
         self._take(buffer, where, purpose)
+
+    def give_up_multicast(self, why: str) -> None:
+        """For good; all ranks do, for the same reason."""
+        self.no_multicast = why
+        if self._meeting.rank == 0:
+            _LOG.warning("tensor parallelism: GPUs go on without multicast: %s", why)
 
     def _take(self, buffer: FusionBuffer, where: OnDevice, purpose: object) -> None:
         """Each rank has zeroed its own copy, which others may write once all have met."""
+        before = self._buffer, self._memory
         self._buffer, self._each, self._memory = buffer, buffer.nbytes // _WINDOWS, bytes_of(buffer.region)
         self.begin(where)
         self.meet()
         self.ended(str(purpose))
+        # Not earlier: others read them by multicast until they have met, and it would take our copy from them.
+        del before
 
     def begin(self, where: OnDevice) -> None:
         """The caller's current stream may write into the next window."""
@@ -116,13 +142,28 @@ class DeviceWindows:
                 _native.Moment(self.ordinal, self._stream).precede(stream)
         self._stream = stream
         self._turn = (self._turn + 1) % _WINDOWS
+        self._read_late.append(False)
+
+    def will_be_read_late(self) -> None:
+        """The window whose turn it is will be read when the next exchange has begun, but not any longer."""
+        self._read_late[-1] = True
+
+    def await_readers(self) -> None:
+        """Before this rank writes into the windows of others, whose turn it is: they have read what is there.
+
+        Where they did so before the latest meeting, it costs nothing.
+        """
+        if self._read_late[0]:
+            self.meet()
+            self.second.follow([self.moment(self.first)])
 
     def place(self, offset_bytes: int, nbytes: int) -> Place:
         """A part of the window whose turn it is."""
         assert self._buffer is not None
         begin = self._turn * self._each + offset_bytes
         addresses = tuple(address + begin for address in self._buffer.copies)
-        return Place(self._memory[begin : begin + nbytes], addresses)
+        multicast = 0 if self.no_multicast else self._buffer.multicast + begin
+        return Place(self._memory[begin : begin + nbytes], addresses, multicast)
 
     def follow(self, stream: _native.DeviceStream) -> None:
         """``stream`` comes after what the caller has enqueued until now."""
@@ -142,6 +183,14 @@ class DeviceWindows:
         """Add up all copies, into all copies, between two meetings."""
         self.follow(self.first)
         self._barrier.allreduce(place.addresses, numel, dtype, op, 1.0, 1.0)
+
+    def multicast_allreduce(self, place: Place, dtype: int) -> None:
+        """Likewise, each rank an equal share of it in the switch."""
+        self.meet()
+        nbytes = place.memory.numel()
+        start, stop = shard_bounds(nbytes, self._meeting.size, self._meeting.rank, 1)
+        self.first.multicast_sum(0, place.multicast + start, stop - start, dtype)
+        self.meet()
 
     def moment(self, stream: _native.DeviceStream) -> _native.Moment:
         """Reached when ``stream`` has done all that it was given until now."""
@@ -198,6 +247,9 @@ class DeviceWindows:
 
     def close(self) -> None:
         """Let the streams come to an end; what does not is left behind."""
+        if not self.no_multicast:  # what others have yet to read goes with us
+            self._barrier.meet()
+            self._last = self.moment(self.first)
         deadline_s = time.monotonic() + _SETTLE_S
         while self._last is not None and not self._last.is_reached:
             if time.monotonic() > deadline_s:

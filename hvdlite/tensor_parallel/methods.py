@@ -12,6 +12,7 @@ class Method(Enum):
     RING_EXCHANGE = "ring_exchange"
     PIPELINE = "pipeline"
     BULK = "bulk"
+    MULTICAST = "multicast"
     UNFUSED = "unfused"
 
 
@@ -69,6 +70,7 @@ def on_host(method: Method, size: int) -> Method:
     return method if method in (Method.AUTO, Method.UNFUSED) else Method.WINDOW
 
 
-def on_gpus(method: Method) -> Method:
-    """What ``method`` is on GPUs: a window as a whole is "bulk"."""
-    return Method.BULK if method is Method.WINDOW else method
+def on_gpus(method: Method, has_multicast: bool) -> Method:
+    """What ``method`` is on GPUs: a window as a whole is "bulk", and so is multicast where there is none."""
+    is_bulk = method is Method.WINDOW or (method is Method.MULTICAST and not has_multicast)
+    return Method.BULK if is_bulk else method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from gpu_lab import IS_HERE, IS_SIMULATED, Gpu, SimulatedGpu
 
 if IS_HERE:  # else nothing shall start MPI
-    _spec = importlib.util.spec_from_file_location("rank_hooks", Path(__file__).parents[1] / "mpi" / "conftest.py")
+    _of_ranks = Path(__file__).parents[1] / "mpi"
+    sys.path.append(str(_of_ranks))  # of what its conftest imports
+    _spec = importlib.util.spec_from_file_location("rank_hooks", _of_ranks / "conftest.py")
     assert _spec is not None and _spec.loader is not None
     _hooks = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(_hooks)

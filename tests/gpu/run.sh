@@ -122,7 +122,9 @@ HAS_MPI=$?
 stage "driver" 90 bash -c 'tests 1 unit/test_cuda_driver.py unit/test_cuda_memory.py'
 if [ $HAS_MPI = 0 ]; then
   for ranks in $TEST_RANKS; do
-    stage "operations and training, $ranks ranks" 90 bash -c "tests $ranks gpu --time-limit=60"
+    stage "operations and training, $ranks ranks" 90 bash -c \
+      "tests $ranks gpu --ignore=gpu/test_tensor_parallel.py --time-limit=60"
+    stage "tensor parallelism, $ranks ranks" 60 bash -c "tests $ranks gpu/test_tensor_parallel.py --time-limit=60"
   done
 fi
 if [ -z "$SIMULATE" ]; then

@@ -18,6 +18,7 @@ namespace hvdlite::cuda {
 extern "C" {
 #define GPUSIM_DECLARE(name, symbol, parameters) Result symbol parameters;
 HVDLITE_CUDA_FUNCTIONS(GPUSIM_DECLARE)
+HVDLITE_MULTICAST_FUNCTIONS(GPUSIM_DECLARE)
 GPUSIM_FUNCTIONS_FOR_TESTS(GPUSIM_DECLARE)
 #undef GPUSIM_DECLARE
 }

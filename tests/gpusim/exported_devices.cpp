@@ -2,6 +2,7 @@
 #include <map>
 
 #include "exported.h"
+#include "settings.h"
 
 namespace hvdlite::cuda {
 
@@ -63,11 +64,9 @@ Result cuDeviceGetUuid_v2(Uuid* uuid, Device device) {
 
 Result cuDeviceGetAttribute(int* value, int attribute, Device device) {
   constexpr int kThreadsPerBlock = 1, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
-  const std::map<int, int> attributes{{kThreadsPerBlock, 1024},
-                                      {kMultiprocessorCount, 4},
-                                      {kComputeCapabilityMajor, 9},
-                                      {kComputeCapabilityMinor, 0},
-                                      {kDirectRdmaSupported, 0}};
+  const std::map<int, int> attributes{{kThreadsPerBlock, 1024},     {kMultiprocessorCount, 4},
+                                      {kComputeCapabilityMajor, 9}, {kComputeCapabilityMinor, 0},
+                                      {kDirectRdmaSupported, 0},    {kMulticastSupported, settings().multicast}};
   GPUSIM_NEEDS_NO_CONTEXT;
   GPUSIM_REQUIRE(context_of(device) != nullptr, INVALID_DEVICE);
   const auto found = attributes.find(attribute);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cuda/kernels.h"
+#include "cuda/multicast.h"
 #include "gpu_thread.h"
 
 namespace gpusim {
@@ -19,18 +20,22 @@ std::function<void()> with_copy(const void* parameters) {
 const std::map<std::string, Kernel>& kernels() {
   using namespace hvdlite::kernels;
   static const std::map<std::string, Kernel> all{{"fill", with_copy<Fill, fill>},
+                                                 {"multicast_store", with_copy<MulticastStore, multicast_store>},
+#define HVDLITE_ADD(name, E) {"multicast_sum_" #name, with_copy<MulticastSum, multicast_sum_##name>},
+                                                 HVDLITE_ADDED_BY_MULTICAST(HVDLITE_ADD)
+#undef HVDLITE_ADD
 #define HVDLITE_ADD(name, E) {"reduce_" #name, with_copy<Reduce, reduce_##name>},
-                                                 HVDLITE_REDUCED(HVDLITE_ADD)
+                                                     HVDLITE_REDUCED(HVDLITE_ADD)
 #undef HVDLITE_ADD
 #define HVDLITE_ADD(from, From, to, To)                            \
   {"pack_" #from "_" #to, with_copy<Tensors, pack_##from##_##to>}, \
       {"unpack_" #from "_" #to, with_copy<Tensors, unpack_##from##_##to>},
-                                                     HVDLITE_CASTS(HVDLITE_ADD)
+                                                         HVDLITE_CASTS(HVDLITE_ADD)
 #undef HVDLITE_ADD
 #define HVDLITE_ADD(bytes, E)                                   \
   {"pack_copy_" #bytes, with_copy<Tensors, pack_copy_##bytes>}, \
       {"unpack_copy_" #bytes, with_copy<Tensors, unpack_copy_##bytes>},
-                                                         HVDLITE_COPIES(HVDLITE_ADD)
+                                                             HVDLITE_COPIES(HVDLITE_ADD)
 #undef HVDLITE_ADD
   };
   return all;

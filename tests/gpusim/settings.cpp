@@ -42,6 +42,7 @@ Settings read() {
   found.virtual_memory = !is_set("GPUSIM_NO_VMM");
   found.files = !is_set("GPUSIM_NO_FILES");
   found.ipc = !is_set("GPUSIM_NO_IPC");
+  found.multicast = !is_set("GPUSIM_NO_MULTICAST");
   if (const char* seed = std::getenv("GPUSIM_PCT")) found.pct = std::atoi(seed);
   found.jitter_us = number("GPUSIM_JITTER_US", found.jitter_us);
   found.patience_us = number("GPUSIM_PATIENCE_US", found.patience_us);

@@ -13,6 +13,7 @@ struct Settings {
   bool virtual_memory = true;   // GPUSIM_NO_VMM: there is no cuMemCreate
   bool files = true;            // GPUSIM_NO_FILES: nothing is exported as a file descriptor, whatever devices say
   bool ipc = true;              // GPUSIM_NO_IPC: there is no cuIpcGetMemHandle
+  bool multicast = true;        // GPUSIM_NO_MULTICAST: no device has it
   std::optional<unsigned> pct;  // GPUSIM_PCT, a seed: one at a time, by random priorities (scheduler.h)
   int jitter_us = 0;            // GPUSIM_JITTER_US: streams come late by up to so much
   int patience_us = 2000;       // GPUSIM_PATIENCE_US: see scheduler.h

@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -92,6 +93,11 @@ Error VirtualMemory::export_file(int* fd, cuda::Allocation allocation) {
 Error VirtualMemory::import_file(cuda::Allocation* allocation, int fd) {
   if (!settings().virtual_memory) return NOT_SUPPORTED;
   struct stat status;
+  if (auto team = MulticastTeam::opened(fd)) {
+    const Locked locked(mutex_);
+    files_[*allocation = ++made_] = {fcntl(fd, F_DUPFD_CLOEXEC, 0), team->nbytes(), -1, true, team};
+    return SUCCESS;
+  }
   const int physical = physical_of(fd);
   if (physical < 0 || fstat(fd, &status) != 0) return INVALID_VALUE;
   const int own = fcntl(fd, F_DUPFD_CLOEXEC, 0);
@@ -99,6 +105,50 @@ Error VirtualMemory::import_file(cuda::Allocation* allocation, int fd) {
   const Locked locked(mutex_);
   files_[*allocation = ++made_] = {own, static_cast<std::size_t>(status.st_size), physical, true};
   return SUCCESS;
+}
+
+Error VirtualMemory::create_team(cuda::Allocation* allocation, unsigned devices, std::size_t nbytes) {
+  if (!is_whole(nbytes)) return INVALID_VALUE;
+  auto team = MulticastTeam::create(devices, nbytes);
+  if (team == nullptr) return OUT_OF_MEMORY;
+  const Locked locked(mutex_);
+  files_[*allocation = ++made_] = {fcntl(team->fd(), F_DUPFD_CLOEXEC, 0), nbytes, -1, true, team};
+  return SUCCESS;
+}
+
+Error VirtualMemory::add_to_team(cuda::Allocation allocation, int physical) {
+  const Locked locked(mutex_);
+  const auto found = team(allocation);
+  return found != nullptr && found->add(physical) ? SUCCESS : INVALID_VALUE;
+}
+
+Error VirtualMemory::bind_to_team(cuda::Allocation allocation, cuda::Allocation bound, std::size_t nbytes) {
+  const Locked locked(mutex_);
+  const auto to = team(allocation);
+  const auto found = files_.find(bound);
+  if (to == nullptr || !to->is_complete() || found == files_.end()) return INVALID_VALUE;
+  const File& file = found->second;
+  const bool is_all = nbytes == to->nbytes() && nbytes == file.nbytes;
+  if (file.team != nullptr || !file.is_exportable || !is_all) return INVALID_VALUE;
+  return to->bind(file.physical, file.fd) ? SUCCESS : INVALID_VALUE;
+}
+
+Error VirtualMemory::unbind_from_team(cuda::Allocation allocation, int physical, std::size_t nbytes) {
+  const Locked locked(mutex_);
+  const auto from = team(allocation);
+  return from != nullptr && nbytes == from->nbytes() && from->unbind(physical) ? SUCCESS : INVALID_VALUE;
+}
+
+hvdlite::kernels::Bound VirtualMemory::bound_to(Address address) {
+  const Locked locked(mutex_);
+  const auto after = mapped_.upper_bound(address);
+  if (after != mapped_.begin()) {
+    const auto& [begin, mapping] = *std::prev(after);
+    if (mapping.team != nullptr && mapping.is_allowed && address < begin + mapping.nbytes) {
+      return mapping.team->at(address - begin);
+    }
+  }
+  die("multicast: %#zx is no address of a team", static_cast<std::size_t>(address));
 }
 
 Error VirtualMemory::reserve(Address* address, std::size_t nbytes) {
@@ -132,6 +182,12 @@ Error VirtualMemory::map(Address address, std::size_t nbytes, cuda::Allocation a
     return INVALID_VALUE;
   }
   const File& file = found->second;
+  if (file.team != nullptr) {  // plain accesses crash
+    if (!file.team->is_complete() || nbytes != file.nbytes) return INVALID_VALUE;
+    mapped_[address] = {nbytes, -1, file.team};
+    memory().add(address, {Block::Kind::kMapped, nbytes, -1});
+    return SUCCESS;
+  }
   if (mmap(pointer<void>(address), nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file.fd, 0) == MAP_FAILED) {
     return OUT_OF_MEMORY;
   }
@@ -152,6 +208,11 @@ Error VirtualMemory::unmap(Address address, std::size_t nbytes) {
 
 Error VirtualMemory::allow(Address address, std::size_t nbytes, const cuda::Access* accesses, std::size_t count) {
   const Locked locked(mutex_);
+  const auto mapped = mapped_.find(address);
+  if (mapped != mapped_.end() && mapped->second.team != nullptr) {
+    mapped->second.is_allowed = nbytes == mapped->second.nbytes && count > 0;
+    return mapped->second.is_allowed ? SUCCESS : INVALID_VALUE;
+  }
   std::vector<Address> begins;
   Address end = address;
   for (auto at = mapped_.find(address); at != mapped_.end() && at->first == end && end < address + nbytes; ++at) {
@@ -172,6 +233,11 @@ Error VirtualMemory::allow(Address address, std::size_t nbytes, const cuda::Acce
   if (mprotect(pointer<void>(address), nbytes, PROT_READ | PROT_WRITE) != 0) return INVALID_VALUE;
   for (const Address begin : begins) memory().allow(begin, devices);
   return SUCCESS;
+}
+
+std::shared_ptr<MulticastTeam> VirtualMemory::team(cuda::Allocation allocation) {
+  const auto found = files_.find(allocation);
+  return found == files_.end() ? nullptr : found->second.team;
 }
 
 bool VirtualMemory::is_reserved(Address address, std::size_t nbytes) const {

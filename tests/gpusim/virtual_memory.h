@@ -3,10 +3,12 @@
 
 #include <cstddef>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "cuda_driver.h"
 #include "memory.h"
+#include "multicast_team.h"
 #include "results.h"
 
 namespace gpusim {
@@ -20,6 +22,15 @@ class VirtualMemory {
   Error release(hvdlite::cuda::Allocation allocation);
   Error export_file(int* fd, hvdlite::cuda::Allocation allocation);
   Error import_file(hvdlite::cuda::Allocation* allocation, int fd);
+
+  // Teams have handles as memory has, and are exported, imported, mapped and released like it. What the driver blocks
+  // for until all devices are in is refused here.
+  Error create_team(hvdlite::cuda::Allocation* team, unsigned devices, std::size_t nbytes);
+  Error add_to_team(hvdlite::cuda::Allocation team, int physical);
+  Error bind_to_team(hvdlite::cuda::Allocation team, hvdlite::cuda::Allocation allocation, std::size_t nbytes);
+  Error unbind_from_team(hvdlite::cuda::Allocation team, int physical, std::size_t nbytes);
+  // What is at an address of a team; ends the process where nothing is, or no access was allowed.
+  hvdlite::kernels::Bound bound_to(Address address);
 
   Error reserve(Address* address, std::size_t nbytes);
   Error unreserve(Address address, std::size_t nbytes);
@@ -35,12 +46,16 @@ class VirtualMemory {
     std::size_t nbytes;
     int physical;  // the device
     bool is_exportable;
+    std::shared_ptr<MulticastTeam> team = nullptr;  // that it stands for, whose file it is; null: memory
   };
   struct Mapping {
     std::size_t nbytes;
     int physical;
+    std::shared_ptr<MulticastTeam> team = nullptr;
+    bool is_allowed = false;
   };
 
+  std::shared_ptr<MulticastTeam> team(hvdlite::cuda::Allocation allocation);
   bool is_reserved(Address address, std::size_t nbytes) const;
 
   std::mutex mutex_;

@@ -17,6 +17,8 @@ CSRC, TESTS = ROOT / "csrc", ROOT / "tests"
 COMPARED = [CSRC / f"{name}.cpp" for name in ("device_stream", "instruction_set", "nvrtc", "pack", "reduce")]
 WATCHED = [
     CSRC / "device_kernels.cpp",
+    CSRC / "kernel_module.cpp",
+    CSRC / "multicast_kernels.cpp",
     TESTS / "gpusim" / "host_kernels.cpp",
     TESTS / "kernels" / "table_driver.cpp",
     TESTS / "kernels" / "kernels.cpp",

@@ -50,6 +50,16 @@ struct SameCall<OurResult (*)(Ours...), TheirResult (*)(Theirs...)> {
 #define HVDLITE_CHECK(name, symbol, parameters) \
   static_assert(SameCall<decltype(Driver::name), decltype(&symbol)>::value, #symbol);
 HVDLITE_CUDA_FUNCTIONS(HVDLITE_CHECK)
+#if CUDA_VERSION >= 12010
+HVDLITE_MULTICAST_FUNCTIONS(HVDLITE_CHECK)
+
+static_assert(sizeof(MulticastTeam) == sizeof(CUmulticastObjectProp) &&
+              offsetof(MulticastTeam, nbytes) == offsetof(CUmulticastObjectProp, size) &&
+              offsetof(MulticastTeam, handle_types) == offsetof(CUmulticastObjectProp, handleTypes) &&
+              offsetof(MulticastTeam, flags) == offsetof(CUmulticastObjectProp, flags));
+static_assert(kMinimumGranularity == CU_MULTICAST_GRANULARITY_MINIMUM &&
+              kMulticastSupported == CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED);
+#endif
 
 static_assert(sizeof(Uuid) == sizeof(CUuuid));
 static_assert(sizeof(Location) == sizeof(CUmemLocation) && offsetof(Location, id) == offsetof(CUmemLocation, id));

@@ -22,6 +22,7 @@
 #include "gpusim/fibers.h"
 #include "gpusim/gpu_thread.h"
 #include "kernel_image.h"
+#include "multicast_kernels.h"
 #include "nvrtc.h"
 #include "pack.h"
 #include "reduce.h"
@@ -375,6 +376,52 @@ void fill() {
   fill_as<bool>(DType::kBool, 1, true);
 }
 
+// Memory of several GPUs at one address.
+constexpr std::uintptr_t kMulticast = std::uintptr_t{1} << 40;
+std::vector<std::uintptr_t> bound;
+
+void store_once(std::size_t copies, std::size_t nbytes) {
+  describe("copies %zu nbytes %zu", copies, nbytes);
+  Bytes source(nbytes, 0);
+  randomize(source, DType::kUint8, true);
+  std::vector<Bytes> got;
+  bound.clear();
+  for (std::size_t i = 0; i < copies; ++i) randomize(got.emplace_back(nbytes, 0), DType::kUint8, true);
+  for (Bytes& bytes : got) bound.push_back(bytes.address());
+  MulticastKernels::of(0).store(kMulticast, source.address(), nbytes, nullptr);
+  for (const Bytes& bytes : got) REQUIRE(bytes == source);
+}
+
+void sum_once(std::size_t copies, std::size_t nbytes, DType dtype, bool to_all) {
+  describe("copies %zu nbytes %zu dtype %d to all %d", copies, nbytes, static_cast<int>(dtype), to_all);
+  std::vector<Bytes> got, before;
+  const bool any_bits = chance() % 2 == 0;
+  for (std::size_t i = 0; i < copies; ++i) randomize(got.emplace_back(nbytes, 0), dtype, any_bits);
+  before = got;
+  std::vector<std::uintptr_t> sources;
+  bound.clear();
+  for (Bytes& bytes : got) bound.push_back(bytes.address());
+  for (Bytes& bytes : before) sources.push_back(bytes.address());
+  Bytes result(nbytes, 0), expected(nbytes, 0);
+  MulticastKernels::of(0).sum(to_all ? 0 : result.address(), kMulticast, nbytes, dtype, nullptr);
+  Reducer(dtype, Op::kSum, 1, 1).reduce({expected.address()}, sources, 0, nbytes / item_bytes(dtype));
+  for (std::size_t i = 0; i < copies; ++i) REQUIRE(is_alike(got[i], to_all ? expected : before[i], dtype));
+  REQUIRE(to_all || is_alike(result, expected, dtype));
+}
+
+void multicast() {
+  const std::vector<std::size_t> sizes =
+      in_loops ? std::vector<std::size_t>{0, 16, 32, 4080, 4096, 4112, 70000} : std::vector<std::size_t>{0, 16, 400};
+  for (const std::size_t nbytes : sizes) {
+    for (const std::size_t copies : {1, 2, 3, 8}) {
+      store_once(copies, nbytes);
+      for (const DType dtype : {DType::kFloat16, DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
+        for (const bool to_all : {false, true}) sum_once(copies, nbytes, dtype, to_all);
+      }
+    }
+  }
+}
+
 template <class Call>
 void refuses(const char* what, const Call& call) {
   detail = what;
@@ -396,6 +443,13 @@ void refused() {
   refuses("65 sources", [&] { reduces(65, DType::kInt32); });
   refuses("bool", [&] { reduces(1, DType::kBool); });
   const TensorList one({address}, {1}, {0});
+  const auto sums = [&](std::uintptr_t to, std::size_t nbytes, DType dtype) {
+    MulticastKernels::of(0).sum(to, kMulticast, nbytes, dtype, nullptr);
+  };
+  refuses("an address between vectors", [&] { sums(kMulticast + 8, 16, DType::kFloat32); });
+  refuses("half a vector", [&] { sums(0, 24, DType::kFloat32); });
+  refuses("a multicast of integers", [&] { sums(0, 16, DType::kInt32); });
+  refuses("half a vector to store", [&] { MulticastKernels::of(0).store(kMulticast, kMulticast, 8, nullptr); });
   refuses("a cast of integers", [&] { device().pack(one, address, 0, 1, DType::kInt32, DType::kFloat32, nullptr); });
 }
 
@@ -435,18 +489,29 @@ const std::map<std::string, std::function<void()>> kCases{
     {"move tiles", move_tiles},
     {"move tables", move_tables},
     {"fill", fill},
+    {"multicast", multicast},
     {"refused", refused},
     {"turns", turns},
 };
 
-// Prints what the compiler at run time makes of the kernels, which it keeps in `cache`.
-void compile(const std::string& cache) {
+// Prints what the compiler at run time makes of a module of kernels, which it keeps in `cache`.
+void compile(const std::string& module, const std::string& cache) {
   use_kernel_cache(cache);
-  const std::string image = compile_kernels(kKernelSource, 9, 0);
+  const std::string image = compile_kernels(module == "multicast" ? kMulticastSource : kKernelSource, 9, 0);
   std::fwrite(image.data(), 1, image.size(), stdout);
 }
 
 }  // namespace
+
+namespace hvdlite::kernels {
+
+Bound bound_to(Address multicast) {
+  Bound found{};
+  for (const std::uintptr_t copy : bound) found.copies[found.count++] = copy + (multicast - kMulticast);
+  return found;
+}
+
+}  // namespace hvdlite::kernels
 
 int main(int argc, char** argv) {
   if (argc == 1) {
@@ -454,7 +519,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   const std::string name = argv[1], way = argc > 2 ? argv[2] : "loops";
-  if (name == "compile") return compile(argc > 2 ? argv[2] : ""), 0;
+  if (name == "compile") return compile(way, argc > 3 ? argv[3] : ""), 0;
   if (name == "race") return race(), 0;
   in_loops = way == "loops";
   if (in_loops) {

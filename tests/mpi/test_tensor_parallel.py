@@ -293,7 +293,8 @@ def test_under_autocast(team: tp.Team, sequence_parallel: bool) -> None:
     split = tp.parallelize(copy.deepcopy(whole), plan, team)
     x = torch.randn(2 * team.size, 7)
     own = rows_of if sequence_parallel else lambda x, _: x
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        assert whole(x).dtype is torch.bfloat16
         expected, found = whole(x), split(own(x, team))
     torch.testing.assert_close(found, own(expected, team), rtol=0.05, atol=0.05)
     expected.sum().backward()

@@ -123,12 +123,12 @@ def test_what_does_not_divide(team: tp.Team) -> None:
 def test_names_and_settings_of_transformer_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("UB_SKIPMC", "1")
+    monkeypatch.setenv("NVTE_UB_SOCKET_IFNAME", "eth0")
     with caplog.at_level(logging.WARNING, "hvdlite"):
         grid = tp.initialize_userbuffers((4 * hvd.size(), 8), hvd.size(), torch.float32, bootstrap_backend="gloo")
         tp.gather_rows(torch.ones(1, 1), grid.tp)
     said = [text for text in caplog.messages if "tensor parallelism" in text]
-    assert [("bootstrap" in text, "multicast" in text) for text in said] == (
+    assert [("bootstrap" in text, "NVTE_UB_SOCKET_IFNAME" in text) for text in said] == (
         [(True, False), (False, True)] if hvd.rank() == 0 else []
     )
     with pytest.raises(ValueError, match="method is 'fast'"):

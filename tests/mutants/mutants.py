@@ -25,6 +25,7 @@ _TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
 _KERNELS = "csrc/cuda/kernels.h"
 _PLANS = "unit/test_frozen_plan.py"
 _THREADS = "sanitizers/test_threads.py::test_every_case[ranks_as_threads]"
+_VALUES = "csrc/cuda/values.h"
 _LOOPS = "unit/test_kernels.py::test_as_the_kernels_of_the_host"
 
 MUTANTS = [
@@ -713,8 +714,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_TENSOR_PARALLEL}device.py",
-        "            for _, moment in copied:\n                moment.precede(stream)\n            return",
-        "            return",
+        "            for _, moment in copied:\n                moment.precede(stream)\n            sources",
+        "            sources",
         "3 mpi/test_cuda_tensor_parallel.py",
     ),
     Mutant(
@@ -757,6 +758,79 @@ MUTANTS = [
         f"{_TENSOR_PARALLEL}chosen.py",
         "                self._begun.settle()\n",
         "                pass\n",
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "                device.leave_behind()\n",
+        "                pass\n",
+        "unit/test_device_transfer.py",
+    ),
+    Mutant(
+        "hvdlite/device_transfer.py",
+        "                self._await(device.download(), label)\n",
+        "                device.download()\n",
+        "unit/test_device_transfer.py",
+    ),
+    # Multicast: what is there before it is written or read, and until when; what ranks agree on.
+    Mutant(
+        f"{_TENSOR_PARALLEL}device.py",
+        "        windows.await_readers()\n        windows.follow",
+        "        windows.follow",
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}device.py",
+        "        windows.await_readers()\n        for peer",
+        "        for peer",
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}device_windows.py",
+        "            self.second.follow([self.moment(self.first)])\n",
+        "",
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}device.py",
+        "        windows.follow(windows.first)\n        windows.first.multicast_store",
+        "        windows.first.multicast_store",
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}device.py",
+        "        sources = [source]",
+        "        sources: list[torch.Tensor] = []",
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}device_windows.py",
+        "        self.first.multicast_sum(0, place.multicast + start, stop - start, dtype)\n        self.meet()\n",
+        "        self.first.multicast_sum(0, place.multicast + start, stop - start, dtype)\n",
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}device_windows.py",
+        "            self._barrier.meet()\n            self._last",
+        "            self._last",
+        "faults/test_cuda_tensor_parallel_ways.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}multicast_trial.py",
+        'return "" if is_added_up and is_added_up_for_all else',
+        'return "" if is_added_up_for_all else',
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        "hvdlite/memory/device.py",
+        "            if len(set(gpus)) < len(gpus):",
+        "            if False:",
+        "3 mpi/test_cuda_tensor_parallel.py",
+    ),
+    Mutant(
+        "hvdlite/memory/device.py",
+        "                self._agreed(join)\n",
+        "                join()\n",
         "3 mpi/test_cuda_tensor_parallel.py",
     ),
     # Native code: who is woken, what is rounded, where an edge is.
@@ -804,17 +878,24 @@ MUTANTS = [
         _LOOPS,
     ),
     Mutant(_KERNELS, "      if (at < begin) body.gap(at, begin);\n", "", _LOOPS),
-    Mutant(_KERNELS, "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16", "(bits + 0x8000) >> 16", _LOOPS),
     Mutant(
-        _KERNELS,
+        "csrc/cuda/multicast.h",
+        "  const Count stride = Count(own.blocks) * own.threads;",
+        "  const Count stride = own.threads;",
+        "sanitizers/test_kernels_as_fibers.py::test_every_case[thread]",
+    ),
+    Mutant("csrc/cuda/multicast.h", "values[i] = copy == 0 ? value :", "values[i] = copy < 2 ? value :", _LOOPS),
+    Mutant(_VALUES, "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16", "(bits + 0x8000) >> 16", _LOOPS),
+    Mutant(
+        _VALUES,
         "return float_of((bits_of(nearest) - (too_far ? 1 : 0)) | (inexact ? 1 : 0));",
         "return nearest;",
         _LOOPS,
     ),
     Mutant(_KERNELS, "if constexpr (kScaled) values[i] = scaled(values[i], p.prescale, 0.0);", "", _LOOPS),
-    Mutant(_KERNELS, "singles = numel - groups * kCount;", "singles = head;", _LOOPS),
+    Mutant(_VALUES, "singles = numel - groups * kCount;", "singles = head;", _LOOPS),
     Mutant(
-        _KERNELS,
+        _VALUES,
         "for (Count i = first; i < groups; i += stride)",
         "for (Count i = first; i <= groups; i += stride)",
         _LOOPS,

@@ -27,14 +27,16 @@ void round_trips(const User& user, bool waits) {
     });
     {
       const Moment moment(0, user.handle());
-      copies.run(waits ? std::vector<const Moment*>{&moment} : std::vector<const Moment*>{},
-                 {{pinned.address(), address_of(gradient), kBytes}});
+      copies
+          .begin(waits ? std::vector<const Moment*>{&moment} : std::vector<const Moment*>{},
+                 {{pinned.address(), address_of(gradient), kBytes}})
+          ->wait();
     }
     for (int i = 0; i < kNumel; ++i) {
       REQUIRE(!waits || host[i] == turn + i);
       host[i] *= 2;
     }
-    copies.run({}, {{address_of(gradient), pinned.address(), kBytes}});
+    copies.begin({}, {{address_of(gradient), pinned.address(), kBytes}})->wait();
     user.launch([=] {
       for (int i = 0; i < kNumel; ++i) REQUIRE(!waits || gradient[i] == 2 * (turn + i));
     });
@@ -52,8 +54,10 @@ void two_streams(const User& first, const User& second) {
     first.launch([=] { one[7] = turn; });
     second.launch([=] { other[7] = -turn; });
     const Moment of_first(0, first.handle()), of_second(0, second.handle());
-    copies.run({&of_first, &of_second},
-               {{pinned.address(), address_of(one), kBytes}, {pinned.address() + kBytes, address_of(other), kBytes}});
+    copies
+        .begin({&of_first, &of_second},
+               {{pinned.address(), address_of(one), kBytes}, {pinned.address() + kBytes, address_of(other), kBytes}})
+        ->wait();
     REQUIRE(host[7] == turn && host[kNumel + 7] == -turn);
   }
 }

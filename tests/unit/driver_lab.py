@@ -49,6 +49,10 @@ class Placement(ctypes.Structure):
     )
 
 
+class Team(ctypes.Structure):
+    _fields_ = (("devices", c_uint), ("nbytes", c_size_t), ("handle_types", c_ulonglong), ("flags", c_ulonglong))
+
+
 class Access(ctypes.Structure):
     _fields_ = (("location", Location), ("flags", c_int))
 

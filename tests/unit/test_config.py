@@ -76,9 +76,10 @@ def test_interfaces_fall_back_to_those_of_nccl_and_gloo():
 def test_variables_of_transformer_engine_are_honoured_or_answered():
     assert Config.from_env({"UB_TIMEOUT": "7"}).ub_timeout_s == 7
     assert Config.from_env({"UB_TIMEOUT": "7", "HVDLITE_UB_TIMEOUT_SECONDS": "8"}).ub_timeout_s == 8
-    assert answers({"UB_SKIPMC": "", "UB_TIMEOUT": "7"}) == []
-    multicast, interfaces = answers({"UB_SKIPMC": "1", "NVTE_UB_SOCKET_IFNAME": "eth0"})
-    assert "no multicast" in multicast
+    assert Config.from_env({"UB_SKIPMC": "1"}).ub_skip_multicast
+    assert not Config.from_env({"UB_SKIPMC": "0"}).ub_skip_multicast
+    assert answers({"UB_SKIPMC": "1", "UB_TIMEOUT": "7", "NVTE_UB_SOCKET_IFNAME": ""}) == []
+    (interfaces,) = answers({"NVTE_UB_SOCKET_IFNAME": "eth0"})
     assert "HVDLITE_NETWORK_INTERFACES" in interfaces
 
 

@@ -213,7 +213,7 @@ def test_copies_wait_for_every_moment_and_are_waited_for(cuda: Driver) -> None:
     moments = [_native.Moment(0, stream.value or 0) for stream in streams]
     memory, host = pinned(12000)
     copies = [(memory.address + 4000 * i, place, 4000) for i, place in enumerate(places)]
-    _native.DeviceCopies(0).run(moments, copies)
+    _native.DeviceCopies(0).begin(moments, copies).wait()
     assert host.tolist() == [0] * 4000 + [1] * 4000 + [2] * 4000
 
 
@@ -223,7 +223,7 @@ def test_what_is_enqueued_after_a_moment_is_not_waited_for(cuda: Driver) -> None
     cuda.set(place, 3, 40, stream)
     moment = _native.Moment(0, stream.value or 0)
     gate = cuda.gate(stream)
-    _native.DeviceCopies(0).run([moment], [(memory.address, place, 40)])
+    _native.DeviceCopies(0).begin([moment], [(memory.address, place, 40)]).wait()
     assert host.tolist() == [3] * 40
     gate.open()  # before the memory goes, which may wait for all streams
 
@@ -240,8 +240,8 @@ def test_a_stream_that_is_captured_is_refused(cuda: Driver) -> None:
 
 
 def test_copies_of_nothing(cuda: Driver) -> None:
-    _native.DeviceCopies(0).run([], [])
-    _native.DeviceCopies(0).run([], [(0, 0, 0)])
+    _native.DeviceCopies(0).begin([], []).wait()
+    _native.DeviceCopies(0).begin([], [(0, 0, 0)]).wait()
 
 
 def test_an_error_of_the_driver_is_named(cuda: Driver) -> None:

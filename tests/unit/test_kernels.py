@@ -25,6 +25,7 @@ CASES = [
     "move tiles",
     "move tables",
     "fill",
+    "multicast",
     "refused",
     "turns",
 ]
@@ -80,19 +81,14 @@ def nvcc() -> str:
     return str(found)
 
 
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source as it is in the extension."""
-    path = tmp_path_factory.mktemp("embedded") / "kernels.cu"
-    path.write_text(EMBED["source"]())
-    return path
-
-
 @cache
-def kernel_names() -> list[str]:
+def kernel_names(module: str = "kernels") -> list[str]:
     """As whoever launches them spells them, out of the lists in parameters.h."""
     text = (CSRC / "cuda" / "parameters.h").read_text()
     rows = dict(re.findall(r"#define HVDLITE_(\w+)\(F\)((?:.*\\\n)+.*)", text))
+    if module == "multicast":
+        added = re.findall(r"F\((\w+),", rows["ADDED_BY_MULTICAST"])
+        return ["multicast_store", *(f"multicast_sum_{name}" for name in added)]
     names = ["fill"]
     names += [f"reduce_{name}" for name in re.findall(r"F\((\w+),", rows["REDUCED"])]
     for verb in ("pack", "unpack"):
@@ -102,13 +98,19 @@ def kernel_names() -> list[str]:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_gpu_code_spills_nothing(nvcc: str, embedded: Path, tmp_path: Path, architecture: str) -> None:
-    arguments = [f"--gpu-architecture={architecture}" if "arch" in a else a for a in EMBED["NVCC_ARGS"] if a != "-ptx"]
+@pytest.mark.parametrize("module", EMBED["ARCHITECTURES"])
+def test_gpu_code_spills_nothing(nvcc: str, tmp_path: Path, module: str, architecture: str) -> None:
+    if int(architecture[3:]) < int(EMBED["ARCHITECTURES"][module].removeprefix("compute_")):
+        pytest.skip("older than all that run it")
+    embedded = tmp_path / "kernels.cu"  # as it is in the extension
+    embedded.write_text(EMBED["source"](module))
+    arguments = [argument for argument in EMBED["NVCC_ARGS"] if argument != "-ptx"]
     output = tmp_path / "kernels.cubin"
-    result = run(nvcc, *arguments, "-cubin", "--resource-usage", embedded, "-o", output)
+    chosen = f"--gpu-architecture={architecture}"
+    result = run(nvcc, *arguments, chosen, "-cubin", "--resource-usage", embedded, "-o", output)
     assert result.returncode == 0, result.stdout
     compiled = re.findall(r"Compiling entry function '(\w+)' for '(\w+)'", result.stdout)
-    assert sorted(compiled) == sorted((name, architecture) for name in kernel_names())
+    assert sorted(compiled) == sorted((name, architecture) for name in kernel_names(module))
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", result.stdout)
     assert len(spills) >= len(compiled)
     assert set(spills) == {("0", "0")}, result.stdout
@@ -120,6 +122,16 @@ def test_ptx(nvcc: str, tmp_path: Path) -> None:
     assert re.findall(r"^\.target (\w+)", ptx, re.MULTILINE) == ["sm_80"]
     assert "fma." not in ptx  # rounded once, where CPUs round twice
     assert re.search(r"ld(\.global)?\.v4", ptx)  # 16 bytes at once
+
+
+def test_ptx_of_multicast(nvcc: str, tmp_path: Path) -> None:
+    """16-bit floats are added in fp32, by whole vectors."""
+    ptx = EMBED["ptx"](nvcc, tmp_path, "multicast")
+    assert sorted(re.findall(r"\.entry (\w+)", ptx)) == sorted(kernel_names("multicast"))
+    assert re.findall(r"^\.target (\w+)", ptx, re.MULTILINE) == ["sm_90"]
+    added = set(re.findall(r"multimem\.ld_reduce\.relaxed\.sys\.global\.add\.([\w.:]+)", ptx))
+    assert added == {"acc::f32.v4.f16x2", "acc::f32.v4.bf16x2", "v4.f32", "f64"}
+    assert set(re.findall(r"multimem\.st\.relaxed\.sys\.global\.([\w.:]+)", ptx)) == {"v4.f32"}
 
 
 def test_a_compiler_that_fails_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +158,7 @@ def test_the_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
     if library is None:
         pytest.skip("there is no libnvrtc; pip install nvidia-cuda-nvrtc")
     environment = {"LD_LIBRARY_PATH": str(library)}
-    command = [kernels, "compile", tmp_path / "hvdlite"]
+    command = [kernels, "compile", "kernels", tmp_path / "hvdlite"]
     first, again = (subprocess.run(command, env=environment, capture_output=True) for _ in range(2))
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith(b"\x7fELF")
@@ -159,12 +171,14 @@ def test_the_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
     for nowhere in ("", "/proc/nowhere"):
         command[-1] = nowhere
         assert subprocess.run(command, env=environment, capture_output=True).stdout == first.stdout
+    multicast = subprocess.run([kernels, "compile", "multicast"], env=environment, capture_output=True)
+    assert multicast.stdout.startswith(b"\x7fELF"), multicast.stderr
 
 
 def test_without_a_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
     if nvrtc() is not None and not os.environ.get("LD_LIBRARY_PATH"):
         pytest.skip("there is a libnvrtc, which cannot be hidden")
-    result = run(kernels, "compile", str(tmp_path), LD_LIBRARY_PATH="")
+    result = run(kernels, "compile", "kernels", str(tmp_path), LD_LIBRARY_PATH="")
     assert result.returncode != 0
     assert "install a torch for CUDA, or nvidia-cuda-nvrtc" in result.stdout
 

@@ -121,7 +121,8 @@ def test_each_device_has_its_methods() -> None:
     alike = {Method.AUTO, Method.WINDOW, Method.UNFUSED}
     assert {methods.on_host(method, 3) for method in Method} == alike
     assert {methods.on_host(method, 2) for method in Method} == alike | {Method.RING_EXCHANGE}
-    assert {methods.on_gpus(method) for method in Method} == set(Method) - {Method.WINDOW}
+    assert {methods.on_gpus(method, True) for method in Method} == set(Method) - {Method.WINDOW}
+    assert methods.on_gpus(Method.MULTICAST, False) is Method.BULK
 
 
 class Times:

@@ -1,0 +1,51 @@
+"""Waits that leave the core to others: naps that grow while nothing happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hvdlite.errors import CollectiveError
+
+FIRST_NAP_S = 20e-6
+_LONGEST_NAP_S = 100e-6  # while data moves
+_MOVING_S = 0.05  # a wait that lasts longer is for somebody who is late, not for data
+_IDLE_NAP_S = 2e-3
+_CHECK_S = 10e-3  # between two looks at whether the job has failed
+
+
+def nap_until(
+    done: Callable[[], bool],
+    late: str,
+    *,
+    timeout_s: float,
+    check: Callable[[], None],
+    since_s: float | None = None,
+    nap_s: float = FIRST_NAP_S,
+    longest_nap_s: float = _LONGEST_NAP_S,
+) -> None:
+    """Return once ``done()`` is true.
+
+    Args:
+        late: what did not happen in time, for the error.
+        check: raises once the job has failed.
+        since_s: when the wait began, by the monotonic clock; by default now.
+        nap_s: the first; each is twice as long as the one before, up to ``longest_nap_s`` while data moves.
+
+    Raises:
+        CollectiveError: ``late``; or what ``check`` raises.
+    """
+    start_s = time.monotonic() if since_s is None else since_s
+    next_check_s = start_s + _CHECK_S
+    longest_s = max(nap_s, longest_nap_s)
+    while not done():
+        now_s = time.monotonic()
+        if now_s >= next_check_s:
+            check()
+            next_check_s = now_s + _CHECK_S
+        if now_s - start_s > timeout_s:
+            raise CollectiveError(
+                f"{late} within {timeout_s:g} s; if it is only slow, raise HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
+            )
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, longest_s if now_s - start_s < _MOVING_S else _IDLE_NAP_S)
