@@ -253,6 +253,7 @@ CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
 MEETING_POINT = "HVDLITE_MEETING_POINT"
 RANK = "HVDLITE_RANK"
 SIZE = "HVDLITE_SIZE"
+RAY_JOB = "HVDLITE_RAY_JOB"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
@@ -264,6 +265,7 @@ OTHER_VARIABLES = {
     MEETING_POINT: "from hvdliterun to ranks that it starts without MPI: where they meet",
     RANK: "likewise: the number of the rank",
     SIZE: "likewise: how many ranks there are",
+    RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
     "HVDLITE_BUILD_JOBS": "in setup.py: how many compilers run at a time",
     "HVDLITE_SANITIZE": "in setup.py: sanitizers to compile in, as address,undefined",

