@@ -80,11 +80,15 @@ def attempt(call: Callable[[], object]) -> dict[str, Any]:
 
 
 def are_gone(pids: list[int]) -> bool:
+    return comes_true(lambda: not any(Path(f"/proc/{p}").exists() for p in pids))
+
+
+def comes_true(condition: Callable[[], bool]) -> bool:
     """Within 20 s."""
     end = time.monotonic() + 20
-    while (left := [p for p in pids if Path(f"/proc/{p}").exists()]) and time.monotonic() < end:
+    while not (is_true := condition()) and time.monotonic() < end:
         time.sleep(0.05)
-    return not left
+    return is_true
 
 
 @ray.remote(num_cpus=0)
@@ -152,7 +156,7 @@ def main() -> None:
     found["gone_with_the_executor"] = are_gone(pids)
     driver = subprocess.run([sys.executable, __file__, cluster.address], capture_output=True, text=True, timeout=60)
     found["gone_with_the_driver"] = are_gone(json.loads(driver.stdout))
-    found["resources_left"] = ray.available_resources()["CPU"]
+    found["resources_back"] = comes_true(lambda: ray.available_resources().get("CPU") == 4.0)
 
     found["in_a_group"] = in_placement_group("STRICT_PACK")
     found["in_a_spread_group"] = in_placement_group("STRICT_SPREAD")
