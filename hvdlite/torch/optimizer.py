@@ -6,7 +6,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -83,7 +83,7 @@ class DistributedOptimizer(WrappedOptimizer):
         groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
-    ) -> Any:
+    ) -> DistributedOptimizer:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError(
                 "the optimizer is a hvd.DistributedOptimizer already, and would reduce every gradient twice; pass the "
@@ -110,13 +110,14 @@ class DistributedOptimizer(WrappedOptimizer):
         }
         if checked_op is Adasum:
             check_adasum(process_set)
-            return _become(optimizer, AdasumOptimizer, arguments)
+            combined: DistributedOptimizer = _become(optimizer, AdasumOptimizer, arguments)
+            return combined
         reduce = reduce_options(None, checked_op, 1.0 / factor, factor, process_set, compression)
         options = GradientOptions(reduce, compression, sparse_as_dense)
         reducer = GradientReducer(parameters, options, positions, backward_passes_per_step)
-        self = _become(optimizer, GradientOptimizer, arguments)
-        self._hvd_reduce_by(reducer)
-        return self
+        reduced: DistributedOptimizer = _become(optimizer, GradientOptimizer, arguments)
+        cast(GradientOptimizer, reduced)._hvd_reduce_by(reducer)
+        return reduced
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Nothing: `__new__` returns an optimizer that was initialized by whoever made it."""

@@ -45,6 +45,11 @@ def test_everything_exported_exists() -> None:
     assert len(set(hvd.__all__)) == len(hvd.__all__)
 
 
+def test_tab_completion_shows_public_names() -> None:
+    assert dir(hvd) == sorted(hvd.__all__)
+    assert "sampler" in dir(hvd) and "optimizer" not in dir(hvd) and "torch" not in dir(hvd)
+
+
 def test_importing_it_imports_nothing_that_most_programs_do_not_need() -> None:
     """torch's compiler takes a second per rank, MPI starts with its import, the others take milliseconds."""
     program = "import sys, torch; before = {*sys.modules}; import hvdlite.torch; print(*{*sys.modules} - before)"
