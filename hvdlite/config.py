@@ -163,6 +163,9 @@ class Config:
     timeline_events: int = _setting(1 << 16, _positive(int), "TIMELINE_EVENTS")
     """Most events that a rank keeps until they are written; older ones are dropped and counted."""
 
+    disable_nvtx_ranges: bool = _setting(False, _boolean, "DISABLE_NVTX_RANGES")
+    """Show no spans to Nsight, which otherwise sees them as NVTX ranges where torch has CUDA."""
+
     metrics_port: int = _setting(0, _not_negative(int), "METRICS_PORT")
     """Answer Prometheus on 127.0.0.1, each rank on this port plus its local rank; 0: do not listen."""
 
