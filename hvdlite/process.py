@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hvdlite import mpi, tracebacks
-from hvdlite.errors import StartupError, is_known_everywhere
+from hvdlite.errors import RankFailedError, StartupError, is_known_everywhere
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.runtime import Runtime
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _RANK_0_FIRST_S = 1.0  # launchers end a job within milliseconds of its first rank
+_SAME_S = 0.2  # within which ranks that run the same program come to the same mistake
 
 
 class InitArguments(NamedTuple):
@@ -42,7 +43,8 @@ class ProcessHooks:
       all ranks live, and where each has caught the error the job ends in order.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
-      before they do. What concerns one rank alone, that rank prints a moment later. Frames of hvdlite are left out.
+      before they do. What concerns one rank alone, that rank prints a moment later. What another rank has raised in the
+      same words at the same line is not printed here. Frames of hvdlite are left out.
     - A forked child (a DataLoader worker) lets go of the parent's runtime.
 
     Attributes:
@@ -90,6 +92,9 @@ class ProcessHooks:
             self._failed = True
             # What hvdlite raised every rank knows already.
             if self.runtime is not None and not (is_known_everywhere(error) or isinstance(error, StartupError)):
+                if _is_said_elsewhere(self.runtime, error):
+                    time.sleep(_RANK_0_FIRST_S)  # the launcher shall name the rank that shows it
+                    return
                 self.runtime.fail(error)
         is_told = is_known_everywhere(error) or isinstance(error, StartupError)
         if is_told and launched_rank() != 0:
@@ -122,6 +127,15 @@ class ProcessHooks:
         self.lock = threading.RLock()  # a thread of the parent's may have held the other one
         if self.runtime is not None:
             self.runtime.abandon_in_child()
+
+
+def _is_said_elsewhere(runtime: Runtime, error: BaseException) -> bool:
+    """Whether another rank has raised the same, which this rank's log has said; rank 0 speaks first."""
+    failure = runtime.wait_for_failure(_SAME_S if runtime.rank != 0 and runtime.size > 1 else 0.0)
+    if not isinstance(failure, RankFailedError) or not runtime.failure_was_logged or tracebacks.are_full():
+        return False
+    same = f"rank {failure.rank} raised {tracebacks.described(error)}"
+    return str(failure).splitlines()[0] == same.splitlines()[0]
 
 
 def _is_one_of_several() -> bool:
