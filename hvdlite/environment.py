@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def variables() -> dict[str, str]:
     """All variables as they are now."""
     return dict(os.environ)
+
+
+def at_start() -> dict[str, str]:
+    """Those that this process was started with, whatever it has set since; of a fork: those of its parent."""
+    try:
+        content = os.fsdecode(Path("/proc/self/environ").read_bytes())
+    except OSError:
+        return variables()
+    pairs = (entry.partition("=") for entry in content.split("\0") if entry)
+    return {name: value for name, _, value in pairs}
 
 
 def cache_directory() -> str:

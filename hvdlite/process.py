@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -41,6 +43,7 @@ class ProcessHooks:
       order, so the process ends without it, with a status that makes the launcher end the rest; likewise where ranks
       run without MPI. A stall is different:
       all ranks live, and where each has caught the error the job ends in order.
+      A process of multiprocessing closes the runtime, and leaves its end to that.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
       before they do. What concerns one rank alone, that rank prints a moment later. What another rank has raised in the
@@ -69,7 +72,10 @@ class ProcessHooks:
             self._pid = os.getpid()
             self._previous_hook = sys.excepthook
             sys.excepthook = self._uncaught
-            atexit.register(self._at_exit)
+            if multiprocessing.parent_process() is None:
+                atexit.register(self._at_exit)
+            else:
+                multiprocessing.util.Finalize(None, self._at_worker_exit, exitpriority=0)
             os.register_at_fork(after_in_child=self._forked)
 
     @property
@@ -122,6 +128,17 @@ class ProcessHooks:
                 *(launched_rank(), patience_s, runtime.failure if runtime is not None else ""),
             )
             _end_without_mpi()
+
+    def _at_worker_exit(self) -> None:
+        """Of a process of multiprocessing, which ends without atexit, and shows errors itself."""
+        if self.in_child or self.runtime is None:
+            return
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = error.__context__ if error.code else None  # torch.multiprocessing.spawn catches, and exits
+        if error is not None and not is_known_everywhere(error):
+            self.runtime.fail(error)
+        self.runtime.close("its process ended")
 
     def _forked(self) -> None:
         self.lock = threading.RLock()  # a thread of the parent's may have held the other one
