@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import ray
@@ -49,11 +50,17 @@ class Worker:
         self._point.open()
         return self._point.environment
 
-    def prepare(self, variables: Mapping[str, str]) -> None:
-        """Be a rank: before the user's code, which may import torch, comes here."""
+    def prepare(self, variables: Mapping[str, str], is_horovod: bool) -> None:
+        """Be a rank: before the user's code, which may import torch, comes here.
+
+        Args:
+            is_horovod: whether hvdlite is the driver's `horovod`, as it then is here.
+        """
         before = environment.variables()
         foreign = before.keys() - without_launcher(before).keys()  # of mpirun or srun, which may have started Ray
         environment.remove(foreign)
+        if is_horovod:
+            import_module("hvdlite.compat.horovod")
         environment.add({RAY_JOB: "1", **told(self._rank, self._size), **variables})
 
     def make(self, kind: type | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

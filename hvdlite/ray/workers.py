@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
@@ -63,7 +64,8 @@ class Workers:
         told = self.collect([self.call_first("open_meeting_point")])[0]
         gpus = [gpu for place in places for gpu in place.gpus]
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}  # all: GPUs of other ranks are mapped
-        self.collect(self.call_all("prepare", {**told, **visible, **variables}))
+        is_horovod = "hvdlite.compat.horovod" in sys.modules
+        self.collect(self.call_all("prepare", {**told, **visible, **variables}, is_horovod))
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         """An ObjectRef for each rank."""

@@ -35,6 +35,13 @@ def rank_and_sum(factor: float) -> tuple[int, int, float]:
     return hvd.rank(), hvd.local_rank(), hvd.allreduce(torch.tensor([factor * (hvd.rank() + 1)]), op=hvd.Sum).item()
 
 
+def rank_of_horovod() -> int:
+    import horovod.torch as hvd
+
+    hvd.init()
+    return hvd.rank()
+
+
 def fail(how: Callable[[], object]) -> None:
     import torch
 
@@ -119,6 +126,7 @@ def killed_driver() -> None:
 
 
 def main() -> None:
+
     found: dict[str, Any] = {}
     os.environ["OMPI_COMM_WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_RANK"] = "7"  # as where mpirun has started Ray
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
@@ -131,6 +139,7 @@ def main() -> None:
     pids = executor.execute(pid)
     found["run"] = executor.run(rank_and_sum, kwargs={"factor": 2.0})
     found["run_remote"] = ray.get(executor.run_remote(rank_and_sum, args=[3.0]))
+    found["horovod"] = executor.run(rank_of_horovod)
     found["execute"] = executor.execute(lambda counter: counter.next())
     found["execute_single"] = executor.execute_single(lambda counter: counter.next())
     found["execute_after"] = executor.execute(lambda counter: counter.next())

@@ -30,6 +30,7 @@ def found() -> dict[str, Any]:
 def test_functions_run_on_all_ranks_of_one_job(found: dict[str, Any]) -> None:
     assert found["run"] == [[0, 0, 6.0], [1, 1, 6.0]]
     assert found["run_remote"] == [[0, 0, 9.0], [1, 1, 9.0]]
+    assert found["horovod"] == [0, 1]
 
 
 def test_executables_keep_their_state(found: dict[str, Any]) -> None:
