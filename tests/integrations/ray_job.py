@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,7 @@ def killed_driver() -> None:
 
 
 def main() -> None:
+    import_module("hvdlite.compat.horovod")  # as for a program of Horovod's
 
     found: dict[str, Any] = {}
     os.environ["OMPI_COMM_WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_RANK"] = "7"  # as where mpirun has started Ray
