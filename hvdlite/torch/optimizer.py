@@ -14,7 +14,7 @@ from hvdlite.dtypes import ReduceOp
 from hvdlite.torch.adasum import check_adasum
 from hvdlite.torch.adasum_optimizer import AdasumOptimizer
 from hvdlite.torch.bucket_maker import GradientOptions
-from hvdlite.torch.compression import AnyCompressor, Compression
+from hvdlite.torch.compression import AnyCompressor, Compression, check_compression
 from hvdlite.torch.gradient_optimizer import GradientOptimizer
 from hvdlite.torch.other_wrappers import check_unwrapped
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
@@ -89,6 +89,11 @@ class DistributedOptimizer(WrappedOptimizer):
                 "the optimizer is a hvd.DistributedOptimizer already, and would reduce every gradient twice; pass the "
                 "options to the first hvd.DistributedOptimizer(...), and leave the second one out"
             )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, as in "
+                "hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
+            )
         if num_groups:
             warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=2)
             groups = num_groups if groups is None else groups
@@ -100,7 +105,7 @@ class DistributedOptimizer(WrappedOptimizer):
         positions = _check_groups(groups, parameters)
         arguments = {
             "named_parameters": named,
-            "compression": compression,
+            "compression": check_compression(compression),
             "backward_passes_per_step": check_passes(backward_passes_per_step),
             "op": checked_op,
             "gradient_predivide_factor": gradient_predivide_factor,

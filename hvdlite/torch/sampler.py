@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 
@@ -50,6 +50,8 @@ def sampler(
             "yield this rank's part, as in itertools.islice(rows, hvd.rank(), None, hvd.size()), pass it to the "
             "DataLoader without a sampler, and call hvd.join() after the last batch, since parts may differ in length"
         )
+    if isinstance(dataset, DataLoader):
+        raise ValueError("hvd.sampler: a DataLoader was passed; pass its dataset, and the sampler to the DataLoader")
     if not hasattr(dataset, "__len__"):
         raise ValueError(
             f"hvd.sampler: {type(dataset).__name__} has no __len__, so it cannot be shared; give it one, or "

@@ -69,6 +69,7 @@ class Endless(torch.utils.data.IterableDataset[int]):
     ("dataset", "words"),
     [
         (Endless(), "hvd.sampler: Endless is an IterableDataset, which nobody can index: have its __iter__ yield"),
+        (torch.utils.data.DataLoader(range(3)), "a DataLoader was passed; pass its dataset"),  # type: ignore[arg-type]
         (iter([1]), "list_iterator has no __len__"),
     ],
 )

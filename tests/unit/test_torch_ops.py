@@ -179,6 +179,8 @@ def test_average_is_deprecated(world: FakeWorld) -> None:
         assert hvd.allreduce(torch.ones(1), average=True).item() == 2.0
     with pytest.raises(ValueError, match="supersedes"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
+    with pytest.raises(UsageError, match="hvd.Sum was passed as the second argument.*: pass op=hvd.Sum"):
+        hvd.allreduce(torch.ones(1), hvd.Sum)  # type: ignore[arg-type]
 
 
 def test_before_init() -> None:
