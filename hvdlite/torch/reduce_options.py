@@ -35,7 +35,7 @@ class ReduceOptions(NamedTuple):
 
 
 def reduce_options(
-    average: bool | None,
+    average: bool | ReduceOp | None,
     op: object,
     prescale: float,
     postscale: float,
