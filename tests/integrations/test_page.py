@@ -39,12 +39,10 @@ def test_a_program_of_the_page(
     assert not any(other.stdout for other in others)
 
 
-def test_the_program_for_ray(tmp_path: Path) -> None:
-    if find_spec("ray") is None:
-        pytest.skip("ray is not installed: pip install 'hvdlite[ray]'")
+def test_the_program_for_ray(tmp_path: Path, ray_environ: dict[str, str]) -> None:
     script = tmp_path / "on_ray.py"
     script.write_text(PROGRAMS["ray"])
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, script], env=ray_environ, capture_output=True, text=True, timeout=240)
     assert done.stdout.endswith("y = 3.00 x + 1.00\n"), done
 
 
