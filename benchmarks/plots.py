@@ -56,12 +56,15 @@ def draw_all(results: Path) -> list[Path]:
 
 
 def bandwidth(reports: dict[str, Report]) -> Figure:
-    """Bus bandwidth against size, log-log, with what a memcpy allows."""
+    """Bus bandwidth against size, log-log, beside that of a memcpy of as many bytes on every rank.
+
+    A memcpy is no bound: it reads and writes each byte on every rank, an allreduce in place less than that.
+    """
     report = reports["allreduce"]
     found: list[Line] = []
     factor = 2 * (report["ranks"] - 1) / report["ranks"]
     for label, colour, style, source, way in (
-        ("memcpy: the bound", GREY, "--", "allreduce", "memcpy"),
+        ("memcpy on every rank", GREY, "--", "allreduce", "memcpy"),
         ("hvdlite backend", SKY, "-", "allreduce", "hvdlite backend"),
         ("hvd, in its slot", BLUE, "-", "allreduce", "hvd, in its slot"),
         ("hvd, elsewhere", BLUE, ":", "allreduce", "hvd, elsewhere"),
@@ -73,20 +76,20 @@ def bandwidth(reports: dict[str, Report]) -> Figure:
     ):
         rows = [row for row in reports.get(source, {"rows": []})["rows"] if row["way"] == way]
         if rows:
-            busbw = [factor * row["algbw_gbps"] for row in rows]
+            busbw = [(1 if way == "memcpy" else factor) * row["algbw_gbps"] for row in rows]
             found.append((label, colour, style, [row["bytes"] for row in rows], busbw))
     figure = Figure(figsize=(8, 5.2))
     axes = figure.subplots()
     draw_lines(axes, found)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda nbytes, _: size(int(nbytes))))
     axes.set_xticks([4 << 4 * i for i in range(7)])
-    axes.set(xlabel="bytes", ylabel="bus bandwidth, GB/s")
+    axes.set(xlabel="bytes", ylabel="bus bandwidth (of a memcpy: bytes / time), GB/s")
     axes.set_title(f"Allreduce of float32 in place, {report['ranks']} ranks on one machine")
     return with_caption(figure, report)
 
 
 def step_times(reports: dict[str, Report]) -> Figure:
-    """Of each model and way, the step without communication and what communication adds."""
+    """Of each model and way, the step without communication and what communication adds, with its interval."""
     report = reports["train_step"]
     models = report["models"]
     columns = min(len(models), 3)
@@ -103,17 +106,19 @@ def step_times(reports: dict[str, Report]) -> Figure:
         places = np.arange(len(ways))
         axes.barh(places, alone, color="#c8c8c8", height=0.66)
         axes.barh(places, [max(0.0, each["value"]) for each in exposed], left=alone, color=colours, height=0.66)
-        right = max(alone + max(0.0, each["value"]) for each in exposed)
+        right = max(alone + max(0.0, each["high"]) for each in exposed)
         for place, each in zip(places[1:], exposed[1:], strict=True):
-            at = alone + max(0.0, each["value"])
-            axes.text(at + 0.02 * right, place, f"{each['value']:+.1f}", va="center", fontsize=8)
-        axes.set_xlim(0, 1.22 * right)
+            axes.plot([alone + each["low"], alone + each["high"]], [place, place], color="black", linewidth=1)
+            at = alone + max(0.0, each["high"])
+            axes.text(at + 0.02 * right, place, f"{each['value']:+.1f} ms", va="center", fontsize=8)
+        axes.set_xlim(0, 1.36 * right)
         axes.set_yticks(places, ways)
         axes.tick_params(axis="y", length=0)
         axes.set_title(f"{model['model']}\n{model['gradient_bytes'] / 2**20:.1f} MiB of gradients")
         axes.set_xlabel("ms per step")
     grid[0][0].invert_yaxis()
-    figure.suptitle("Step without communication (grey), and what communication adds", x=0.01, ha="left", fontsize=10)
+    title = "Step without communication (grey), and what communication adds, with its 95 % interval (line)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     return with_caption(figure, report)
 
 

@@ -167,6 +167,9 @@ class Config:
     timeline_events: int = _setting(1 << 16, _positive(int), "TIMELINE_EVENTS")
     """Most events that a rank keeps until they are written; older ones are dropped and counted."""
 
+    disable_nvtx_ranges: bool = _setting(False, _boolean, "DISABLE_NVTX_RANGES")
+    """Show no spans to Nsight, which otherwise sees them as NVTX ranges where torch has CUDA."""
+
     metrics_port: int = _setting(0, _not_negative(int), "METRICS_PORT")
     """Answer Prometheus on 127.0.0.1, each rank on this port plus its local rank; 0: do not listen."""
 
@@ -256,6 +259,7 @@ CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
 MEETING_POINT = "HVDLITE_MEETING_POINT"
 RANK = "HVDLITE_RANK"
 SIZE = "HVDLITE_SIZE"
+RAY_JOB = "HVDLITE_RAY_JOB"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
@@ -267,6 +271,7 @@ OTHER_VARIABLES = {
     MEETING_POINT: "from hvdliterun to ranks that it starts without MPI: where they meet",
     RANK: "likewise: the number of the rank",
     SIZE: "likewise: how many ranks there are",
+    RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
     "HVDLITE_BUILD_JOBS": "in setup.py: how many compilers run at a time",
     "HVDLITE_SANITIZE": "in setup.py: sanitizers to compile in, as address,undefined",

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def variables() -> dict[str, str]:
     """All variables as they are now."""
     return dict(os.environ)
+
+
+def at_start() -> dict[str, str]:
+    """Those that this process was started with, whatever it has set since; of a fork: those of its parent."""
+    try:
+        content = os.fsdecode(Path("/proc/self/environ").read_bytes())
+    except OSError:
+        return variables()
+    pairs = (entry.partition("=") for entry in content.split("\0") if entry)
+    return {name: value for name, _, value in pairs}
 
 
 def cache_directory() -> str:
@@ -29,6 +40,11 @@ def add_defaults(values: Mapping[str, str]) -> None:
     """Set those variables that are not set."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+def remove(names: Iterable[str]) -> None:
+    """Unset variables, where they are set."""
+    _put(dict.fromkeys(names))
 
 
 def take(name: str) -> str:

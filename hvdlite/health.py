@@ -74,6 +74,11 @@ class Health:
         if self.failure is not None:
             raise self.failure.with_traceback(None)  # several threads raise it, each from its own place
 
+    def wait_for_failure(self, patience_s: float) -> HorovodInternalError | None:
+        """`failure`, once there is one; None where there is none after ``patience_s``."""
+        self._is_known.wait(patience_s)
+        return self.failure
+
     def report(self, error: BaseException) -> None:
         """Tell every rank that ``error`` has ended this one; from any thread. The first report of all ranks counts."""
         if error is self.failure:

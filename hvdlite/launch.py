@@ -163,6 +163,9 @@ def _results(outcomes: Sequence[Outcome], ranks: int, status: int, seen: set[int
         # What hvdlite raised on the others is the consequence of what one rank raised.
         rank, error, text = min(failed, key=lambda failure: is_known_everywhere(failure[1]))
         told = RankFailedError(rank, f"rank {rank} raised:\n{text.rstrip()}")
+        for other, other_error, other_text in failed:
+            if other_text != text and not is_known_everywhere(other_error):
+                print(f"rank {other} raised:\n{other_text.rstrip()}", file=sys.stderr)
         if error is None:
             raise told
         raise error from told

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hvdlite import environment
-from hvdlite.config import MEETING_POINT, RANK, SIZE
+from hvdlite.config import MEETING_POINT, RANK, RAY_JOB, SIZE
 from hvdlite.errors import StartupError
 
 
@@ -16,7 +16,7 @@ class Meeting(Enum):
     """Where the processes of a launcher find one another."""
 
     MPI = "in COMM_WORLD"
-    POINT = "at the meeting point of hvdliterun"
+    POINT = "at a meeting point of ours"
     STORE = "in a store of torch.distributed"
     NOWHERE = "nowhere"
 
@@ -101,7 +101,8 @@ LAUNCHERS = (
         Meeting.NOWHERE,
         has_terminals=False,  # but the first one with --pty
     ),
-    # The last: it takes the marks of others from its ranks, so whose marks these have was started by them.
+    # The last: they take the marks of others from their ranks, so whose marks these have was started by them.
+    Launcher("RayExecutor", f"{MEETING_POINT}&{RAY_JOB}", RANK, SIZE, _NO_MPI, Meeting.POINT),
     Launcher("hvdliterun", MEETING_POINT, RANK, SIZE, _NO_MPI, Meeting.POINT),
 )
 

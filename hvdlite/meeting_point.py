@@ -1,4 +1,4 @@
-"""Where ranks meet that hvdliterun has started itself: hvdliterun, on an abstract unix socket.
+"""Where ranks meet that hvdliterun has started itself: hvdliterun, on an abstract unix socket. Ray's: rank 0's process.
 
 A rank connects, leaves its bytes under a key, and gets those of all when the last rank has come; a connection for each
 time, so that nothing is held between two. Since hvdliterun is the ranks' parent, it knows which have ended, and says so
@@ -126,10 +126,16 @@ class MeetingPoint:
 
 
 class AtMeetingPoint:
-    """A rank's end, a `hvdlite.rendezvous.Place`: ``name`` is that of `MeetingPoint`."""
+    """A rank's end, a `hvdlite.rendezvous.Place`.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: that of `MeetingPoint`.
+        whose: who has opened it, for errors.
+    """
+
+    def __init__(self, name: str, whose: str) -> None:
         self._name = name
+        self._whose = whose
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.rendezvous.Place`."""
@@ -143,8 +149,8 @@ class AtMeetingPoint:
                 told, complaint = pickle.loads(_receive(link))
         except OSError as error:
             raise StartupError(
-                f"rank {rank} cannot reach the hvdliterun that has started it ({error}): it has ended, or this process "
-                "runs in a network namespace of its own, where `hvdliterun --mpi` may work"
+                f"rank {rank} cannot reach the {self._whose} that has started it ({error}): it has ended, or this "
+                "process runs in a network namespace of its own, where `hvdliterun --mpi` may work"
             ) from error
         if complaint:
             raise MissingError(complaint)

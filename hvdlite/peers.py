@@ -67,7 +67,7 @@ class Peers:
         by_mpi = _meet_by_mpi(process)
         if not by_mpi and (process is None or process.size == 1):
             return None
-        if _is_worker():  # it has its parent's environment, and would wait for what the parent has got already
+        if _is_worker(process):  # it has its parent's environment, and would wait for what the parent has got already
             raise StartupError(
                 f"hvd.init() was called in a child process of rank {launched.launched_rank()} (a DataLoader worker, "
                 "for example), which is not a rank. Workers that are spawned begin by importing your script: call "
@@ -90,16 +90,21 @@ def _meet_by_mpi(process: Launched | None) -> bool:
 
 def _place(process: Launched, timeout_s: float) -> Place:
     if process.launcher.meeting is Meeting.POINT:
-        return AtMeetingPoint(other_variable(MEETING_POINT))
+        return AtMeetingPoint(other_variable(MEETING_POINT), process.launcher.name)
     from hvdlite.torch_store import InStore
 
     return InStore(process, environment.variables(), timeout_s)
 
 
-def _is_worker() -> bool:
-    """Whether multiprocessing has started this process; a spawned one begins by importing its parent's script."""
+def _is_worker(process: Launched | None) -> bool:
+    """Whether multiprocessing has started this process for a rank; a spawned one first imports its parent's script.
+
+    Not so one that its own program has made a rank, as functions for torch.multiprocessing.spawn do: these set RANK and
+    the like themselves.
+    """
     imports_main = getattr(multiprocessing.current_process(), "_inheriting", False)
-    return imports_main or multiprocessing.parent_process() is not None
+    is_started_by_python = imports_main or multiprocessing.parent_process() is not None
+    return is_started_by_python and process == launched.find(environment.at_start())
 
 
 def start_deadline(config: Config) -> _native.Deadline:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -14,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hvdlite import mpi, tracebacks
-from hvdlite.errors import StartupError, is_known_everywhere
+from hvdlite.errors import RankFailedError, StartupError, is_known_everywhere
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.runtime import Runtime
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _RANK_0_FIRST_S = 1.0  # launchers end a job within milliseconds of its first rank
+_SAME_S = 0.2  # within which ranks that run the same program come to the same mistake
 
 
 class InitArguments(NamedTuple):
@@ -40,9 +43,11 @@ class ProcessHooks:
       order, so the process ends without it, with a status that makes the launcher end the rest; likewise where ranks
       run without MPI. A stall is different:
       all ranks live, and where each has caught the error the job ends in order.
+      A process of multiprocessing closes the runtime, and leaves its end to that.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
-      before they do. What concerns one rank alone, that rank prints a moment later. Frames of hvdlite are left out.
+      before they do. What concerns one rank alone, that rank prints a moment later. What another rank has raised in the
+      same words at the same line is not printed here. Frames of hvdlite are left out.
     - A forked child (a DataLoader worker) lets go of the parent's runtime.
 
     Attributes:
@@ -67,7 +72,10 @@ class ProcessHooks:
             self._pid = os.getpid()
             self._previous_hook = sys.excepthook
             sys.excepthook = self._uncaught
-            atexit.register(self._at_exit)
+            if multiprocessing.parent_process() is None:
+                atexit.register(self._at_exit)
+            else:
+                multiprocessing.util.Finalize(None, self._at_worker_exit, exitpriority=0)
             os.register_at_fork(after_in_child=self._forked)
 
     @property
@@ -90,6 +98,9 @@ class ProcessHooks:
             self._failed = True
             # What hvdlite raised every rank knows already.
             if self.runtime is not None and not (is_known_everywhere(error) or isinstance(error, StartupError)):
+                if _is_said_elsewhere(self.runtime, error):
+                    time.sleep(_RANK_0_FIRST_S)  # the launcher shall name the rank that shows it
+                    return
                 self.runtime.fail(error)
         is_told = is_known_everywhere(error) or isinstance(error, StartupError)
         if is_told and launched_rank() != 0:
@@ -118,10 +129,30 @@ class ProcessHooks:
             )
             _end_without_mpi()
 
+    def _at_worker_exit(self) -> None:
+        """Of a process of multiprocessing, which ends without atexit, and shows errors itself."""
+        if self.in_child or self.runtime is None:
+            return
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = error.__context__ if error.code else None  # torch.multiprocessing.spawn catches, and exits
+        if error is not None and not is_known_everywhere(error):
+            self.runtime.fail(error)
+        self.runtime.close("its process ended")
+
     def _forked(self) -> None:
         self.lock = threading.RLock()  # a thread of the parent's may have held the other one
         if self.runtime is not None:
             self.runtime.abandon_in_child()
+
+
+def _is_said_elsewhere(runtime: Runtime, error: BaseException) -> bool:
+    """Whether another rank has raised the same, which this rank's log has said; rank 0 speaks first."""
+    failure = runtime.wait_for_failure(_SAME_S if runtime.rank != 0 and runtime.size > 1 else 0.0)
+    if not isinstance(failure, RankFailedError) or not runtime.failure_was_logged or tracebacks.are_full():
+        return False
+    same = f"rank {failure.rank} raised {tracebacks.described(error)}"
+    return str(failure).splitlines()[0] == same.splitlines()[0]
 
 
 def _is_one_of_several() -> bool:

@@ -19,9 +19,11 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
 from typing import Any
 
-from hvdlite import environment
+from hvdlite import environment, tracebacks
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import StartupError
 from hvdlite.launched import launched_rank
@@ -157,6 +159,8 @@ def main() -> None:
         path, variables, call = pickle.loads(_receive(link, key))
         sys.path[:] = path
         environment.add(variables)  # not every launcher carries every variable to other hosts
+        told: list[BaseException] = []
+        sys.excepthook = partial(_show_unless, told)
         try:
             function, args, kwargs = pickle.loads(call)
             result = function(*args, **kwargs)
@@ -168,8 +172,17 @@ def main() -> None:
         except BaseException as error:
             # At once: all that the other ranks are going to say is that this one has failed.
             _send(link, key, _OUTCOME.pack(rank, False) + _pack_failure(error))
+            told.append(error)
             raise
         _send(link, key, _OUTCOME.pack(rank, True) + body)
+
+
+def _show_unless(
+    told: Sequence[BaseException], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """The hook of uncaught exceptions of a rank: the caller raises, or shows, what it was told."""
+    if error not in told or tracebacks.are_full():
+        sys.__excepthook__(kind, error, trace)
 
 
 def _pack_failure(error: BaseException) -> bytes:

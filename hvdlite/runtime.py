@@ -196,6 +196,10 @@ class Runtime:
         """Why the job failed, if it did."""
         return self.world.health.failure
 
+    def wait_for_failure(self, patience_s: float) -> HorovodInternalError | None:
+        """`failure`, once there is one; None where there is none after ``patience_s``."""
+        return self.world.health.wait_for_failure(patience_s)
+
     @property
     def failure_was_logged(self) -> bool:
         """Whether the log has said why the job failed."""

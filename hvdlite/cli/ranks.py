@@ -57,6 +57,12 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
         return status
 
 
+def told(rank: int, count: int) -> dict[str, str]:
+    """Variables that say to a process who it is, of ``count`` on one machine."""
+    numbers = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    return {RANK: str(rank), SIZE: str(count)} | {f"HOROVOD_{name}": str(n) for name, n in numbers.items()}
+
+
 def _start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     parent = os.getpid()
     has_terminal = rank == 0 and os.isatty(0)
@@ -68,11 +74,10 @@ def _start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str
         if not has_terminal:
             os.setpgid(0, 0)  # Ctrl-C reaches this process alone, which ends the ranks in order
 
-    numbers = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    told = {RANK: str(rank), SIZE: str(count)} | {f"HOROVOD_{name}": str(n) for name, n in numbers.items()}
+    variables = {**environ, **told(rank, count)}
     try:
         return subprocess.Popen(
-            argv, env={**environ, **told}, stdin=None if rank == 0 else subprocess.DEVNULL, preexec_fn=prepare
+            argv, env=variables, stdin=None if rank == 0 else subprocess.DEVNULL, preexec_fn=prepare
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise StartupError(f"rank {rank} cannot be started: {argv[0]}: {error}") from error

@@ -68,6 +68,7 @@ from hvdlite.torch.reducescatter import (
     reducescatter,
     reducescatter_async,
 )
+from hvdlite.torch.sampler import sampler
 from hvdlite.torch.sparse import sparse_allreduce_async
 from hvdlite.torch.startup import init
 from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -140,6 +141,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "sampler",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -148,6 +150,11 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def __dir__() -> list[str]:
+    """What tab completion offers: not the modules that are here as well."""
+    return sorted(__all__)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

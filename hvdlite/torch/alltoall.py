@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -33,6 +33,18 @@ class _Alltoall(torch.autograd.Function):
         return returned, None, None, None
 
 
+@overload
+def alltoall(
+    tensor: torch.Tensor, splits: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor: ...
+
+
+@overload
+def alltoall(
+    tensor: torch.Tensor, splits: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
 @takes_arrays()
 def alltoall(
     tensor: torch.Tensor,
@@ -55,6 +67,18 @@ def alltoall(
     """
     output, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)
+
+
+@overload
+def alltoall_async(
+    tensor: torch.Tensor, splits: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[torch.Tensor]: ...
+
+
+@overload
+def alltoall_async(
+    tensor: torch.Tensor, splits: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
 
 
 @takes_arrays()

@@ -67,6 +67,17 @@ class Compression:
 AnyCompressor = type[Compressor] | Compressor
 
 
+def check_compression(compression: AnyCompressor) -> AnyCompressor:
+    """Raises:
+    ValueError: it cannot compress.
+    """
+    if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
+        raise ValueError(
+            f"compression is {compression!r}; pass hvd.Compression.none, fp16 or bf16, or a hvd.Compressor of your own"
+        )
+    return compression
+
+
 def wire_dtype(compression: AnyCompressor) -> DType | None:
     """The type to which the runtime casts on the way, in the pass over memory that packs; None where it casts nothing.
 

@@ -6,7 +6,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from hvdlite.dtypes import ReduceOp
 from hvdlite.torch.adasum import check_adasum
 from hvdlite.torch.adasum_optimizer import AdasumOptimizer
 from hvdlite.torch.bucket_maker import GradientOptions
-from hvdlite.torch.compression import AnyCompressor, Compression
+from hvdlite.torch.compression import AnyCompressor, Compression, check_compression
 from hvdlite.torch.gradient_optimizer import GradientOptimizer
 from hvdlite.torch.other_wrappers import check_unwrapped
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
@@ -83,11 +83,16 @@ class DistributedOptimizer(WrappedOptimizer):
         groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
-    ) -> Any:
+    ) -> DistributedOptimizer:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError(
                 "the optimizer is a hvd.DistributedOptimizer already, and would reduce every gradient twice; pass the "
                 "options to the first hvd.DistributedOptimizer(...), and leave the second one out"
+            )
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, as in "
+                "hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
             )
         if num_groups:
             warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=2)
@@ -100,7 +105,7 @@ class DistributedOptimizer(WrappedOptimizer):
         positions = _check_groups(groups, parameters)
         arguments = {
             "named_parameters": named,
-            "compression": compression,
+            "compression": check_compression(compression),
             "backward_passes_per_step": check_passes(backward_passes_per_step),
             "op": checked_op,
             "gradient_predivide_factor": gradient_predivide_factor,
@@ -110,13 +115,14 @@ class DistributedOptimizer(WrappedOptimizer):
         }
         if checked_op is Adasum:
             check_adasum(process_set)
-            return _become(optimizer, AdasumOptimizer, arguments)
+            combined: DistributedOptimizer = _become(optimizer, AdasumOptimizer, arguments)
+            return combined
         reduce = reduce_options(None, checked_op, 1.0 / factor, factor, process_set, compression)
         options = GradientOptions(reduce, compression, sparse_as_dense)
         reducer = GradientReducer(parameters, options, positions, backward_passes_per_step)
-        self = _become(optimizer, GradientOptimizer, arguments)
-        self._hvd_reduce_by(reducer)
-        return self
+        reduced: DistributedOptimizer = _become(optimizer, GradientOptimizer, arguments)
+        cast(GradientOptimizer, reduced)._hvd_reduce_by(reducer)
+        return reduced
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Nothing: `__new__` returns an optimizer that was initialized by whoever made it."""

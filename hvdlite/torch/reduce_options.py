@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.errors import UsageError
-from hvdlite.torch.compression import AnyCompressor, Compression, wire_dtype
+from hvdlite.torch.compression import AnyCompressor, Compression, check_compression, wire_dtype
 from hvdlite.torch.process_set import ProcessSet, check_process_set
 
 Average = ReduceOp.AVERAGE
@@ -35,7 +35,7 @@ class ReduceOptions(NamedTuple):
 
 
 def reduce_options(
-    average: bool | None,
+    average: bool | ReduceOp | None,
     op: object,
     prescale: float,
     postscale: float,
@@ -51,10 +51,15 @@ def reduce_options(
     if average is not None:
         if op is not None:
             raise ValueError("op supersedes average; pass op=hvd.Average or op=hvd.Sum, and no average")
+        if isinstance(average, ReduceOp):  # whose truth would say the contrary of what is meant
+            name = f"hvd.{average.name.capitalize()}"
+            raise UsageError(
+                f"{name} was passed as the second argument, which is average, and deprecated: pass op={name}"
+            )
         warnings.warn("average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
         op = Average if average else Sum
     reduction = Reduction(check_op(Average if op is None else op), float(prescale), float(postscale))
-    return ReduceOptions(reduction, wire_dtype(compression), check_process_set(process_set))
+    return ReduceOptions(reduction, wire_dtype(check_compression(compression)), check_process_set(process_set))
 
 
 def check_op(op: object) -> ReduceOp:

@@ -11,6 +11,7 @@ import hvdlite
 from hvdlite.errors import MismatchError
 from hvdlite.torch.functions import allgather_object
 from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.ranges import profiler_of_this_process
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,8 +45,9 @@ def init(
 
 
 def _show_in_profiler() -> None:
-    """Let torch.profiler show what the timeline does: waits, and reductions on the threads that it profiles."""
-    hvdlite.runtime().recorder.profiler = torch.autograd.profiler  # type: ignore[assignment]
+    """Let torch.profiler and Nsight show what the timeline does: waits, and reductions on the threads they profile."""
+    runtime = hvdlite.runtime()
+    runtime.recorder.profiler = profiler_of_this_process(runtime.config.disable_nvtx_ranges)
 
 
 def _register(process_sets: Sequence[ProcessSet]) -> None:

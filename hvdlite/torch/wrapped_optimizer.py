@@ -106,7 +106,7 @@ def check_named_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]])
     """Raises:
     ValueError: these are no pairs of name and parameter; several have one name.
     """
-    named = list(named_parameters)
+    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor) for item in named):
         raise ValueError("named_parameters must yield pairs of name and parameter; pass model.named_parameters()")
     duplicates = [name for name, count in Counter(name for name, _ in named).items() if count > 1]

@@ -70,7 +70,7 @@ def test_tensors_come_back(mark: str) -> None:
     assert zeros.tolist() == [0, 0, 0] and ones.tolist() == [0, 1, 2]
 
 
-def test_an_exception_ends_the_job(mark: str) -> None:
+def test_an_exception_ends_the_job(mark: str, capsys: pytest.CaptureFixture[str]) -> None:
     def fails() -> None:
         import torch
 
@@ -87,6 +87,23 @@ def test_an_exception_ends_the_job(mark: str) -> None:
     assert isinstance(caught.value.__cause__, hvdlite.RankFailedError)
     assert caught.value.__cause__.rank == 1
     assert "in fails" in str(caught.value.__cause__)
+    assert "Traceback" not in capsys.readouterr().err  # which has a line of rank 0, that it has heard of it
+
+
+def test_an_exception_is_raised_or_shown_not_both(mark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(texts: tuple[str, str]) -> None:
+        from hvdlite.launched import launched_rank
+
+        raise ValueError(texts[launched_rank()])
+
+    with pytest.raises(ValueError, match="alike"):
+        hvdlite.run(fails, (("alike", "alike"),), num_proc=2, env=env(mark))
+    assert "Traceback" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match="(first|second)") as caught:
+        hvdlite.run(fails, (("the first", "the second"),), num_proc=2, env=env(mark))
+    shown = capsys.readouterr().err
+    assert shown.count("Traceback") <= 1  # none where the other rank was ended before it came so far
+    assert f"ValueError: {caught.value}" not in shown
 
 
 def test_an_exception_ends_ranks_that_do_not_communicate(mark: str) -> None:

@@ -67,3 +67,47 @@ def test_a_script_that_does_not_guard_its_start(mpi: str) -> None:
     for number, rank in enumerate(result.ranks):
         assert f"StartupError: hvd.init() was called in a child process of rank {number}" in rank.stderr
         assert '`if __name__ == "__main__":`' in rank.stderr
+
+
+MADE_RANKS = """
+import os, sys, time
+import torch
+import torch.multiprocessing as mp
+import hvdlite.torch as hvd
+
+def work(rank, size, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(size)}
+    hvd.init()
+    time.sleep(0.3 * rank)
+    print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
+    if sys.argv[1] == "raise":
+        if rank == 1:
+            raise ValueError("no good")
+        try:
+            hvd.allreduce(torch.ones(1))
+        except hvd.HorovodInternalError as error:
+            print(str(error).splitlines()[0], flush=True)
+            raise
+    time.sleep(0.5 * rank)  # nobody takes the end of rank 0 for its death
+
+if __name__ == "__main__":
+    import socket
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    mp.start_processes(work, args=(2, port), nprocs=2, start_method="fork")
+"""
+
+
+def test_processes_that_are_made_ranks_by_their_own_program() -> None:
+    """As of torch.multiprocessing.spawn: they set RANK, WORLD_SIZE and the like themselves."""
+    result = launch(1, MADE_RANKS, "end", mpi="none").check()
+    assert result.stdout == "sum 2.0\n" * 2
+    assert "died" not in result.stderr and "ERROR" not in result.stderr
+
+
+def test_one_of_them_raises() -> None:
+    result = launch(1, MADE_RANKS, "raise", mpi="none")
+    assert result.returncode != 0
+    assert "rank 1 raised ValueError: no good" in result.stdout
+    assert "died without a word" not in result.stderr
+    assert "ValueError: no good" in result.stderr

@@ -53,6 +53,15 @@ def test_an_error_of_one_rank() -> None:
     check_trimmed(other)
 
 
+def test_a_mistake_that_all_ranks_make() -> None:
+    """One of them shows it, and the others say in a line which."""
+    result = run("import hvdlite.torch as hvd\nhvd.init()\nprint({}['no such key'])", n=2, alone=True)
+    assert result.returncode != 0
+    texts = [rank.stderr for rank in result.ranks]
+    assert sum(text.count("Traceback") for text in texts) == 1, result
+    assert sum(text.count("KeyError: 'no such key'") for text in texts) == 2, result
+
+
 def test_all_frames_if_asked_for() -> None:
     text = run(PROGRAM, "mismatch", n=2, env={"HVDLITE_FULL_TRACEBACKS": "1"}).ranks[0].stderr
     assert text.startswith("Traceback")

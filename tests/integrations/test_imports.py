@@ -5,10 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
-LIBRARIES = ("accelerate", "lightning", "lightning_utilities", "pytorch_lightning", "torchmetrics", "transformers")
+LIBRARIES = (
+    "accelerate",
+    "lightning",
+    "lightning_utilities",
+    "pytorch_lightning",
+    "ray",
+    "torchmetrics",
+    "transformers",
+)
 
 
 def test_hvdlite_imports_no_training_library() -> None:
-    program = f"import sys, hvdlite.integrations, hvdlite.torch; print(sorted(set({LIBRARIES}) & set(sys.modules)))"
+    ours = "hvdlite.integrations, hvdlite.ray, hvdlite.torch"
+    program = f"import sys, {ours}; print(sorted(set({LIBRARIES}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

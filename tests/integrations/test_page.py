@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from launching import launch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
 PROGRAMS = {
-    re.search(r"from hvdlite\.integrations\.(\w+) import", text)[1]: text  # type: ignore[index]
+    re.search(r"from hvdlite\.(?:integrations\.)?(\w+) import", text)[1]: text  # type: ignore[index]
     for text in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 }
 
@@ -37,5 +39,12 @@ def test_a_program_of_the_page(
     assert not any(other.stdout for other in others)
 
 
+def test_the_program_for_ray(tmp_path: Path, ray_environ: dict[str, str]) -> None:
+    script = tmp_path / "on_ray.py"
+    script.write_text(PROGRAMS["ray"])
+    done = subprocess.run([sys.executable, script], env=ray_environ, capture_output=True, text=True, timeout=240)
+    assert done.stdout.endswith("y = 3.00 x + 1.00\n"), done
+
+
 def test_every_program_of_the_page_is_tested() -> None:
-    assert sorted(PROGRAMS) == ["accelerate", "lightning", "transformers"]
+    assert sorted(PROGRAMS) == ["accelerate", "lightning", "ray", "transformers"]

@@ -48,7 +48,7 @@ class OverMpi:
 class WithoutMpi:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self._place = AtMeetingPoint(other_variable(MEETING_POINT))
+        self._place = AtMeetingPoint(other_variable(MEETING_POINT), "hvdliterun")
         self._ranks = RendezvousRanks(self._place, "tests", range(size), rank, FOR_EVER_S)
         self._exchanged = 0
 

@@ -194,6 +194,7 @@ class FakeWorld:
         self.runtime = SimpleNamespace(
             world=self,
             rank=0,
+            config=config,
             recorder=self.recorder,
             group=self.group,
             groups={0: self.group},

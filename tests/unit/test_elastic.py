@@ -14,6 +14,7 @@ import torch
 import hvdlite
 import hvdlite.torch as hvd
 from fake_world import Universe
+from hvdlite.config import Config
 from hvdlite.errors import CollectiveError, MismatchError, NotInitializedError, RankFailedError, UsageError
 from hvdlite.recorder import Recorder
 from hvdlite.torch import startup
@@ -415,6 +416,7 @@ def test_process_sets_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self) -> None:
             self.numbers = 0
             self.members = {0: [0, 1, 2, 3]}
+            self.config = Config()
             self.recorder = Recorder()
 
         def add_group(self, ranks: Sequence[int]) -> tuple[int, None]:

@@ -76,7 +76,7 @@ sets = without_tensorflow.mpi_ops._basics._get_process_set_ids_and_ranks()
 assert sets == hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0]}
 assert not hasattr(without_tensorflow, "allreduce") and not hasattr(without_tensorflow, "DistributedOptimizer")
 assert importlib.util.find_spec("horovod.no_such") is None
-for module, words in [("mxnet", "PyTorch only"), ("spark.torch", "hvdlite.run"), ("ray", "hvdliterun")]:
+for module, words in [("mxnet", "PyTorch only"), ("spark.torch", "hvdlite.run"), ("ray.elastic", "hvdliterun")]:
     try:
         importlib.import_module(f"horovod.{module}")
     except ModuleNotFoundError as error:

@@ -31,6 +31,7 @@ TORCHRUN = variables(
 )
 BY_HAND = variables("RANK=1 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=29500")
 HVDLITERUN = variables("HVDLITE_RANK=1 HVDLITE_SIZE=2 HVDLITE_MEETING_POINT=x")
+RAY = HVDLITERUN | variables("HVDLITE_RAY_JOB=1")
 JSRUN = variables("JSM_NAMESPACE_RANK=1 JSM_NAMESPACE_SIZE=2 JSM_NAMESPACE_LOCAL_RANK=1 PMIX_RANK=1")
 CRAY = STEP | variables("PALS_RANKID=1 PALS_APID=8 PMI_CONTROL_PORT=20000")
 
@@ -48,6 +49,7 @@ CRAY = STEP | variables("PALS_RANKID=1 PALS_APID=8 PMI_CONTROL_PORT=20000")
         (BY_HAND, "a launcher for torch.distributed (MASTER_ADDR, RANK, WORLD_SIZE)", Meeting.STORE),
         (STEP, "srun", Meeting.NOWHERE),
         (HVDLITERUN, "hvdliterun", Meeting.POINT),
+        (RAY, "RayExecutor", Meeting.POINT),
     ],
 )
 def test_launchers(environ: dict[str, str], name: str, meeting: Meeting) -> None:
@@ -65,7 +67,7 @@ def test_the_inner_launcher_counts(inner: dict[str, str]) -> None:
     assert find(HVDLITERUN | inner) == find(inner)
 
 
-@pytest.mark.parametrize("outer", [OPEN_MPI, HYDRA, STEP | PMIX, CRAY, JSRUN, TORCHRUN, BY_HAND, STEP, HVDLITERUN])
+@pytest.mark.parametrize("outer", [OPEN_MPI, HYDRA, STEP | PMIX, CRAY, JSRUN, TORCHRUN, BY_HAND, STEP, HVDLITERUN, RAY])
 def test_hvdliterun_inside_another_launcher_counts(outer: dict[str, str]) -> None:
     cleared = without_launcher(outer | {"PATH": "/bin"})
     assert find(cleared) is None

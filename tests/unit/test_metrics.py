@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hvdlite.metrics import MetricsServer, prometheus_text, serve
+from hvdlite.metrics import prometheus_text, serve
+from hvdlite.metrics_server import MetricsServer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -144,6 +144,20 @@ def test_an_optimizer_is_wrapped_once(model: torch.nn.Module) -> None:
         hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "options", "words"),
+    [
+        (None, {}, "optimizer is a Sequential; pass a torch.optim.Optimizer, as in "),
+        (torch.optim.SGD, {"named_parameters": torch.nn.Linear(1, 1)}, "pass model.named_parameters()"),
+        (torch.optim.SGD, {"compression": "fp16"}, "compression is 'fp16'; pass hvd.Compression.none, fp16 or bf16"),
+        (torch.optim.SGD, {"compression": "fp16", "op": hvd.Adasum}, "compression is 'fp16'; pass hvd.Compression"),
+    ],
+)
+def test_arguments_of_the_wrong_kind(model: torch.nn.Module, optimizer: Any, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        hvd.DistributedOptimizer(model if optimizer is None else optimizer(model.parameters(), lr=0.1), **options)
+
+
 def test_two_optimizers_of_one_model(model: torch.nn.Module) -> None:
     """While both live, and one of them is not stepped."""
     first = wrap(model, named_parameters=model.named_parameters())

@@ -23,6 +23,7 @@ from hvdlite.cli import run
 from hvdlite.cli.horovodrun import BY_NAME
 from hvdlite.compat import common, frameworkless, runner, threads
 from hvdlite.config import Config
+from hvdlite.ray import RayExecutor
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
@@ -112,6 +113,7 @@ EXISTS: dict[str, Callable[[str], bool]] = {
     "hvd.elastic.ElasticSampler": of(hvd.elastic.ElasticSampler),
     "Errors": of(errors),
     "horovod.run": of(None, runner.run),
+    "horovod.ray": of(RayExecutor, RayExecutor.__init__),
     "Settings": VARIABLES.__contains__,
     "hvdliterun": lambda option: option.lstrip("-") in EFFECTIVE,
 }

@@ -27,7 +27,7 @@ def point() -> Iterator[MeetingPoint]:
 
 
 def at(point: MeetingPoint) -> AtMeetingPoint:
-    return AtMeetingPoint(point.environment[MEETING_POINT])
+    return AtMeetingPoint(point.environment[MEETING_POINT], "hvdliterun")
 
 
 def on_ranks(
