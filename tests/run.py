@@ -12,6 +12,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
   browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
+  slurm    jobs under a real Slurm of one node, Debian's, likewise
   lint     ruff and mypy; only if asked for by name
   integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
 
@@ -45,8 +46,13 @@ import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
 AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2}
-SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "browser", "integrations")
-BY_NAME = ("lint", "sanitizers", "browser", "integrations")
+SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "browser", "slurm", "integrations")
+BY_NAME = ("lint", "sanitizers", "browser", "slurm", "integrations")
+# Programs that tests need, and Debian's packages that have them.
+DEBIAN = {
+    "browser": ("Chromium", ["chromium", "chromedriver"], ["chromium", "chromium-driver", "fonts-dejavu-core"]),
+    "slurm": ("Slurm", ["slurmctld", "slurmd", "munged"], ["slurm-wlm", "munge", "libpmix-dev"]),
+}
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 RANKS = {"openmpi": (1, 2, 4), "mpich": (2, 3, 4), "intelmpi": (2, 3)}
 ALL_RANKS = (1, 2, 3, 4)
@@ -156,12 +162,14 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
     tools = ["dev"] if {"lint", "sanitizers"} & set(arguments.suites) else []
     if "browser" in arguments.suites:
         tools.append("report")
-        environment.install_browser()
+    for suite in arguments.suites:
+        if suite in DEBIAN:
+            environment.install_debian(*DEBIAN[suite])
     if "integrations" in arguments.suites:
         tools += ["lightning", "transformers"]
     pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}
     for mpi in arguments.mpi:
-        if mpi != "openmpi" and set(arguments.suites) & {"mpi", "faults", "hosts"}:
+        if mpi != "openmpi" and set(arguments.suites) & {"mpi", "faults", "hosts", "slurm"}:
             pythons[mpi] = environment.make_beside(mpi)
     return pythons
 
