@@ -15,7 +15,8 @@ extension = Path(hvdlite._native.__file__)
 assert Path(__file__).resolve().parents[1] not in extension.parents, f"{extension} is the checkout's"
 flags = set(Path("/proc/cpuinfo").read_text().split()) if platform.machine() == "x86_64" else set()
 widest = "avx512" if "avx512vl" in flags else "avx2" if "avx2" in flags else "plain"
-assert hvdlite._native.instruction_set() == widest, f"the kernels take {hvdlite._native.instruction_set()}, not {widest}"
+taken = hvdlite._native.instruction_set()
+assert taken == widest, f"the kernels take {taken}, not {widest}"
 hvdlite.init()
 assert hvdlite.size() == 2
 array = np.arange(100_000, dtype=np.float32) * (hvdlite.rank() + 1)
