@@ -6,8 +6,9 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
            Sanitizer, ranks as threads under ThreadSanitizer; skipped where GCC has none; only if asked for by name
   mpi      under mpirun with 1, 2 and 4 ranks on Open MPI and 2, 3 and 4 on MPICH, unless --ranks chooses them; what
-           lies above MPI with 1, 2 and 4 ranks on Open MPI and with 3 on MPICH, unless --mpi chooses one; and what
-           depends on who starts the ranks without MPI
+           lies above MPI with 1, 2 and 4 ranks on Open MPI and with 3 on MPICH, unless --mpi chooses one; with --mpi
+           for it, on Intel MPI too, with 2 and 3, where others run what calls MPI only; and what depends on who starts
+           the ranks without MPI
   faults   tests that start mpirun and hvdliterun themselves and kill ranks, on both MPIs and without
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
@@ -64,6 +65,14 @@ WITHOUT_MPI = (
     "test_join.py",
     "test_members.py",
     "test_reducescatter.py",
+)
+# Those of the mpi suite that Intel MPI runs beside others: how ranks meet, and what calls MPI, on every path.
+FOR_INTEL_MPI = (
+    "test_allreduce_tensors.py",
+    "test_backend_failures.py",
+    "test_process.py",
+    "test_runtime.py",
+    "test_runtime_lifecycle.py",
 )
 TIME_LIMIT_S = dict.fromkeys(SUITES, 900) | {"lint": 300, "unit": 600, "sanitizers": 600}
 
@@ -203,10 +212,12 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "--mpi", "-np", str(ranks)]
                     title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != 1 else ''}"
                     # What lies above MPI runs with every number of ranks, on one MPI each.
-                    above = len(arguments.mpi) == 1 or (ranks == 3) == (mpi == "mpich")
+                    only = len(arguments.mpi) == 1
+                    above = only or (mpi != "intelmpi" and (ranks == 3) == (mpi == "mpich"))
+                    files = FOR_INTEL_MPI if mpi == "intelmpi" and not only else ()
                     unmarked = [] if above else ["any_mpi"]
                     unmarked += ["up_to_three_ranks"] if ranks > 3 and not arguments.thorough else []
-                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi], *unmarked)], limit))
+                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)], limit))
             if 2 in (arguments.ranks or ALL_RANKS):
                 command = [str(python), "-m", "hvdlite", "run", "-np", "2", *pytest(suite, python, files=WITHOUT_MPI)]
                 stages.append(Stage("mpi: without MPI, 2 ranks", command, limit))
