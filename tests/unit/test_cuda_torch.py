@@ -137,7 +137,6 @@ def test_numbers_for_the_host_wait(gpu: TorchOnGpu) -> None:
     assert x.nonzero().shape == (4, 1)
 
 
-@pytest.mark.filterwarnings("ignore:You are using `torch.load`")  # of torch 2.4's own pickles
 def test_copies_and_pickles_stay_on_the_device(gpu: TorchOnGpu) -> None:
     layer = torch.nn.Linear(2, 2).cuda()
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
