@@ -105,7 +105,10 @@ def _identify(path: str) -> Python | None:
         "import ensurepip, os, sys, sysconfig; assert os.path.exists(sysconfig.get_path('include') + '/Python.h'); "
         "print('{}.{}'.format(*sys.version_info))"
     )
-    done = subprocess.run([path, "-c", program], capture_output=True, text=True)
+    try:
+        done = subprocess.run([path, "-c", program], capture_output=True, text=True)
+    except OSError:
+        return None
     return None if done.returncode else Python(path, done.stdout.strip())
 
 
@@ -158,7 +161,7 @@ def check(wheel: Path, python: Python, processor: str, work: Path) -> str:
     """Let two ranks add with ``wheel``, where this machine can; says what was done.
 
     Raises:
-        WheelError: they did not add; the wheel or its description is wrong.
+        WheelError: they did not add.
     """
     venv = work / f"check-{python.tag}"
     if not venv.exists():
