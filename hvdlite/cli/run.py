@@ -289,8 +289,13 @@ def _scheduled(launch: Launch, allocation: Allocation) -> Launch:
     notes = [f"{allocation.scheduler} has given {allocation.slots} ranks on {len(allocation.hosts)} hosts"]
     if launch.ranks > allocation.slots:
         notes.append(f"{launch.ranks} ranks are more than that: they share cores")
+    alone = all(map(is_this_machine, hosts))
+    if allocation.scheduler == "LSF" and not alone and shutil.which("jsrun"):
+        notes.append(
+            f"where mpirun does not reach them, jsrun does: jsrun -n {launch.ranks} -a 1 -c CORES python train.py"
+        )
     launch = replace(launch, notes=tuple(notes))
-    if all(map(is_this_machine, hosts)) or not allocation.knows_mpirun:
+    if alone or not allocation.knows_mpirun:
         return replace(launch, hosts=hosts)
     return replace(launch, scheduled_hosts=len(hosts), is_elsewhere=True)
 
