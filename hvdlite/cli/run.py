@@ -291,9 +291,8 @@ def _scheduled(launch: Launch, allocation: Allocation) -> Launch:
         notes.append(f"{launch.ranks} ranks are more than that: they share cores")
     alone = all(map(is_this_machine, hosts))
     if allocation.scheduler == "LSF" and not alone and shutil.which("jsrun"):
-        notes.append(
-            f"where mpirun does not reach them, jsrun does: jsrun -n {launch.ranks} -a 1 -c CORES python train.py"
-        )
+        jsrun = f"jsrun -n {launch.ranks} -a 1 -c CORES python train.py"
+        notes.append(f"where mpirun does not reach them, jsrun does: {jsrun}")
     launch = replace(launch, notes=tuple(notes))
     if alone or not allocation.knows_mpirun:
         return replace(launch, hosts=hosts)
