@@ -89,8 +89,9 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "RAdam": lambda p: torch.optim.RAdam(p),
     "Rprop": lambda p: torch.optim.Rprop(p),
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
-    "Adafactor": lambda p: torch.optim.Adafactor(p),
 }
+if hasattr(torch.optim, "Adafactor"):  # since torch 2.5
+    OPTIMIZERS["Adafactor"] = lambda p: torch.optim.Adafactor(p)
 
 
 def stepped(name: str, seed: int, steps: int, wrapped: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -113,5 +113,15 @@ def test_more_ranks_than_were_given_are_said() -> None:
     assert launch("-np 5", LSF).notes == (given, "5 ranks are more than that: they share cores")
 
 
+def test_jsrun_is_named_where_lsf_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jsrun = tmp_path / "jsrun"
+    jsrun.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "jsrun does: jsrun -n 3 -a 1 -c CORES python train.py" in launch("", LSF).notes[-1]
+    assert len(launch("", {"LSB_MCPU_HOSTS": f"{HERE} 2"}).notes) == 1
+    jsrun.unlink()
+    assert len(launch("", LSF).notes) == 1
+
+
 def test_hosts_of_the_user_win() -> None:
     assert launch("-H c:4", LSF).hosts == (Host("c", 4),)
