@@ -147,7 +147,7 @@ def main() -> int:
         refresh(HERE / "README.md", "targets", targets_table(found))
         for name, fill in (("allreduce", allreduce_table), ("train_step", steps_table)):
             if name in reports:
-                refresh(ROOT / "README.md", name, fill(reports[name]))
+                refresh(ROOT / "docs" / "performance.md", name, fill(reports[name]))
     print(f"{len(done)} programs in {time.monotonic() - start:.0f} s" + "".join(f"; {name} failed" for name in failed))
     return 1 if failed else 0
 
