@@ -12,6 +12,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
   browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
+  docs     programs and commands on the pages, and the site that is built of them; only if asked for by name
   lint     ruff and mypy; only if asked for by name
   integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
 
@@ -44,9 +45,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
-AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2}
-SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "browser", "integrations")
-BY_NAME = ("lint", "sanitizers", "browser", "integrations")
+AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2, "docs": 2}
+SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "docs", "browser", "integrations")
+BY_NAME = ("lint", "sanitizers", "docs", "browser", "integrations")
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 RANKS = {"openmpi": (1, 2, 4), "mpich": (2, 3, 4), "intelmpi": (2, 3)}
 ALL_RANKS = (1, 2, 3, 4)
@@ -154,6 +155,8 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
         return pythons
     tools = ["dev"] if {"lint", "sanitizers"} & set(arguments.suites) else []
+    if "docs" in arguments.suites:
+        tools.append("docs")
     if "browser" in arguments.suites:
         tools.append("report")
         environment.install_browser()
@@ -171,6 +174,7 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
 
     def pytest(suite: str, python: Path, *left_out: str, files: Sequence[str] = ()) -> list[str]:
         at_once = [f"--numprocesses={AT_ONCE[suite]}"] if suite in AT_ONCE else []
+        at_once += ["--dist=loadfile"] if suite == "docs" else []  # the site is built once
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
         unwanted = [f"not {mark}" for mark in (*left_out, *([] if arguments.thorough else ["thorough"]))]

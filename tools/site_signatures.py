@@ -1,4 +1,4 @@
-"""For the API reference: a class that is made by __new__ shows the arguments of that, and modules say nothing of themselves.
+"""For the API reference: a class made by __new__ shows the arguments of that, and modules say nothing of themselves.
 
 An extension of griffe, which mkdocs.yml names.
 """

@@ -1,16 +1,17 @@
-"""What mkdocs.yml has mkdocs do: the README as first page, files outside of docs/ that pages link to, settings, diagrams.
+"""What mkdocs.yml has mkdocs do: the README as first page, whatever else pages link to, settings, diagrams.
 
-Pages link to one another and to sources as they lie in the repository, so that they can be read there. In the site, pages
-of docs/ are at the root, everything else has its path in the repository, and a source file is a page with its text.
+Pages link to one another and to sources as they lie in the repository, so that they can be read there. In the site,
+pages of docs/ are at the root, all else has its path in the repository, and a source file is a page with its text.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import inspect
 import posixpath
 import re
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from mkdocs.utils import get_relative_url
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+
+from blocks import FENCE, ROOT, picture_of
+
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
-FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 PICTURES = (".png", ".svg")
 LANGUAGES = {".cpp": "cpp", ".cu": "cpp", ".h": "cpp", ".py": "python", ".pyi": "python", ".sh": "sh", ".yaml": "yaml"}
 SETTINGS = "<!-- settings -->"
@@ -126,16 +128,12 @@ def _in_fours(text: str) -> str:
     return re.sub(r"^( {4}.*\n)(?=(?:- |\d+\. )\S)", r"\1\n", text, flags=re.MULTILINE)
 
 
-def picture_of(diagram: str) -> Path:
-    """Where tools/pictures.py leaves the picture of a diagram in Mermaid's language."""
-    return ROOT / "docs" / "pictures" / f"{hashlib.sha256(diagram.encode()).hexdigest()[:12]}.svg"
-
-
 def _diagram(match: re.Match[str], page: Page) -> str:
-    if match[2] != "mermaid" or not picture_of(match[3]).exists():
+    picture = picture_of(textwrap.dedent(match[3]))
+    if match[2] != "mermaid" or not picture.exists():
         return match[0]
     up = posixpath.relpath("pictures", posixpath.dirname(page.file.src_uri) or ".")
-    return f"{match[1]}![Diagram]({up}/{picture_of(match[3]).name})"
+    return f"{match[1]}![Diagram]({up}/{picture.name})"
 
 
 def settings_table() -> str:
