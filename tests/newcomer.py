@@ -1,7 +1,7 @@
 """Does what the README says, as printed, in order, as somebody would who has just cloned: python3 tests/newcomer.py
 
-Makes a clean clone of what is committed, and runs the README's commands there in one shell, block by block, and the whole
-programs that it shows, with an empty home directory, the system's Python and PATH, and, in a namespace of mounts, with
+Makes a clean clone of what is committed, and runs there the commands of the README in one shell, block by block, and the
+whole programs that it shows, with an empty home directory, the system's Python and PATH, and, in a namespace of mounts, with
 caches of pip and compilers out of sight. Says of each block what happened. `--page docs/start.md` takes another page.
 Takes minutes, since it installs torch and compiles twice, and needs pip's registry; so no suite has it.
 """
@@ -80,7 +80,7 @@ def main() -> int:
         home.mkdir()
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone)], check=True)
         for name, page, number in FILES:
-            programs = [block for block in blocks_of(clone / page) if block.language == "python"]
+            programs = [block for block in blocks_of(ROOT / page) if block.language == "python"]
             (clone / name).write_text(programs[number].text)
         (clone / "test_train.py").write_text(TEST)
         environ = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
