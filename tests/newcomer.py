@@ -1,9 +1,9 @@
 """Does what the README says, as printed, in order, as somebody would who has just cloned: python3 tests/newcomer.py
 
-Makes a clean clone of what is committed, and runs there the commands of the README in one shell, block by block, and the
-whole programs that it shows, with an empty home directory, the system's Python and PATH, and, in a namespace of mounts, with
-caches of pip and compilers out of sight. Says of each block what happened. `--page docs/start.md` takes another page.
-Takes minutes, since it installs torch and compiles twice, and needs pip's registry; so no suite has it.
+Makes a clean clone of what is committed. There it runs the commands of the README, block by block in one shell, and
+the whole programs that it shows: with an empty home directory, with the system's Python and PATH, and in a namespace of
+mounts that hides caches of pip and compilers. Says of each block what happened. `--page docs/start.md` takes another
+page. Takes minutes, since it installs torch and compiles twice, and needs pip's registry; so no suite has it.
 """
 
 from __future__ import annotations
