@@ -37,12 +37,6 @@ NOT_HERE = {
 OTHER_HOSTS = re.compile(r"hvdliterun (?=.*-H \w+:\d)")
 # The program that a page's commands call train.py: the first one of a page.
 TRAIN = {"README.md": "docs/from-horovod.md", "docs/elastic.md": "docs/elastic.md"}
-TEST_TRAIN = """
-def test_ranks():
-    import horovod.torch as hvd
-    hvd.init()
-    assert hvd.size() == 2
-"""
 
 
 def key(block: Block) -> tuple[str, str] | None:
@@ -61,7 +55,6 @@ def place(tmp_path: Path) -> Path:
     for name in ("examples", "benchmarks", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(sys.prefix)
-    (tmp_path / "test_train.py").write_text(TEST_TRAIN)
     return tmp_path
 
 
