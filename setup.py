@@ -4,6 +4,8 @@ The result does not depend on the machine it is built on: no -march=native, the 
 run time. It links neither torch nor MPI, so one build serves every version of both. Where nvcc is found it compiles the
 kernels for GPUs, which else are compiled when they are first used (csrc/cuda/embed.py).
 
+SOURCE_URL is the one place that says where hvdlite is published; the index page's links follow from it.
+
 HVDLITE_SANITIZE=address,undefined builds it with GCC's sanitizers, as tests/sanitizers does, which says how to run it.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 import tempfile
 from glob import glob
 from pathlib import Path
@@ -19,6 +22,13 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 from setuptools.errors import CompileError
 
+# Of the tree that a browser shows, as in "https://.../blob/main"; while empty, the index page has no links to files.
+SOURCE_URL = ""
+OTHER_SYSTEMS = {
+    "darwin": "on macOS run it in a Linux container or virtual machine",
+    "win32": "on Windows run it in WSL 2",
+    "cygwin": "on Windows run it in WSL 2",
+}
 COMPILE_ARGS = [
     "-O3",
     "-ffp-contract=off",  # a fused multiply-add on one path only would make ranks differ in the last bit
@@ -41,6 +51,14 @@ NEEDED = {
 }
 
 
+def check_platform() -> None:
+    if sys.platform != "linux":
+        way_out = OTHER_SYSTEMS.get(sys.platform, "run it in a Linux virtual machine")
+        raise SystemExit(
+            f"\nhvdlite runs on Linux, where ranks meet in futexes and /dev/shm. This is {sys.platform}: {way_out}."
+        )
+
+
 class BuildNative(build_ext):
     """build_ext that ends with one sentence on what to install where nothing can be compiled."""
 
@@ -61,12 +79,18 @@ class BuildNative(build_ext):
         super().build_extensions()
 
 
+check_platform()
 ParallelCompile("HVDLITE_BUILD_JOBS").install()
 
 sanitizers = os.environ.get("HVDLITE_SANITIZE")
 sanitize = [f"-fsanitize={sanitizers}"] if sanitizers else []
 
+index_page = runpy.run_path("tools/index_page.py")
+
 setup(
+    long_description=index_page["without_relative_links"](Path("README.md").read_text(encoding="utf-8"), SOURCE_URL),
+    long_description_content_type="text/markdown",
+    project_urls=index_page["project_urls"](SOURCE_URL),
     ext_modules=[
         Pybind11Extension(
             "hvdlite._native",

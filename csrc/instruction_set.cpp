@@ -12,20 +12,38 @@ namespace {
 constexpr const char* kNames[] = {"plain", "avx2", "avx512"};
 
 #if HVDLITE_X86
-// Not every compiler's __builtin_cpu_supports knows F16C. It needs of the operating system what AVX2 needs.
-bool has_f16c() {
+struct Registers {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+};
+
+// Zeros where the processor does not have that leaf.
+Registers cpuid(unsigned leaf) {
+  Registers r;
+  __get_cpuid_count(leaf, 0, &r.eax, &r.ebx, &r.ecx, &r.edx);
+  return r;
 }
+
+bool all(unsigned word, unsigned bits) { return (word & bits) == bits; }
+
+// Which registers the operating system saves, as XCR0 has it.
+unsigned saved_registers() {
+  unsigned low = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+constexpr unsigned kSavesAvx = 0x06, kSavesAvx512 = 0xe6;
 #endif
 
 InstructionSet widest() {
 #if HVDLITE_X86
-  __builtin_cpu_init();
-  // This asks the processor, and whether the operating system saves the registers.
-  if (!__builtin_cpu_supports("avx2") || !has_f16c()) return InstructionSet::kPlain;
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  // __builtin_cpu_supports would do, but not every compiler's knows F16C, and that of Zig says no to everything.
+  const Registers basic = cpuid(1), extended = cpuid(7);
+  if (!all(basic.ecx, bit_OSXSAVE | bit_AVX | bit_F16C) || !all(extended.ebx, bit_AVX2)) return InstructionSet::kPlain;
+  const unsigned saved = saved_registers();
+  if (!all(saved, kSavesAvx)) return InstructionSet::kPlain;
+  const bool avx512 =
+      all(saved, kSavesAvx512) && all(extended.ebx, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL);
   return avx512 ? InstructionSet::kAvx512 : InstructionSet::kAvx2;
 #else
   return InstructionSet::kPlain;

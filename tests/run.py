@@ -6,13 +6,15 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
            Sanitizer, ranks as threads under ThreadSanitizer; skipped where GCC has none; only if asked for by name
   mpi      under mpirun with 1, 2 and 4 ranks on Open MPI and 2, 3 and 4 on MPICH, unless --ranks chooses them; what
-           lies above MPI with 1, 2 and 4 ranks on Open MPI and with 3 on MPICH, unless --mpi chooses one; and what
-           depends on who starts the ranks without MPI
+           lies above MPI with 1, 2 and 4 ranks on Open MPI and with 3 on MPICH, unless --mpi chooses one; with --mpi
+           for it, on Intel MPI too, with 2 and 3, where others run what calls MPI only; and what depends on who starts
+           the ranks without MPI
   faults   tests that start mpirun and hvdliterun themselves and kill ranks, on both MPIs and without
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
   browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
   docs     programs and commands on the pages, and the site that is built of them; only if asked for by name
+  slurm    jobs under a real Slurm of one node, Debian's, likewise
   lint     ruff and mypy; only if asked for by name
   integrations  Lightning, Accelerate and transformers, which it installs; only if asked for by name
 
@@ -46,8 +48,25 @@ import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
 AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2, "docs": 2}
-SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "docs", "browser", "integrations")
-BY_NAME = ("lint", "sanitizers", "docs", "browser", "integrations")
+SUITES = (
+    "lint",
+    "unit",
+    "sanitizers",
+    "mpi",
+    "faults",
+    "hosts",
+    "examples",
+    "docs",
+    "browser",
+    "slurm",
+    "integrations",
+)
+BY_NAME = ("lint", "sanitizers", "docs", "browser", "slurm", "integrations")
+# Programs that tests need, and Debian's packages that have them.
+DEBIAN = {
+    "browser": ("Chromium", ["chromium", "chromedriver"], ["chromium", "chromium-driver", "fonts-dejavu-core"]),
+    "slurm": ("Slurm", ["slurmctld", "slurmd", "munged"], ["slurm-wlm", "munge", "libpmix-dev"]),
+}
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 RANKS = {"openmpi": (1, 2, 4), "mpich": (2, 3, 4), "intelmpi": (2, 3)}
 ALL_RANKS = (1, 2, 3, 4)
@@ -59,6 +78,14 @@ WITHOUT_MPI = (
     "test_join.py",
     "test_members.py",
     "test_reducescatter.py",
+)
+# Those of the mpi suite that Intel MPI runs beside others: how ranks meet, and what calls MPI, on every path.
+FOR_INTEL_MPI = (
+    "test_allreduce_tensors.py",
+    "test_backend_failures.py",
+    "test_process.py",
+    "test_runtime.py",
+    "test_runtime_lifecycle.py",
 )
 TIME_LIMIT_S = dict.fromkeys(SUITES, 900) | {"lint": 300, "unit": 600, "sanitizers": 600}
 
@@ -159,12 +186,14 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         tools.append("docs")
     if "browser" in arguments.suites:
         tools.append("report")
-        environment.install_browser()
+    for suite in arguments.suites:
+        if suite in DEBIAN:
+            environment.install_debian(*DEBIAN[suite])
     if "integrations" in arguments.suites:
         tools += ["lightning", "transformers"]
     pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}
     for mpi in arguments.mpi:
-        if mpi != "openmpi" and set(arguments.suites) & {"mpi", "faults", "hosts"}:
+        if mpi != "openmpi" and set(arguments.suites) & {"mpi", "faults", "hosts", "slurm"}:
             pythons[mpi] = environment.make_beside(mpi)
     return pythons
 
@@ -199,10 +228,12 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     launch = [str(pythons[mpi]), "-m", "hvdlite", "run", "--mpi", "-np", str(ranks)]
                     title = f"mpi: {MPI_NAMES[mpi]}, {ranks} rank{'s' if ranks != 1 else ''}"
                     # What lies above MPI runs with every number of ranks, on one MPI each.
-                    above = len(arguments.mpi) == 1 or (ranks == 3) == (mpi == "mpich")
+                    only = len(arguments.mpi) == 1
+                    above = only or (mpi != "intelmpi" and (ranks == 3) == (mpi == "mpich"))
+                    files = FOR_INTEL_MPI if mpi == "intelmpi" and not only else ()
                     unmarked = [] if above else ["any_mpi"]
                     unmarked += ["up_to_three_ranks"] if ranks > 3 and not arguments.thorough else []
-                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi], *unmarked)], limit))
+                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)], limit))
             if 2 in (arguments.ranks or ALL_RANKS):
                 command = [str(python), "-m", "hvdlite", "run", "-np", "2", *pytest(suite, python, files=WITHOUT_MPI)]
                 stages.append(Stage("mpi: without MPI, 2 ranks", command, limit))

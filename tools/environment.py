@@ -30,7 +30,16 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 # The version that hvdlite is tested with; whatever pip finds, where it does not exist for this Python.
 TORCH = ("torch==2.13.0", "torch")
-SOURCES = ("csrc", "hvdlite", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+SOURCES = (
+    "csrc",
+    "hvdlite",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "tools/index_page.py",
+)
 
 
 class SetupError(Exception):
@@ -75,21 +84,19 @@ def make_beside(extra: str) -> Path:
     return _python(made)
 
 
-def install_browser() -> None:
-    """Install Debian's Chromium and its driver, if this is Debian's root and they are missing; whatever else, go on."""
-    programs = ("chromium", "chromedriver")
-    if all(map(shutil.which, programs)) or os.geteuid() != 0 or shutil.which("apt-get") is None:
+def install_debian(what: str, programs: Sequence[str], packages: Sequence[str]) -> None:
+    """Install Debian's ``packages``, if this is Debian's root and ``programs`` are missing; whatever else, go on."""
+    path = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}/usr/sbin"
+    missing = [program for program in programs if shutil.which(program, path=path) is None]
+    if not missing or os.geteuid() != 0 or shutil.which("apt-get") is None:
         return
-    packages = ["chromium", "chromium-driver", "fonts-dejavu-core"]
     install = ["apt-get", "install", "-q", "-y", "--no-install-recommends", *packages]
     environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    print("==> Chromium", flush=True)
+    _say(what)
     for command in (["apt-get", "update", "-q"], install):
         done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
-            print(
-                "\n".join([*done.stdout.splitlines()[-5:], "no Chromium: tests that need it are skipped"]), flush=True
-            )
+            print("\n".join([*done.stdout.splitlines()[-5:], f"no {what}: tests that need it are skipped"]), flush=True)
             return
 
 
@@ -191,6 +198,7 @@ def _copy_sources(copy: Path) -> None:
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=ignore, dirs_exist_ok=True)
         elif source.exists():
+            (copy / name).parent.mkdir(exist_ok=True)
             shutil.copy2(source, copy / name)
 
 

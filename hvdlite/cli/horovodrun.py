@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Option:
         refused: the job does not start, for the reason in ``note``.
         to_mpirun: its argument is words for mpirun.
         forces_mpi: mpirun starts the ranks, on one machine too.
+        to_ssh: the option of ssh that its argument is for, where mpirun reaches hosts by ssh.
     """
 
     names: str
@@ -44,10 +46,26 @@ class Option:
     refused: bool = False
     to_mpirun: bool = False
     forces_mpi: bool = False
+    to_ssh: str = ""
 
     @property
     def name(self) -> str:
         return f"--{self.names.split()[0]}"
+
+
+def _port(text: str) -> str:
+    if not 0 < int(text) < 1 << 16:
+        raise ConfigError("must be between 1 and 65535")
+    return text
+
+
+def _identity_file(text: str) -> str:
+    path = os.path.abspath(os.path.expanduser(text))
+    if not os.path.isfile(path):
+        raise ConfigError("no such file")
+    if path.split() != [path]:
+        raise ConfigError("mpirun's ssh takes no path with blanks; name it in ~/.ssh/config")
+    return path
 
 
 def _switch(names: str, setting: str = "", value: str = "", key: str = "", note: str = "") -> Option:
@@ -56,7 +74,10 @@ def _switch(names: str, setting: str = "", value: str = "", key: str = "", note:
 
 _NO_GLOO = "hvdlite communicates by shared memory and MPI, without Gloo; one machine needs neither, several need MPI"
 _NO_ELASTIC = "the number of ranks cannot change while a job runs; it runs with the ranks of -np"
-_NO_SSH = "mpirun's ssh reads ~/.ssh/config; put it there"
+_NO_JSRUN = (
+    "hvdliterun does not run jsrun, but hvdlite knows what jsrun starts: jsrun -n RANKS -a 1 -c CORES python train.py "
+    "(-g 1: a GPU each)"
+)
 _NO_CHOICE = "hvdlite chooses by the number of nodes and bytes; ignored"
 _NO_SETTING = "hvdlite has no such setting; ignored"
 
@@ -86,9 +107,11 @@ OPTIONS = (
     Option("mpi-args", to_mpirun=True),
     Option("binding-args", to_mpirun=True),
     Option("mpi", arity=0, forces_mpi=True),
+    Option("ssh-port p", to_ssh="-p", convert=_port),
+    Option("ssh-identity-file i", to_ssh="-i", convert=_identity_file),
     # What follows is not here.
     _switch("gloo", note=_NO_GLOO),
-    _switch("jsrun", note="hvdlite starts ranks by itself or by mpirun, not by jsrun"),
+    Option("jsrun", arity=0, refused=True, note=_NO_JSRUN),
     _switch("tcp", note="ignored; mpirun chooses: with Open MPI give --mca btl self,sm,tcp"),
     Option("gloo-timeout-seconds", key="library_options.gloo_timeout_seconds", note=_NO_GLOO),
     Option(
@@ -112,8 +135,6 @@ OPTIONS = (
     Option("num-nccl-streams", key="library_options.num_nccl_streams", note=_NO_SETTING),
     Option("thread-affinity", key="library_options.thread_affinity", note=_NO_SETTING),
     Option("ccl-bgt-affinity", key="library_options.ccl_bgt_affinity", note=_NO_SETTING),
-    Option("ssh-port p", note=_NO_SSH),
-    Option("ssh-identity-file i", note=_NO_SSH),
     _switch("disable-cache", note="nothing is kept from one start to the next anyway"),
     _switch(
         "prefix-output-with-timestamp prefix-timestamp",
@@ -125,10 +146,19 @@ BY_NAME = {name: option for option in OPTIONS for name in option.names.split()}
 
 @dataclass
 class Effects:
-    """What the options come to: variables for the ranks, words for mpirun, sentences for the user, and who starts."""
+    """What the options come to.
+
+    Attributes:
+        settings: variables for the ranks.
+        mpirun: words for it.
+        ssh: its options, with an argument each, where mpirun reaches hosts by ssh.
+        notes: sentences for the user.
+        forces_mpi: see `Option`.
+    """
 
     settings: dict[str, str] = field(default_factory=dict)
     mpirun: list[str] = field(default_factory=list)
+    ssh: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     forces_mpi: bool = False
 
@@ -149,19 +179,28 @@ class Effects:
         self.forces_mpi |= option.forces_mpi
         if option.to_mpirun:
             self.mpirun += shlex.split(text)
+        if option.to_ssh:
+            self.ssh[option.to_ssh] = _converted(option, text, where)
 
 
 def _checked(option: Option, variable: str, text: str, where: str) -> str:
     if option.arity == 0:
         return option.value
+    value = _converted(option, text, where)
     try:
-        value = option.convert(text)
         Config.from_env({variable: value})
     except ConfigError as error:
         raise ConfigError(f"{where} {text}: {str(error).partition(': ')[2]}") from error
+    return value
+
+
+def _converted(option: Option, text: str, where: str) -> str:
+    try:
+        return option.convert(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where} {text}: {error}") from error
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where} {text}: must be a number") from error
-    return value
 
 
 def read_config_file(path: str) -> Effects:

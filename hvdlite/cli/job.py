@@ -25,6 +25,7 @@ class Launch:
     Attributes:
         hosts: empty for this machine alone, and where a batch scheduler tells mpirun.
         options: for mpirun, as they are.
+        ssh: for the ssh by which mpirun reaches hosts; no word has blanks.
         scheduled_hosts: how many hosts the batch scheduler has given, where mpirun is to ask it.
         is_elsewhere: whether those are other machines than this one.
         notes: for the user.
@@ -35,6 +36,7 @@ class Launch:
     hosts: tuple[Host, ...] = ()
     interfaces: str = ""
     options: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ()
     scheduled_hosts: int = 1
     is_elsewhere: bool = False
     notes: tuple[str, ...] = ()

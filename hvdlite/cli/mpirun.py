@@ -95,7 +95,8 @@ def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command
     """The command for ``launch``, with what neither the user's options nor the environment decide.
 
     Raises:
-        ConfigError: ``launch.interfaces`` matches no interface; hosts as this mpirun cannot have them.
+        ConfigError: ``launch.interfaces`` matches no interface; hosts as this mpirun cannot have them; arguments for
+            ssh among the options, and in ``launch.ssh``.
     """
     added = _search_path(mpirun.path, environ) if mpirun.mpi is Mpi.INTEL else {}
     if launch.interfaces:
@@ -103,10 +104,26 @@ def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command
     if launch.interfaces or launch.host_count > 1:
         added |= mpi_environment(launch.interfaces, environ)
     threads, notes = thread_settings(launch, environ)
-    added |= threads
+    added |= threads | _ssh_settings(mpirun, launch, environ)
     arguments = _open_mpi if mpirun.mpi is Mpi.OPEN_MPI else _hydra
     argv = [mpirun.path, *arguments(mpirun, launch, {**environ, **added}), *launch.options, *launch.program]
     return Command(argv, added, notes)
+
+
+def _ssh_settings(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which this mpirun learns of ``launch.ssh``, with what is in it already."""
+    if not launch.ssh:
+        return {}
+    if mpirun.mpi is Mpi.INTEL:
+        name = "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"
+    elif mpirun.mpi is Mpi.MPICH:
+        name = "HYDRA_LAUNCHER_EXTRA_ARGS"
+    else:
+        name = "PRTE_MCA_plm_ssh_args" if mpirun.version >= (5,) else "OMPI_MCA_plm_rsh_args"
+        parameter = name.partition("_MCA_")[2]
+        if parameter in _Given(launch.options, {}).words:
+            raise ConfigError(f"--ssh-port and --ssh-identity-file set {parameter}, which is given too: give one")
+    return {name: " ".join([*environ.get(name, "").split(), *launch.ssh])}
 
 
 def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
@@ -172,21 +189,21 @@ class _Given:
     """What the user has decided already, by options for mpirun or in the environment."""
 
     def __init__(self, options: Sequence[str], environ: Mapping[str, str]) -> None:
-        self._words = [option.lstrip("-").partition("=")[0] if option.startswith("-") else option for option in options]
+        self.words = [option.lstrip("-").partition("=")[0] if option.startswith("-") else option for option in options]
         self._environ = environ
 
     def option(self, *names: str) -> bool:
-        return any(name in self._words for name in names)
+        return any(name in self.words for name in names)
 
     def binding(self) -> bool:
         names = ("bind-to", "bind-to-core", "bind-to-socket", "cpu-set", "cpu-list", "cpus-per-proc", "cpus-per-rank")
-        return self.option(*names) or any("pe=" in word.lower() for word in self._words)  # as in --map-by slot:PE=4
+        return self.option(*names) or any("pe=" in word.lower() for word in self.words)  # as in --map-by slot:PE=4
 
     def parameter(self, name: str) -> bool:
-        return name in self._words or any(f"{prefix}_MCA_{name}" in self._environ for prefix in ("OMPI", "PRTE"))
+        return name in self.words or any(f"{prefix}_MCA_{name}" in self._environ for prefix in ("OMPI", "PRTE"))
 
     def exported(self, name: str) -> bool:
-        return any(word.partition("=")[0] == name for word in self._words)
+        return any(word.partition("=")[0] == name for word in self.words)
 
 
 def _host_list(hosts: Sequence[Host]) -> str:

@@ -31,6 +31,7 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --hostfile FILE             the same, a host a line: "a slots=2" or "a:2"
   --network-interfaces SPEC   interfaces to use, as NCCL_SOCKET_IFNAME: eth0,eth1 or ^docker or =eth0
                               (default: HVDLITE_NETWORK_INTERFACES, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)
+  --ssh-port, -p N; --ssh-identity-file, -i FILE     for the ssh by which mpirun reaches hosts
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
@@ -218,6 +219,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     arguments.options += given.mpirun
     # What is given here wins over what stands in a --config-file.
     arguments.effects.settings.update(given.settings)
+    arguments.effects.ssh.update(given.ssh)
     arguments.effects.notes += given.notes
     arguments.effects.forces_mpi |= given.forces_mpi
     return arguments
@@ -276,7 +278,8 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     if arguments.output:
         program = ["sh", "-c", _INTO_FILES, "sh", arguments.output, str(len(str(count - 1))), *program]
     interfaces = arguments.interfaces or Config.from_env(environ).network_interfaces
-    launch = Launch(tuple(program), count, arguments.hosts, interfaces, tuple(arguments.options))
+    ssh = tuple(word for pair in arguments.effects.ssh.items() for word in pair)
+    launch = Launch(tuple(program), count, arguments.hosts, interfaces, tuple(arguments.options), ssh)
     return _scheduled(launch, allocation) if allocation is not None else launch
 
 

@@ -18,7 +18,6 @@ ALL = [block for page in pages() for block in blocks_of(page) if block.language 
 TEXTS = [block for page in pages() for block in blocks_of(page) if block.language == "text"]
 
 _INSTALLS = "installs, for minutes; tests/newcomer.py runs it in a clean clone"
-_NO_SLURM = "needs a Slurm"
 # By page, and how the block begins.
 NOT_HERE = {
     ("README.md", "python3 examples/quickstart.py"): _INSTALLS,
@@ -28,8 +27,7 @@ NOT_HERE = {
     ("docs/start.md", "HVDLITE_TORCH="): _INSTALLS,
     ("docs/start.md", "python3 -m venv mine"): _INSTALLS,
     ("docs/launching.md", "mpirun -np 4 --host a:2,b:2"): "there are no hosts a and b; tests/hosts launches on several",
-    ("docs/launching.md", "#!/bin/bash\n#SBATCH"): _NO_SLURM,
-    ("docs/launching.md", "srun "): _NO_SLURM,
+    ("docs/launching.md", "#!/bin/bash\n#SBATCH"): "tests/slurm runs deploy/slurm.sbatch, which is the same and more",
     ("docs/launching.md", "docker "): "needs Docker",
     ("docs/launching.md", "apptainer "): "needs Apptainer",
     ("docs/gpu.md", "OUT=results bash tests/gpu/run.sh"): "needs a GPU; tests/examples/test_gpu_run.py runs it on none",

@@ -62,7 +62,7 @@ def test_every_setting_exists() -> None:
 
 def test_every_option_does_or_says_something() -> None:
     for option in OPTIONS:
-        assert option.setting or option.note or option.to_mpirun or option.forces_mpi, option.names
+        assert option.setting or option.note or option.to_mpirun or option.to_ssh or option.forces_mpi, option.names
 
 
 def test_no_name_stands_twice() -> None:
@@ -79,8 +79,6 @@ def test_no_name_stands_twice() -> None:
         ("--min-np 1", "--min-np: the number of ranks cannot change"),
         ("--max-num-proc 4", "--max-np: the number of ranks cannot change"),
         ("--blacklist-cooldown-range 60 300", "--blacklist-cooldown-range: the number of ranks"),
-        ("--ssh-port 2222", "~/.ssh/config"),
-        ("-p 2222", "~/.ssh/config"),
         ("--hierarchical-allreduce", "--hierarchical-allreduce: hvdlite chooses"),
         ("--torus-allreduce", "--torus-allreduce: hvdlite chooses"),
         ("--num-nccl-streams 2", "no such setting"),
@@ -96,6 +94,16 @@ def test_what_is_not_here_is_said(words: str, text: str) -> None:
 def test_what_cannot_be_done_without_is_refused() -> None:
     with pytest.raises(ConfigError, match="--host-discovery-script: hosts are not discovered; give them with -H"):
         parse("--host-discovery-script", "find.sh")
+    with pytest.raises(ConfigError, match="--jsrun: hvdliterun does not run jsrun, .* jsrun -n RANKS -a 1 -c CORES"):
+        parse("--jsrun")
+
+
+def test_port_and_key_for_ssh(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch()
+    arguments = parse("-p", "22", "-i", str(key), "--ssh-port=2222", "-H", "a:1,b:1")
+    assert arguments.effects.notes == []
+    assert run.launch_of(arguments, {}).ssh == ("-p", "2222", "-i", str(key))
 
 
 @pytest.mark.parametrize(
@@ -106,6 +114,9 @@ def test_what_cannot_be_done_without_is_refused() -> None:
         ("--cycle-time-ms -1", "--cycle-time-ms -1: must not be negative"),
         ("--start-timeout 0", "--start-timeout 0: must be above 0"),
         ("--log-level loud", "--log-level loud: must be trace, debug"),
+        ("--ssh-port ssh", "--ssh-port ssh: must be a number"),
+        ("--ssh-port 65536", "--ssh-port 65536: must be between 1 and 65535"),
+        ("-i /nonexistent/key", "--ssh-identity-file /nonexistent/key: no such file"),
     ],
 )
 def test_mistakes_name_the_option(words: str, text: str) -> None:

@@ -260,6 +260,26 @@ class TestBuilding:
         with pytest.raises(ConfigError, match="as many ranks on every host, and the hosts have a:1,b:2"):
             build(INTEL, Launch(PROGRAM, 3, (Host("a", 1), Host("b", 2))), {})
 
+    @pytest.mark.parametrize(
+        ("chosen", "name"),
+        [
+            (OPEN_MPI_5, "PRTE_MCA_plm_ssh_args"),
+            (OPEN_MPI_4, "OMPI_MCA_plm_rsh_args"),
+            (MPICH, "HYDRA_LAUNCHER_EXTRA_ARGS"),
+            (INTEL, "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
+        ],
+    )
+    def test_words_for_ssh_follow_those_that_are_set(self, chosen: Mpirun, name: str) -> None:
+        launch = Launch(PROGRAM, 4, TWO_HOSTS, ssh=("-p", "2222"))
+        assert build(chosen, launch, {}).environment[name] == "-p 2222"
+        assert build(chosen, launch, {name: "-o ConnectionAttempts=10"}).environment[name].endswith("=10 -p 2222")
+        assert name not in build(chosen, Launch(PROGRAM, 4, TWO_HOSTS), {}).environment
+
+    def test_words_for_ssh_stand_in_one_place(self) -> None:
+        launch = Launch(PROGRAM, 4, TWO_HOSTS, options=("--prtemca", "plm_ssh_args", "-v"), ssh=("-p", "2222"))
+        with pytest.raises(ConfigError, match="set plm_ssh_args, which is given too"):
+            build(OPEN_MPI_5, launch, {})
+
     def test_forwards_settings_to_other_hosts(self) -> None:
         environ = {"HVDLITE_A": "1", "HOROVOD_B": "2", "PYTHONPATH": "p", "PATH": "q", "HOME": "r", "NCCL_C": "3"}
         line = self.line(OPEN_MPI_5, environ, hosts=TWO_HOSTS, options=("-x", "HVDLITE_A=0"))

@@ -1,0 +1,67 @@
+"""What a package index shows, which systems and Pythons are promised, and that all places promise the same."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = runpy.run_path(str(ROOT / "tools" / "index_page.py"))
+README = (ROOT / "README.md").read_text()
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("source_url", ["", "https://example.org/hvdlite/blob/main"])
+def test_an_index_page_has_no_link_that_leads_nowhere(source_url: str) -> None:
+    files = [target for target in LINK.findall(README) if ":" not in target]
+    assert files
+    shown = PAGE["without_relative_links"](README, source_url)
+    assert all(target.startswith("https://") for target in LINK.findall(shown))
+    for file in files:
+        assert (
+            (f"({source_url}/{file})" in shown) if source_url else (file in shown or file.rpartition("/")[0] in shown)
+        )
+
+
+@pytest.mark.parametrize(
+    ("link", "shown"),
+    [
+        ("see [docs/gpu.md](docs/gpu.md).", "see docs/gpu.md."),
+        ("see [GPUs](docs/gpu.md#settings).", "see GPUs (docs/gpu.md#settings)."),
+        ("see [a site](https://example.org/a) and [below](#below)", None),
+    ],
+)
+def test_files_without_a_place_are_named(link: str, shown: str | None) -> None:
+    assert PAGE["without_relative_links"](link, "") == (shown or link)
+
+
+def test_urls_follow_from_one() -> None:
+    assert PAGE["project_urls"]("") == {}
+    assert PAGE["project_urls"]("https://example.org/main/")["Changelog"] == "https://example.org/main/CHANGELOG.md"
+
+
+@pytest.mark.parametrize(("system", "way_out"), [("darwin", "Linux container"), ("win32", "WSL 2"), ("aix", "virtual")])
+def test_other_systems_get_a_sentence(system: str, way_out: str) -> None:
+    pytest.importorskip("pybind11")
+    pytest.importorskip("setuptools")
+    program = (
+        "import pybind11.setup_helpers, setuptools, runpy, sys; sys.platform = sys.argv[1]; runpy.run_path('setup.py')"
+    )
+    done = subprocess.run([sys.executable, "-c", program, system], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("hvdlite runs on Linux")
+    assert way_out in done.stderr
+
+
+def test_all_places_name_the_same_pythons() -> None:
+    versions = runpy.run_path(str(ROOT / "tools" / "wheels.py"))["VERSIONS"]
+    text = (ROOT / "pyproject.toml").read_text()
+    assert tuple(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)) == versions
+    assert re.findall(r"\bcp(3\d+)-manylinux", text) == [version.replace(".", "") for version in versions]
+    assert f'requires-python = ">={versions[0]}"' in text
+    assert f"Python {versions[0]} to {versions[-1]}" in README
