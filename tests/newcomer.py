@@ -26,8 +26,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # How this machine reaches pip's registry is not the newcomer's doing.
 KEPT = re.compile(r"PIP_(?!CACHE)\w+|\w+_proxy|SSL_CERT_\w+|LANG", re.IGNORECASE)
 HIDDEN = (".cache", ".ccache", ".pip", ".local")
-# What a reader takes from a page, or has anyway, before a command can work: file, page, number of the program there.
-FILES = (("train.py", "docs/from-horovod.md", 0),)
+# Where the program comes from that a page calls train.py; by default it is the page's own first one.
+TRAIN = {"README.md": "docs/from-horovod.md"}
 INDEX = " --index-url https://download.pytorch.org/whl/cpu"
 LEFT_OUT = {"python3 tests/run.py": "the tests take a while; --all runs them"}
 _SAYS = re.compile(r"^# ((?:python -m hvdlite run|hvdliterun) .*?(\w+\.py))$")
@@ -82,9 +82,9 @@ def main() -> int:
         clone, home = Path(directory, "hvdlite"), Path(directory, "home")
         home.mkdir()
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone)], check=True)
-        for name, page, number in FILES:
-            programs = [block for block in blocks_of(ROOT / page) if block.language == "python"]
-            (clone / name).write_text(programs[number].text)
+        page = ROOT / TRAIN.get(options.page, options.page)
+        for block in [block for block in blocks_of(page) if block.language == "python"][:1]:
+            (clone / "train.py").write_text(block.text)
         environ = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
         environ |= {"HOME": str(home), "PATH": PATH, "TMPDIR": directory}
         shell = Shell(clone, environ)
