@@ -254,13 +254,7 @@ def _autocast(tensor: T) -> T:
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING or tensor.dtype == torch.float64:
         return tensor
     kind = tensor.device.type
-    if hasattr(torch, "get_autocast_dtype"):
-        wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-    elif kind == "cpu":  # before torch 2.4
-        wanted = torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else tensor.dtype
-    else:
-        wanted = torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else tensor.dtype
-    return tensor.to(wanted)
+    return tensor.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

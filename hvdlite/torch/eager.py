@@ -11,8 +11,6 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_is_compiling = getattr(torch.compiler, "is_compiling", lambda: True)  # before torch 2.3 nobody can tell
-
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, between two graphs where `torch.compile` comes upon it."""
@@ -21,7 +19,7 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         # To disable the compiler imports it, for which only those wait who compile.
         run = function
-        if _is_compiling():
+        if torch.compiler.is_compiling():
             run = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return run(*args, **kwargs)
 

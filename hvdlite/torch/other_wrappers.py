@@ -20,10 +20,11 @@ def check_unwrapped(parameters: Iterable[torch.Tensor]) -> None:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed import fsdp
     from torch.nn.parallel import DistributedDataParallel
 
-    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    sharding = [getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name)]
+    kinds: tuple[type, ...] = (DistributedDataParallel, *sharding)  # FSDPModule is there since torch 2.6
     wanted = {id(parameter) for parameter in parameters}
     # By type(), for isinstance() asks objects for a __class__, which some compute.
     wrappers: list[Any] = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
