@@ -2,7 +2,7 @@
 
     python -m benchmarks                       # in the root of the repository; writes benchmarks/results/
     python -m benchmarks allreduce latency     # only these
-    python -m benchmarks --readme              # none: plots, and tables of both READMEs, of what is there
+    python -m benchmarks --readme              # none: plots, and tables of the pages, of what is there
 
 Takes not quite 20 minutes on two cores that have nothing else to do. What goes across emulated hosts needs root; what
 is measured with MPICH, an environment that has it beside hvdlite (tests/run.py makes one); plots, matplotlib; what
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="of what takes turns; default: each program's own")
     mpich = ROOT / ".venv-mpich" / "bin" / "python"
     parser.add_argument("--mpich-python", type=Path, default=mpich, help="of an environment with MPICH and hvdlite")
-    parser.add_argument("--readme", action="store_true", help="run nothing; refresh plots and tables of READMEs")
+    parser.add_argument("--readme", action="store_true", help="run nothing; refresh plots and tables of pages")
     options = parser.parse_args()
     unknown = {*options.programs} - PROGRAMS.keys()
     if unknown:
@@ -147,7 +147,7 @@ def main() -> int:
         refresh(HERE / "README.md", "targets", targets_table(found))
         for name, fill in (("allreduce", allreduce_table), ("train_step", steps_table)):
             if name in reports:
-                refresh(ROOT / "README.md", name, fill(reports[name]))
+                refresh(ROOT / "docs" / "performance.md", name, fill(reports[name]))
     print(f"{len(done)} programs in {time.monotonic() - start:.0f} s" + "".join(f"; {name} failed" for name in failed))
     return 1 if failed else 0
 

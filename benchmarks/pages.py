@@ -1,4 +1,4 @@
-"""Tables of the two README pages, from the reports of the benchmarks; each lies between marks with its name."""
+"""Tables of README.md and docs/performance.md, from the benchmarks' reports; each lies between marks with its name."""
 
 from __future__ import annotations
 

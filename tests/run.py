@@ -13,6 +13,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
   browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
+  docs     programs and commands on the pages, and the site that is built of them; only if asked for by name
   slurm    jobs under a real Slurm of one node, Debian's, likewise
   lint     ruff, mypy, and pyright on a program of a user; only if asked for by name
   integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
@@ -46,9 +47,21 @@ sys.path.insert(0, str(ROOT / "tools"))
 import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
-AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2}
-SUITES = ("lint", "unit", "sanitizers", "mpi", "faults", "hosts", "examples", "browser", "slurm", "integrations")
-BY_NAME = ("lint", "sanitizers", "browser", "slurm", "integrations")
+AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2, "docs": 2}
+SUITES = (
+    "lint",
+    "unit",
+    "sanitizers",
+    "mpi",
+    "faults",
+    "hosts",
+    "examples",
+    "docs",
+    "browser",
+    "slurm",
+    "integrations",
+)
+BY_NAME = ("lint", "sanitizers", "docs", "browser", "slurm", "integrations")
 # Programs that tests need, and Debian's packages that have them.
 DEBIAN = {
     "browser": ("Chromium", ["chromium", "chromedriver"], ["chromium", "chromium-driver", "fonts-dejavu-core"]),
@@ -169,6 +182,8 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
         return pythons
     tools = ["dev"] if {"lint", "sanitizers"} & set(arguments.suites) else []
+    if "docs" in arguments.suites:
+        tools.append("docs")
     if "browser" in arguments.suites:
         tools.append("report")
     for suite in arguments.suites:
@@ -188,6 +203,7 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
 
     def pytest(suite: str, python: Path, *left_out: str, files: Sequence[str] = ()) -> list[str]:
         at_once = [f"--numprocesses={AT_ONCE[suite]}"] if suite in AT_ONCE else []
+        at_once += ["--dist=loadfile"] if suite == "docs" else []  # the site is built once
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
         unwanted = [f"not {mark}" for mark in (*left_out, *([] if arguments.thorough else ["thorough"]))]

@@ -8,10 +8,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -226,6 +227,49 @@ def test_the_program_of_the_page_before_and_after(tmp_path: Path) -> None:
         )
         said.append(done.stdout)
     assert said[0] == said[1] and re.fullmatch(r"rank 0 of 1: y = [23]\.\d{4} x \+ [01]\.\d{4}\n", said[0])
+
+
+# docs/performance.md
+
+
+def measured(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def test_figures_are_those_of_the_reports() -> None:
+    steps = {model["model"]: model["ways"] for model in measured("train_step")["models"]}
+    bound = [steps[name] for name in ("ResNet-50", "small GPT", "convolutional", "transformer")]
+
+    def to(values: Iterable[float], digits: int = 2) -> str:
+        least, *_, most = sorted(values)
+        return f"{least:.{digits}f} to {most:.{digits}f}"
+
+    def relative(ways: Any, way: str = "hvdlite") -> float:
+        value: float = ways[way]["relative"]["value"]
+        return value
+
+    overlap, costs = measured("overlap"), measured("costs")
+    shares = [where["hidden_share"]["value"] for where in (overlap["asleep"], overlap, overlap["tcp"])]
+    in_slot = next(row for row in measured("hosts_2x2")["rows"] if row["way"] == "hvd, in its slot")
+    wanted = [
+        to(map(relative, bound)),
+        "; ".join(f"{relative(steps[name]):.2f}" for name in ("400 tiny parameters", "three 4096^2 layers")),
+        to(relative(model["ways"]) for model in measured("one_rank")["models"]),
+        f"{shares[0]:.0%}".replace("%", " %"),
+        f"{shares[1]:.0%} (plain TCP: {shares[2]:.0%})".replace("%", " %"),
+        f"{in_slot['of_bound']['value']:.2f}",
+        f"{measured('latency')['blocking, 4 B']['hvd.allreduce']['median_us']:.0f} us",
+        to((model["at_rest_bytes"] / 2**20 for model in costs["memory"].values()), 1) + " MiB",
+        f"{max(costs['idle']):.2%}".replace("%", " %"),
+        to(model["relative"]["value"] for model in measured("timeline_cost")["models"].values()),
+    ]
+    page = (ROOT / "docs" / "performance.md").read_text()
+    table = page[page.index("| what | where | measured |") : page.index("More ranks make")]
+    assert [line.split("|")[3].strip() for line in table.strip().splitlines()[2:]] == wanted
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert f"takes {wanted[0]} times as long as without communication" in readme
+    assert f"over Gloo {to(relative(ways, 'DDP') for ways in bound)}." in readme
+    assert f"{wanted[3]} of the communication hides" in readme
 
 
 # docs/recipes.md
