@@ -19,7 +19,7 @@ class Team:
     Args:
         process_set: registered; only its members make a team of it.
         method: how they exchange rows, the same on every rank: "auto", "window", "ring_exchange", "pipeline", "bulk",
-            "unfused" or "none"; or one for each of some functions, ``{"matmul_reduce_scatter": "pipeline"}``. See
+            "multicast", "unfused" or "none"; or one for each of some functions, ``{"matmul_reduce_scatter": "pipeline"}``. See
             docs/tensor_parallel.md. HVDLITE_UB_METHOD goes before it.
 
     Raises:
