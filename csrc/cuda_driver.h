@@ -99,6 +99,7 @@ constexpr int kNotCapturing = 0;
   F(event_record, cuEventRecord, (Event, Stream))                                                               \
   F(event_query, cuEventQuery, (Event))                                                                         \
   F(event_synchronize, cuEventSynchronize, (Event))                                                             \
+  F(event_elapsed, cuEventElapsedTime, (float* milliseconds, Event from, Event to))                             \
   F(copy, cuMemcpyAsync, (Address to, Address from, std::size_t n, Stream))                                     \
   F(set, cuMemsetD8Async, (Address to, unsigned char value, std::size_t n, Stream))                             \
   F(host_alloc, cuMemHostAlloc, (void** memory, std::size_t n, unsigned flags))                                 \

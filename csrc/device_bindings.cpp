@@ -109,7 +109,8 @@ void register_context(py::module_& m) {
 
 void register_streams(py::module_& m) {
   py::class_<Moment>(m, "Moment")
-      .def(py::init<int, std::uintptr_t>(), "device"_a, "stream"_a, WithoutGil())
+      .def(py::init<int, std::uintptr_t, bool>(), "device"_a, "stream"_a, "is_timed"_a = false, WithoutGil())
+      .def("seconds_since", &Moment::seconds_since, "earlier"_a)
       .def("precede", &Moment::precede, "stream"_a, WithoutGil())
       .def("wait", &Moment::wait, WithoutGil())
       .def_property_readonly("is_reached", &Moment::is_reached);

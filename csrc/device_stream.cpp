@@ -28,7 +28,7 @@ cuda::Context primary_context(int device) {
   return context;
 }
 
-Moment::Moment(int device, std::uintptr_t stream) : context_(primary_context(device)) {
+Moment::Moment(int device, std::uintptr_t stream, bool is_timed) : context_(primary_context(device)) {
   const cuda::Current current(context_);
   const auto handle = reinterpret_cast<cuda::Stream>(stream);
   int status = cuda::kNotCapturing;
@@ -37,7 +37,8 @@ Moment::Moment(int device, std::uintptr_t stream) : context_(primary_context(dev
     throw std::runtime_error(
         "hvdlite's operations cannot be captured into a CUDA graph; call them outside of torch.cuda.graph");
   }
-  check(driver().event_create(&event_, cuda::kEventDisableTiming | cuda::kEventBlockingSync), "cuEventCreate");
+  const unsigned timing = is_timed ? 0 : cuda::kEventDisableTiming;
+  check(driver().event_create(&event_, timing | cuda::kEventBlockingSync), "cuEventCreate");
   check(driver().event_record(event_, handle), "cuEventRecord");
 }
 
@@ -62,6 +63,13 @@ bool Moment::is_reached() const {
 void Moment::wait() const {
   const cuda::Current current(context_);
   check(driver().event_synchronize(event_), "cuEventSynchronize");
+}
+
+double Moment::seconds_since(const Moment& earlier) const {
+  const cuda::Current current(context_);
+  float milliseconds = 0;
+  check(driver().event_elapsed(&milliseconds, earlier.event_, event_), "cuEventElapsedTime");
+  return 1e-3 * milliseconds;
 }
 
 DeviceStream::DeviceStream(int device) : device_(device), context_(primary_context(device)) {

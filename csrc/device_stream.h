@@ -14,8 +14,9 @@ cuda::Context primary_context(int device);
 // A point in a stream: all that was enqueued before it has happened once it is reached.
 class Moment {
  public:
-  // Of `stream`, now. Throws std::runtime_error, also where the stream is being captured into a graph.
-  Moment(int device, std::uintptr_t stream);
+  // Of `stream`, now; `is_timed` if `seconds_since` will be asked for. Throws std::runtime_error, also where the stream
+  // is being captured into a graph.
+  Moment(int device, std::uintptr_t stream, bool is_timed = false);
   ~Moment();
   Moment(const Moment&) = delete;
   Moment& operator=(const Moment&) = delete;
@@ -25,6 +26,8 @@ class Moment {
   bool is_reached() const;
   // Sleeps until it is reached; other threads may enqueue meanwhile.
   void wait() const;
+  // Of the device's time; both are timed, and reached. To half a microsecond, or a part in 10 million.
+  double seconds_since(const Moment& earlier) const;
 
   cuda::Event event() const { return event_; }
 

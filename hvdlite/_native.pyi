@@ -262,12 +262,15 @@ class Moment:
 
     Args:
         stream: what torch calls ``torch.cuda.Stream.cuda_stream``.
+        is_timed: whether `seconds_since` will be asked for.
 
     Raises:
         RuntimeError: of the driver; or the stream is being captured into a CUDA graph.
     """
 
-    def __init__(self, device: int, stream: int) -> None: ...
+    def __init__(self, device: int, stream: int, is_timed: bool = False) -> None: ...
+    def seconds_since(self, earlier: Moment) -> float:
+        """Of the GPU's time; both are timed, and reached. Negative where ``earlier`` is not."""
     def precede(self, stream: int) -> None:
         """What is enqueued on ``stream`` from now on comes after it."""
     def wait(self) -> None:

@@ -21,6 +21,7 @@ class Lane(Enum):
     WAIT = "wait"
     MEETING = "meeting"
     WINDOW = "window"
+    ON_GPU = "on gpu"
     OPTIMIZER = "optimizer"
     NEGOTIATION = "negotiation"
     FROM_DEVICE = "from device"

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from hvdlite import _native
+from hvdlite.device_clock import DeviceClock
 from hvdlite.errors import CollectiveError
 from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
@@ -54,6 +55,13 @@ def _allocate(group: Group, each: int, where: OnDevice, name: str, *, multicast:
 
 
 class _Enqueued(NamedTuple):
+    """An exchange.
+
+    Attributes:
+        began: timed, as ``moment`` is then; None where nothing is recorded.
+    """
+
+    began: _native.Moment | None
     moment: _native.Moment
     purpose: str
     since_s: float
@@ -102,7 +110,9 @@ class DeviceWindows:
         self._met: _native.Moment | None = None  # the latest meeting
         self._last: _native.Moment | None = None  # the end of the latest exchange
         self._stream = 0  # the caller's, in the latest exchange
-        self._lock = threading.Lock()  # guards _enqueued
+        self._began: _native.Moment | None = None  # the latest exchange, if the timeline is written
+        self._clock: DeviceClock | None = None
+        self._lock = threading.Lock()  # guards _enqueued, and the clock
         self._enqueued: deque[_Enqueued] = deque()
 
     def reserve(self, nbytes: int, where: OnDevice, purpose: object = "reserve") -> None:
@@ -143,6 +153,8 @@ class DeviceWindows:
         self._stream = stream
         self._turn = (self._turn + 1) % _WINDOWS
         self._read_late.append(False)
+        is_recorded = self._meeting.group.recorder.enabled
+        self._began = _native.Moment(self.ordinal, stream, True) if is_recorded else None
 
     def will_be_read_late(self) -> None:
         """The window whose turn it is will be read when the next exchange has begun, but not any longer."""
@@ -198,11 +210,13 @@ class DeviceWindows:
 
     def ended(self, purpose: str) -> _native.Moment:
         """Reached when the first stream has done an exchange, of which all has been enqueued now."""
-        self._last = self.moment(self.first)
+        self._last = _native.Moment(self.ordinal, self.first.handle, self._began is not None)
         self._meeting.group.recorder.mark(Lane.WINDOW, purpose)
         with self._lock:
+            if self._began is not None and self._clock is None:
+                self._clock = DeviceClock(self.ordinal, self._meeting.group.recorder)
             is_first = not self._enqueued
-            self._enqueued.append(_Enqueued(self._last, purpose, time.monotonic()))
+            self._enqueued.append(_Enqueued(self._began, self._last, purpose, time.monotonic()))
             if len(self._enqueued) > _MANY:
                 self._forget_done()
         if is_first:
@@ -226,7 +240,7 @@ class DeviceWindows:
             self._forget_done()
             if not self._enqueued:
                 return
-            _, purpose, since_s = self._enqueued[0]
+            _, _, purpose, since_s = self._enqueued[0]
         limit_s = self._meeting.group.world.config.ub_timeout_s
         if time.monotonic() - since_s > limit_s:
             late = [self._meeting.ranks[place] for place in self._barrier.late()]
@@ -239,7 +253,9 @@ class DeviceWindows:
 
     def _forget_done(self) -> None:
         while self._enqueued and self._enqueued[0].moment.is_reached:
-            self._enqueued.popleft()
+            began, ended, purpose, _ = self._enqueued.popleft()
+            if began is not None and self._clock is not None:
+                self._clock.record(purpose, began, ended)
 
     def wake(self) -> None:
         """End every wait of the streams, as the world has failed."""

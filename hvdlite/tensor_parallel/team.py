@@ -19,8 +19,8 @@ class Team:
     Args:
         process_set: registered; only its members make a team of it.
         method: how they exchange rows, the same on every rank: "auto", "window", "ring_exchange", "pipeline", "bulk",
-            "unfused" or "none"; or one for each of some functions, ``{"matmul_reduce_scatter": "pipeline"}``. See
-            docs/tensor_parallel.md. HVDLITE_UB_METHOD goes before it.
+            "multicast", "unfused" or "none"; or one for each of some functions,
+            ``{"matmul_reduce_scatter": "pipeline"}``. See docs/tensor_parallel.md. HVDLITE_UB_METHOD goes before it.
 
     Raises:
         ValueError: ``method`` is none of these; this rank is no member.

@@ -112,7 +112,8 @@ Result cuLaunchHostFunc(Stream stream, void (*function)(void*), void* argument) 
 Result cuEventCreate(Event* event, unsigned flags) {
   GPUSIM_NEEDS_CONTEXT;
   GPUSIM_REQUIRE((flags & ~(kEventBlockingSync | kEventDisableTiming)) == 0, INVALID_VALUE);
-  return *event = events().add(new gpusim::Event(current())), SUCCESS;
+  const bool is_timed = (flags & kEventDisableTiming) == 0;
+  return *event = events().add(new gpusim::Event(current(), is_timed)), SUCCESS;
 }
 
 Result cuEventDestroy_v2(Event event) {
@@ -136,6 +137,18 @@ Result cuEventQuery(Event event) {
   switch_point();
   const Mark* mark = asked->latest();
   return mark == nullptr || mark->is_reached() ? SUCCESS : NOT_READY;
+}
+
+Result cuEventElapsedTime(float* milliseconds, Event from, Event to) {
+  GPUSIM_NEEDS_CONTEXT;
+  const Mark* marks[2];
+  for (const int i : {0, 1}) {
+    gpusim::Event* event = events().find(i == 0 ? from : to);
+    GPUSIM_REQUIRE(event != nullptr && event->is_timed && event->latest() != nullptr, INVALID_HANDLE);
+    marks[i] = event->latest();
+  }
+  GPUSIM_REQUIRE(marks[0]->is_reached() && marks[1]->is_reached(), NOT_READY);
+  return *milliseconds = static_cast<float>(marks[1]->reached_ns - marks[0]->reached_ns) * 1e-6f, SUCCESS;
 }
 
 Result cuEventSynchronize(Event event) {

@@ -24,6 +24,12 @@ unsigned next_seed() {
 
 }  // namespace
 
+void Mark::reach() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  reached_ns.store(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(), std::memory_order_relaxed);
+  reached.store(true, std::memory_order_release);
+}
+
 Stream::Stream(Context* of, Kind kind) : context(of), kind_(kind), random_(next_seed()) {
   if (kind == Kind::kBlocking) {
     const Locked locked(enqueueing);
@@ -45,7 +51,7 @@ void Stream::push(std::function<void()> run, Condition ready) {
 
 Mark* Stream::push_mark() {
   auto* mark = new Mark;
-  push([mark] { mark->reached.store(true, std::memory_order_release); });
+  push([mark] { mark->reach(); });
   return mark;
 }
 

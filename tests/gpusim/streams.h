@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -17,6 +18,8 @@ namespace gpusim {
 // A point in a stream. Never freed: a reference count would order those who drop it.
 struct Mark {
   std::atomic<bool> reached{false};
+  std::atomic<std::int64_t> reached_ns{0};
+  void reach();
   bool is_reached() const { return reached.load(std::memory_order_acquire); }
 };
 
@@ -69,13 +72,14 @@ Stream* legacy_stream(Context* context);
 
 class Event {
  public:
-  explicit Event(Context* of) : context(of) {}
+  Event(Context* of, bool timed) : context(of), is_timed(timed) {}
 
   void record(Stream& stream);
   // Of the latest call; null before the first.
   Mark* latest();
 
   Context* const context;
+  const bool is_timed;
 
  private:
   // Not atomic: threads that record an event and wait for it must agree on which comes first, or they race.

@@ -25,6 +25,7 @@ from hvdlite._native import Moment
 from hvdlite.config import Config
 from hvdlite.errors import MismatchError, UsageError
 from hvdlite.memory.device import DeviceMemory
+from hvdlite.recorder import Lane
 from hvdlite.tensor_parallel.carrier import Produce, Rows
 from hvdlite.tensor_parallel.device import DeviceCarrier
 from hvdlite.tensor_parallel.device_windows import DeviceWindows, Place
@@ -174,6 +175,32 @@ def test_threads_do_not_wait_for_a_gpu(team: tp.Team, gpu: TorchOnGpu) -> None:
     n, one = team.size, torch.ones(team.size, 4)
     assert torch.equal(y, n * (x @ weight @ weight).detach())
     assert torch.equal(found[0], n * (one @ weight.t() @ weight.t()).detach())
+
+
+def test_the_timeline_shows_when_a_gpu_did_it(team: tp.Team, gpu: TorchOnGpu) -> None:
+    """By its own clock: after what the stream had to do before, for which the host did not wait."""
+    if team.size == 1 or team.method == "unfused":
+        pytest.skip("no windows")
+    x = torch.ones(2, 400)
+    tp.gather_rows(x, team)
+    gpu.synchronize()
+    recorder = team.process_set.group().recorder
+    recorder.start()
+    try:
+        start_ns = time.monotonic_ns()
+        gpu.launch(lambda: time.sleep(0.2))
+        tp.gather_rows(x, team)
+        gpu.synchronize()
+        deadline_s, events = time.monotonic() + 30, []
+        while not events and time.monotonic() < deadline_s:  # whoever looks after the streams writes it down
+            time.sleep(0.01)
+            events += [event for event in recorder.drain()[0] if event[1] is Lane.ON_GPU]
+        now_ns = time.monotonic_ns()
+    finally:
+        recorder.stop()
+    ((_, _, name, begun_ns, done_ns, _, _),) = events
+    assert name.startswith("gather_rows")
+    assert start_ns + 0.1e9 < begun_ns <= done_ns <= now_ns  # 0.2, but for what the clock may be late
 
 
 def test_several_streams(team: tp.Team, gpu: TorchOnGpu) -> None:

@@ -393,8 +393,8 @@ MUTANTS = [
     ),
     Mutant(
         "hvdlite/device_transfer.py",
-        "self._copies.run(list(self._moments), self._uploads)",
-        "self._copies.run([], self._uploads)",
+        "self._copies.begin(list(self._moments), self._uploads)",
+        "self._copies.begin([], self._uploads)",
         "2 mpi/test_cuda.py",
     ),
     Mutant(
