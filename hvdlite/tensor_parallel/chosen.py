@@ -36,6 +36,7 @@ class ChosenCarrier(Carrier):
         self._methods = methods
         self._translate = translate
         self._tuner = tuner
+        self._settled: dict[Rows, Carrier] = {}
         self._begun: _Begun | None = None  # a gather, until its result is asked for
 
     def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
@@ -66,6 +67,12 @@ class ChosenCarrier(Carrier):
             carrier.reserve(nbytes, like)
 
     def _for(self, rows: Rows, exchange: Callable[[Carrier], object]) -> Carrier:
+        carrier = self._settled.get(rows)
+        if carrier is None:
+            carrier = self._settled[rows] = self._choose(rows, exchange)
+        return carrier
+
+    def _choose(self, rows: Rows, exchange: Callable[[Carrier], object]) -> Carrier:
         wanted = self._translate(method_for(rows.function, self._methods))
         if wanted is not Method.AUTO:
             return self.options[wanted]

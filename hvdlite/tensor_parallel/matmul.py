@@ -13,7 +13,8 @@ outputs. The gradients of each function are such matmuls again:
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,8 +24,6 @@ from hvdlite.tensor_parallel.methods import backward_of
 from hvdlite.tensor_parallel.moves import FLOATING, objection
 from hvdlite.tensor_parallel.team import Team
 from hvdlite.torch.eager import eager
-
-T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -51,10 +50,10 @@ def all_gather_matmul(
         MismatchError: ranks call different functions, or with other shapes or dtypes; on every rank.
         CollectiveError: a rank has failed, or did not come in time.
     """
-    x, weight, bias = _autocast(x_shard), _autocast(weight), _autocast(bias)
+    x, weight, bias = _operands(x_shard, weight, bias)
     carrier = _checked(team, "all_gather_matmul", x, weight, bias)
     product = _AllGatherMatmul.apply(_flat(x), weight, bias, carrier)  # type: ignore[no-untyped-call]
-    return _shaped(product, x, x.shape[0] * team.size)
+    return _shaped(product, x, x.shape[0] * carrier.size)
 
 
 @eager
@@ -73,10 +72,10 @@ def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, team: Team) -> 
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
     """
-    x, weight = _autocast(x), _autocast(weight)
+    x, weight, _ = _operands(x, weight)
     carrier = _checked(team, "matmul_reduce_scatter", x, weight, scatters=True)
     product = _MatmulReduceScatter.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
-    return _shaped(product, x, x.shape[0] // team.size)
+    return _shaped(product, x, x.shape[0] // carrier.size)
 
 
 @eager
@@ -96,7 +95,7 @@ def replicated_matmul(
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`, in backward; UsageError also in forward.
     """
-    x, weight, bias = _autocast(x), _autocast(weight), _autocast(bias)
+    x, weight, bias = _operands(x, weight, bias)
     why = _misfit("replicated_matmul", x, weight, bias)
     if why:
         team.meeting.refuse(why)
@@ -118,7 +117,7 @@ def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torc
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
     """
-    x, weight = _autocast(x), _autocast(weight)
+    x, weight, _ = _operands(x, weight)
     carrier = _checked(team, "matmul_all_reduce", x, weight)
     product = _MatmulAllReduce.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
     return _shaped(product, x, x.shape[0])
@@ -131,7 +130,7 @@ class _AllGatherMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.carrier = carrier
-        product = x.new_empty(carrier.size * len(x), weight.shape[1])
+        product = x.new_empty(carrier.size * x.shape[0], weight.shape[1])
         carrier.gather(_rows("all_gather_matmul", weight, x), x, _into(product, weight, bias))
         return product
 
@@ -214,15 +213,23 @@ class _MatmulAllReduce(torch.autograd.Function):
 
 def _rows(function: str, weight: torch.Tensor, matrix: torch.Tensor, columns: int | None = None) -> Rows:
     """As ``matrix``, or with other columns, of a matmul with ``weight``."""
-    shape = len(matrix), matrix.shape[1] if columns is None else columns
-    return Rows(function, f"with a weight {tuple(weight.shape)}", shape, matrix.dtype, matrix.device)
+    rows, own_columns = matrix.shape
+    shape = rows, own_columns if columns is None else columns
+    return _rows_of(function, weight.shape, shape, matrix.dtype, matrix.device)
+
+
+@lru_cache(maxsize=1024)
+def _rows_of(
+    function: str, weight: torch.Size, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Rows:
+    return Rows(function, f"with a weight {tuple(weight)}", shape, dtype, device)
 
 
 def _products(x: torch.Tensor, weight: torch.Tensor) -> Produce:
     """Rows of ``x @ weight``, where they are wanted."""
 
     def produce(out: torch.Tensor, begin: int, onto: torch.Tensor | None = None) -> None:
-        part = x[begin : begin + len(out)]
+        part = _from(x, begin, out.shape[0])
         if onto is None:
             torch.mm(part, weight, out=out)
         else:
@@ -235,7 +242,7 @@ def _into(product: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """Rows times ``weight``, to their places in ``product``."""
 
     def use(part: torch.Tensor, begin: int) -> None:
-        out = product[begin : begin + len(part)]
+        out = _from(product, begin, part.shape[0])
         if bias is None:
             torch.mm(part, weight, out=out)
         else:
@@ -244,33 +251,46 @@ def _into(product: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return use
 
 
+def _from(matrix: torch.Tensor, begin: int, rows: int) -> torch.Tensor:
+    return matrix if rows == matrix.shape[0] else matrix[begin : begin + rows]
+
+
 def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x^T @ grad, which lies in memory as ``weight`` does, so that autograd need not copy it."""
     return (grad.t() @ x).t() if weight.t().is_contiguous() else x.t() @ grad
 
 
-def _autocast(tensor: T) -> T:
-    """``tensor`` in the dtype that `torch.autocast` wants of operands of a matmul; as it is where there is none."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING or tensor.dtype == torch.float64:
-        return tensor
-    kind = tensor.device.type
+def _operands(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """These in the dtype that `torch.autocast` wants of operands of a matmul; as they are where there is none."""
+    wanted = _autocast_dtype(x.device.type) if isinstance(x, torch.Tensor) else None
+    if wanted is None:
+        return x, weight, bias
+    return _cast(x, wanted), _cast(weight, wanted), bias if bias is None else _cast(bias, wanted)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
     if hasattr(torch, "get_autocast_dtype"):
-        wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
-    elif kind == "cpu":  # before torch 2.4
-        wanted = torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else tensor.dtype
-    else:
-        wanted = torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else tensor.dtype
-    return tensor.to(wanted)
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if kind == "cpu":  # before torch 2.4
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+def _cast(tensor: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+    is_cast = isinstance(tensor, torch.Tensor) and tensor.dtype in FLOATING and tensor.dtype != torch.float64
+    return tensor.to(wanted) if is_cast else tensor
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """A row for all but the last dimension."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _shaped(product: torch.Tensor, x: torch.Tensor, rows: int) -> torch.Tensor:
     """``product`` with the dimensions of ``x`` between the first and the last."""
-    return product.view(rows, *x.shape[1:-1], product.shape[1])
+    return product if x.dim() == 2 else product.view(rows, *x.shape[1:-1], product.shape[1])
 
 
 def _checked(

@@ -546,20 +546,20 @@ MUTANTS = [
     ),
     Mutant(
         f"{_TENSOR_PARALLEL}window.py",
-        "        begin = self.rank * result.numel()\n",
+        "        begin = self.rank * height * columns\n",
         "        begin = 0\n",
         "2 mpi/test_tensor_parallel.py",
     ),
     Mutant(
         f"{_TENSOR_PARALLEL}window.py",
-        "        return window[self.rank].clone()",
-        "        return window[self.rank]",
-        "2 mpi/test_tensor_parallel.py",
+        "        return view.own.clone()",
+        "        return view.own",
+        "4 mpi/test_tensor_parallel.py",
     ),
     Mutant(
         f"{_TENSOR_PARALLEL}meeting.py",
-        "if any(card != cards[0] for card in cards):",
-        "if cards[self.rank] != cards[0]:",
+        "if cards.count(card) != self.size:",
+        "if card not in cards:",
         "unit/test_tensor_parallel.py",
     ),
     Mutant(
