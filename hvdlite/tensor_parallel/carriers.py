@@ -66,7 +66,10 @@ class Carriers:
             if group.size == 2:
                 options[Method.RING_EXCHANGE] = PairCarrier(window)
             self._tuner = Tuner(meeting, group.config.ub_tuning_file)
-            self._on_host = ChosenCarrier(meeting, options, methods, partial(on_host, size=group.size), self._tuner)
+            # What two ranks do by RING_EXCHANGE, two matmuls for one, has never been the fastest.
+            tried = [Method.WINDOW, Method.UNFUSED]
+            translate = partial(on_host, size=group.size)
+            self._on_host = ChosenCarrier(meeting, options, methods, translate, self._tuner, tried)
             return
         self.meeting = OperationMeeting(process_set, f"{self._name}.cards")
         self._on_host = self._on_gpus = UnfusedCarrier(self.meeting, process_set, self._name)
@@ -98,7 +101,7 @@ class Carriers:
             return self._unfused
         on_gpus_of = {method: DeviceCarrier(meeting, windows, method) for method in _ON_GPUS}
         options = {**on_gpus_of, Method.UNFUSED: self._unfused}
-        return ChosenCarrier(meeting, options, self._methods, on_gpus, self._tuner)
+        return ChosenCarrier(meeting, options, self._methods, on_gpus, self._tuner, [*options])
 
     def _say(self, text: str) -> None:
         if self.group.rank == 0:

@@ -58,7 +58,7 @@ class WindowCarrier(Carrier):
         self._group = meeting.group
         self._name = name
         self._windows = [torch.empty(0, dtype=torch.uint8)] * _WINDOWS
-        # After a matmul, which leaves little of the cache to anybody, each view that is made takes as long as a barrier.
+        # A matmul leaves little of the cache to what comes after it: to make a view then takes as long as a barrier.
         self._views: list[dict[tuple[tuple[int, int], torch.dtype], _View]] = [{} for _ in range(_WINDOWS)]
         self._filled_so_far = 0
 
