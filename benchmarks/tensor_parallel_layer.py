@@ -6,7 +6,8 @@
 Attention and MLP, each with a LayerNorm before it; between split layers activations are in shards of rows (sequence
 parallelism), or whole. The compute alone is that of a rank: its heads and features, and its rows of the norms, where
 gathers and scatters take no time. Beside it hvdlite as it chooses itself, by shared memory and unfused, and torch's
-DTensor over Gloo. The slowest rank counts, ways take turns, and results and gradients are checked against the unsplit layer.
+DTensor over Gloo. The slowest rank counts, ways take turns, and results and gradients are checked against the unsplit
+layer.
 """
 
 from __future__ import annotations
