@@ -66,7 +66,29 @@ def test_tensor_parallel(launch: Launch, tmp_path: Path) -> None:
     assert ways == {"matmul alone", "hvdlite, shared memory", "hvdlite, unfused", "hvdlite, chosen", "Gloo", "MPI"}
     assert "hvdlite, ring" in {row["way"] for row in rows if row["what"] == "matmul, reduce-scatter"}
     assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
-    assert all(row["over_matmul"]["value"] == 1 for row in rows if row["way"] == "matmul alone")
+    assert all(row["over_alone"]["value"] == 1 for row in rows if row["way"] == "matmul alone")
+    assert {row["way"] for row in rows if "limit" in row} == {"hvdlite, chosen"}
+
+
+def test_a_tensor_parallel_layer(launch: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "tensor_parallel_layer.json"
+    small = ("--rows=8", "--context=4", "--hidden=16", "--rounds=1")
+    rows = run(launch, 2, "tensor_parallel_layer.py", path, *small)["rows"]
+    ways = {"compute alone", "hvdlite, chosen", "hvdlite, shared memory", "hvdlite, unfused", "DTensor, Gloo"}
+    forms = [(dtype, form) for dtype in ("float32", "bfloat16") for form in ("rows", "whole")]
+    assert {(row["direction"], row["dtype"], row["form"], row["way"]) for row in rows} == {
+        (direction, *form, way) for direction in ("forward", "backward", "both") for form in forms for way in ways
+    }
+    assert all(row["over_alone"]["value"] == 1 for row in rows if row["way"] == "compute alone")
+    # Whatever the figures are, a target for each direction, dtype and form tells of them.
+    tell = "import json, sys, targets; print(targets.lines(targets.targets({sys.argv[1]: json.load(sys.stdin)})))"
+    command = [sys.executable, "-c", tell, "tensor_parallel_layer"]
+    done = subprocess.run(command, cwd=BENCHMARKS, input=path.read_text(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout
+    for dtype, form in forms:
+        assert told.count(f"  {dtype}, {form}, most at 8 rows of 16") == 2
+    assert told.count("<= 1.08") == 8 and told.count("of a layer, time / ") == 1
 
 
 def test_costs(launch: Launch, tmp_path: Path) -> None:
