@@ -57,14 +57,17 @@ def all_gather_matmul(
 
 
 @eager
-def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of ``x @ weight``; differentiable.
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, team: Team, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of ``x @ weight``, and the bias once; differentiable.
 
     On one node the matmul writes into shared memory, from where every rank adds up its rows, 16-bit floats in fp32.
 
     Args:
         x: (rows, ..., inputs of this rank), of the same shape and dtype on every rank; size divides the rows.
         weight: (inputs of this rank, outputs), of the same shape on every rank.
+        bias: (outputs,), equal on every rank, and so is its gradient.
 
     Returns:
         (rows / size, ..., outputs).
@@ -72,9 +75,9 @@ def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, team: Team) -> 
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
     """
-    x, weight, _ = _operands(x, weight)
-    carrier = _checked(team, "matmul_reduce_scatter", x, weight, scatters=True)
-    product = _MatmulReduceScatter.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
+    x, weight, bias = _operands(x, weight, bias)
+    carrier = _checked(team, "matmul_reduce_scatter", x, weight, bias, scatters=True)
+    product = _MatmulReduceScatter.apply(_flat(x), weight, bias, carrier)  # type: ignore[no-untyped-call]
     return _shaped(product, x, x.shape[0] // carrier.size)
 
 
@@ -104,12 +107,15 @@ def replicated_matmul(
 
 
 @eager
-def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
-    """The sum over ranks of ``x @ weight``, on every rank; differentiable.
+def matmul_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, team: Team, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum over ranks of ``x @ weight``, and the bias once, on every rank; differentiable.
 
     Args:
         x: (rows, ..., inputs of this rank), of the same shape and dtype on every rank.
         weight: (inputs of this rank, outputs), of the same shape on every rank.
+        bias: (outputs,), equal on every rank, and so is its gradient.
 
     Returns:
         (rows, ..., outputs), equal to the last bit on every rank.
@@ -117,9 +123,9 @@ def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torc
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
     """
-    x, weight, _ = _operands(x, weight)
-    carrier = _checked(team, "matmul_all_reduce", x, weight)
-    product = _MatmulAllReduce.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
+    x, weight, bias = _operands(x, weight, bias)
+    carrier = _checked(team, "matmul_all_reduce", x, weight, bias)
+    product = _MatmulAllReduce.apply(_flat(x), weight, bias, carrier)  # type: ignore[no-untyped-call]
     return _shaped(product, x, x.shape[0])
 
 
@@ -155,11 +161,13 @@ class _AllGatherMatmul(torch.autograd.Function):
 
 class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, carrier: Carrier) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carrier: Carrier
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.carrier = carrier
         rows = _rows("matmul_reduce_scatter", weight, x, weight.shape[1])
-        return carrier.reduce_scatter(rows, _products(x, weight))
+        return carrier.reduce_scatter(rows, _products(x, weight, _once(bias, carrier)))
 
     @staticmethod
     @once_differentiable
@@ -169,7 +177,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
         rows = _rows(backward_of("matmul_reduce_scatter"), weight, grad)
         for_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         whole = carrier.gather(rows, grad, *([] if for_x is None else [_into(for_x, weight.t())]))
-        return for_x, _weight_gradient(x, whole, weight) if ctx.needs_input_grad[1] else None, None
+        for_weight = _weight_gradient(x, whole, weight) if ctx.needs_input_grad[1] else None
+        return for_x, for_weight, whole.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _ReplicatedMatmul(torch.autograd.Function):
@@ -195,10 +204,12 @@ class _ReplicatedMatmul(torch.autograd.Function):
 
 class _MatmulAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, carrier: Carrier) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carrier: Carrier
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         rows = _rows("matmul_all_reduce", weight, x, weight.shape[1])
-        return carrier.all_reduce(rows, _products(x, weight))
+        return carrier.all_reduce(rows, _products(x, weight, _once(bias, carrier)))
 
     @staticmethod
     @once_differentiable
@@ -207,6 +218,7 @@ class _MatmulAllReduce(torch.autograd.Function):
         return (
             grad @ weight.t() if ctx.needs_input_grad[0] else None,
             _weight_gradient(x, grad, weight) if ctx.needs_input_grad[1] else None,
+            grad.sum(0) if ctx.needs_input_grad[2] else None,
             None,
         )
 
@@ -225,15 +237,22 @@ def _rows_of(
     return Rows(function, f"with a weight {tuple(weight)}", shape, dtype, device)
 
 
-def _products(x: torch.Tensor, weight: torch.Tensor) -> Produce:
-    """Rows of ``x @ weight``, where they are wanted."""
+def _once(bias: torch.Tensor | None, carrier: Carrier) -> torch.Tensor | None:
+    """``bias``, where it is to be added to what all ranks add up."""
+    return bias if carrier.rank == 0 else None
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Produce:
+    """Rows of ``x @ weight + bias``, where they are wanted."""
 
     def produce(out: torch.Tensor, begin: int, onto: torch.Tensor | None = None) -> None:
         part = _from(x, begin, out.shape[0])
         if onto is None:
-            torch.mm(part, weight, out=out)
+            _multiply(part, weight, bias, out)
         else:
             torch.addmm(onto, part, weight, out=out)
+            if bias is not None:
+                out.add_(bias)
 
     return produce
 
@@ -242,13 +261,16 @@ def _into(product: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """Rows times ``weight``, to their places in ``product``."""
 
     def use(part: torch.Tensor, begin: int) -> None:
-        out = _from(product, begin, part.shape[0])
-        if bias is None:
-            torch.mm(part, weight, out=out)
-        else:
-            torch.addmm(bias, part, weight, out=out)
+        _multiply(part, weight, bias, _from(product, begin, part.shape[0]))
 
     return use
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias, x, weight, out=out)
 
 
 def _from(matrix: torch.Tensor, begin: int, rows: int) -> torch.Tensor:
