@@ -38,7 +38,12 @@ def compare(
         row = {**case, "way": way, "median_ms": float(np.median(seconds)) * 1e3, "over_alone": over}
         if way == own:
             best = min(unfused & times.keys(), key=lambda each: float(np.median(times[each])))
-            row |= {"limit": limit, "best_unfused": best, "over_unfused": estimate(median_ratio, seconds, times[best])}
+            row |= {
+                "alone": alone,
+                "limit": limit,
+                "best_unfused": best,
+                "over_unfused": estimate(median_ratio, seconds, times[best]),
+            }
         rows.append(row)
     return rows
 
@@ -65,7 +70,7 @@ def misses(row: Row, case: Sequence[str]) -> list[str]:
     what = ", ".join(str(row[key]) for key in case)
     found = []
     for found_ratio, limit, over in (
-        (row["over_alone"], row["limit"], "compute alone"),
+        (row["over_alone"], row["limit"], row["alone"]),
         (row["over_unfused"], 1.0, row["best_unfused"]),
     ):
         if found_ratio["value"] > limit:
