@@ -225,9 +225,8 @@ def test_tensor_parallelism() -> None:
         "| all-gather, matmul, bfloat16, 512 rows of 1024 | ≤ 1.02 | **1.060** | 1.100 | 1.500 |",
         "| all-gather, matmul, bfloat16, 2048 rows of 1024 | ≤ 1.02 | 1.010 | 1.100 | 1.500 |",
     ]
-    assert "| forward, float32, 512 rows of 1024, sequence parallel | ≤ 1.08 | **1.155** |" in split_table(
-        {"rows": LAYER}
-    )
+    forward = split_table({"rows": LAYER}).splitlines()[2]
+    assert forward.startswith("| forward, float32, 512 rows of 1024, sequence parallel | ≤ 1.08 | **1.155** | 1.100 |")
 
 
 def test_what_misses_is_said() -> None:
@@ -274,7 +273,7 @@ def test_tables_have_a_row_for_every_target() -> None:
     assert {target.verdict for target in nothing} == {"not measured"}
     some: list[Target] = targets({"allreduce": OPEN_MPI})
     table = targets_table(some).splitlines()
-    assert len(table) == 2 + 25
+    assert len(table) == 2 + 30
     assert table[2].endswith("| ≤ 1.1 | time / memcpy's: **1.25 (1.25, 1.25)** | NO |")
     assert table[3].endswith("| ≤ 3 | time / memcpy's: 3 (3, 3) | yes |")
 
