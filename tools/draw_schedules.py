@@ -103,6 +103,18 @@ PICTURES = {
             ],
         )
     ],
+    "multicast": [
+        streams(
+            "matmul and reduce-scatter, then all-gather and matmul, by multicast",
+            [Bar("all products", 0, 5), Bar("one matmul of all rows", 10.2, 14.5)],
+            [
+                Bar("meet", 5, 6, MEET),
+                Bar("add up", 6, 7.2, MOVE),
+                Bar("own rows to all", 7.2, 9.2, MOVE),
+                Bar("meet", 9.2, 10.2, MEET),
+            ],
+        )
+    ],
     "bulk": [
         streams(
             "all-gather and matmul by bulk",

@@ -101,7 +101,7 @@ class Carriers:
             return self._unfused
         on_gpus_of = {method: DeviceCarrier(meeting, windows, method) for method in _ON_GPUS}
         options = {**on_gpus_of, Method.UNFUSED: self._unfused}
-        return ChosenCarrier(meeting, options, self._methods, on_gpus, self._tuner, [*options])
+        return ChosenCarrier(meeting, options, self._methods, on_gpus, self._tuner)
 
     def _say(self, text: str) -> None:
         if self.group.rank == 0:

@@ -21,7 +21,7 @@ class ChosenCarrier(Carrier):
         methods: by function, as `methods.parse` returns them; the same on every rank. "auto" is left to ``tuner``, and
             of functions for which nothing can be chosen it is the first of ``tried``.
         translate: what a method is on this kind of device.
-        tried: of ``options``, those that "auto" may mean.
+        tried: of ``options``, those that "auto" may mean; all where none are listed.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class ChosenCarrier(Carrier):
         methods: Mapping[str, Method],
         translate: Callable[[Method], Method],
         tuner: Tuner,
-        tried: Sequence[Method],
+        tried: Sequence[Method] = (),
     ) -> None:
         super().__init__(meeting)
         self.options = options
         self._methods = methods
         self._translate = translate
         self._tuner = tuner
-        self._tried = list(tried)
+        self._tried = list(tried or options)
         self._settled: dict[Rows, Carrier] = {}
         self._begun: _Begun | None = None  # a gather, until its result is asked for
 
