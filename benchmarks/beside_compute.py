@@ -12,12 +12,12 @@ from measure import estimate, median_ratio, show, table
 Row = dict[str, Any]
 
 LEAST_ROUNDS = 3
-CASE_S = 15.0  # of all blocks of a case, about, where more rounds are asked for than fit
+LONG_S = 0.5  # a call that takes longer is its own warm-up
 
 
-def rounds_within(most: int, seconds_per_round: float) -> int:
-    """As many as fit into `CASE_S`, of at most ``most``."""
-    return min(most, max(LEAST_ROUNDS, int(CASE_S / seconds_per_round)))
+def rounds_within(seconds: float, most: int, seconds_per_round: float) -> int:
+    """As many as fit into ``seconds``, of at most ``most``."""
+    return min(most, max(LEAST_ROUNDS, int(seconds / seconds_per_round)))
 
 
 def compare(

@@ -242,8 +242,8 @@ def test_what_misses_is_said() -> None:
 
 
 def test_as_many_rounds_as_there_is_time_for() -> None:
-    assert [rounds_within(10, seconds) for seconds in (1.0, 3.0, 100.0)] == [10, 5, 3]
-    assert rounds_within(1, 100.0) == 1
+    assert [rounds_within(15.0, 10, seconds) for seconds in (1.0, 3.0, 100.0)] == [10, 5, 3]
+    assert rounds_within(15.0, 1, 100.0) == 1
 
 
 def test_gpus() -> None:
