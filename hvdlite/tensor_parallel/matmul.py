@@ -3,12 +3,12 @@
 Shards of rows are along dimension 0; dimensions between the first and the last come along. Columns of a weight are
 outputs. The gradients of each function are such matmuls again:
 
-| function              | forward                 | backward                                              |
-|-----------------------|-------------------------|-------------------------------------------------------|
-| all_gather_matmul     | gather x; x @ w + b     | reduce-scatter of grad @ w^T; gather x for x^T @ grad |
-| matmul_reduce_scatter | reduce-scatter of x @ w | gather grad, once; grad @ w^T and x^T @ grad          |
-| replicated_matmul     | x @ w + b               | all-reduce of grad @ w^T; x^T @ grad                  |
-| matmul_all_reduce     | all-reduce of x @ w     | grad @ w^T and x^T @ grad                             |
+| function              | forward                     | backward                                              |
+|-----------------------|-----------------------------|-------------------------------------------------------|
+| all_gather_matmul     | gather x; x @ w + b         | reduce-scatter of grad @ w^T; gather x for x^T @ grad |
+| matmul_reduce_scatter | reduce-scatter of x @ w + b | gather grad, once; grad @ w^T and x^T @ grad          |
+| replicated_matmul     | x @ w + b                   | all-reduce of grad @ w^T; x^T @ grad                  |
+| matmul_all_reduce     | all-reduce of x @ w + b     | grad @ w^T and x^T @ grad                             |
 """
 
 from __future__ import annotations

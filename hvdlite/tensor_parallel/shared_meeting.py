@@ -22,9 +22,7 @@ def shared_memory(group: Group, name: str, nbytes: int) -> torch.Tensor:
     Returns:
         (at least nbytes,) uint8.
     """
-    memory = allocate(group, -(-nbytes // group.size), name).owner  # the copies of a buffer, as one
-    with torch.inference_mode(False):  # tensors that are made in it cannot be written outside
-        return torch.from_numpy(memory)
+    return torch.from_numpy(allocate(group, -(-nbytes // group.size), name).owner)  # the copies of a buffer, as one
 
 
 class SharedMeeting(Meeting):

@@ -136,6 +136,7 @@ class WindowCarrier(Carrier):
             views[rows.shape, rows.dtype] = view
         return view
 
+    @torch.inference_mode(False)  # tensors that are made in it cannot be written outside
     def _view(self, window: torch.Tensor, rows: Rows) -> _View:
         whole = window.view(rows.dtype).view(self.size * rows.shape[0], rows.shape[1])
         first = whole.data_ptr()
