@@ -51,22 +51,25 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Layers:
-    """A column layer of (hidden, outputs) and a row layer of (outputs, hidden), on ``rows`` rows; small integers."""
+    """A column layer of (hidden, outputs) and a row layer of (outputs, hidden), on ``rows`` rows; of -1, 0, 1."""
 
     def __init__(self, comm: MPI.Comm, rows: int, hidden: int, outputs: int, dtype: torch.dtype) -> None:
         self._comm, self._dtype = comm, dtype
         share = outputs // comm.size
         self._own = slice(comm.rank * rows // comm.size, (comm.rank + 1) * rows // comm.size)
 
-        def integers(seed: int, *shape: int) -> torch.Tensor:
-            return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        def signs(seed: int, *shape: int, zeros: int = 1) -> torch.Tensor:
+            """-1 and 1, and 0 ``zeros`` times as often as either."""
+            generator = torch.Generator().manual_seed(seed)
+            found = torch.randint(-1, zeros + 1, shape, generator=generator, dtype=dtype)
+            return found.masked_fill_(found > 1, 0)
 
-        self._x = integers(0, rows, hidden)  # on all ranks the same; of the others each has a part of its own
+        self._x = signs(0, rows, hidden)  # on all ranks the same; of the others each has a part of its own
         self._shard = self._x[self._own].clone()
         self._y, self._up, self._down = (
-            integers(3 * comm.rank + 1, rows, share),
-            integers(3 * comm.rank + 2, hidden, share),
-            integers(3 * comm.rank + 3, share, hidden),
+            signs(3 * comm.rank + 1, rows, share),
+            signs(3 * comm.rank + 2, hidden, share, zeros=16),  # so many that no sum passes 256, which bfloat16 has
+            signs(3 * comm.rank + 3, share, hidden, zeros=16),
         )
         self.expected = {GATHERS: self._x @ self._up, SCATTERS: self._scattered()}
 
