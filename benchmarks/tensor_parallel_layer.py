@@ -47,7 +47,9 @@ CASE_S = 25.0  # of all rounds of a case, about, where more are asked for than f
 CASE = ("direction", "dtype", "rows", "hidden", "form")
 COLUMNS, ROWS = ("qkv", "up"), ("out", "down")  # the layers that are split by outputs, and by inputs
 HEAD_WIDTH = 64
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of a norm
+# Of the difference to fp32, as a share. Torch adds up gradients of a LayerNorm in bfloat16: unsplit they are 0.14 off.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+TOLERANCE_OF_NORMS = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 
 
 class Layer(nn.Module):
@@ -156,18 +158,18 @@ class Case:
     ) -> None:
         self._comm, self._by_rows = comm, by_rows
         torch.manual_seed(0)
-        self._whole = Layer(shape[2], dtype)
-        x = torch.randn(shape, dtype=dtype)
-        self._expected_x = x.clone().requires_grad_()
-        self._expected = self._whole(self._expected_x)
-        upstream = torch.randn_like(x)
-        self._expected.backward(upstream)
+        whole = Layer(shape[2], dtype)
+        x, upstream = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+        self._unsplit = copy.deepcopy(whole).float()
+        self._expected_x = x.to(torch.float32, copy=True).requires_grad_()
+        self._expected = self._unsplit(self._expected_x)
+        self._expected.backward(upstream.float())
         self._x, self._upstream = self._own(x).clone().requires_grad_(), self._own(upstream).clone()
-        self.ways = {ALONE: alone(copy.deepcopy(self._whole), comm, x, by_rows=by_rows)}
+        self.ways = {ALONE: alone(copy.deepcopy(whole), comm, x, by_rows=by_rows)}
         for name, team in teams.items():
-            self.ways[name] = on_team(copy.deepcopy(self._whole), team, by_rows=by_rows)
+            self.ways[name] = on_team(copy.deepcopy(whole), team, by_rows=by_rows)
         mesh = DeviceMesh("cpu", torch.arange(comm.size))
-        self.ways[DTENSOR] = on_mesh(copy.deepcopy(self._whole), mesh, by_rows=by_rows)
+        self.ways[DTENSOR] = on_mesh(copy.deepcopy(whole), mesh, by_rows=by_rows)
         for layer in self.ways.values():
             layer.zero_grad()
 
@@ -193,12 +195,11 @@ class Case:
         """
         assert self._x.grad is not None
         assert self._expected_x.grad is not None
-        tolerance = TOLERANCE[self._x.dtype]
         compared = {
             "y": (self.result, self._own(self._expected)),
             "x": (self._x.grad, self._own(self._expected_x.grad)),
         }
-        for name, parameter in self._whole.named_parameters():
+        for name, parameter in self._unsplit.named_parameters():
             layer, kind = name.split(".")
             dim = 0 if layer in COLUMNS else 1 if layer in ROWS and kind == "weight" else None
             grad, expected = self.ways[way].get_parameter(name).grad, parameter.grad
@@ -210,6 +211,7 @@ class Case:
             compared[name] = grad, part
         for name, (found, wanted) in compared.items():
             off = ((found - wanted).norm() / wanted.norm()).item()
+            tolerance = (TOLERANCE_OF_NORMS if name.startswith("norm") else TOLERANCE)[self._x.dtype]
             assert off < tolerance, f"{way}: {name} is off by {off}"
 
 
