@@ -2,9 +2,9 @@
 
     python -m benchmarks                       # in the root of the repository; writes benchmarks/results/
     python -m benchmarks allreduce latency     # only these
-    python -m benchmarks --readme              # none: plots, and tables of the pages, of what is there
+    python -m benchmarks --readme              # none: plots, and tables of READMEs and docs, of what is there
 
-Takes not quite 20 minutes on two cores that have nothing else to do. What goes across emulated hosts needs root; what
+Takes not quite 25 minutes on two cores that have nothing else to do. What goes across emulated hosts needs root; what
 is measured with MPICH, an environment that has it beside hvdlite (tests/run.py makes one); plots, matplotlib; what
 begins with gpu, a GPU.
 """
@@ -26,7 +26,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
 from measure import table  # noqa: E402 (the line above makes it importable)
-from pages import allreduce_table, refresh, steps_table, targets_table  # noqa: E402
+from pages import allreduce_table, refresh, split_table, steps_table, targets_table  # noqa: E402
 from targets import lines, targets  # noqa: E402
 
 SKIPPED = 77  # the exit status of what cannot run here
@@ -75,6 +75,7 @@ PROGRAMS = {
     "hosts_small": Program(across(4, 1, *SMALL, *OWN, "MPI", "Gloo")),
     "overlap": Program(across(2, 1, "overlap.py")),
     "tensor_parallel": Program(on_ranks(2, "tensor_parallel.py")),
+    "tensor_parallel_layer": Program(on_ranks(2, "tensor_parallel_layer.py")),
     "scale_model": Program(("scale_model.py",), takes_turns=False),
     "gpu": Program(("gpu.py", "pack", "step")),
     "gpu_node_2": Program(on_ranks(2, "gpu.py", "node")),
@@ -148,6 +149,9 @@ def main() -> int:
         for name, fill in (("allreduce", allreduce_table), ("train_step", steps_table)):
             if name in reports:
                 refresh(ROOT / "docs" / "performance.md", name, fill(reports[name]))
+        for name in ("tensor_parallel", "tensor_parallel_layer"):
+            if name in reports:
+                refresh(ROOT / "docs" / "tensor_parallel.md", name, split_table(reports[name]))
     print(f"{len(done)} programs in {time.monotonic() - start:.0f} s" + "".join(f"; {name} failed" for name in failed))
     return 1 if failed else 0
 

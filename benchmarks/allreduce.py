@@ -10,7 +10,6 @@ round to round, so that a disturbance of the machine hits all alike. benchmarks/
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Sequence
@@ -22,16 +21,14 @@ import torch
 import torch.distributed as dist
 
 import hvdlite
-import hvdlite.torch as hvd
 from measure import (
-    add_json_option,
+    begin,
     describe,
     estimate,
     in_turns,
-    keep_collector_out,
     median_ratio,
     meet,
-    provenance,
+    parser_for,
     show,
     size,
     slowest,
@@ -177,24 +174,17 @@ def print_bounds(rows: Sequence[dict[str, Any]], link_gbit: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__, rounds=20, of="each way and size")
     parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, metavar="N", help="default: 4, 16, ... 256 MiB")
     parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these (default: all)")
-    parser.add_argument("--rounds", type=int, default=20, help="blocks of each way and size (default: %(default)s)")
     parser.add_argument("--calls", type=int, help="of each block (default: 2 to 60, by the size)")
     parser.add_argument("--link-gbit", type=float, help="rate of each host's link, to compare times with")
-    add_json_option(parser)
     options = parser.parse_args()
 
     torch.set_num_threads(1)
     allow_coll_sm()
-    hvd.init()
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
+    comm, facts = begin()
     start_gloo(comm)
-    keep_collector_out()
-    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     if comm.rank == 0:
         print(describe(facts), flush=True)
     found = ways(comm, max(options.bytes) // 4)

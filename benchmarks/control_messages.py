@@ -7,7 +7,6 @@ Runs scale_check.py on each number of hosts, and so also checks that virtual ran
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import subprocess
@@ -16,16 +15,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import add_json_option, table, write_json
+from measure import parser_for, table, write_json
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = ["1x2", "2x1", "2x2", "4x2", "8x2", "8x4", "16x2"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, metavar="HxR", help="hosts x ranks of each")
-    add_json_option(parser)
     options = parser.parse_args()
     rows = []
     for layout in options.layouts:

@@ -25,7 +25,7 @@ from torch import nn
 
 import hvdlite
 import hvdlite.torch as hvd
-from measure import add_json_option, describe, keep_collector_out, meet, provenance, table, write_json
+from measure import describe, keep_collector_out, meet, parser_for, provenance, table, write_json
 from models import SHORT, Task
 from training import Alone, Hvdlite, Way
 
@@ -161,13 +161,12 @@ def print_memory(found: dict[str, dict[str, Any]], start_bytes: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--what", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
     names = [task.name for task in SHORT]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help="for memory")
     parser.add_argument("--idle-s", type=float, default=10.0, help="default: %(default)s")
     parser.add_argument("--wait-s", type=float, default=5.0, help="default: %(default)s")
-    add_json_option(parser)
     options = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -35,13 +35,13 @@ from hvdlite.node import discover
 from hvdlite.operations.allocate import allocate_on_device
 from hvdlite.torch.device import Now, storage_of
 from measure import (
-    add_json_option,
     describe,
     estimate,
     in_turns,
     keep_collector_out,
     median_ratio,
     meet,
+    parser_for,
     provenance,
     show,
     size,
@@ -357,13 +357,11 @@ def print_report(report: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__, rounds=10)
     parser.add_argument("parts", nargs="+", choices=["pack", "step", "node", "hidden", "nccl"])
     parser.add_argument("--simulate", action="store_true", help="on tiny sizes, over the simulated driver")
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 64, 256], help="default: 1 16 64 256")
-    parser.add_argument("--rounds", type=int, default=10, help="blocks of each way (default: %(default)s)")
     parser.add_argument("--gbit", type=float, default=10.0, help="of the slow wire (default: %(default)s)")
-    add_json_option(parser)
     options = parser.parse_args()
     simulate = options.simulate
     if not simulate and not torch.cuda.is_available():

@@ -8,7 +8,6 @@ Every call is timed, on every rank; the slowest rank counts. Ways take turns, as
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import hvdlite
 import hvdlite.torch as hvd
 from measure import (
-    add_json_option,
+    begin,
     describe,
     estimate,
     in_turns,
-    keep_collector_out,
     median_ratio,
     meet,
-    provenance,
+    parser_for,
     slowest,
     table,
     write_json,
@@ -101,21 +98,14 @@ def measure(ways: dict[str, Call], comm: MPI.Comm, rounds: int, calls: int, warm
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="blocks of each way (default: %(default)s)")
+    parser = parser_for(__doc__, rounds=20)
     parser.add_argument("--calls", type=int, default=200, help="of each block (default: %(default)s)")
     parser.add_argument("--count", type=int, default=1000, help="tensors of a burst (default: %(default)s)")
-    add_json_option(parser)
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    hvd.init()
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
+    comm, facts = begin()
     start_gloo(comm)
-    keep_collector_out()
-    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     report: dict[str, Any] = {
         "benchmark": "latency",
         **facts,

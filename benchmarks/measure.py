@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+import hvdlite
 from hvdlite import _native
 
 if TYPE_CHECKING:
@@ -177,8 +178,25 @@ def describe(facts: dict[str, Any]) -> str:
     )
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
+def parser_for(description: str | None, rounds: int | None = None, of: str = "each way") -> argparse.ArgumentParser:
+    """Of a benchmark: with ``--json``, and with ``--rounds`` of blocks where ``rounds`` is their default number."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help=f"blocks of {of} (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write all figures, with machine, versions and command, to FILE")
+    return parser
+
+
+def begin() -> tuple[MPI.Comm, dict[str, Any]]:
+    """Start hvdlite on all ranks: a communicator of them, and the provenance."""
+    import hvdlite.torch as hvd
+
+    hvd.init()
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    keep_collector_out()
+    return comm, provenance(comm, len(hvdlite.runtime().topology.nodes))
 
 
 def write_json(path: str | None, report: dict[str, Any]) -> None:

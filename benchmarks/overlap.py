@@ -14,7 +14,6 @@ hosts there is the bound of that, too: as many bytes over plain TCP, all of them
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import threading
@@ -35,14 +34,13 @@ import hvdlite.torch as hvd
 from hvdlite.timeline.report import build_report
 from hvdlite.timeline.trace_file import read_trace
 from measure import (
-    add_json_option,
+    begin,
     describe,
     estimate,
     in_turns,
-    keep_collector_out,
     median_difference,
     meet,
-    provenance,
+    parser_for,
     show,
     slowest,
     summary,
@@ -229,23 +227,16 @@ def record(step: Callable[[], None], path: Path, count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__, rounds=8)
     parser.add_argument("--layers", type=int, default=24, help="of width x width (default: %(default)s)")
     parser.add_argument("--width", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--rows", type=int, help="of a rank's batch (default: backward takes as long as communication)")
-    parser.add_argument("--rounds", type=int, default=8, help="blocks of each way (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="of each block (default: %(default)s)")
     parser.add_argument("--timelines", type=Path, metavar="DIRECTORY", help="keep the timelines there")
-    add_json_option(parser)
     options = parser.parse_args()
 
-    hvd.init()
+    comm, facts = begin()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.size()))  # emulated hosts share the cores
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
-    keep_collector_out()
-    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     layers, width = options.layers, options.width
     rows = options.rows or choose_rows(layers, width, comm)
     mib = layers * width**2 * 4 / 2**20

@@ -1,4 +1,4 @@
-"""Tables of README.md and docs/performance.md, from the benchmarks' reports; each lies between marks with its name."""
+"""Tables of the README pages and of docs, from the reports of the benchmarks; each lies between marks with its name."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ STEP_WAYS = {
     "MPI": "MPI_Allreduce per parameter",
     "MPI, pieces": "in 4 MiB pieces",
     "MPI, one buffer": "of one buffer",
+}
+
+
+SPLIT_WAYS = {
+    "hvdlite, chosen": "hvdlite",
+    "hvdlite, unfused": "hvdlite, unfused",
+    "MPI": "MPI",
+    "Gloo": "Gloo",
+    "DTensor, Gloo": "DTensor over Gloo",
 }
 
 
@@ -78,6 +87,26 @@ def steps_table(report: Report) -> str:
             cells.append("" if ratio is None else f"{ratio['value']:.3f} ({ratio['low']:.2f}, {ratio['high']:.2f})")
         rows.append(cells)
     return _table(["model, bytes of gradients", "no communication", *STEP_WAYS.values()], rows)
+
+
+def split_table(report: Report) -> str:
+    """How many times as long as its compute alone each way of tensor parallelism takes; bold: longer than wanted."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        form = {"rows": ", sequence parallel", "whole": "", None: ""}[row.get("form")]
+        what = f"{row.get('what') or row['direction']}, {row['dtype']}, {row['rows']} rows of {row['hidden']}{form}"
+        cases.setdefault(what, {})[row["way"]] = row
+    ways = [way for way in SPLIT_WAYS if any(way in found for found in cases.values())]
+    rows = []
+    for what, found in cases.items():
+        wanted = next(row["limit"] for row in found.values() if "limit" in row)
+        rows.append([what, f"≤ {wanted:g}", *(_ratio(found[way]) if way in found else "" for way in ways)])
+    return _table(["time over its compute alone", "wanted", *(SPLIT_WAYS[way] for way in ways)], rows)
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    ratio = row["over_alone"]["value"]
+    return f"**{ratio:.3f}**" if "limit" in row and ratio > row["limit"] else f"{ratio:.3f}"
 
 
 def _two_digits(value: float) -> str:

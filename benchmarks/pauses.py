@@ -8,8 +8,6 @@ is the time that wake-ups take: of ranks, and of the leaders of other nodes.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import resource
 import time
 from typing import TYPE_CHECKING
@@ -17,9 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-import hvdlite
 import hvdlite.torch as hvd
-from measure import add_json_option, describe, meet, provenance, slowest, table, write_json
+from measure import begin, describe, meet, parser_for, slowest, table, write_json
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,20 +26,13 @@ PAUSES_MS = [0.0, 1.0, 10.0, 100.0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--pauses-ms", type=float, nargs="+", default=PAUSES_MS, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement (default: %(default)s)")
-    add_json_option(parser)
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    hvd.init()
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
-    gc.collect()
-    gc.freeze()
-    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
+    comm, facts = begin()
     rows = [after(pause_ms / 1e3, comm, options.seconds) for pause_ms in options.pauses_ms]
     shares = {"idle": idle(comm, options.seconds), "waiting for rank 0": waiting(comm, options.seconds)}
     if comm.rank == 0:

@@ -10,7 +10,6 @@ are ready, so there are bounds for it.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from hvdlite.memory.views import TensorView
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.runtime import Runtime
-from measure import add_json_option, provenance, table, write_json
+from measure import parser_for, provenance, table, write_json
 from schedules import Bucket, Schedule, bucket
 from virtual_ranks import VirtualJob
 
@@ -49,10 +48,9 @@ TENSORS = [[16], [3, 35, 1], [192], [193, 7], [5000, 3], [100_000], [17, 300_000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="the first spells requests out (default: %(default)s)")
     parser.add_argument("--claims", action="store_true", help="freeze nothing")
-    add_json_option(parser)
     options = parser.parse_args()
     # Who has waited long says so, for the stall check; with more ranks than cores that would be often.
     os.environ["HVDLITE_STALL_CHECK_DISABLE"] = "1"

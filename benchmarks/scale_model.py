@@ -23,7 +23,7 @@ from typing import Any
 from data_path import Algorithm, Machine, flat_ring_s, hierarchical_s, rings_s
 from hvdlite import Config, __version__
 from hvdlite.torch.bucketing import BUCKET_BYTES
-from measure import add_json_option, table, write_json
+from measure import parser_for, table, write_json
 from schedules import MODELS, Schedule, schedule
 from virtual_ranks import AllreduceTime, VirtualJob
 
@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
         help_text = f"{text}{' ' if text else ''}(default: {shown})"
         parser.add_argument(name, default=default, type=type(default), help=help_text, metavar="X", **more)
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     machine, config = Machine(), Config()
     option("--model", "resnet50", f"{', '.join(MODELS)}, or a file of buckets (schedules.py)")
     parser.add_argument("--ranks", type=numbers, default=RANKS, metavar="N,N", help="(default: 2,4,8,...,16384)")
@@ -97,7 +97,6 @@ def parse() -> argparse.Namespace:
     option("--memory-gbyte", machine.memory_bytes_per_s * 1e-9, "of a node, per second")
     for name in TIMES:
         option(f"--{name}-us", getattr(machine, f"{name}_s") * 1e6)
-    add_json_option(parser)
     options = parser.parse_args()
     for ranks in options.ranks:
         if ranks > options.ranks_per_node and ranks % options.ranks_per_node:

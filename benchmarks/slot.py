@@ -9,7 +9,6 @@ measure the others sleep. All ways take turns.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.operations.allocate import allocate
 from measure import (
-    add_json_option,
+    begin,
     describe,
     estimate,
     in_turns,
-    keep_collector_out,
     median_ratio,
     meet,
-    provenance,
+    parser_for,
     show,
     slowest,
     summary,
@@ -82,19 +79,12 @@ class Slot:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__, rounds=20)
     parser.add_argument("--bytes", type=int, default=64 << 20, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=20, help="blocks of each way (default: %(default)s)")
-    add_json_option(parser)
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    hvd.init()
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
-    keep_collector_out()
-    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
+    comm, facts = begin()
     few = min(len(os.sched_getaffinity(0)), comm.size)
     some = hvd.add_process_set(list(range(few))) if few < comm.size else hvd.global_process_set
     slots = [Slot(some, dtype, options.bytes) for dtype in (torch.float32, torch.float16, torch.bfloat16)]

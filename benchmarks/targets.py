@@ -281,6 +281,35 @@ def _hidden(reports: Reports) -> Iterator[Figure]:
             yield _figure(label, share)
 
 
+# Tensor parallelism. Its reports say what is wanted of each shape.
+
+
+def _split(name: str, what: str, keys: Collection[str]) -> Callable[[Reports], Iterator[Figure]]:
+    """Of each kind of ``what``, told apart by ``keys``, the shape that is farthest from what is wanted of it."""
+
+    def figures(reports: Reports) -> Iterator[Figure]:
+        kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in reports.get(name, {}).get("rows", ()):
+            if "limit" in row and what in (row.get("what"), row.get("direction")):
+                kinds.setdefault(tuple(row[key] for key in keys), []).append(row)
+        for kind, rows in kinds.items():
+            worst = max(rows, key=lambda row: row["over_alone"]["value"] / row["limit"])
+            label = f"{', '.join(kind)}, most at {worst['rows']} rows of {worst['hidden']}"
+            yield _figure(label, worst["over_alone"], worst["limit"])
+
+    return figures
+
+
+def _best_unfused(reports: Reports) -> Iterator[Figure]:
+    for name in ("tensor_parallel", "tensor_parallel_layer"):
+        rows = [row for row in reports.get(name, {}).get("rows", ()) if "limit" in row]
+        if rows:
+            worst = max(rows, key=lambda row: row["over_unfused"]["value"])
+            what = worst.get("what") or f"{worst['direction']} of a layer"
+            shape = f"{worst['dtype']}, {worst['rows']} rows of {worst['hidden']}"
+            yield _figure(f"{what}, time / {worst['best_unfused']}, most at {shape}", worst["over_unfused"], 1.0)
+
+
 # GPUs.
 
 _GPU_REPORTS = {"gpu_node_2": "2 ranks", "gpu_node_4": "4 ranks"}
@@ -339,6 +368,19 @@ _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
     "4 hosts, 4 B to 4 KiB": _small,
     "2 hosts, 1 Gbit/s: communication hidden behind backward": _hidden,
     "step with the timeline on / off": _timeline,
+    "tensor parallelism: all-gather and matmul / the matmul alone": _split(
+        "tensor_parallel", "all-gather, matmul", ("dtype",)
+    ),
+    "tensor parallelism: matmul and reduce-scatter / the matmul alone": _split(
+        "tensor_parallel", "matmul, reduce-scatter", ("dtype",)
+    ),
+    "tensor parallelism: forward of a layer / its compute alone": _split(
+        "tensor_parallel_layer", "forward", ("dtype", "form")
+    ),
+    "tensor parallelism: backward of a layer / its compute alone": _split(
+        "tensor_parallel_layer", "backward", ("dtype", "form")
+    ),
+    "tensor parallelism, against the best unfused way": _best_unfused,
     "GPU: bandwidth of pack and unpack / that of a copy": _gpu_pack,
     "GPU: step with 1 rank / plain torch's": _gpu_step,
     "GPU: allreduce within a node / a copy of as many bytes on all ranks": _gpu_node,

@@ -1,15 +1,15 @@
 """Matmuls of layers that are split between ranks, with what has to move before or after: time over the matmul alone.
 
     python -m hvdlite run --mpi -np 2 tensor_parallel.py
+    python -m hvdlite run --mpi -np 2 tensor_parallel.py --grid   # 512 to 8192 rows, hidden 1024 and 4096; 15 minutes
     mpirun -np 2 python tensor_parallel.py --json results/tensor_parallel.json
 
 A column layer gathers rows and multiplies; a row layer multiplies and scatters the sum. The slowest rank counts, ways
-take turns, and every result is checked against a matmul of integers that every rank can do alone.
+take turns, and every result is checked against matmuls of integers. tensor_parallel_layer.py has a whole layer.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,55 +19,59 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import hvdlite
 import hvdlite.tensor_parallel as tp
 import hvdlite.torch as hvd
-from measure import (
-    add_json_option,
-    describe,
-    estimate,
-    in_turns,
-    keep_collector_out,
-    median_ratio,
-    meet,
-    provenance,
-    show,
-    slowest,
-    table,
-    write_json,
-)
+from beside_compute import LONG_S, Row, compare, report, rounds_within
+from measure import begin, describe, in_turns, meet, parser_for, slowest, write_json
 from peers import start_gloo
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 ALONE = "matmul alone"
-OWN = "hvdlite, shared memory"
+WINDOW = "hvdlite, shared memory"
+UNFUSED = "hvdlite, unfused"
+CHOSEN = "hvdlite, chosen"  # what users get who choose nothing
 RING = "hvdlite, ring"
-CHOSEN = "hvdlite, chosen"
+GATHERS, SCATTERS = "all-gather, matmul", "matmul, reduce-scatter"
+LIMITS = {
+    (GATHERS, torch.float32): 1.02,
+    (GATHERS, torch.bfloat16): 1.02,
+    (SCATTERS, torch.float32): 1.05,
+    (SCATTERS, torch.bfloat16): 1.10,
+}
+GRID = {"rows": [512, 2048, 8192], "hidden": [1024, 4096]}
+CASE = ("what", "dtype", "rows", "hidden")
 BLOCK_S = 0.1  # a turn takes about so long, but at most 100 calls
+CASE_S = 15.0  # of all rounds on one shape, about, where more are asked for than fit
 
 Way = Callable[[], torch.Tensor]
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before 2.13
+
 
 class Layers:
-    """A column layer of (hidden, outputs) and a row layer of (outputs, hidden), on ``rows`` rows; small integers."""
+    """A column layer of (hidden, outputs) and a row layer of (outputs, hidden), on ``rows`` rows; of -1, 0, 1."""
 
     def __init__(self, comm: MPI.Comm, rows: int, hidden: int, outputs: int, dtype: torch.dtype) -> None:
         self._comm, self._dtype = comm, dtype
-        size, rank = comm.size, comm.rank
-        own = slice(rank * rows // size, (rank + 1) * rows // size)
-        part = slice(rank * outputs // size, (rank + 1) * outputs // size)
-        generator = torch.Generator().manual_seed(0)
+        share = outputs // comm.size
+        self._own = slice(comm.rank * rows // comm.size, (comm.rank + 1) * rows // comm.size)
 
-        def integers(*shape: int) -> torch.Tensor:
-            return torch.randint(-1, 2, shape, generator=generator).to(dtype)
+        def signs(seed: int, *shape: int, zeros: int = 1) -> torch.Tensor:
+            """-1 and 1, and 0 ``zeros`` times as often as either."""
+            generator = torch.Generator().manual_seed(seed)
+            found = torch.randint(-1, zeros + 1, shape, generator=generator, dtype=dtype)
+            return found.masked_fill_(found > 1, 0)
 
-        self._x, self._y = integers(rows, hidden), integers(rows, outputs)[:, part].contiguous()
-        self._up, self._down = integers(hidden, outputs)[:, part].contiguous(), integers(outputs, hidden)[part]
-        self._shard = self._x[own].contiguous()
-        self._own = own
-        self.expected = {"all-gather, matmul": self._x @ self._up, "matmul, reduce-scatter": self._scattered()}
+        self._x = signs(0, rows, hidden)  # on all ranks the same; of the others each has a part of its own
+        self._shard = self._x[self._own].clone()
+        self._y, self._up, self._down = (
+            signs(3 * comm.rank + 1, rows, share),
+            signs(3 * comm.rank + 2, hidden, share, zeros=16),  # so many that no sum passes 256, which bfloat16 has
+            signs(3 * comm.rank + 3, share, hidden, zeros=16),
+        )
+        self.expected = {GATHERS: self._x @ self._up, SCATTERS: self._scattered()}
 
     def _scattered(self) -> torch.Tensor:
         total = (self._y.float() @ self._down.float()).numpy()
@@ -88,8 +92,8 @@ class Layers:
 
         def gloo_scatter() -> torch.Tensor:
             torch.mm(y, down, out=product)
-            dist.all_reduce(product)  # there is no reduce-scatter
-            return product[self._own]
+            _reduce_scatter(result, product)
+            return result
 
         def mpi_gather() -> torch.Tensor:
             self._comm.Allgather(_bytes(shard), _bytes(whole))
@@ -114,7 +118,7 @@ class Layers:
         }
         if self._dtype is torch.float32:  # MPI knows no bfloat16
             scatters["MPI"] = mpi_scatter
-        return {"all-gather, matmul": gathers, "matmul, reduce-scatter": scatters}
+        return {GATHERS: gathers, SCATTERS: scatters}
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -132,10 +136,13 @@ def measure(comm: MPI.Comm, ways: dict[str, Way], expected: torch.Tensor, rounds
         assert label == ALONE or torch.equal(result, expected), label
     start = time.perf_counter()
     ways[ALONE]()
-    calls = int(comm.bcast(min(100, max(1, round(BLOCK_S / (time.perf_counter() - start))))))
+    call_s = comm.bcast(time.perf_counter() - start)
+    calls = min(100, max(1, round(BLOCK_S / call_s)))
+    is_long = call_s > LONG_S
     seconds: dict[str, list[float]] = {label: [] for label in ways}
-    for label in in_turns([*ways], rounds):
-        ways[label]()
+    for label in in_turns([*ways], rounds_within(CASE_S, rounds, (calls + (not is_long)) * call_s * len(ways))):
+        if not is_long:
+            ways[label]()
         meet(comm)
         start = time.perf_counter()
         for _ in range(calls):
@@ -144,48 +151,53 @@ def measure(comm: MPI.Comm, ways: dict[str, Way], expected: torch.Tensor, rounds
     return {label: slowest(comm, own) for label, own in seconds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[512, 2048], help="default: %(default)s")
-    parser.add_argument("--hidden", type=int, default=1024, help="inputs of the column layer (default: %(default)s)")
-    parser.add_argument("--outputs", type=int, default=4096, help="its outputs, of all ranks (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="blocks of each way (default: %(default)s)")
-    add_json_option(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    hvd.init()
-    from mpi4py import MPI
+def cases(
+    comm: MPI.Comm, teams: dict[str, tp.Team], dtype: torch.dtype, rows: int, hidden: int, outputs: int, rounds: int
+) -> list[Row]:
+    """Both functions on one shape."""
+    layers = Layers(comm, rows, hidden, outputs, dtype)
+    found: list[Row] = []
+    for what, ways in layers.ways(teams).items():
+        times = measure(comm, ways, layers.expected[what], rounds)
+        case = {"what": what, "dtype": str(dtype).removeprefix("torch."), "rows": rows, "hidden": hidden}
+        case["outputs"] = outputs
+        found += compare(times, ALONE, CHOSEN, {UNFUSED, "MPI", "Gloo"}, LIMITS[what, dtype], case)
+    return found
 
-    comm = MPI.COMM_WORLD.Dup()
+
+def main() -> None:
+    parser = parser_for(__doc__, rounds=15)
+    parser.add_argument("--rows", type=int, nargs="+", default=[512, 2048], help="default: %(default)s")
+    parser.add_argument(
+        "--hidden", type=int, nargs="+", default=[1024], help="inputs of the column layer (%(default)s)"
+    )
+    parser.add_argument("--outputs", type=int, help="its outputs, of all ranks (default: 4 times its inputs)")
+    parser.add_argument("--grid", action="store_true", help=f"all of {GRID}; without what is never chosen")
+    options = parser.parse_args()
+    if options.grid:
+        options.rows, options.hidden = GRID["rows"], GRID["hidden"]
+    torch.set_num_threads(1)
+    comm, facts = begin()
     start_gloo(comm)
-    keep_collector_out()
-    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
-    methods = {OWN: "window", "hvdlite, unfused": "unfused", CHOSEN: "auto"}
-    if comm.size == 2:
-        methods[RING] = "ring_exchange"
+    methods = {UNFUSED: "unfused", CHOSEN: "auto"}
+    if not options.grid:
+        methods[WINDOW] = "window"
+        if comm.size == 2:
+            methods[RING] = "ring_exchange"
     teams = {name: tp.Team(method=method) for name, method in methods.items()}
-    found: list[dict[str, Any]] = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for rows in options.rows:
-            layers = Layers(comm, rows, options.hidden, options.outputs, dtype)
-            for what, ways in layers.ways(teams).items():
-                times = measure(comm, ways, layers.expected[what], options.rounds)
-                for label, own in times.items():
-                    over = estimate(median_ratio, own, times[ALONE])
-                    row = {"what": what, "dtype": str(dtype).removeprefix("torch."), "rows": rows, "way": label}
-                    found.append({**row, "median_ms": float(np.median(own)) * 1e3, "over_matmul": over})
     if comm.rank == 0:
-        print(describe(facts))
-        print(
-            f"{options.hidden} x {options.outputs}; relative: time / that of the matmul alone, with its 95 % interval"
-        )
-        cells = []
-        for row in found:
-            what = f"{row['what']}, {row['dtype']}, {row['rows']} rows"
-            cells.append([what, row["way"], f"{row['median_ms']:.2f}", show(row["over_matmul"], 3)])
-        print(table(["", "way", "median ms", "relative"], cells))
-        sizes = {"hidden": options.hidden, "outputs": options.outputs}
-        write_json(options.json, {"benchmark": "tensor_parallel", **facts, **sizes, "rows": found})
+        print(describe(facts), flush=True)
+    found: list[dict[str, Any]] = []
+    for hidden in options.hidden:
+        for rows in options.rows:
+            for dtype in (torch.float32, torch.bfloat16):
+                outputs = options.outputs or 4 * hidden
+                found += cases(comm, teams, dtype, rows, hidden, outputs, options.rounds)
+                if comm.rank == 0:
+                    print(f"  {rows} rows of {hidden}, {dtype} done", flush=True)
+    if comm.rank == 0:
+        print(report(found, CASE))
+        write_json(options.json, {"benchmark": "tensor_parallel", **facts, "rows": found})
     dist.destroy_process_group()
     hvd.shutdown()
 

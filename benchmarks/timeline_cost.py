@@ -8,7 +8,6 @@ Blocks are so long that the timeline is written several times in each.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import tempfile
@@ -18,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-import hvdlite
 import hvdlite.torch as hvd
 from measure import (
-    add_json_option,
+    begin,
     describe,
     estimate,
     in_turns,
-    keep_collector_out,
     median_ratio,
     meet,
-    provenance,
+    parser_for,
     show,
     slowest,
     table,
@@ -68,21 +65,14 @@ def measure(task: Task, comm: MPI.Comm, rounds: int, block_s: float, path: Path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__, rounds=8, of="steps with and without")
     names = [task.name for task in SHORT]
     parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
-    parser.add_argument("--rounds", type=int, default=8, help="blocks with and without (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each block, at least (default: %(default)s)")
-    add_json_option(parser)
     options = parser.parse_args()
 
-    hvd.init()
+    comm, facts = begin()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
-    keep_collector_out()
-    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "timeline.json")
         chosen = [task for task in SHORT if task.name in options.models]

@@ -10,7 +10,6 @@ block of its own.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
@@ -20,18 +19,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import hvdlite
 import hvdlite.torch as hvd
 from measure import (
-    add_json_option,
+    begin,
     describe,
     estimate,
     in_turns,
-    keep_collector_out,
     median_difference,
     median_ratio,
     meet,
-    provenance,
+    parser_for,
     show,
     slowest,
     table,
@@ -158,7 +155,7 @@ def print_model(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__)
     names = [task.name for task in MODELS]
     text = f"{', '.join(names)} (default: all; on one rank not the first {len(LONG)})"
     parser.add_argument("--models", nargs="+", choices=names, metavar="MODEL", help=text)
@@ -167,17 +164,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help=text)
     parser.add_argument("--steps", type=int, help=f"of each block (default: 3, or 1 of more than {LONG_S} s)")
     parser.add_argument("--threads", type=int, help="of a rank's torch (default: as many as make a thread per core)")
-    add_json_option(parser)
     options = parser.parse_args()
 
-    hvd.init()
+    comm, facts = begin()
     torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD.Dup()
     start_gloo(comm)
-    keep_collector_out()
-    facts = provenance(comm, len(hvdlite.runtime().topology.nodes))
     if comm.rank == 0:
         print(describe(facts))
         print(f"{torch.get_num_threads()} thread(s) per rank; exposed: beyond the step without communication; ", end="")

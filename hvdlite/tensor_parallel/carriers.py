@@ -67,7 +67,10 @@ class Carriers:
             if group.size == 2:
                 options[Method.RING_EXCHANGE] = PairCarrier(window)
             self._tuner = Tuner(meeting, group.config.ub_tuning_file)
-            self._on_host = ChosenCarrier(meeting, options, methods, partial(on_host, size=group.size), self._tuner)
+            # What two ranks do by RING_EXCHANGE, two matmuls for one, has never been the fastest.
+            tried = [Method.WINDOW, Method.UNFUSED]
+            translate = partial(on_host, size=group.size)
+            self._on_host = ChosenCarrier(meeting, options, methods, translate, self._tuner, tried)
             return
         self.meeting = OperationMeeting(process_set, f"{self._name}.cards")
         self._on_host = self._on_gpus = UnfusedCarrier(self.meeting, process_set, self._name)

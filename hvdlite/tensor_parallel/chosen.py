@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,8 +19,9 @@ class ChosenCarrier(Carrier):
     Args:
         options: by method.
         methods: by function, as `methods.parse` returns them; the same on every rank. "auto" is left to ``tuner``, and
-            of functions for which nothing can be chosen it is the first option.
+            of functions for which nothing can be chosen it is the first of ``tried``.
         translate: what a method is on this kind of device.
+        tried: of ``options``, those that "auto" may mean; all where none are listed.
     """
 
     def __init__(
@@ -30,12 +31,15 @@ class ChosenCarrier(Carrier):
         methods: Mapping[str, Method],
         translate: Callable[[Method], Method],
         tuner: Tuner,
+        tried: Sequence[Method] = (),
     ) -> None:
         super().__init__(meeting)
         self.options = options
         self._methods = methods
         self._translate = translate
         self._tuner = tuner
+        self._tried = list(tried or options)
+        self._settled: dict[Rows, Carrier] = {}
         self._begun: _Begun | None = None  # a gather, until its result is asked for
 
     def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
@@ -66,11 +70,17 @@ class ChosenCarrier(Carrier):
             carrier.reserve(nbytes, like)
 
     def _for(self, rows: Rows, exchange: Callable[[Carrier], object]) -> Carrier:
+        carrier = self._settled.get(rows)
+        if carrier is None:
+            carrier = self._settled[rows] = self._choose(rows, exchange)
+        return carrier
+
+    def _choose(self, rows: Rows, exchange: Callable[[Carrier], object]) -> Carrier:
         wanted = self._translate(method_for(rows.function, self._methods))
         if wanted is not Method.AUTO:
             return self.options[wanted]
-        if len(self.options) == 1 or not can_be_chosen(rows.function):
-            return next(iter(self.options.values()))
+        if len(self._tried) == 1 or not can_be_chosen(rows.function):
+            return self.options[self._tried[0]]
 
         def attempt(method: Method) -> None:
             if self._begun is not None:
@@ -78,7 +88,7 @@ class ChosenCarrier(Carrier):
             exchange(self.options[method])
             wait_for(rows.device)
 
-        return self.options[self._tuner.choose(str(rows), list(self.options), attempt)]
+        return self.options[self._tuner.choose(str(rows), self._tried, attempt)]
 
 
 class _Begun:

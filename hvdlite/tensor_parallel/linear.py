@@ -14,7 +14,7 @@ from hvdlite.tensor_parallel.matmul import (
     replicated_matmul,
 )
 from hvdlite.tensor_parallel.part import Part
-from hvdlite.tensor_parallel.regions import gather_columns, split_columns, sum_gradient
+from hvdlite.tensor_parallel.regions import gather_columns, split_columns
 from hvdlite.tensor_parallel.split_module import SplitModule
 from hvdlite.tensor_parallel.team import Team
 
@@ -180,8 +180,4 @@ class RowParallelLinear(_SplitLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = x if self.input_is_parallel else split_columns(x, self.team)
         multiply = matmul_reduce_scatter if self.sequence_parallel else matmul_all_reduce
-        y = multiply(own, self.weight.t(), self.team)
-        if self.bias is None:
-            return y
-        bias = sum_gradient(self.bias, self.team) if self.sequence_parallel else self.bias
-        return y + bias.to(y.dtype)  # another one under autocast
+        return multiply(own, self.weight.t(), self.team, self.bias)

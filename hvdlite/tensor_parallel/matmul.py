@@ -3,17 +3,18 @@
 Shards of rows are along dimension 0; dimensions between the first and the last come along. Columns of a weight are
 outputs. The gradients of each function are such matmuls again:
 
-| function              | forward                 | backward                                              |
-|-----------------------|-------------------------|-------------------------------------------------------|
-| all_gather_matmul     | gather x; x @ w + b     | reduce-scatter of grad @ w^T; gather x for x^T @ grad |
-| matmul_reduce_scatter | reduce-scatter of x @ w | gather grad, once; grad @ w^T and x^T @ grad          |
-| replicated_matmul     | x @ w + b               | all-reduce of grad @ w^T; x^T @ grad                  |
-| matmul_all_reduce     | all-reduce of x @ w     | grad @ w^T and x^T @ grad                             |
+| function              | forward                     | backward                                              |
+|-----------------------|-----------------------------|-------------------------------------------------------|
+| all_gather_matmul     | gather x; x @ w + b         | reduce-scatter of grad @ w^T; gather x for x^T @ grad |
+| matmul_reduce_scatter | reduce-scatter of x @ w + b | gather grad, once; grad @ w^T and x^T @ grad          |
+| replicated_matmul     | x @ w + b                   | all-reduce of grad @ w^T; x^T @ grad                  |
+| matmul_all_reduce     | all-reduce of x @ w + b     | grad @ w^T and x^T @ grad                             |
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -23,8 +24,6 @@ from hvdlite.tensor_parallel.methods import backward_of
 from hvdlite.tensor_parallel.moves import FLOATING, objection
 from hvdlite.tensor_parallel.team import Team
 from hvdlite.torch.eager import eager
-
-T = TypeVar("T", torch.Tensor, torch.Tensor | None)
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -51,21 +50,24 @@ def all_gather_matmul(
         MismatchError: ranks call different functions, or with other shapes or dtypes; on every rank.
         CollectiveError: a rank has failed, or did not come in time.
     """
-    x, weight, bias = _autocast(x_shard), _autocast(weight), _autocast(bias)
+    x, weight, bias = _operands(x_shard, weight, bias)
     carrier = _checked(team, "all_gather_matmul", x, weight, bias)
     product = _AllGatherMatmul.apply(_flat(x), weight, bias, carrier)  # type: ignore[no-untyped-call]
-    return _shaped(product, x, x.shape[0] * team.size)
+    return _shaped(product, x, x.shape[0] * carrier.size)
 
 
 @eager
-def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of ``x @ weight``; differentiable.
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, team: Team, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of ``x @ weight``, and the bias once; differentiable.
 
     On one node the matmul writes into shared memory, from where every rank adds up its rows, 16-bit floats in fp32.
 
     Args:
         x: (rows, ..., inputs of this rank), of the same shape and dtype on every rank; size divides the rows.
         weight: (inputs of this rank, outputs), of the same shape on every rank.
+        bias: (outputs,), equal on every rank, and so is its gradient.
 
     Returns:
         (rows / size, ..., outputs).
@@ -73,10 +75,10 @@ def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, team: Team) -> 
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
     """
-    x, weight = _autocast(x), _autocast(weight)
-    carrier = _checked(team, "matmul_reduce_scatter", x, weight, scatters=True)
-    product = _MatmulReduceScatter.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
-    return _shaped(product, x, x.shape[0] // team.size)
+    x, weight, bias = _operands(x, weight, bias)
+    carrier = _checked(team, "matmul_reduce_scatter", x, weight, bias, scatters=True)
+    product = _MatmulReduceScatter.apply(_flat(x), weight, bias, carrier)  # type: ignore[no-untyped-call]
+    return _shaped(product, x, x.shape[0] // carrier.size)
 
 
 @eager
@@ -96,7 +98,7 @@ def replicated_matmul(
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`, in backward; UsageError also in forward.
     """
-    x, weight, bias = _autocast(x), _autocast(weight), _autocast(bias)
+    x, weight, bias = _operands(x, weight, bias)
     why = _misfit("replicated_matmul", x, weight, bias)
     if why:
         team.meeting.refuse(why)
@@ -105,12 +107,15 @@ def replicated_matmul(
 
 
 @eager
-def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torch.Tensor:
-    """The sum over ranks of ``x @ weight``, on every rank; differentiable.
+def matmul_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, team: Team, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum over ranks of ``x @ weight``, and the bias once, on every rank; differentiable.
 
     Args:
         x: (rows, ..., inputs of this rank), of the same shape and dtype on every rank.
         weight: (inputs of this rank, outputs), of the same shape on every rank.
+        bias: (outputs,), equal on every rank, and so is its gradient.
 
     Returns:
         (rows, ..., outputs), equal to the last bit on every rank.
@@ -118,9 +123,9 @@ def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, team: Team) -> torc
     Raises:
         UsageError, MismatchError, CollectiveError: as `all_gather_matmul`.
     """
-    x, weight = _autocast(x), _autocast(weight)
-    carrier = _checked(team, "matmul_all_reduce", x, weight)
-    product = _MatmulAllReduce.apply(_flat(x), weight, carrier)  # type: ignore[no-untyped-call]
+    x, weight, bias = _operands(x, weight, bias)
+    carrier = _checked(team, "matmul_all_reduce", x, weight, bias)
+    product = _MatmulAllReduce.apply(_flat(x), weight, bias, carrier)  # type: ignore[no-untyped-call]
     return _shaped(product, x, x.shape[0])
 
 
@@ -131,7 +136,7 @@ class _AllGatherMatmul(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.carrier = carrier
-        product = x.new_empty(carrier.size * len(x), weight.shape[1])
+        product = x.new_empty(carrier.size * x.shape[0], weight.shape[1])
         carrier.gather(_rows("all_gather_matmul", weight, x), x, _into(product, weight, bias))
         return product
 
@@ -156,11 +161,13 @@ class _AllGatherMatmul(torch.autograd.Function):
 
 class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, carrier: Carrier) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carrier: Carrier
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.carrier = carrier
         rows = _rows("matmul_reduce_scatter", weight, x, weight.shape[1])
-        return carrier.reduce_scatter(rows, _products(x, weight))
+        return carrier.reduce_scatter(rows, _products(x, weight, _once(bias, carrier)))
 
     @staticmethod
     @once_differentiable
@@ -170,7 +177,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
         rows = _rows(backward_of("matmul_reduce_scatter"), weight, grad)
         for_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         whole = carrier.gather(rows, grad, *([] if for_x is None else [_into(for_x, weight.t())]))
-        return for_x, _weight_gradient(x, whole, weight) if ctx.needs_input_grad[1] else None, None
+        for_weight = _weight_gradient(x, whole, weight) if ctx.needs_input_grad[1] else None
+        return for_x, for_weight, whole.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class _ReplicatedMatmul(torch.autograd.Function):
@@ -196,10 +204,12 @@ class _ReplicatedMatmul(torch.autograd.Function):
 
 class _MatmulAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, carrier: Carrier) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, carrier: Carrier
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         rows = _rows("matmul_all_reduce", weight, x, weight.shape[1])
-        return carrier.all_reduce(rows, _products(x, weight))
+        return carrier.all_reduce(rows, _products(x, weight, _once(bias, carrier)))
 
     @staticmethod
     @once_differentiable
@@ -208,25 +218,41 @@ class _MatmulAllReduce(torch.autograd.Function):
         return (
             grad @ weight.t() if ctx.needs_input_grad[0] else None,
             _weight_gradient(x, grad, weight) if ctx.needs_input_grad[1] else None,
+            grad.sum(0) if ctx.needs_input_grad[2] else None,
             None,
         )
 
 
 def _rows(function: str, weight: torch.Tensor, matrix: torch.Tensor, columns: int | None = None) -> Rows:
     """As ``matrix``, or with other columns, of a matmul with ``weight``."""
-    shape = len(matrix), matrix.shape[1] if columns is None else columns
-    return Rows(function, f"with a weight {tuple(weight.shape)}", shape, matrix.dtype, matrix.device)
+    rows, own_columns = matrix.shape
+    shape = rows, own_columns if columns is None else columns
+    return _rows_of(function, weight.shape, shape, matrix.dtype, matrix.device)
 
 
-def _products(x: torch.Tensor, weight: torch.Tensor) -> Produce:
-    """Rows of ``x @ weight``, where they are wanted."""
+@lru_cache(maxsize=1024)
+def _rows_of(
+    function: str, weight: torch.Size, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Rows:
+    return Rows(function, f"with a weight {tuple(weight)}", shape, dtype, device)
+
+
+def _once(bias: torch.Tensor | None, carrier: Carrier) -> torch.Tensor | None:
+    """``bias``, where it is to be added to what all ranks add up."""
+    return bias if carrier.rank == 0 else None
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Produce:
+    """Rows of ``x @ weight + bias``, where they are wanted."""
 
     def produce(out: torch.Tensor, begin: int, onto: torch.Tensor | None = None) -> None:
-        part = x[begin : begin + len(out)]
+        part = _from(x, begin, out.shape[0])
         if onto is None:
-            torch.mm(part, weight, out=out)
+            _multiply(part, weight, bias, out)
         else:
             torch.addmm(onto, part, weight, out=out)
+            if bias is not None:
+                out.add_(bias)
 
     return produce
 
@@ -235,13 +261,20 @@ def _into(product: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """Rows times ``weight``, to their places in ``product``."""
 
     def use(part: torch.Tensor, begin: int) -> None:
-        out = product[begin : begin + len(part)]
-        if bias is None:
-            torch.mm(part, weight, out=out)
-        else:
-            torch.addmm(bias, part, weight, out=out)
+        _multiply(part, weight, bias, _from(product, begin, part.shape[0]))
 
     return use
+
+
+def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    if bias is None:
+        torch.mm(x, weight, out=out)
+    else:
+        torch.addmm(bias, x, weight, out=out)
+
+
+def _from(matrix: torch.Tensor, begin: int, rows: int) -> torch.Tensor:
+    return matrix if rows == matrix.shape[0] else matrix[begin : begin + rows]
 
 
 def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -249,22 +282,33 @@ def _weight_gradient(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor) 
     return (grad.t() @ x).t() if weight.t().is_contiguous() else x.t() @ grad
 
 
-def _autocast(tensor: T) -> T:
-    """``tensor`` in the dtype that `torch.autocast` wants of operands of a matmul; as it is where there is none."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in FLOATING or tensor.dtype == torch.float64:
-        return tensor
-    kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype)
+def _operands(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """These in the dtype that `torch.autocast` wants of operands of a matmul; as they are where there is none."""
+    wanted = _autocast_dtype(x.device.type) if isinstance(x, torch.Tensor) else None
+    if wanted is None:
+        return x, weight, bias
+    return _cast(x, wanted), _cast(weight, wanted), bias if bias is None else _cast(bias, wanted)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _cast(tensor: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+    is_cast = isinstance(tensor, torch.Tensor) and tensor.dtype in FLOATING and tensor.dtype != torch.float64
+    return tensor.to(wanted) if is_cast else tensor
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     """A row for all but the last dimension."""
-    return x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _shaped(product: torch.Tensor, x: torch.Tensor, rows: int) -> torch.Tensor:
     """``product`` with the dimensions of ``x`` between the first and the last."""
-    return product.view(rows, *x.shape[1:-1], product.shape[1])
+    return product if x.dim() == 2 else product.view(rows, *x.shape[1:-1], product.shape[1])
 
 
 def _checked(

@@ -8,7 +8,8 @@ rank, not a hang or a wrong sum.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import NoReturn
 
 from hvdlite.coordinator.request import rank_list
@@ -31,15 +32,16 @@ class Meeting(ABC):
     def _exchange_cards(self, card: bytes) -> list[bytes]:
         """Everybody's card, in the order of ranks."""
 
-    def meet(self, purpose: object) -> None:
+    def meet(self, purpose: Hashable) -> None:
         """Wait for all ranks.
 
         Raises:
             MismatchError: ranks have come for different exchanges; the same text on every rank.
             UsageError: a rank cannot take part, see `refuse`; the same text on every rank.
         """
-        cards = self._cards_for(purpose)
-        if any(card != cards[0] for card in cards):
+        card = self._next_card(_encoded(purpose))
+        cards = self._exchange_cards(card)
+        if cards.count(card) != self.size:
             raise disagreement(cards, self.ranks)
 
     def tell(self, topic: str, text: str) -> list[str]:
@@ -48,7 +50,7 @@ class Meeting(ABC):
         Raises:
             MismatchError, UsageError: as `meet`.
         """
-        cards = self._cards_for(f"{topic}\n{text}")
+        cards = self._exchange_cards(self._next_card(f"{topic}\n{text}".encode()))
         told = [card.rstrip(b"\0").decode().split("\n") for card in cards]
         if any(len(card) != 2 or card[0] != told[0][0] for card in told):
             raise disagreement(cards, self.ranks)
@@ -56,11 +58,12 @@ class Meeting(ABC):
 
     def refuse(self, why: str) -> NoReturn:
         """Tell the other ranks, which come for an exchange, that this one cannot take part; raise on all of them."""
-        raise disagreement(self._cards_for(_OBJECTION + why), self.ranks)
+        cards = self._exchange_cards(self._next_card((_OBJECTION + why).encode()))
+        raise disagreement(cards, self.ranks)
 
-    def _cards_for(self, purpose: object) -> list[bytes]:
+    def _next_card(self, purpose: bytes) -> bytes:
         self._met += 1
-        return self._exchange_cards(f"{self._met} {purpose}".encode()[:CARD_BYTES].ljust(CARD_BYTES, b"\0"))
+        return (b"%d %b" % (self._met, purpose))[:CARD_BYTES].ljust(CARD_BYTES, b"\0")
 
 
 class LoneMeeting(Meeting):
@@ -68,6 +71,11 @@ class LoneMeeting(Meeting):
 
     def _exchange_cards(self, card: bytes) -> list[bytes]:
         return [card]
+
+
+@lru_cache(maxsize=1024)
+def _encoded(purpose: Hashable) -> bytes:
+    return str(purpose).encode()
 
 
 def purpose_of(card: bytes) -> tuple[str, str]:

@@ -90,13 +90,6 @@ def reduce_shares(share: torch.Tensor, team: Team, *, scatters: bool) -> torch.T
     return _moved(share, _over(sum_over_ranks, carrier, "reduce_shares"), lambda grad: grad)
 
 
-@eager
-def sum_gradient(parameter: torch.Tensor, team: Team) -> torch.Tensor:
-    """``parameter``, which is equal on every rank and which each applies to rows of its own: gradients are added up."""
-    backward = _over(sum_over_ranks, team.carrier_for(parameter), "sum_gradient")
-    return _moved(parameter, lambda x: x.view_as(x), backward)
-
-
 def sum_gradients(module: nn.Module, team: Team) -> None:
     """Let backward add up the gradients of ``module`` over ranks, for good.
 

@@ -40,6 +40,7 @@ class SharedMeeting(Meeting):
         self._page = shared_memory(group, name, barrier_bytes + _TURNS * self.size * CARD_BYTES)
         self._cards = self._page.numpy()[barrier_bytes:].data
         spin = spin_us(world.config, world.node)
+        self._limit_s = world.config.ub_timeout_s
         self._barrier = _native.Barrier(self._page.data_ptr(), self.rank, self.size, world.node.abort_address, spin)
 
     def _exchange_cards(self, card: bytes) -> list[bytes]:
@@ -59,17 +60,16 @@ class SharedMeeting(Meeting):
         return [bytes(self._cards[place : place + CARD_BYTES]) for place in places]
 
     def _wait(self) -> None:
-        world = self.group.world
-        limit_s = world.config.ub_timeout_s
-        status = self._barrier.wait(limit_s)
+        status = self._barrier.wait(self._limit_s)
         if status == _native.Barrier.OK:
             return
+        world = self.group.world
         where = f"tensor parallelism, exchange {self._met} of ranks {list(self.ranks)}"
         if status == _native.Barrier.TIMEOUT:
             late = [self.ranks[place] for place in self._barrier.late()]
             world.health.report(
                 CollectiveError(
-                    f"{where}: {late} did not come within {limit_s:g} s; if they are only slow, raise "
+                    f"{where}: {late} did not come within {self._limit_s:g} s; if they are only slow, raise "
                     "HVDLITE_UB_TIMEOUT_SECONDS"
                 )
             )

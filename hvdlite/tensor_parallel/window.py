@@ -7,14 +7,14 @@ the thread that calls; the coordinator only makes the memory, once, and again wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 
 from hvdlite import _native
 from hvdlite.dtypes import ReduceOp
-from hvdlite.recorder import Lane
+from hvdlite.recorder import NO_SPAN, Lane
 from hvdlite.tensor_parallel.carrier import Carrier, Produce, Rows, Use
 from hvdlite.tensor_parallel.methods import Method
 from hvdlite.tensor_parallel.shared_meeting import SharedMeeting, shared_memory
@@ -22,11 +22,28 @@ from hvdlite.torch.tensor_view import dtype_of
 
 _WINDOWS = 2
 _LEAST_BYTES = 1 << 20  # of a window
+_SHAPES = 64  # views of a window that are kept
+_SMALL_BYTES = 64 << 10  # so many are added up by every rank before it has waited for the others to add up a share
+_FEW = 3  # ranks, of which each reads no more than where it would wait for, and copy, what the others have added up
 
 
 def window_bytes(nbytes: int) -> int:
     """The size of a window that is made for exchanges of ``nbytes``."""
     return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+
+
+class _View(NamedTuple):
+    """A window as an exchange sees it.
+
+    Attributes:
+        whole: what all ranks contribute, one below the other, (size * rows, columns).
+        own: this rank's part, (rows, columns).
+        parts: the address of each rank's.
+    """
+
+    whole: torch.Tensor
+    own: torch.Tensor
+    parts: list[int]
 
 
 class WindowCarrier(Carrier):
@@ -41,37 +58,44 @@ class WindowCarrier(Carrier):
         self._group = meeting.group
         self._name = name
         self._windows = [torch.empty(0, dtype=torch.uint8)] * _WINDOWS
+        # A matmul leaves little of the cache to what comes after it: to make a view then takes as long as a barrier.
+        self._views: list[dict[tuple[tuple[int, int], torch.dtype], _View]] = [{} for _ in range(_WINDOWS)]
         self._filled_so_far = 0
 
     def gather(self, rows: Rows, shard: torch.Tensor, use: Use = lambda part, begin: None) -> torch.Tensor:
         """One barrier; every rank copies its shard once."""
 
-        def fill(own: torch.Tensor) -> None:
-            with self._span(rows):
-                own.copy_(shard)
-
-        whole = self._filled(rows, fill).flatten(0, 1)
-        use(whole, 0)
-        return whole
+        view = self._next_view(rows)
+        with self._span(rows):
+            view.own.copy_(shard)
+        self.meet(rows)
+        use(view.whole, 0)
+        return view.whole
 
     def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
         """One barrier; every rank reads its rows of all products."""
-        window = self._filled(rows, lambda own: produce(own, 0))
-        result = rows.empty(rows.shape[0] // self.size)
-        begin = self.rank * result.numel()
+        view = self._filled(rows, produce)
+        height, columns = rows.shape[0] // self.size, rows.shape[1]
+        result = rows.empty(height)
+        begin = self.rank * height * columns
         with self._span(rows):
-            _sum(window, begin, begin + result.numel(), [result.data_ptr()])
+            _sum(view, rows.dtype, begin, begin + height * columns, [result.data_ptr()])
         return result
 
     def all_reduce(self, rows: Rows, produce: Produce) -> torch.Tensor:
-        """Two barriers; every rank adds up an equal share of all products, for all."""
-        window = self._filled(rows, lambda own: produce(own, 0))
+        """One barrier, and every rank adds up all; for many ranks two, and each adds up an equal share for all."""
+        view = self._filled(rows, produce)
         numel = rows.shape[0] * rows.shape[1]
+        if self.size <= _FEW or rows.nbytes <= _SMALL_BYTES:
+            result = rows.empty(rows.shape[0])
+            with self._span(rows):
+                _sum(view, rows.dtype, 0, numel, [result.data_ptr()])
+            return result
         begin, end = (numel * part // self.size for part in (self.rank, self.rank + 1))
         with self._span(rows):
-            _sum(window, begin, end, [copy.data_ptr() + begin * rows.dtype.itemsize for copy in window])
+            _sum(view, rows.dtype, begin, end, [part + begin * rows.dtype.itemsize for part in view.parts])
         self.meeting.meet(rows)
-        return window[self.rank].clone()
+        return view.own.clone()
 
     def reserve(self, nbytes: int, like: torch.Tensor) -> None:
         self._reserve(self.size * nbytes, "reserve")
@@ -85,16 +109,39 @@ class WindowCarrier(Carrier):
         each = window_bytes(nbytes)
         memory = shared_memory(self._group, f"{self._name}.{each}", _WINDOWS * each)
         self._windows = [memory[i * each : (i + 1) * each] for i in range(_WINDOWS)]
+        self._views = [{} for _ in range(_WINDOWS)]
 
     def _span(self, rows: Rows) -> AbstractContextManager[None]:
-        return self._group.recorder.span(Lane.WINDOW, rows.function, rows.nbytes, dtype_of(rows.dtype).label)
+        recorder = self._group.recorder
+        if not recorder.enabled:
+            return NO_SPAN
+        return recorder.span(Lane.WINDOW, rows.function, rows.nbytes, dtype_of(rows.dtype).label)
 
-    def _filled(self, rows: Rows, fill: Callable[[torch.Tensor], object]) -> torch.Tensor:
-        """What all ranks have contributed: (size, *rows.shape), shared."""
-        window = self.next_window(self.size * rows.nbytes, rows).view(rows.dtype).view(self.size, *rows.shape)
-        fill(window[self.rank])
+    def _filled(self, rows: Rows, produce: Produce) -> _View:
+        """The next window, once all ranks have put their products there."""
+        view = self._next_view(rows)
+        produce(view.own, 0)
         self.meet(rows)
-        return window
+        return view
+
+    def _next_view(self, rows: Rows) -> _View:
+        """Of the next window, with room for what all ranks contribute."""
+        turn = self._filled_so_far % _WINDOWS
+        view = self._views[turn].get((rows.shape, rows.dtype))
+        if view is None:
+            view = self._view(self.next_window(self.size * rows.nbytes, rows), rows)
+            views = self._views[turn]  # those of larger windows, if there were none with enough room
+            if len(views) == _SHAPES:
+                views.clear()
+            views[rows.shape, rows.dtype] = view
+        return view
+
+    @torch.inference_mode(False)  # tensors that are made in it cannot be written outside
+    def _view(self, window: torch.Tensor, rows: Rows) -> _View:
+        whole = window.view(rows.dtype).view(self.size * rows.shape[0], rows.shape[1])
+        first = whole.data_ptr()
+        parts = [first + rank * rows.nbytes for rank in range(self.size)]
+        return _View(whole, whole[self.rank * rows.shape[0] : (self.rank + 1) * rows.shape[0]], parts)
 
     def next_window(self, nbytes: int, purpose: object) -> torch.Tensor:
         """``nbytes`` that all ranks may write, each a part, until they `meet`. All ask for the same."""
@@ -137,7 +184,7 @@ class PairCarrier(Carrier):
         return result
 
 
-def _sum(window: torch.Tensor, begin: int, end: int, results: list[int]) -> None:
-    """Add up elements [begin, end) of every rank's part of ``window``, into each address of ``results``."""
-    sources = [part.data_ptr() + begin * window.itemsize for part in window]
-    _native.reduce(results, sources, end - begin, dtype_of(window.dtype), ReduceOp.SUM)
+def _sum(view: _View, dtype: torch.dtype, begin: int, end: int, results: list[int]) -> None:
+    """Add up elements [begin, end) of every rank's part of ``view``, into each address of ``results``."""
+    sources = [part + begin * dtype.itemsize for part in view.parts]
+    _native.reduce(results, sources, end - begin, dtype_of(dtype), ReduceOp.SUM)

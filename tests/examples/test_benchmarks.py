@@ -66,7 +66,20 @@ def test_tensor_parallel(launch: Launch, tmp_path: Path) -> None:
     assert ways == {"matmul alone", "hvdlite, shared memory", "hvdlite, unfused", "hvdlite, chosen", "Gloo", "MPI"}
     assert "hvdlite, ring" in {row["way"] for row in rows if row["what"] == "matmul, reduce-scatter"}
     assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
-    assert all(row["over_matmul"]["value"] == 1 for row in rows if row["way"] == "matmul alone")
+    assert all(row["over_alone"]["value"] == 1 for row in rows if row["way"] == "matmul alone")
+    assert {row["way"] for row in rows if "limit" in row} == {"hvdlite, chosen"}
+
+
+def test_a_tensor_parallel_layer(launch: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "tensor_parallel_layer.json"
+    small = ("--rows=8", "--context=4", "--hidden=16", "--rounds=1")
+    rows = run(launch, 2, "tensor_parallel_layer.py", path, *small)["rows"]
+    ways = {"compute alone", "hvdlite, chosen", "hvdlite, shared memory", "hvdlite, unfused", "DTensor, Gloo"}
+    forms = [(dtype, form) for dtype in ("float32", "bfloat16") for form in ("rows", "whole")]
+    assert {(row["direction"], row["dtype"], row["form"], row["way"]) for row in rows} == {
+        (direction, *form, way) for direction in ("forward", "backward", "both") for form in forms for way in ways
+    }
+    assert all(row["over_alone"]["value"] == 1 for row in rows if row["way"] == "compute alone")
 
 
 def test_costs(launch: Launch, tmp_path: Path) -> None:

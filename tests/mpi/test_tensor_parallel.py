@@ -63,16 +63,18 @@ def test_matmul_reduce_scatter(team: tp.Team, dtype: torch.dtype, between: tuple
     n = team.size
     x = integers(2 * n, *between, 3 * n, dtype=dtype, salt=1).requires_grad_()
     weight = integers(3 * n, 5, dtype=dtype, salt=2).requires_grad_()
-    whole = x @ weight
+    bias = integers(5, dtype=dtype, salt=3).requires_grad_()
+    whole = x @ weight + bias
     upstream = integers(*whole.shape, dtype=dtype, salt=4)
-    expected = torch.autograd.grad(whole, (x, weight), upstream)
+    expected = torch.autograd.grad(whole, (x, weight, bias), upstream)
 
-    own = [columns_of(x, team).detach().clone().requires_grad_(), rows_of(weight, team).detach().requires_grad_()]
-    z = tp.matmul_reduce_scatter(own[0], own[1], team)
+    own = [columns_of(x, team).detach().clone().requires_grad_(), rows_of(weight, team).detach().requires_grad_(), bias]
+    z = tp.matmul_reduce_scatter(own[0], own[1], team, bias)
     assert torch.equal(z, rows_of(whole, team))
     found = torch.autograd.grad(z, own, rows_of(upstream, team))
     assert torch.equal(found[0], columns_of(expected[0], team))
     assert torch.equal(found[1], rows_of(expected[1], team))
+    assert torch.equal(found[2], expected[2])
 
 
 def test_sums_of_16_bits_are_rounded_once(team: tp.Team) -> None:
@@ -136,6 +138,21 @@ def test_lanes_of_the_timeline(team: tp.Team) -> None:
         assert [(name, nbytes) for _, lane, name, _, _, nbytes, _ in events if lane is Lane.WINDOW] == [
             ("all_gather_matmul", 32)
         ]
+
+
+def test_more_shapes_than_are_kept(team: tp.Team) -> None:
+    for _ in range(2):
+        for columns in range(1, 70):
+            whole = tp.gather_rows(torch.full((1, columns), float(team.rank)), team)
+            assert torch.equal(whole, torch.arange(float(team.size)).unsqueeze(1).expand(-1, columns))
+
+
+def test_windows_made_in_inference_mode() -> None:
+    team = tp.Team(method="window")
+    x, weight = integers(1, 3), integers(3, 2)
+    with torch.inference_mode():
+        expected = [tp.all_gather_matmul(x, weight, team) for _ in range(2)]  # in each of the windows
+    assert torch.equal(tp.all_gather_matmul(x.requires_grad_(), weight, team), expected[1])
 
 
 def test_no_rows(team: tp.Team) -> None:

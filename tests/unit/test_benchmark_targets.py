@@ -11,8 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+from beside_compute import Row, compare, report, rounds_within
 from measure import estimate, in_turns, median_ratio
-from pages import allreduce_table, refresh, steps_table, targets_table
+from pages import allreduce_table, refresh, split_table, steps_table, targets_table
 from targets import Target, lines, targets
 
 MIB = 1 << 20
@@ -193,6 +194,58 @@ def test_hidden_share_and_timeline() -> None:
     assert found(reports, "step with the timeline") == {"transformer": (1.02, True)}
 
 
+def split_rows(own_ms: float, limit: float, **case: Any) -> list[Row]:
+    """Of compute that takes 100 ms, where hvdlite takes ``own_ms``, its operations 110 and Gloo 150."""
+    times = {"compute alone": 100.0, "hvdlite, chosen": own_ms, "hvdlite, unfused": 110.0, "Gloo": 150.0}
+    seconds = {way: np.full(5, ms * 1e-3) for way, ms in times.items()}
+    return compare(seconds, "compute alone", "hvdlite, chosen", {"hvdlite, unfused", "MPI", "Gloo"}, limit, case)
+
+
+GATHER = [
+    row
+    for rows, own_ms in ((512, 106.0), (2048, 101.0))
+    for row in split_rows(own_ms, 1.02, what="all-gather, matmul", dtype="bfloat16", rows=rows, hidden=1024)
+]
+FORWARD = split_rows(115.5, 1.08, direction="forward", dtype="float32", form="rows", rows=512, hidden=1024)
+LAYER = [*FORWARD, *split_rows(105.0, 1.08, direction="both", dtype="float32", form="rows", rows=512, hidden=1024)]
+
+
+def test_tensor_parallelism() -> None:
+    reports = {"tensor_parallel": {"rows": GATHER}, "tensor_parallel_layer": {"rows": LAYER}}
+    assert found(reports, "tensor parallelism: all-gather") == {"bfloat16, most at 512 rows of 1024": (1.06, False)}
+    assert found(reports, "tensor parallelism: matmul") == {}
+    assert found(reports, "tensor parallelism: forward") == {"float32, rows, most at 512 rows of 1024": (1.155, False)}
+    assert found(reports, "tensor parallelism: backward") == {}
+    where = "most at {}, 512 rows of 1024"
+    assert found(reports, "tensor parallelism, against") == {
+        f"all-gather, matmul, time / hvdlite, unfused, {where.format('bfloat16')}": (106 / 110, True),
+        f"forward of a layer, time / hvdlite, unfused, {where.format('float32')}": (1.05, False),
+    }
+    assert split_table({"rows": GATHER}).splitlines()[2:] == [
+        "| all-gather, matmul, bfloat16, 512 rows of 1024 | ≤ 1.02 | **1.060** | 1.100 | 1.500 |",
+        "| all-gather, matmul, bfloat16, 2048 rows of 1024 | ≤ 1.02 | 1.010 | 1.100 | 1.500 |",
+    ]
+    forward = split_table({"rows": LAYER}).splitlines()[2]
+    assert forward.startswith("| forward, float32, 512 rows of 1024, sequence parallel | ≤ 1.08 | **1.155** | 1.100 |")
+
+
+def test_what_misses_is_said() -> None:
+    told = report(LAYER, ("direction", "rows")).split("Missed:\n")[1].splitlines()
+    assert told == [
+        "  forward, 512: 1.155 (1.155, 1.155) times compute alone, wanted <= 1.08",
+        "  forward, 512: 1.050 (1.050, 1.050) times hvdlite, unfused, wanted <= 1",
+    ]
+    assert report(GATHER[4:], ("what", "rows")).endswith("No target is missed.")
+    seconds = {"alone": np.full(4, 1.0), "own": np.array([1.0, 1.3, 1.3, 1.0]), "unfused": np.full(4, 2.0)}
+    doubtful = compare(seconds, "alone", "own", {"unfused"}, 1.1, {"what": "a sum"})
+    assert report(doubtful, ("what",)).endswith("times alone, wanted <= 1.1, within its interval")
+
+
+def test_as_many_rounds_as_there_is_time_for() -> None:
+    assert [rounds_within(15.0, 10, seconds) for seconds in (1.0, 3.0, 100.0)] == [10, 5, 3]
+    assert rounds_within(15.0, 1, 100.0) == 1
+
+
 def test_gpus() -> None:
     pack = {"pack": {"ways": {"copy": {}, "pack": {"of_copy": exactly(0.86)}, "unpack": {"of_copy": exactly(0.84)}}}}
     steps = [{"model": "small GPT", "relative": exactly(1.02)}, {"model": "transformer", "relative": exactly(1.5)}]
@@ -215,12 +268,12 @@ def test_gpus() -> None:
 
 def test_tables_have_a_row_for_every_target() -> None:
     nothing = targets({})
-    assert len(nothing) == 25
+    assert len(nothing) == 30
     assert [row[0] for row in lines(nothing)] == [target.what for target in nothing]
     assert {target.verdict for target in nothing} == {"not measured"}
     some: list[Target] = targets({"allreduce": OPEN_MPI})
     table = targets_table(some).splitlines()
-    assert len(table) == 2 + 25
+    assert len(table) == 2 + 30
     assert table[2].endswith("| ≤ 1.1 | time / memcpy's: **1.25 (1.25, 1.25)** | NO |")
     assert table[3].endswith("| ≤ 3 | time / memcpy's: 3 (3, 3) | yes |")
 

@@ -142,7 +142,13 @@ class Times:
 
 
 @pytest.mark.parametrize(
-    ("unfused", "chosen"), [([1.9, 0.9, 1.8], Method.UNFUSED), ([0.5, 1.1, 0.5], Method.WINDOW)], ids=["faster", "luck"]
+    ("unfused", "chosen"),
+    [
+        ([1.9, 0.9, 1.8], Method.UNFUSED),
+        ([0.5, 1.1, 0.5], Method.WINDOW),
+        ([1.9, 0.99, 1.9], Method.WINDOW),
+    ],
+    ids=["faster", "luck", "noise"],
 )
 def test_a_method_has_to_be_faster_in_every_try(unfused: list[float], chosen: Method, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
