@@ -163,18 +163,22 @@ def check(wheel: Path, python: Python, processor: str, work: Path) -> str:
     Raises:
         WheelError: they did not add.
     """
+    this = platform.machine()
+    native = wheel if processor == this else next(wheel.parent.glob(f"*-{python.tag}-*_{this}.whl"), None)
+    emulated = None if processor == this else Emulated.of(processor, work)
+    if processor != this and (emulated is None or emulated.version != python.version):
+        return f"named by auditwheel, not run: no {processor} here that runs Python {python.version}"
+    if native is None:
+        return f"named by auditwheel, not run: what starts the ranks is the wheel for {this}, which is not there"
     venv = work / f"check-{python.tag}"
     if not venv.exists():
         _run("check", [python.path, "-m", "venv", str(venv)])
         _run("check", [str(venv / "bin/pip"), "install", "-q", *RUNTIME])
-        _run("check", [str(venv / "bin/pip"), "install", "-q", "--no-deps", "--no-index", str(wheel)])
+        _run("check", [str(venv / "bin/pip"), "install", "-q", "--no-deps", "--no-index", str(native)])
     launcher = [str(venv / "bin/python"), "-I", "-m", "hvdlite", "run", "-np", "2", "--"]
-    if processor == platform.machine():
+    if emulated is None:
         _run("check", [*launcher, str(venv / "bin/python"), "-I", str(CHECK)])
         return "two ranks have added"
-    emulated = Emulated.of(processor, work)
-    if emulated is None or emulated.version != python.version:
-        return f"named by auditwheel, not run: no {processor} here that runs Python {python.version}"
     site = work / f"site-{processor}"
     platforms = [f"--platform=manylinux_{GLIBC.replace('.', '_')}_{processor}", f"--platform=manylinux2014_{processor}"]
     target = ["--target", str(site), "--only-binary=:all:", f"--python-version={python.version}", *platforms]
