@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-PICTURES = ROOT / "docs" / "pictures"
+DIAGRAMS = ROOT / "docs" / "diagrams"
 _PROMPT = "$ "
 
 
@@ -65,4 +65,4 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 def picture_of(diagram: str) -> Path:
     """Where the picture of a diagram lies; it is named by the diagram's text, so that no picture is of an older one."""
-    return PICTURES / f"{hashlib.sha256(diagram.encode()).hexdigest()[:12]}.svg"
+    return DIAGRAMS / f"{hashlib.sha256(diagram.encode()).hexdigest()[:12]}.svg"

@@ -15,7 +15,7 @@ import pytest
 import hvdlite
 import hvdlite.tensor_parallel as tp
 import hvdlite.torch as hvd
-from blocks import PICTURES, ROOT, blocks_of, pages, picture_of
+from blocks import DIAGRAMS, ROOT, blocks_of, pages, picture_of
 from hvdlite.config import OTHER_VARIABLES, Config
 
 pytest.importorskip("mkdocstrings", reason="the site's tools are not installed: pip install 'hvdlite[docs]'")
@@ -79,12 +79,12 @@ def test_the_settings_are_those_of_the_code(site: Path) -> None:
 
 
 def test_diagrams_are_pictures(site: Path) -> None:
-    """Drawn once, by tools/pictures.py: a script that draws them in the browser would come from another host."""
+    """Drawn once, by tools/diagrams.py: a script that draws them in the browser would come from another host."""
     diagrams = [block for page in pages() for block in blocks_of(page) if block.language == "mermaid"]
     missing = [str(block) for block in diagrams if not picture_of(block.text).exists()]
-    assert not missing, "python3 tools/pictures.py draws what is new"
+    assert not missing, "python3 tools/diagrams.py draws what is new"
     drawn = {picture_of(block.text).name for block in diagrams}
-    assert {path.name for path in PICTURES.glob("*.svg")} == drawn
+    assert {path.name for path in DIAGRAMS.glob("*.svg")} == drawn
 
 
 def test_no_markdown_is_left_over(site: Path) -> None:

@@ -1,4 +1,4 @@
-"""Draws the diagrams of the pages, in docs/pictures: python3 tools/pictures.py mermaid.min.js
+"""Draws the diagrams of the pages, in docs/diagrams: python3 tools/diagrams.py mermaid.min.js
 
 GitHub draws diagrams by itself. The site shows these pictures, since a script that draws would come from another host.
 Needs Chromium with its driver, and Mermaid: `npm pack mermaid@11`, in which it is dist/mermaid.min.js. Pictures of
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "browser"), str(ROOT / "tools")]
 
-from blocks import PICTURES, blocks_of, pages, picture_of  # noqa: E402 (the line above makes it importable)
+from blocks import DIAGRAMS, blocks_of, pages, picture_of  # noqa: E402 (the line above makes it importable)
 from web_driver import Browser, missing  # noqa: E402
 
 OPTIONS = {
@@ -36,9 +36,9 @@ def main() -> int:
     mermaid = parser.parse_args().mermaid
     diagrams = {picture_of(b.text): b.text for page in pages() for b in blocks_of(page) if b.language == "mermaid"}
     if reason := missing():
-        print(f"pictures: {reason}", file=sys.stderr)
+        print(f"diagrams: {reason}", file=sys.stderr)
         return 1
-    PICTURES.mkdir(exist_ok=True)
+    DIAGRAMS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, Browser() as browser:
         shutil.copy(mermaid, Path(directory, "mermaid.js"))
         page = Path(directory, "page.html")
@@ -50,11 +50,11 @@ def main() -> int:
                 script = f"return mermaid.render('d{path.stem}', {json.dumps(text)}).then(drawn => drawn.svg, String)"
                 drawn = browser.run(script)
                 if not drawn.startswith("<svg"):
-                    print(f"pictures: {drawn}\nin\n{text}", file=sys.stderr)
+                    print(f"diagrams: {drawn}\nin\n{text}", file=sys.stderr)
                     return 1
                 path.write_text(drawn + "\n")
                 print(path.relative_to(ROOT))
-    for path in set(PICTURES.glob("*.svg")) - diagrams.keys():
+    for path in set(DIAGRAMS.glob("*.svg")) - diagrams.keys():
         path.unlink()
         print(f"{path.relative_to(ROOT)} is of no diagram any more")
     return 0
