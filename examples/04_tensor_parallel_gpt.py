@@ -133,6 +133,7 @@ def main() -> None:
         state = tp.unsplit_state_dict(model)  # all ranks take part
         if hvd.rank() == 0:
             torch.save(state, options.save)
+    hvd.barrier()  # whoever ends first ends the job, and with it what others do in process sets of their own
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ to those that wait. Only processes of the same user are heard.
 
 from __future__ import annotations
 
-import os
 import pickle
 import secrets
 import socket
@@ -20,10 +19,9 @@ from dataclasses import dataclass, field
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import StartupError
 from hvdlite.rendezvous import MissingError
-from hvdlite.wire import read_exactly
+from hvdlite.wire import is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
-_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 _ANSWER_S = 5.0  # how much longer than it may wait a rank listens for the answer that not all have come
 
 
@@ -86,7 +84,7 @@ class MeetingPoint:
 
     def _serve(self, link: socket.socket) -> None:
         with link, suppress(OSError):
-            if not _is_ours(link):
+            if not is_ours(link):
                 return
             key, ranks, rank, timeout_s, data = pickle.loads(_receive(link))
             try:
@@ -142,7 +140,7 @@ class AtMeetingPoint:
         try:
             with socket.socket(socket.AF_UNIX) as link:
                 link.connect("\0" + self._name)
-                if not _is_ours(link):
+                if not is_ours(link):
                     raise ConnectionError("it belongs to another user")
                 _send(link, pickle.dumps((key, tuple(ranks), rank, timeout_s, data)))
                 link.settimeout(timeout_s + _ANSWER_S)
@@ -156,13 +154,6 @@ class AtMeetingPoint:
             raise MissingError(complaint)
         values: list[bytes] = told
         return values
-
-
-def _is_ours(link: socket.socket) -> bool:
-    """Whether the process at the other end is of this user: names of abstract sockets are no secret."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return bool(user == os.geteuid())
 
 
 def _send(link: socket.socket, data: bytes) -> None:

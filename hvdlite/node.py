@@ -21,6 +21,7 @@ from hvdlite import _native
 from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.wire import is_ours
 
 _HELLO = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")
@@ -264,6 +265,8 @@ def _connect_to_leader(names: Mapping[int, str], rank: int) -> tuple[int, list[s
                 link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 links.append(link)
                 link.connect(names[other])
+                if not is_ours(link):
+                    raise ConnectionError("it belongs to another user")
         except OSError:
             for link in links:
                 link.close()
@@ -280,6 +283,9 @@ def _accept(listener: socket.socket, ranks: tuple[int, ...], cores: int, timeout
         while any(len(links) < 2 for links in found.values()):
             try:
                 link = on_failure.enter_context(listener.accept()[0])
+                if not is_ours(link):  # any user can list the names of abstract sockets
+                    link.close()
+                    continue
                 link.settimeout(timeout_s)
                 (rank,) = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
             except (TimeoutError, struct.error) as error:

@@ -1,8 +1,19 @@
-"""Whole messages over a stream socket."""
+"""Stream sockets: who is at the other end, and whole messages."""
 
 from __future__ import annotations
 
+import os
 import socket
+import struct
+
+_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
+
+
+def is_ours(link: socket.socket) -> bool:
+    """Whether the process at the other end of a unix socket is of this user: abstract names are no secret."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
 
 
 def read_exactly(link: socket.socket, length: int) -> bytes:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import platform
 import random
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -208,6 +211,45 @@ def test_a_rank_that_does_not_connect_is_named_everywhere(monkeypatch: pytest.Mo
             discover(comm, 0.3)
 
     on_ranks(2, work)
+
+
+_SETRESUID = {"x86_64": 117, "aarch64": 147}.get(platform.machine())
+NOBODY = 65534
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or _SETRESUID is None, reason="needs to become somebody else")
+def test_another_user_is_not_taken_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has found the name in /proc/net/unix, and is there before rank 1."""
+    answers: list[bytes] = []
+    connect = hvdlite.node._connect_to_leader
+
+    def stranger(name: str) -> None:
+        # The system call itself, and not libc's function, is of this thread alone; the kernel asks who connects.
+        assert ctypes.CDLL(None).syscall(_SETRESUID, NOBODY, NOBODY, NOBODY) == 0
+        links = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+        for link in links:
+            link.connect(name)
+            link.sendall(hvdlite.node._HELLO.pack(1))
+        for link in links:
+            with link, suppress(ConnectionResetError):
+                link.settimeout(20)
+                answers.append(link.recv(1))
+
+    strangers: list[threading.Thread] = []
+
+    def come_first(names: dict[int, str], rank: int) -> Any:
+        if rank == 1:
+            strangers.append(threading.Thread(target=stranger, args=(names[0],)))
+            strangers[0].start()
+            time.sleep(0.5)
+        return connect(names, rank)
+
+    monkeypatch.setattr(hvdlite.node, "_connect_to_leader", come_first)
+    nodes = [node for _, node in found(3)]
+    assert [segment.memory.data.nbytes for segment in shared(nodes, 100)] == [100, 100, 100]
+    strangers[0].join(20)
+    assert not any(answers)
+    close(nodes)
 
 
 @pytest.mark.parametrize("step", ["_core_mask", "_connect_to_leader", "Node"])

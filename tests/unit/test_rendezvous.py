@@ -128,7 +128,7 @@ def test_a_rank_that_comes_twice_is_told_so(point: MeetingPoint) -> None:
 
 
 def test_strangers_are_not_heard(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_point.os, "geteuid", lambda: 12345)  # so both ends belong to another user
+    monkeypatch.setattr("os.geteuid", lambda: 12345)  # so both ends belong to another user
     with socket.socket(socket.AF_UNIX) as link:
         link.connect("\0" + point.environment[MEETING_POINT])
         link.settimeout(10)
