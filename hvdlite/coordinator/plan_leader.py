@@ -47,11 +47,11 @@ class OrderWatch:
         self._period = 0
         self._matches = 0
 
-    def saw(self, response: Response, *, alone: bool = True) -> None:
+    def saw(self, response: Response, *, alone: bool = False) -> None:
         """The next response of the log.
 
         Args:
-            alone: in its batch.
+            alone: it is all of its batch, so that nothing is fused.
         """
         if response.request.unsettles:
             self._patience = 1  # the order changes on purpose: that this plan ends says nothing about the next one
@@ -154,12 +154,8 @@ class PlanLeader:
         self._period = 0  # operations of it
         self._holding = False
 
-    def saw(self, response: Response, *, alone: bool) -> None:
-        """The root has written a response into the log.
-
-        Args:
-            alone: in its batch.
-        """
+    def saw(self, response: Response, *, alone: bool = False) -> None:
+        """The root has written a response into the log; see `OrderWatch.saw`."""
         assert self._watch is not None
         self._watch.saw(response, alone=alone)
 

@@ -96,7 +96,8 @@ class Allreduce(ReducingOperation):
         submission = work[0][1]
         if self.place is not None and submission.home is not None:
             if self._home_layout.nbytes <= engine.backend.small_bytes:
-                self._reduce(engine, submission.inputs, submission.outputs, self._home_layout, label)
+                outputs = self.with_places(submission.outputs, submission.home)
+                self._reduce(engine, submission.inputs, outputs, self._home_layout, label)
             else:
                 self._reduce_at_home(engine, submission, submission.home, label)
         elif len(work) > 1:  # each has one layout, and all of the same types
@@ -144,6 +145,16 @@ class Allreduce(ReducingOperation):
         targets = sources if outputs is submission.inputs else engine.tensors(outputs, layout)
         with engine.recorder.span(Lane.UNPACK, label, buffer.nbytes, dtype.label):
             engine.memory.unpack(buffer, 0, targets, dtype)
+
+    def with_places(self, outputs: Sequence[TensorView], home: Home) -> Sequence[TensorView]:
+        """``outputs``, at their places in ``home`` where they have no address."""
+        if all(view.address for view in outputs):
+            return outputs
+        start = home.buffer.address + home.offset_bytes
+        places = [start + offset * self._home_layout.dtype.itemsize for offset in self._home_layout.offsets]
+        return [
+            view if view.address else view._replace(address=place) for view, place in zip(outputs, places, strict=True)
+        ]
 
     @property
     def only_layout(self) -> Layout | None:

@@ -142,7 +142,8 @@ def allreduce_now(
         prepared = PreparedAllreduce.known(group, request, lambda: request, home)
         if prepared is not None:
             sources = [view.address for view in inputs]
-            targets = sources if outputs is inputs else [view.address for view in outputs]
+            wanted = outputs if home is None else request.with_places(outputs, home)
+            targets = sources if wanted is inputs else [view.address for view in wanted]
             group.perform(prepared, Tensors(sources, targets, home, (inputs, outputs)), name)
             return _COMPLETE
     return group.submit(request, name, inputs, outputs, home=home, background=False)

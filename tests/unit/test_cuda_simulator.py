@@ -202,8 +202,8 @@ def test_a_host_function_may_call_nothing(cuda: Driver) -> None:
 
 
 def test_words_are_registered_for_devices_and_aligned(cuda: Driver) -> None:
-    page, stream = mmap.mmap(-1, mmap.PAGESIZE), cuda.stream()
-    host = c_void_p(ctypes.addressof(c_ubyte.from_buffer(page)))
+    pages, stream = mmap.mmap(-1, 2 * mmap.PAGESIZE), cuda.stream()  # the second one is not registered
+    host = c_void_p(ctypes.addressof(c_ubyte.from_buffer(pages)))
     size = c_size_t(mmap.PAGESIZE)
 
     def answers(offset: int) -> list[int]:
