@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -131,20 +130,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, stubborn: bool
 
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.skipif(Path(sys.prefix) != ROOT / ".venv", reason="needs the checkout's .venv, as the quickstart makes it")
-def test_the_readmes_commands_as_printed() -> None:
-    """In a new shell, in the root of the checkout, after the quickstart."""
-    block = re.search(r"```\n(\$ \. \.venv/bin/activate\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert block is not None
-    lines = block[1].splitlines()
-    commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    environ = {"PATH": os.defpath, "HOME": os.environ["HOME"]}
-    shell = ["sh", "-ec", "\n".join(commands)]
-    done = subprocess.run(shell, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted(line for line in lines if not line.startswith("$ "))
 
 
 def test_the_doctor_runs_two_ranks() -> None:
