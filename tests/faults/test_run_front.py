@@ -129,9 +129,6 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, stubborn: bool
     assert job.left() == {}
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 def test_the_doctor_runs_two_ranks() -> None:
     command = [sys.executable, "-m", "hvdlite", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
