@@ -54,6 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     # Who has waited long says so, for the stall check; with more ranks than cores that would be often.
     os.environ["HVDLITE_STALL_CHECK_DISABLE"] = "1"
+    os.environ["HVDLITE_PREPARED_OPERATIONS"] = "0"  # with which ranks of one node say nothing at all
     if options.claims:
         OrderWatch.period = lambda watch: 0  # type: ignore[method-assign]
     hvdlite.init()

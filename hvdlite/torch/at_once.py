@@ -9,6 +9,7 @@ from hvdlite.memory.base import Home
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.prepared import PreparedAllreduce, Tensors, can_be_prepared
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
+from hvdlite.torch.device import is_on_device
 from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.reduce_options import Adasum, reduce_options
 from hvdlite.torch.tensor_view import contiguous_block, view_of
@@ -37,7 +38,9 @@ def reduced_at_once(
     group = process_set.group_of_members()
     if group is None or not can_be_prepared(group):
         return None
-    if type(tensor) not in _PLAIN or not (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()):
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return None
+    if is_on_device(tensor):
         return None
     if type(op) not in _OPS or (name is not None and type(name) is not str):
         return None
