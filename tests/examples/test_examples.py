@@ -38,7 +38,7 @@ def test_allreduce_prints_what_every_rank_has(launch: Launch, ranks: int) -> Non
         assert "hello from rank 0" in said
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_digits_reaches_its_accuracy_with_any_number_of_ranks(launch: Launch, ranks: int) -> None:
     pytest.importorskip("sklearn")
     result = launch(ranks, EXAMPLES / "02_digits.py", "--epochs=10", timeout=240).check()

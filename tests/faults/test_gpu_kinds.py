@@ -13,7 +13,9 @@ TESTS = Path(__file__).resolve().parents[1]
 TIME_LIMIT_S = 120
 
 
-@pytest.mark.parametrize("setting", ["GPUSIM_PCT=1", "GPUSIM_PCT=2", "GPUSIM_NO_VMM=1"])
+@pytest.mark.parametrize(
+    "setting", ["GPUSIM_PCT=1", pytest.param("GPUSIM_PCT=2", marks=pytest.mark.thorough), "GPUSIM_NO_VMM=1"]
+)
 def test_runtimes_compute_the_same(setting: str) -> None:
     """GPUSIM_PCT is the seed of streams' priorities, by turns.
 

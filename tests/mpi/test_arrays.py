@@ -15,7 +15,7 @@ import torch
 import hvdlite.torch as hvd
 from cuda_lab import SimulatedGpus, simulated
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 DTYPES = ["float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64"]
 

@@ -18,7 +18,7 @@ import hvdlite.torch as hvd
 from cuda_lab import SimulatedGpus, simulated
 from hvdlite.operations.operation import Operation
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 SIZES = [0, 1, 7, 1000, 300_001]
 

@@ -6,4 +6,8 @@ import pytest
 
 from test_join import *  # noqa: F403
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running", "everything_on_gpus")]
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.usefixtures("running", "everything_on_gpus"),
+]

@@ -23,7 +23,7 @@ from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory.views import Buffer
 from nccl_lab import OwnMemory, build
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 
 LAST = SIZE - 1
 NUMEL = 40_000

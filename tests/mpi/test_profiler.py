@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 import hvdlite
 import hvdlite.torch as hvd
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 
 def names_of(run: profile) -> set[str]:
