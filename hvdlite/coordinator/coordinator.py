@@ -39,6 +39,7 @@ from hvdlite.topology import Topology
 
 T = TypeVar("T")
 
+_NOT_YET = Outcome.NOT_YET
 _WATCH_S = 1.0  # between two looks at what GPUs do
 
 
@@ -191,13 +192,14 @@ class Coordinator:
                 return False
             try:
                 outcome = prepared.run(tensors, self._plan.number, plan.ready, worker.heard)
+                if outcome is not _NOT_YET:
+                    plan.done = plan.ready
             except BaseException as error:
                 self._interrupted(plan, prepared, sequence, tensors, error)
                 raise
             self._last_submitted = prepared.label
             self._progress.submissions += 1
-            if outcome is not Outcome.NOT_YET:
-                plan.finish_next()
+            if outcome is not _NOT_YET:
                 self._progress.counted += 1
                 self._progress.batches += 1
                 if outcome is Outcome.DONE_AND_RUNG:
@@ -232,10 +234,10 @@ class Coordinator:
         outcome = prepared.outcome(self._plan.number, plan.ready)
         if outcome is None:
             plan.cancel_next(prepared.request)
-        elif outcome is Outcome.NOT_YET:
+        elif outcome is _NOT_YET:
             self._leave(plan, prepared, sequence, tensors)
         else:
-            plan.finish_next()
+            plan.done = plan.ready
 
     @property
     def runs_free(self) -> bool:

@@ -88,7 +88,7 @@ class FrozenPlan:
     def begin_next(self, request: Request, sequence: int) -> bool:
         """Count as ready what comes next, while nothing else is waited for; whether ``request`` is that.
 
-        `finish_next`, `leave_next` or `cancel_next` follows, with nothing in between.
+        With nothing in between, `done` follows as far as `ready`, or `leave_next`, or `cancel_next`.
         """
         if self._pending or self.done != self.ready:
             return False
@@ -101,10 +101,6 @@ class FrozenPlan:
         turns.offered += 1
         self.ready += 1
         return True
-
-    def finish_next(self) -> None:
-        """It was done."""
-        self.done = self.ready
 
     def cancel_next(self, request: Request) -> None:
         """Nobody was told."""
