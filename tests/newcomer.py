@@ -28,7 +28,7 @@ KEPT = re.compile(r"PIP_(?!CACHE)\w+|\w+_proxy|SSL_CERT_\w+|LANG", re.IGNORECASE
 HIDDEN = (".cache", ".ccache", ".pip", ".local")
 # Where the program comes from that a page calls train.py; by default it is the page's own first one.
 TRAIN = {"README.md": "docs/from-horovod.md"}
-INDEX = " --index-url https://download.pytorch.org/whl/cpu"
+TORCH = "pip install torch\n"
 LEFT_OUT = {"python3 tests/run.py": "the tests take a while; --all runs them"}
 _SAYS = re.compile(r"^# ((?:python -m hvdlite run|hvdliterun) .*?(\w+\.py))$")
 _MARK = "newcomer's mark"
@@ -73,7 +73,7 @@ def main() -> int:
     parser.add_argument("--page", default="README.md")
     parser.add_argument("--all", action="store_true", help="also the tests")
     parser.add_argument(
-        "--torch-from-registry", action="store_true", help=f"leave out{INDEX}, where that cannot be reached"
+        "--torch", metavar="WORDS", help="what to install as torch, as torch==2.13.0; pip's default has CUDA"
     )
     options = parser.parse_args()
     if os.environ.get("HVDLITE_NEWCOMER") is None:
@@ -126,9 +126,9 @@ def follow(block: Block, shell: Shell, clone: Path, options: argparse.Namespace)
     if not options.all and commands in LEFT_OUT:
         print(f"    left out: {LEFT_OUT[commands]}")
         return None
-    if options.torch_from_registry and INDEX in commands:
-        print(f"    not as printed: without{INDEX}")
-        commands = commands.replace(INDEX, "")
+    if options.torch and TORCH in commands:
+        print(f"    not as printed: pip install {options.torch}")
+        commands = commands.replace(TORCH, f"pip install {options.torch}\n")
     start = time.monotonic()
     status, output = shell.run(commands)
     elapsed_s = time.monotonic() - start

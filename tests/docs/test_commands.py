@@ -24,7 +24,6 @@ NOT_HERE = {
     ("README.md", "python3 -m venv mine"): _INSTALLS,
     ("README.md", "python3 tests/run.py"): "these are its tests",
     ("docs/start.md", "python3 examples/quickstart.py"): _INSTALLS,
-    ("docs/start.md", "HVDLITE_TORCH="): _INSTALLS,
     ("docs/start.md", "python3 -m venv mine"): _INSTALLS,
     ("docs/launching.md", "mpirun -np 4 --host a:2,b:2"): "there are no hosts a and b; tests/hosts launches on several",
     ("docs/launching.md", "#!/bin/bash\n#SBATCH"): "tests/slurm runs deploy/slurm.sbatch, which is the same and more",
