@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sysconfig
 from collections.abc import Callable
@@ -93,7 +94,8 @@ def test_a_hang_ends_as_stacks_of_all_threads_on_all_ranks(run_tests: Callable[.
 def test_one_ranks_failure_is_everybodys(run_tests: Callable[..., Result]) -> None:
     result = run_tests(3, FAILURES)
     assert result.returncode == 1
-    assert "2 failed, 3 passed, 1 skipped, 1 error" in result.ranks[0].stdout
+    # pytest may count a warning of its own: ranks clear away old directories side by side.
+    assert re.search(r"2 failed, 3 passed, 1 skipped,( \d+ warnings?,)? 1 error", result.ranks[0].stdout)
     assert "[rank 1] E   AssertionError: one is wrong" in result.ranks[1].stderr
     assert "[rank 0] E       AssertionError: broken teardown" in result.ranks[0].stderr
     assert "skipped on rank 2 only" in result.ranks[0].stdout
