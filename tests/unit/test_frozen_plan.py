@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator_lab import Lab, submission
-from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.plan_leader import OrderWatch
-from hvdlite.coordinator.plan_member import FrozenPlan
+from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Submission
@@ -393,6 +393,24 @@ def test_a_plan_that_is_not_followed_makes_room(nodes: list[tuple[int, ...]]) ->
                 break
         job.check_order()
         assert job.plans == [number] * len(job.plans) and all(job.frozen)
+
+
+@pytest.mark.parametrize("verb", [Verb.FREEZE, Verb.RELEASE])
+def test_a_plan_that_runs_free_takes_nothing_while_it_is_held_and_fuses_nothing_at_its_end(verb: Verb) -> None:
+    """Other ranks may have done what is left one by one, or may not have been told that it will not be done."""
+    member = PlanMember(longest=10, patience_s=1.0)
+    for name in "ab":
+        member.logged(Response(submission(name).request, NAMED))
+    member.obey(PlanMessage(Verb.HOLD), 0.0)
+    member.obey(PlanMessage(verb, 2), 0.0)
+    runs_free = verb is Verb.RELEASE
+    assert (member.free is not None) == runs_free
+    for name in "ab":
+        assert member.admit(submission(name), 0.0)
+    member.obey(PlanMessage(Verb.HOLD), 0.0)
+    assert member.free is None
+    reaction = member.obey(PlanMessage(Verb.END, 2), 0.0)
+    assert len(reaction.responses) == 2 and reaction.fuses != runs_free
 
 
 ONE_BY_ONE = [entry for name in "a?bc" for entry in ((name, 4), ("|", 0))]
