@@ -76,6 +76,12 @@ void register_pack(py::module_& m) {
           "source"_a, "begin"_a, "end"_a, "from_dtype"_a, "to_dtype"_a, "scale"_a = 1.0, WithoutGil());
 }
 
+TensorReduction reduction_of(const TensorList& inputs, const TensorList& outputs, std::uint64_t numel, int dtype,
+                             int wire_dtype, int op, double prescale, double postscale) {
+  return {inputs,   outputs,  numel, static_cast<DType>(dtype), static_cast<DType>(wire_dtype), static_cast<Op>(op),
+          prescale, postscale};
+}
+
 Doorbell& doorbell_at(std::uintptr_t address) { return *reinterpret_cast<Doorbell*>(address); }
 
 template <class WaitOnce>
@@ -148,17 +154,8 @@ void register_signal(py::module_& m) {
           [](Barrier& self, const TensorList& inputs, const TensorList& outputs, const Addresses& staging,
              std::uint64_t window_numel, std::uint64_t numel, int dtype, int wire_dtype, int op, double prescale,
              double postscale, double timeout_s) {
-            const StagedAllreduce job{inputs,
-                                      outputs,
-                                      staging,
-                                      window_numel,
-                                      numel,
-                                      static_cast<DType>(dtype),
-                                      static_cast<DType>(wire_dtype),
-                                      static_cast<Op>(op),
-                                      prescale,
-                                      postscale};
-            return static_cast<int>(staged_allreduce(self, job, timeout_s));
+            const auto job = reduction_of(inputs, outputs, numel, dtype, wire_dtype, op, prescale, postscale);
+            return static_cast<int>(staged_allreduce(self, {job, staging, window_numel}, timeout_s));
           },
           "inputs"_a, "outputs"_a, "staging"_a, "window_numel"_a, "numel"_a, "dtype"_a, "wire_dtype"_a, "op"_a,
           "prescale"_a, "postscale"_a, "timeout_s"_a, WithoutGil());
@@ -175,14 +172,7 @@ void register_small_allreduce(py::module_& m) {
           "run",
           [](SmallAllreduce& self, const TensorList& inputs, const TensorList& outputs, std::uint64_t numel, int dtype,
              int wire_dtype, int op, double prescale, double postscale, double timeout_s) {
-            const SmallJob job{inputs,
-                               outputs,
-                               numel,
-                               static_cast<DType>(dtype),
-                               static_cast<DType>(wire_dtype),
-                               static_cast<Op>(op),
-                               prescale,
-                               postscale};
+            const auto job = reduction_of(inputs, outputs, numel, dtype, wire_dtype, op, prescale, postscale);
             return static_cast<int>(self.run(job, timeout_s));
           },
           "inputs"_a, "outputs"_a, "numel"_a, "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a,

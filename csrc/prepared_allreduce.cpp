@@ -27,7 +27,7 @@ PreparedAllreduce::Result PreparedAllreduce::run(const std::vector<std::uintptr_
   inputs_.move_to(inputs);
   outputs_.move_to(outputs);
   last_ = {plan, count, Result::kNotYet, {}};
-  if (is_small_) small_.begin(small_job());
+  if (is_small_) small_.begin(job());
   counts_.want_ring(false);
   counts_.set(plan, count);
   const auto ready = await(plan, count, heard);
@@ -57,17 +57,15 @@ ReadyCounts::Outcome PreparedAllreduce::await(std::uint64_t plan, std::uint64_t 
   return counts_.await(plan, count, heard, until, std::chrono::microseconds(0));
 }
 
-SmallJob PreparedAllreduce::small_job() const {
+TensorReduction PreparedAllreduce::job() const {
   return {inputs_,           outputs_,  shape_.numel,    shape_.dtype,
           shape_.wire_dtype, shape_.op, shape_.prescale, shape_.postscale};
 }
 
 WaitStatus PreparedAllreduce::reduce() {
-  if (is_small_) return small_.run(small_job(), timeout_s_);
+  if (is_small_) return small_.run(job(), timeout_s_);
   if (shape_.window_numel != 0) {
-    const StagedAllreduce job{inputs_,      outputs_,          shape_.memory, shape_.window_numel, shape_.numel,
-                              shape_.dtype, shape_.wire_dtype, shape_.op,     shape_.prescale,     shape_.postscale};
-    return staged_allreduce(barrier_, job, timeout_s_);
+    return staged_allreduce(barrier_, {job(), shape_.memory, shape_.window_numel}, timeout_s_);
   }
   const std::uintptr_t home = shape_.memory[barrier_.rank()];
   inputs_.pack(home, 0, shape_.numel, shape_.dtype, shape_.dtype, 1.0);

@@ -53,7 +53,7 @@ class PreparedAllreduce {
  private:
   ReadyCounts::Outcome await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard);
   WaitStatus reduce();
-  SmallJob small_job() const;
+  TensorReduction job() const;
 
   Barrier& barrier_;
   SmallAllreduce& small_;

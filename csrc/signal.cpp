@@ -16,8 +16,6 @@
 namespace hvdlite {
 namespace {
 
-// A waiter that sleeps looks at its abort word this often, should the wake-up that belongs to an abort not come.
-constexpr std::chrono::milliseconds kSlice{100};
 constexpr std::uint32_t kOwner = 1, kAssistant = 2;
 
 }  // namespace
@@ -138,7 +136,7 @@ WaitStatus Barrier::await_generation_after(std::uint32_t before, Clock::time_poi
       status = WaitStatus::kTimeout;
       break;
     }
-    futex_wait(shared_->generation, before, std::min(until, now + kSlice));
+    futex_wait(shared_->generation, before, std::min(until, now + kAbortLook));
   }
   shared_->sleepers.fetch_sub(1, std::memory_order_relaxed);
   return status;

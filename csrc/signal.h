@@ -17,6 +17,9 @@ namespace hvdlite {
 using Clock = std::chrono::steady_clock;
 using Word = std::atomic<std::uint32_t>;
 
+// A waiter that sleeps looks at its abort word this often, should the wake-up that belongs to an abort not come.
+constexpr std::chrono::milliseconds kAbortLook{100};
+
 // A word of shared memory by its address, a multiple of its size.
 template <class T>
 std::atomic<T>& atomic_at(std::uintptr_t address) {

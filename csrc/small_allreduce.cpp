@@ -9,8 +9,6 @@
 namespace hvdlite {
 namespace {
 
-// A waiter that sleeps looks at its abort word this often, should the wake-up that belongs to an abort not come.
-constexpr std::chrono::milliseconds kSlice{100};
 constexpr std::uint64_t kPlaces = 2;
 
 }  // namespace
@@ -49,7 +47,7 @@ bool SmallAllreduce::has_begun(std::uint32_t rank) const {
   return static_cast<std::int32_t>(theirs - turn_) >= 0;  // counts may wrap
 }
 
-WaitStatus SmallAllreduce::run(const SmallJob& job, double timeout_s) {
+WaitStatus SmallAllreduce::run(const TensorReduction& job, double timeout_s) {
   if (!has_begun_) begin(job);
   const WaitStatus status = finish(job, timeout_s);
   has_begun_ = false;
@@ -63,7 +61,7 @@ void SmallAllreduce::withdraw() {
   has_begun_ = false;
 }
 
-void SmallAllreduce::begin(const SmallJob& job) {
+void SmallAllreduce::begin(const TensorReduction& job) {
   if (!takes(job.numel, job.wire_dtype)) throw std::invalid_argument("SmallAllreduce: too many bytes");
   ++turn_;
   has_begun_ = true;
@@ -80,7 +78,7 @@ bool SmallAllreduce::all_have_begun() const {
   return true;
 }
 
-WaitStatus SmallAllreduce::finish(const SmallJob& job, double timeout_s) {
+WaitStatus SmallAllreduce::finish(const TensorReduction& job, double timeout_s) {
   const Reducer reducer(job.wire_dtype, job.op, job.prescale, job.postscale);
   if (!all_have_begun()) {
     const WaitStatus status = await_all(time_after(timeout_s));
@@ -116,7 +114,7 @@ WaitStatus SmallAllreduce::await_all(Clock::time_point until) {
         status = aborted() ? WaitStatus::kAborted : WaitStatus::kTimeout;
         break;
       }
-      if (!has_begun(rank)) futex_wait(its.turn, theirs, std::min(until, now + kSlice));
+      if (!has_begun(rank)) futex_wait(its.turn, theirs, std::min(until, now + kAbortLook));
     }
     its.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (status != WaitStatus::kOk) return status;

@@ -5,22 +5,10 @@
 #include <vector>
 
 #include "elements.h"
-#include "pack.h"
 #include "signal.h"
+#include "tensor_reduction.h"
 
 namespace hvdlite {
-
-// Tensors as they lie in a layout of `numel` elements, and what becomes of them.
-struct SmallJob {
-  const TensorList& inputs;
-  const TensorList& outputs;
-  std::uint64_t numel;
-  DType dtype;       // of the tensors
-  DType wire_dtype;  // in which they are added
-  Op op;
-  double prescale;
-  double postscale;
-};
 
 // Each rank has two places in shared memory, and a count of the allreduces whose tensors it has put there. It packs all
 // of its tensors, counts, waits until all ranks have counted as far, and reduces what all of them have packed into its
@@ -43,10 +31,10 @@ class SmallAllreduce {
 
   static bool takes(std::uint64_t numel, DType wire_dtype) { return numel * item_bytes(wire_dtype) <= kMostBytes; }
 
-  WaitStatus run(const SmallJob& job, double timeout_s);
+  WaitStatus run(const TensorReduction& job, double timeout_s);
 
   // The first half of `run`, which then does the second: after it the other ranks do not wait for this one.
-  void begin(const SmallJob& job);
+  void begin(const TensorReduction& job);
   // Of what has begun: whether the second half would not wait.
   bool all_have_begun() const;
   // All ranks have agreed, after the same number of `run`, that what some of them have begun will not be done.
@@ -63,7 +51,7 @@ class SmallAllreduce {
   Line& line(std::uint32_t rank) const;
   std::uintptr_t place(std::uint32_t rank) const;
   bool has_begun(std::uint32_t rank) const;
-  WaitStatus finish(const SmallJob& job, double timeout_s);
+  WaitStatus finish(const TensorReduction& job, double timeout_s);
   WaitStatus await_all(Clock::time_point until);
 
   std::uintptr_t address_;

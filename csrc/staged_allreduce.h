@@ -4,26 +4,17 @@
 #include <cstdint>
 #include <vector>
 
-#include "elements.h"
-#include "pack.h"
 #include "signal.h"
+#include "tensor_reduction.h"
 
 namespace hvdlite {
 
 // Every rank's staging memory holds two windows.
 constexpr std::uint64_t kStagingWindows = 2;
 
-struct StagedAllreduce {
-  const TensorList& inputs;
-  const TensorList& outputs;
+struct StagedAllreduce : TensorReduction {
   std::vector<std::uintptr_t> staging;  // one address per rank
   std::uint64_t window_numel;           // at most
-  std::uint64_t numel;                  // of the fused layout
-  DType dtype;                          // of the tensors
-  DType wire_dtype;                     // in which they travel
-  Op op;
-  double prescale;
-  double postscale;
 };
 
 // Runs `job` together with all other ranks of `barrier`. A barrier per window, and one more.

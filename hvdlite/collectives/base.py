@@ -52,13 +52,16 @@ class Completion(ABC):
         """
 
 
-class _Done(Completion):
+class Done(Completion):
+    """Of an operation that was complete when its call returned."""
+
+    is_done = True
+
     def wait(self) -> None:
-        pass
+        """Return at once."""
 
 
-DONE: Completion = _Done()
-"""Of an operation that was complete when its call returned."""
+DONE = Done()
 
 
 class PreparedCall(Protocol):

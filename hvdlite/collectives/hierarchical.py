@@ -80,7 +80,7 @@ class HierarchicalBackend(Backend):
         itemsize = buf.dtype.itemsize
         parts = [buf.narrow(*shard_bounds(buf.numel, count, number, itemsize)) for number in range(count)]
         shards = [self._rail_blocks([shard_bounds(p.numel, rails, r, itemsize)] for r in range(rails)) for p in parts]
-        between_nodes = DONE
+        between_nodes: Completion = DONE
         for number, (part, blocks) in enumerate(zip(parts, shards, strict=True)):
             self._node.reduce_scatter(part, blocks, in_node, stays_open=True, label=label).wait()
             before = between_nodes

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from hvdlite.collectives.base import PreparedCall
+from hvdlite.collectives.base import DONE, Done, PreparedCall
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
@@ -111,18 +111,6 @@ class PreparedAllreduce:
         return [TensorView(at, spec.shape, spec.dtype, owner) for at, spec in zip(addresses, specs, strict=True)]
 
 
-class Complete:
-    """Of an operation that was complete when its call returned."""
-
-    is_done = True
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-_COMPLETE = Complete()
-
-
 def allreduce_now(
     group: Group,
     inputs: Sequence[TensorView],
@@ -133,7 +121,7 @@ def allreduce_now(
     names: Sequence[str] | None = None,
     wire_dtype: DType | None = None,
     home: Home | None = None,
-) -> Submission | Complete:
+) -> Submission | Done:
     """`allreduce_async`, for a caller who waits at once: where it repeats, it is complete when this returns."""
     home = home or found_home(group, inputs, outputs, wire_dtype)
     place = None if home is None else home.place
@@ -145,7 +133,7 @@ def allreduce_now(
             wanted = outputs if home is None else request.with_places(outputs, home)
             targets = sources if wanted is inputs else [view.address for view in wanted]
             group.perform(prepared, Tensors(sources, targets, home, (inputs, outputs)), name)
-            return _COMPLETE
+            return DONE
     return group.submit(request, name, inputs, outputs, home=home, background=False)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -137,11 +136,17 @@ class GradientReducer:
     def _allreduce(self, bucket: Bucket, *, background: bool) -> UnderWay:
         group, reduce = self._group, self.options.reduce
         inputs, outputs = bucket.loaded
-        how: dict[str, Any] = {
-            "name": bucket.name, "names": bucket.names, "wire_dtype": reduce.wire_dtype, "home": bucket.home
-        }  # fmt: skip
         start = allreduce_async if background else allreduce_now
-        return start(group, inputs, outputs, reduce.reduction, **how)
+        return start(
+            group,
+            inputs,
+            outputs,
+            reduce.reduction,
+            name=bucket.name,
+            names=bucket.names,
+            wire_dtype=reduce.wire_dtype,
+            home=bucket.home,
+        )
 
     # In step().
 

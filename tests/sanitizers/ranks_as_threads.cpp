@@ -297,8 +297,8 @@ void staged(int size) {
       };
       const TensorList from = listed(inputs), to = listed(outputs);
       const std::uint64_t window_numel = (turn % 4 == 1 ? kWindowBytes : 128) / item_bytes(wire);
-      const StagedAllreduce job{from, to, staging, window_numel, numel, DType::kFloat32, wire, Op::kSum, 1.0, 1.0};
-      REQUIRE(staged_allreduce(barrier, job, kLongS) == WaitStatus::kOk);
+      const TensorReduction job{from, to, numel, DType::kFloat32, wire, Op::kSum, 1.0, 1.0};
+      REQUIRE(staged_allreduce(barrier, {job, staging, window_numel}, kLongS) == WaitStatus::kOk);
       for (std::uint64_t i = 0; i < numel; ++i) REQUIRE(outputs[i] == sum_of(size, i));
     }
   });
@@ -333,7 +333,7 @@ void small(int size, int spin_us) {
       std::vector<float>& outputs = turn % 3 == 0 ? inputs : results;
       const TensorList from({address_of(inputs.data())}, {numel}, {0});
       const TensorList to({address_of(outputs.data())}, {numel}, {0});
-      const SmallJob job{from, to, numel, DType::kFloat32, wire, Op::kSum, 1.0, 1.0};
+      const TensorReduction job{from, to, numel, DType::kFloat32, wire, Op::kSum, 1.0, 1.0};
       if (turn % 40 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       if (turn % 50 == 49) {
         if (rank > 0) reduction.begin(job);
@@ -357,7 +357,7 @@ void small_without_a_rank() {
   on_ranks(kSize, [&](int rank) {
     float own = 1;
     const TensorList list({address_of(&own)}, {1}, {0});
-    const SmallJob job{list, list, 1, DType::kFloat32, DType::kFloat32, Op::kSum, 1.0, 1.0};
+    const TensorReduction job{list, list, 1, DType::kFloat32, DType::kFloat32, Op::kSum, 1.0, 1.0};
     SmallAllreduce reduction(lines.address(), rank, kSize, page.abort_address(), 0);
     REQUIRE(reduction.run(job, kLongS) == WaitStatus::kOk);
     if (rank == 0) {

@@ -1,0 +1,175 @@
+"""When an order repeats itself, and what becomes of operations that are a plan; no rank is simulated here."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator_lab import submission
+from hvdlite.coordinator.messages import PlanMessage, Response, Verb
+from hvdlite.coordinator.plan_leader import OrderWatch
+from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
+from hvdlite.coordinator.request import NAMED
+
+
+def period_of(names: str) -> int:
+    watch = OrderWatch(longest=10)
+    for name in names:
+        watch.saw(Response(submission(name).request, NAMED))
+    return watch.period()
+
+
+@pytest.mark.parametrize(
+    ("names", "period"),
+    [
+        ("", 0), ("a", 0), ("aa", 0), ("aaa", 0), ("aaaa", 1), ("abab", 0), ("ababab", 0), ("abababa", 2),
+        ("abac" * 3 + "ab", 4), ("xyz" + "abc" * 4, 3), ("abcabcabcx", 0), ("abcabcabx" + "abc" * 4, 3),
+        ("abcdefghijk" * 5, 0),
+    ],
+)  # fmt: skip
+def test_what_repeats_is_found(names: str, period: int) -> None:
+    assert period_of(names) == period
+
+
+def test_what_varies_between_ranks_is_never_frozen() -> None:
+    watch = OrderWatch(longest=10)
+    for _ in range(20):
+        watch.saw(Response(submission("a", kind="allgather").request, NAMED))
+        watch.saw(Response(submission("b").request, NAMED))
+        assert watch.period() == 0
+
+
+def test_who_was_wrong_waits_longer() -> None:
+    watch = OrderWatch(longest=10)
+
+    def found_after() -> int:
+        for count in range(1, 1000):
+            watch.saw(Response(submission("a").request, NAMED))
+            if watch.period():
+                return count
+        raise AssertionError
+
+    first = found_after()
+    waits = []
+    for periods in (0, 1, 0):
+        watch.broken(periods)
+        waits.append(found_after())
+    assert first < waits[0] < waits[1] < waits[2]
+    watch.broken(100)
+    watch.forget()
+    assert found_after() == first
+
+
+def seen(watch: OrderWatch, names: str) -> int:
+    """How many of ``names`` until there is a period, which is then frozen; 0: there was none."""
+    for count, name in enumerate(names, start=1):
+        watch.saw(Response(submission(name).request, NAMED))
+        if watch.period():
+            watch.freeze(watch.period())
+            return count
+    return 0
+
+
+def test_an_order_that_was_frozen_is_known_when_it_comes_again() -> None:
+    """Wherever it begins; what is new has to repeat itself."""
+    watch = OrderWatch(longest=10)
+    assert seen(watch, "abcabcabcabc") == 10
+    watch.broken(100)
+    assert seen(watch, "vwvwvwvw") == 7
+    watch.broken(100)
+    assert seen(watch, "abcabc") == 3
+    watch.broken(100)
+    assert seen(watch, "wvwv") == 2
+    watch.broken(100)
+    assert seen(watch, "xcab") == 4
+    watch.broken(100)
+    assert seen(watch, "cbacbacba") == 0  # another order
+
+
+def test_an_order_that_was_frozen_in_vain_twice_is_forgotten() -> None:
+    watch = OrderWatch(longest=10)
+    assert seen(watch, "ababab" * 2) == 7
+    watch.broken(100)
+    for _ in range(2):
+        assert seen(watch, "abab") == 2
+        watch.broken(0)
+    assert seen(watch, "ababab") == 0
+
+
+def test_only_so_many_orders_are_remembered() -> None:
+    watch = OrderWatch(longest=10)
+    for name in "abcdefghi":
+        assert seen(watch, name * 5) == 4
+        watch.broken(100)
+    assert seen(watch, "bbb") == 1
+    watch.broken(100)
+    assert seen(watch, "aaa") == 0
+
+
+@pytest.mark.parametrize(("periods", "next_period"), [(100, 2), (1, 0)])
+def test_what_has_repeated_itself_beside_a_plan_is_the_next_unless_the_plan_was_a_mistake(
+    periods: int, next_period: int
+) -> None:
+    watch = OrderWatch(longest=10)
+    for name in "abababa":
+        watch.saw(Response(submission(name).request, NAMED))
+    watch.broken(periods)
+    assert watch.period() == next_period
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_an_order_that_changes_on_purpose_is_found_again_at_once(told_first: bool) -> None:
+    watch = OrderWatch(longest=10)
+    configure = Response(submission("settings", kind="configure").request, 0)
+    for periods in (20, 2, 0, 2):  # however short the plan was
+        if told_first:
+            watch.saw(configure)
+        watch.broken(periods)
+        if not told_first:
+            watch.saw(configure)
+        for name in "abababa":
+            watch.saw(Response(submission(name).request, NAMED))
+        assert watch.period() == 2
+
+
+def test_settings_that_change_end_a_plan() -> None:
+    entry = submission("a")
+    plan = FrozenPlan([(entry.request, entry.sequence)])
+    assert plan.contradicts(submission("settings", kind="configure"))
+
+
+def test_a_plan_counts_in_its_own_order() -> None:
+    entries = [submission(name, sequence=at) for name, at in [("a", NAMED), ("u", 7), ("b", NAMED), ("u", 8)]]
+    plan = FrozenPlan([(entry.request, entry.sequence) for entry in entries])
+    assert plan.offer(submission("b"))
+    assert (plan.ready, plan.waits, plan.has_gap) == (0, True, True)
+    assert not plan.offer(submission("u", sequence=10))  # 9 is next
+    assert not plan.offer(submission("c"))
+    assert not plan.offer(submission("a", numel=5))
+    assert plan.contradicts(submission("a", numel=5)) and not plan.contradicts(submission("c"))
+    assert plan.offer(submission("a"))
+    assert plan.offer(submission("u", sequence=9))
+    assert (plan.ready, plan.has_gap) == (3, False)
+    assert [response.key for response in plan.take(2)] == [("a", NAMED), ("u", 9)]
+    assert plan.offer(submission("a"))  # of the next period
+    assert [left.key for left in plan.leftovers()] == [("b", NAMED), ("a", NAMED)]
+    assert plan.offer(submission("u", sequence=10))
+    assert plan.offer(submission("u", sequence=11))
+    assert plan.ready == 6
+
+
+@pytest.mark.parametrize("verb", [Verb.FREEZE, Verb.RELEASE])
+def test_a_plan_that_runs_free_takes_nothing_while_it_is_held_and_fuses_nothing_at_its_end(verb: Verb) -> None:
+    """Other ranks may have done what is left one by one, or may not have been told that it will not be done."""
+    member = PlanMember(longest=10, patience_s=1.0)
+    for name in "ab":
+        member.logged(Response(submission(name).request, NAMED))
+    member.obey(PlanMessage(Verb.HOLD), 0.0)
+    member.obey(PlanMessage(verb, 2), 0.0)
+    runs_free = verb is Verb.RELEASE
+    assert (member.free is not None) == runs_free
+    for name in "ab":
+        assert member.admit(submission(name), 0.0)
+    member.obey(PlanMessage(Verb.HOLD), 0.0)
+    assert member.free is None
+    reaction = member.obey(PlanMessage(Verb.END, 2), 0.0)
+    assert len(reaction.responses) == 2 and reaction.fuses != runs_free
