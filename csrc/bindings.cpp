@@ -189,7 +189,16 @@ void register_plans(py::module_& m) {
       // A few loads and stores, and now and then a wake-up, take less time than releasing the GIL.
       .def("set", &ReadyCounts::set, "plan"_a, "count"_a)
       .def("all", &ReadyCounts::all, "plan"_a)
-      .def("want_ring", &ReadyCounts::want_ring, "wanted"_a);
+      .def("want_ring", &ReadyCounts::want_ring, "wanted"_a)
+      .def("has_news", &ReadyCounts::has_news, "heard"_a)
+      .def(
+          "wait",
+          [](ReadyCounts& self, std::uint64_t plan, std::uint64_t count, std::uint32_t heard, double timeout_s,
+             int spin_us) {
+            const auto outcome = self.await(plan, count, heard, time_after(timeout_s), std::chrono::microseconds(spin_us));
+            return outcome != ReadyCounts::Outcome::kNotYet;
+          },
+          "plan"_a, "count"_a, "heard"_a, "timeout_s"_a, "spin_us"_a, WithoutGil());
 
   py::class_<PreparedAllreduce> prepared(m, "PreparedAllreduce");
   prepared.attr("DONE") = static_cast<int>(Outcome::kDone);

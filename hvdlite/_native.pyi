@@ -143,6 +143,10 @@ class ReadyCounts:
         """The smallest."""
     def want_ring(self, wanted: bool) -> None:
         """Whether this rank wants to know."""
+    def has_news(self, heard: int) -> bool:
+        """Whether this rank was rung since it had counted ``heard`` rings."""
+    def wait(self, plan: int, count: int, heard: int, timeout_s: float, spin_us: int) -> bool:
+        """Until all are ready for ``count`` operations; False where another ring, a signal or the time came before."""
 
 class PreparedAllreduce:
     """An allreduce that comes again and again in a plan. Source: csrc/prepared_allreduce.cpp.

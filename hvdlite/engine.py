@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hvdlite.collectives.base import Backend
+from hvdlite.collectives.early import AcrossNodes
 from hvdlite.collectives.exchange import Exchange
 from hvdlite.config import Tunable
 from hvdlite.dtypes import DType, ReduceOp, Reduction
@@ -63,6 +64,7 @@ class Engine:
         executed: Executed | None = None,
     ) -> None:
         self.backend = backend
+        self.early = backend.early if isinstance(backend, AcrossNodes) else None
         self.exchange = exchange
         self.memory = backend.memory
         self.rank, self.size = backend.rank, backend.size

@@ -19,6 +19,7 @@ from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType
+from hvdlite.early_operations import EarlyOperations
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, ShutDownError
 from hvdlite.executor import Executor
@@ -154,6 +155,7 @@ class World:
             self.recorder,
             self,
         )
+        self.early = None if self.engine.early is None else EarlyOperations(self.engine)
         self._cross = cross
         self._executor = Executor(self.engine, self._build_device_engine, config.collective_timeout_s, self.check)
         self._shared.callback(self._close_device)

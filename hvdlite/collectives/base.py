@@ -71,9 +71,10 @@ class PreparedCall(Protocol):
 
     def last(self) -> tuple[int, int, int]: ...
 
-    def ready_ns(self) -> int: ...
+    def ready_ns(self) -> int:
+        """When all were ready; 0 where the call has recorded all that it did."""
 
-    def explain(self, result: int, label: str) -> None:
+    def explain(self, result: int) -> None:
         """Raise CollectiveError, or why the job has failed, for a ``result`` of `run` that is neither done nor late."""
 
 
@@ -118,7 +119,13 @@ class Backend(ABC):
         return DONE
 
     def prepare_allreduce(
-        self, counts: ReadyCounts, layout: Layout, reduction: Reduction, home: Buffer | None, patience_s: float
+        self,
+        counts: ReadyCounts,
+        layout: Layout,
+        reduction: Reduction,
+        home: Buffer | None,
+        patience_s: float,
+        label: str,
     ) -> PreparedCall | None:
         """`allreduce_tensors`, or `allreduce` of ``home``, as one call that also waits until all ranks are ready.
 

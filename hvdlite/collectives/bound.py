@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 _MOST = 256  # bound schedules of an endpoint
 
 
+_Wait = tuple[Callable[[], bool], int]
+"""(whether a request is done, the rank at its other end)."""
+
+
 class _Phase(NamedTuple):
-    """Start requests; wait for some, each with the rank at its other end; reduce."""
+    """Start requests; wait for some; reduce."""
 
     starts: list[Callable[[], None]]
-    waits: list[tuple[Callable[[], bool], int]]
+    waits: list[_Wait]
     reductions: list[ReduceCall]
 
 
@@ -31,11 +35,14 @@ class BoundSchedule:
 
     Args:
         scratch: address of `WINDOW` slots of ``slot_bytes``, each at least a piece.
+
+    Attributes:
+        endpoint: of which its messages are.
     """
 
     def __init__(self, schedule: Schedule, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
         itemsize = buf.dtype.itemsize
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._sends = [
             endpoint.bind_send(buf.address + start * itemsize, (stop - start) * itemsize, to)
             for to, start, stop, _ in schedule.outgoing
@@ -55,6 +62,9 @@ class BoundSchedule:
         self._posted = self._receives[: [*ready, False].index(False)]
         phases = [_Phase([], [], first_scale(schedule, buf)), *self._bind(schedule, buf, scratch, slot_bytes)]
         self._phases = [phase for phase in phases if any(phase)]
+        self._steps: Iterator[_Wait] = iter(())
+        self._awaited: _Wait | None = None
+        self._memory: tuple[object, ...] = ()
 
     @staticmethod
     def fits(schedule: Schedule) -> bool:
@@ -62,26 +72,62 @@ class BoundSchedule:
 
     def run(self, name: str, label: str, *memory: object) -> None:
         """Execute the schedule as an operation; see `Endpoint.operation`. Raises like `Endpoint.until`."""
-        endpoint, reduce = self._endpoint, _native.reduce
-        endpoint.begin(name, label)
+        self.start(name, label, *memory)
         try:
-            for receive in self._posted:
-                receive.Start()
-            for starts, waits, reductions in self._phases:
-                for start in starts:
-                    start()
-                for test, peer in waits:
-                    if not test():
-                        endpoint.until(test, peer)
-                for reduction in reductions:
-                    reduce(*reduction)
+            while self._awaited is not None:
+                self.endpoint.until(*self._awaited)
+                self._go_on()
         except BaseException as error:
-            endpoint.fail(error, self._receives, self, *memory)
-        traffic = endpoint.traffic
-        traffic.messages_sent += len(self._sends)
-        traffic.bytes_sent += self._bytes_sent
-        traffic.messages_received += len(self._receives)
-        traffic.bytes_received += self._bytes_received
+            self.endpoint.fail(error, self._receives, self, *memory)
+
+    def start(self, name: str, label: str, *memory: object) -> None:
+        """Begin it: send what depends on nothing. `advance` does the rest. Raises like `Endpoint.until`."""
+        self.endpoint.begin(name, label)
+        self._memory = memory
+        self._steps = self._execute()
+        try:
+            self._go_on()
+        except BaseException as error:
+            self.endpoint.fail(error, self._receives, self, *memory)
+
+    def advance(self) -> bool:
+        """Do what need not wait; whether the schedule is executed. Raises like `Endpoint.until`."""
+        try:
+            while self._awaited is not None and self._awaited[0]():
+                self._go_on()
+        except BaseException as error:
+            self.endpoint.fail(error, self._receives, self, *self._memory)
+        return self._awaited is None
+
+    @property
+    def peer(self) -> int:
+        """Whom it waits for."""
+        assert self._awaited is not None
+        return self._awaited[1]
+
+    def _go_on(self) -> None:
+        self._awaited = next(self._steps, None)
+        if self._awaited is None:
+            self._memory = ()
+            traffic = self.endpoint.traffic
+            traffic.messages_sent += len(self._sends)
+            traffic.bytes_sent += self._bytes_sent
+            traffic.messages_received += len(self._receives)
+            traffic.bytes_received += self._bytes_received
+
+    def _execute(self) -> Iterator[_Wait]:
+        """Yields what is not there yet, and goes on once it is."""
+        reduce = _native.reduce
+        for receive in self._posted:
+            receive.Start()
+        for starts, waits, reductions in self._phases:
+            for start in starts:
+                start()
+            for wait in waits:
+                if not wait[0]():
+                    yield wait
+            for reduction in reductions:
+                reduce(*reduction)
 
     def close(self) -> None:
         """Give the requests back to MPI."""
@@ -106,7 +152,7 @@ class BoundSchedule:
         rest = [request.Start for request in self._sends[sent:]]
         yield _Phase(rest, self._leaving(schedule, left, len(schedule.outgoing)), [])
 
-    def _leaving(self, schedule: Schedule, first: int, last: int) -> list[tuple[Callable[[], bool], int]]:
+    def _leaving(self, schedule: Schedule, first: int, last: int) -> list[_Wait]:
         return [(self._sends[index].Test, schedule.outgoing[index].to) for index in range(first, last)]
 
 
@@ -125,11 +171,21 @@ class BoundSchedules:
         if not BoundSchedule.fits(schedule):
             return
         if call in self._schedules:
-            self._schedules[call] = BoundSchedule(schedule, buf, self._endpoint, self._scratch, self._slot_bytes)
+            self.bind(call, schedule, buf)
             return
+        self._make_room()
+        self._schedules[call] = None
+
+    def bind(self, call: Hashable, schedule: Schedule, buf: Buffer) -> BoundSchedule:
+        """``schedule``, which fits, for ``call``."""
+        self._make_room()
+        bound = BoundSchedule(schedule, buf, self._endpoint, self._scratch, self._slot_bytes)
+        self._schedules[call] = bound
+        return bound
+
+    def _make_room(self) -> None:
         if len(self._schedules) >= _MOST:
             self.close()
-        self._schedules[call] = None
 
     def close(self) -> None:
         """Forget all, and give their requests back to MPI."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hvdlite.collectives.base import DONE, Backend, Completion
+from hvdlite.collectives.early import AcrossNodes
 from hvdlite.collectives.thresholds import PART_BYTES, limits_of, parts_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
@@ -18,7 +19,7 @@ from hvdlite.memory.layout import Range, shard_bounds, share_of
 from hvdlite.memory.views import Buffer
 
 
-class HierarchicalBackend(Backend):
+class HierarchicalBackend(AcrossNodes):
     """Collectives between all ranks of ``nodes``.
 
     Args:
@@ -162,6 +163,8 @@ class HierarchicalBackend(Backend):
         self._share_bytes = limits_of(config.small_bytes, len(self._nodes)).halving_bytes
         if self._cross is not None:
             self._cross.configure(config)
+        if self.early is not None:
+            self.early.configure(config, len(self._nodes))
 
     def supports(self, dtype: DType) -> bool:
         return self._node.supports(dtype)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from hvdlite.collectives import algorithms
 from hvdlite.collectives.adder import Adder
-from hvdlite.collectives.base import DONE, LARGEST_MESSAGE_BYTES, Backend, Completion
-from hvdlite.collectives.bound import BoundSchedules
+from hvdlite.collectives.base import DONE, LARGEST_MESSAGE_BYTES, Completion
+from hvdlite.collectives.bound import BoundSchedule, BoundSchedules
+from hvdlite.collectives.early import AcrossNodes
 from hvdlite.collectives.pipeline import Pipeline
 from hvdlite.collectives.requests import Endpoint
 from hvdlite.collectives.schedule import WINDOW, Schedule, scaling
@@ -25,7 +26,7 @@ from hvdlite.memory.views import Buffer
 from hvdlite.recorder import Lane, Recorder
 
 
-class RingBackend(Backend):
+class RingBackend(AcrossNodes):
     """Collectives between the ranks of ``endpoint``, one per node; each owns its copy alone.
 
     A large operation has only put its first messages on their way when its call returns, so that the node can work
@@ -65,6 +66,8 @@ class RingBackend(Backend):
     def configure(self, config: Config) -> None:
         self._bound.close()
         self._use(config.segment_bytes, limits_of(config.small_bytes, self.size))
+        if self.early is not None:
+            self.early.configure(config, self.size)
 
     def _use(self, segment_bytes: int, limits: Limits) -> None:
         self._message_bytes = max(ALIGNMENT, min(segment_bytes * self._adder.segments, LARGEST_MESSAGE_BYTES))
@@ -88,14 +91,26 @@ class RingBackend(Backend):
             with self._span(Lane.RING, buf.nbytes, buf.dtype, label):
                 bound.run("allreduce", label, buf.owner, self._scratch)
             return DONE
-        algorithm, itemsize = self._limits.algorithm(buf.nbytes), buf.dtype.itemsize
-        schedule = algorithms.allreduce(
-            algorithm, buf.numel, itemsize, self.rank, self.size, self._message_bytes, reduction
-        )
+        schedule = self._schedule(buf, reduction)
         completion = self._begin(schedule, Lane.RING, "allreduce", buf, label)
         if self._adder.is_immediate:
             self._bound.called(call, schedule, buf)
         return completion
+
+    def begin_allreduce(self, buf: Buffer, reduction: Reduction, label: str) -> BoundSchedule:
+        """`allreduce` of up to `at_once_bytes`, which the caller brings to its end before anything else is called."""
+        assert self._adder.is_immediate
+        self._in_flight.wait()
+        call = (buf.address, buf.numel, buf.dtype, reduction)
+        bound = self._bound.get(call) or self._bound.bind(call, self._schedule(buf, reduction), buf)
+        bound.start("allreduce", label, buf.owner, self._scratch)
+        return bound
+
+    def _schedule(self, buf: Buffer, reduction: Reduction) -> Schedule:
+        algorithm, itemsize = self._limits.algorithm(buf.nbytes), buf.dtype.itemsize
+        return algorithms.allreduce(
+            algorithm, buf.numel, itemsize, self.rank, self.size, self._message_bytes, reduction
+        )
 
     def reduce_scatter(
         self,

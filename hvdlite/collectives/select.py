@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 
 from hvdlite.collectives.adder import HostAdder
 from hvdlite.collectives.base import Backend
+from hvdlite.collectives.early import MOST_BYTES, AcrossNodes, EarlyAllreduce
 from hvdlite.collectives.exchange import Exchange
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.collectives.shm_exchange import ShmExchange
 from hvdlite.collectives.thresholds import limits_of
 from hvdlite.config import Config
 from hvdlite.memory.base import Memory
+from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.memory.views import Buffer
 from hvdlite.node import Node
 from hvdlite.recorder import Recorder
@@ -41,7 +43,7 @@ def spin_us(config: Config, node: Node) -> int:
 def build_backend(
     node: Node,
     memory: Memory,
-    cross: Backend | None,
+    cross: RingBackend | None,
     topology: Topology,
     config: Config,
     check: Callable[[], None],
@@ -70,9 +72,25 @@ def build_backend(
 
     if len(nodes) == 1:
         return shm()
-    if cross is not None and all(len(ranks) == 1 for ranks in nodes):
-        return cross
-    return hierarchical(shm(), cross, topology, config)
+    within: Backend | None = None
+    backend: AcrossNodes | None = cross
+    if cross is None or any(len(ranks) > 1 for ranks in nodes):
+        within = shm()
+        backend = hierarchical(within, cross, topology, config)
+    assert backend is not None
+    backend.early = EarlyAllreduce(
+        cross if topology.is_leader else None,
+        within,
+        memory.allocate(MOST_BYTES),
+        node.share(ALIGNMENT),
+        memory,
+        ranks=node.ranks,
+        spin_us=spin_us(config, node),
+        timeout_s=config.collective_timeout_s,
+        check=check,
+    )
+    backend.early.configure(config, len(nodes))
+    return backend
 
 
 def build_exchange(

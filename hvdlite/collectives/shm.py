@@ -125,6 +125,7 @@ class ShmBackend(Backend):
         reduction: Reduction,
         home: Buffer | None,
         patience_s: float,
+        label: str,
     ) -> PreparedCall | None:
         if not self._window_bytes:
             return None
@@ -146,7 +147,8 @@ class ShmBackend(Backend):
             self._timeout_s,
         )
         waits_in = self._small if layout.nbytes <= self.small_bytes else self._barrier
-        return _PreparedCall(native, partial(self._expect_ok, operation="allreduce", waited_in=waits_in))
+        expect_ok = partial(self._expect_ok, operation="allreduce", label=label, waited_in=waits_in)
+        return _PreparedCall(native, expect_ok)
 
     def reduce_scatter(
         self,
@@ -257,10 +259,10 @@ class ShmBackend(Backend):
 class _PreparedCall:
     """What `ShmBackend.prepare_allreduce` returns."""
 
-    def __init__(self, native: _native.PreparedAllreduce, expect_ok: Callable[..., None]) -> None:
+    def __init__(self, native: _native.PreparedAllreduce, expect_ok: Callable[[int], None]) -> None:
         self.run, self.last, self.ready_ns = native.run, native.last, native.ready_ns
         self._expect_ok = expect_ok
 
-    def explain(self, result: int, label: str) -> None:
+    def explain(self, result: int) -> None:
         aborted = result == _native.PreparedAllreduce.ABORTED
-        self._expect_ok(_native.Barrier.ABORTED if aborted else _native.Barrier.TIMEOUT, label=label)
+        self._expect_ok(_native.Barrier.ABORTED if aborted else _native.Barrier.TIMEOUT)

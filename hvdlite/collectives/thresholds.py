@@ -10,6 +10,8 @@ _RING_STEP = 8  # times ``small_bytes``: the shortest step of a ring in which by
 PART_BYTES = 2 << 20
 """A node takes longer to reduce so much than to meet."""
 _MOST_PARTS = 8
+_MOST_NODES_AT_ONCE = 64
+"""Recursive doubling between more has more steps than a `hvdlite.collectives.bound.BoundSchedule` may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,13 @@ def limits_of(small_bytes: int, nodes: int) -> Limits:
     doublings = halvings if nodes & (nodes - 1) == 0 else halvings + 1
     times = (2 * halvings - doublings) / (doublings - 2 * (nodes - 1) / nodes)
     return Limits(int(small_bytes / 4 * times), halving_bytes, small_bytes)
+
+
+def at_once_bytes(small_bytes: int, segment_bytes: int, nodes: int) -> int:
+    """Up to so many an allreduce between ``nodes`` is a few messages; no rank's last comes before all have begun."""
+    if nodes > _MOST_NODES_AT_ONCE:
+        return 0
+    return min(limits_of(small_bytes, nodes).doubling_bytes, segment_bytes)
 
 
 def parts_of(nbytes: int, rails: int, part_bytes: int, share_bytes: int) -> int:

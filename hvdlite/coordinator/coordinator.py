@@ -28,6 +28,7 @@ from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
 from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
 from hvdlite.coordinator.prepared import Outcome, Prepared
+from hvdlite.coordinator.readiness import Early, Readiness, ReadinessAcrossNodes, ReadinessInNode
 from hvdlite.coordinator.request import Key
 from hvdlite.coordinator.stall import status_of
 from hvdlite.coordinator.submission import Submission
@@ -65,6 +66,10 @@ class Owner(Protocol):
 
     def watch(self) -> None:
         """See that what is under way goes on; raises what ends the world."""
+
+    @property
+    def early(self) -> Early | None:
+        """Operations that may begin before all ranks are ready, where ranks are on several nodes."""
 
     def withdraw(self) -> None:
         """A plan that ran free has ended: what prepared operations have begun, and not done, will not be."""
@@ -125,7 +130,12 @@ class Coordinator:
         self._has_joined = False
         self._batch: list[Response] = []
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
-        self._leader = Leader(topology, page, tree, config, clock) if topology.is_leader else None
+        early = owner.early
+        self._readiness: Readiness = (
+            ReadinessInNode(page) if early is None else ReadinessAcrossNodes(page, early, clock)
+        )
+        may_run_free = (lambda request: True) if early is None else early.takes
+        self._leader = Leader(topology, page, tree, config, clock, may_run_free) if topology.is_leader else None
         self._station = self._leader or Follower(page, config.cache_capacity)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
@@ -193,7 +203,7 @@ class Coordinator:
             try:
                 outcome = prepared.run(tensors, self._plan.number, plan.ready, worker.heard)
                 if outcome is not _NOT_YET:
-                    plan.done = plan.ready
+                    plan.done = plan.told = plan.ready
             except BaseException as error:
                 self._interrupted(plan, prepared, sequence, tensors, error)
                 raise
@@ -228,16 +238,15 @@ class Coordinator:
         self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T, error: BaseException
     ) -> None:
         """``prepared`` has failed; or Ctrl-C has come, and the other ranks go on."""
-        if isinstance(error, HorovodInternalError):
-            self._end(error)
-            return
         outcome = prepared.outcome(self._plan.number, plan.ready)
-        if outcome is None:
+        if isinstance(error, HorovodInternalError) or outcome is Outcome.FAILED:
+            self._end(error)
+        elif outcome is None:
             plan.cancel_next(prepared.request)
         elif outcome is _NOT_YET:
             self._leave(plan, prepared, sequence, tensors)
         else:
-            plan.done = plan.ready
+            plan.done = plan.told = plan.ready
 
     @property
     def runs_free(self) -> bool:
@@ -323,7 +332,7 @@ class Coordinator:
         if self._owner.is_under_way:
             patience_s = min(patience_s, _WATCH_S)
         if self._plan.plan is not None:
-            patience_s = min(patience_s, self._plan.patience_s(self._clock()))
+            patience_s = min(patience_s, self._plan.patience_s(self._clock()), self._readiness.patience_s())
         return patience_s
 
     def _cycle(self) -> bool:
@@ -349,13 +358,23 @@ class Coordinator:
             self._obey(message)
             if self.has_ended:  # several ranks may have announced the end
                 return busy
-        plan = self._plan.plan
-        if plan is not None and plan.is_free:
-            due = self._plan.due(self._page.ready(self._plan.number), now_s)
+        return self._run_free(now_s) or busy
+
+    def _run_free(self, now_s: float) -> bool:
+        """Do what all ranks are ready for of a plan that runs free; whether there was something."""
+        number, plan = self._plan.number, self._plan.plan
+        if plan is None or not plan.is_free:
+            return False
+        before = plan.done
+        while True:
+            is_held = self._plan.free is None
+            if not is_held:
+                self._readiness.tell(number, plan)
+            due = self._plan.due(self._readiness.ready(number, plan, is_held=is_held), now_s)
+            if not due:
+                return plan.done > before
             for response in due:
                 self._count_and_execute((response,))
-            busy |= bool(due)
-        return busy
 
     def _drain(self, now_s: float) -> None:
         while self._queue:
@@ -365,10 +384,12 @@ class Coordinator:
             elif not self._plan.admit(item, now_s):
                 self._station.say(item.claim(self._rank))
         plan = self._plan.plan
-        if plan is not None and plan.ready > plan.told:
+        if plan is None:
+            return
+        if plan.is_free:
+            self._readiness.tell(self._plan.number, plan)
+        elif plan.ready > plan.told:
             plan.told = plan.ready
-            if plan.is_free:
-                self._page.want_ring(True)
             self._page.set_ready(self._plan.number, plan.told)
 
     def _obey(self, message: Message) -> None:
@@ -410,6 +431,9 @@ class Coordinator:
             for response in reaction.responses:
                 self._count_and_execute((response,))
             self._owner.withdraw()
+            if reaction.begun is not None:
+                assert self._owner.early is not None
+                self._owner.early.drop(reaction.begun)
 
     def _count_and_execute(self, responses: Sequence[Response]) -> None:
         """Do operations of a plan together."""

@@ -25,6 +25,7 @@ from hvdlite.coordinator.messages import (
 )
 from hvdlite.coordinator.negotiation import LOOK_S, Negotiation
 from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader
+from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.stall import StallWatch
 from hvdlite.coordinator.tree import Tree
 from hvdlite.counters import Traffic
@@ -37,6 +38,7 @@ class Leader:
     Args:
         tree: links to the leaders of other nodes.
         clock: in seconds.
+        may_run_free: whether ranks can see for themselves how far to go with such operations.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Leader:
         tree: Tree,
         config: Config,
         clock: Callable[[], float],
+        may_run_free: Callable[[Request], bool],
     ) -> None:
         self.claims_heard = 0
         self._rank = topology.rank
@@ -67,7 +70,8 @@ class Leader:
             [*((rank,) for rank in topology.local_ranks), *self._speaks_for.values()],
             self._speaks_for.values(),
             OrderWatch(config.cache_capacity) if self._is_root else None,
-            may_run_free=self._is_alone and config.prepared_operations,
+            own=[(rank,) for rank in topology.local_ranks],
+            may_run_free=may_run_free if config.prepared_operations else None,
         )
         self._spread: deque[bytes] = deque()  # of the log, what this node may not have yet
         self._node_outbox = bytearray()  # of the log, what the page has no room for yet

@@ -94,6 +94,7 @@ class PlanMessage:
 
     verb: Verb
     count: int = 0
+    is_begun: bool = False  # the operation after ``count`` is, on some node
 
 
 Message = Claim | Response | Fault | Notice | EndOfBatch | PlanMessage
@@ -123,7 +124,7 @@ class Encoder:
 
     def send(self, message: Message) -> None:
         if isinstance(message, PlanMessage):
-            self._frame(_PLAN, b"", message.verb, message.count)
+            self._frame(_PLAN, b"", message.verb + message.is_begun * len(_VERBS), message.count)
         elif isinstance(message, Claim):
             self.written.claims += 1
             varies = message.ranks is not None or message.sizes
@@ -179,7 +180,8 @@ class Decoder:
             payload = data[start + _FRAME.size : end]
             start = end
             if tag == _PLAN:
-                yield PlanMessage(_VERBS[slot], sequence)
+                is_begun, verb = divmod(slot, len(_VERBS))
+                yield PlanMessage(_VERBS[verb], sequence, is_begun == 1)
             elif tag == _DEFINE:
                 self._requests[slot] = pickle.loads(payload)
             else:

@@ -5,7 +5,7 @@ Pure: takes messages and says which to send; no MPI, no clock, no shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.request import Request
@@ -101,6 +101,10 @@ class OrderWatch:
         """Whether the last ``period`` operations came one at a time, so that nothing was fused."""
         return all(self._came_alone[-period:])
 
+    def last(self, period: int) -> Iterator[Request]:
+        """The last ``period`` operations."""
+        return (self._requests[number] for number in self._history[-period:])
+
     def forget(self) -> None:
         """What the log says now is no longer all that is done."""
         if self._history:
@@ -130,7 +134,8 @@ class PlanLeader:
         senders: whose answers it collects: its own, those of its local ranks, and of its children.
         children: those of them that lead other nodes.
         watch: the root's; None for other leaders.
-        may_run_free: there is no other node, and ranks may see for themselves what all are ready for.
+        own: those of them that are on this node.
+        may_run_free: whether ranks can see for themselves how far to go with such operations; None: with none.
     """
 
     def __init__(
@@ -139,14 +144,16 @@ class PlanLeader:
         children: Collection[Sender],
         watch: OrderWatch | None,
         *,
-        may_run_free: bool = False,
+        own: Collection[Sender] = (),
+        may_run_free: Callable[[Request], bool] | None = None,
     ) -> None:
         self._senders = senders
+        self._own = own
         self._watch = watch
         self._may_run_free = may_run_free
         self.runs_free = False
         """A plan is open of which each rank sees how far to go, so that the log must not say what else to do."""
-        self._held: dict[Sender, int] = {}
+        self._held: dict[Sender, PlanMessage] = {}
         self._children_ready = dict.fromkeys(children, 0)
         self._passed_on = 0
         self.number = 0  # of the plan; plans are counted from 1
@@ -173,16 +180,24 @@ class PlanLeader:
                 return message
             return self._hold() if self.is_open and not self._holding else None
         assert message.verb is Verb.HELD, message
-        self._held[sender] = message.count
+        self._held[sender] = message
         if len(self._held) < len(self._senders):
             return None
-        count = min(self._held.values())
-        if not self.is_open and not is_idle:
-            count = -1
+        answer = self._answer(is_idle)
         self._held.clear()
         # Nobody will say more about this plan, and nobody can have said anything about the next.
         self._children_ready = dict.fromkeys(self._children_ready, 0)
-        return PlanMessage(Verb.HELD, count) if self._watch is None else self._decide(self._watch, count)
+        return answer if self._watch is None else self._decide(self._watch, answer)
+
+    def _answer(self, is_idle: bool) -> PlanMessage:
+        """What all senders together are ready for; and what some nodes have begun, whose ranks all are ready for it."""
+        if not self.is_open and not is_idle:
+            return PlanMessage(Verb.HELD, -1)
+        nodes = [answer for sender, answer in self._held.items() if sender not in self._own]
+        if self._own:
+            nodes.append(PlanMessage(Verb.HELD, min(self._held[sender].count for sender in self._own)))
+        count = min(node.count for node in nodes)
+        return PlanMessage(Verb.HELD, count, any(node.count > count or node.is_begun for node in nodes))
 
     def propose(self, is_idle: bool) -> PlanMessage | None:
         """For the root: whether it is time to hold, in order to freeze what repeats itself.
@@ -222,13 +237,15 @@ class PlanLeader:
         self._holding = True
         return PlanMessage(Verb.HOLD)
 
-    def _decide(self, watch: OrderWatch, count: int) -> PlanMessage:
+    def _decide(self, watch: OrderWatch, answer: PlanMessage) -> PlanMessage:
+        count = answer.count
         if self.is_open:
             watch.broken(count // self._period)
-            return PlanMessage(Verb.END, count)
+            return PlanMessage(Verb.END, count, answer.is_begun and self.runs_free)
         period = watch.period()
         if not period or count < 0:
             return PlanMessage(Verb.RESUME)
-        runs_free = self._may_run_free and watch.came_alone(period)
+        may = self._may_run_free
+        runs_free = may is not None and watch.came_alone(period) and all(map(may, watch.last(period)))
         watch.freeze(period)
         return PlanMessage(Verb.RELEASE if runs_free else Verb.FREEZE, period)

@@ -55,7 +55,7 @@ class FrozenPlan:
     def __init__(self, entries: Sequence[tuple[Request, int]], is_free: bool = False) -> None:
         self.is_free = is_free
         self.ready = 0  # operations of the plan, in its order, that this rank has submitted
-        self.told = 0  # of these, those that the leader knows of
+        self.told = 0  # of these, those that other ranks know of
         self.done = 0
         self._entries = entries
         self._turns: dict[Request, _Turns] = {}
@@ -127,6 +127,15 @@ class FrozenPlan:
         """Of something that the plan does not take: whether the plan will not come true therefore."""
         return submission.request.unsettles or submission.request.name in self._per_period
 
+    @property
+    def next(self) -> Submission:
+        """The first that this rank has submitted and not done."""
+        return self._pending[self.done]
+
+    def entry(self, number: int) -> Request:
+        """What operation ``number`` is, from 0."""
+        return self._entries[number % len(self._entries)][0]
+
     def take(self, count: int) -> list[Response]:
         """What all ranks are ready for, up to operation ``count``; this rank does it now."""
         assert self.done <= count <= self.ready, (self.done, count, self.ready)
@@ -162,6 +171,7 @@ class Reaction:
     again: Sequence[Submission] = ()  # submit these once more
     answer: PlanMessage | None = None
     begins: bool = False  # a plan does
+    begun: Request | None = None  # some ranks have begun this, and nobody will do it
 
 
 class PlanMember:
@@ -244,7 +254,7 @@ class PlanMember:
             self._moved_s = now_s
         elif verb is Verb.HOLD:
             self._held = []
-            reaction.answer = PlanMessage(Verb.HELD, 0 if self.plan is None else self.plan.ready)
+            reaction.answer = PlanMessage(Verb.HELD, 0 if self.plan is None else self.plan.told)
         else:
             assert self._held is not None, message
             reaction.again, self._held = self._held, None
@@ -257,6 +267,7 @@ class PlanMember:
                 assert self.plan is not None
                 reaction.responses = self.plan.take(message.count)
                 reaction.fuses = not self.plan.is_free
+                reaction.begun = self.plan.entry(message.count) if message.is_begun else None
                 reaction.again = [*self.plan.leftovers(), *reaction.again]
                 self.plan = None
         return reaction

@@ -17,6 +17,7 @@ class Outcome(IntEnum):
     DONE = 0
     NOT_YET = 1  # other ranks are late
     DONE_AND_RUNG = 2  # the doorbell has rung meanwhile, and nobody has looked why
+    FAILED = 3  # in the middle, so that nobody can go on
 
 
 class Prepared(Protocol[T]):
@@ -42,7 +43,7 @@ class Prepared(Protocol[T]):
         """
 
     def outcome(self, plan: int, count: int) -> Outcome | None:
-        """How the last `run` ended, if it was for operation ``count`` of ``plan``, and said so."""
+        """How the last `run` ended, if it was for operation ``count`` of ``plan``, and told the other ranks."""
 
     def submission(self, sequence: int, tensors: T) -> Submission:
         """The same for the coordinator, to wait for."""

@@ -116,6 +116,22 @@ class Allreduce(ReducingOperation):
         if nbytes >= _TELLING_BYTES:
             engine.fastest_allreduce = max(engine.fastest_allreduce, nbytes / (time.monotonic() - began_s))
 
+    @property
+    def early_bytes(self) -> int | None:
+        layout = None if self.tensors_on_device else self.only_layout
+        return None if layout is None else layout.nbytes
+
+    def begin_early(self, engine: Engine, submission: Submission) -> None:
+        layout, early = self.only_layout, engine.early
+        assert layout is not None and early is not None, self
+        reduction = engine.resolved(self.reduction, layout.wire_dtype)
+        early.begin(engine.tensors(submission.inputs, layout), layout, reduction, submission.label)
+
+    def drop_early(self, engine: Engine) -> None:
+        layout, early = self.only_layout, engine.early
+        assert layout is not None and early is not None, self
+        early.drop(layout, engine.resolved(self.reduction, layout.wire_dtype), self.name)
+
     def _reduce(
         self,
         engine: Engine,

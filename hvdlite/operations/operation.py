@@ -69,6 +69,14 @@ class Operation(Request):
         """What a rank that has joined takes part with: nothing, so that the result is that of the others."""
         return Submission(self, response.sequence)
 
+    def begin_early(self, engine: Engine, submission: Submission) -> None:
+        """Begin what `hvdlite.early_operations.EarlyOperations` takes; `run` follows, or `drop_early`."""
+        raise NotImplementedError
+
+    def drop_early(self, engine: Engine) -> None:
+        """Some ranks have begun what will not be done; all ranks call it at one place."""
+        raise NotImplementedError
+
     @abstractmethod
     def run(self, engine: Engine, work: Work, label: str) -> object:
         """Do it, together with all other ranks; return what the user gets.

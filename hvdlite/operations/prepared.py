@@ -18,7 +18,7 @@ from hvdlite.operations.allreduce import Allreduce, found_home
 from hvdlite.recorder import Lane
 
 _KNOWN = 1024  # operations; whoever has more does not repeat himself
-_OUTCOMES = tuple(Outcome)
+_OUTCOMES = Outcome.DONE, Outcome.NOT_YET, Outcome.DONE_AND_RUNG
 _NOT_YET = Outcome.NOT_YET
 
 
@@ -73,7 +73,8 @@ class PreparedAllreduce:
         buffer = None if home is None else home.buffer.buffer(home.offset_bytes, layout.end, layout.dtype)
         reduction = engine.resolved(request.reduction, layout.wire_dtype)
         patience_s = min(world.config.stall_patience_s, world.config.idle_s)
-        call = engine.backend.prepare_allreduce(world.coordinator.counts, layout, reduction, buffer, patience_s)
+        counts, label = world.coordinator.counts, request.name
+        call = engine.backend.prepare_allreduce(counts, layout, reduction, buffer, patience_s, label)
         return None if call is None else cls(group, request, layout, call)
 
     def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
@@ -81,13 +82,14 @@ class PreparedAllreduce:
         start_ns = time.monotonic_ns() if self._recorder.enabled else 0
         result = self._run(tensors.inputs, tensors.outputs, plan, count, heard)
         if result >= len(_OUTCOMES):
-            self._call.explain(result, self.label)
+            self._call.explain(result)
         outcome = _OUTCOMES[result]
         if outcome is not _NOT_YET:
             self._executed.buckets += 1
             self._executed.reduced_bytes += self._nbytes
-            if start_ns:
-                self._record(start_ns, self._call.ready_ns(), time.monotonic_ns())
+            ready_ns = self._call.ready_ns() if start_ns else 0
+            if ready_ns:
+                self._record(start_ns, ready_ns, time.monotonic_ns())
         return outcome
 
     def _record(self, start_ns: int, ready_ns: int, end_ns: int) -> None:
@@ -98,7 +100,9 @@ class PreparedAllreduce:
     def outcome(self, plan: int, count: int) -> Outcome | None:
         """See `hvdlite.coordinator.prepared.Prepared`."""
         last_plan, last_count, result = self._call.last()
-        return _OUTCOMES[result] if (last_plan, last_count) == (plan, count) else None
+        if (last_plan, last_count) != (plan, count):
+            return None
+        return _OUTCOMES[result] if result < len(_OUTCOMES) else Outcome.FAILED
 
     def submission(self, sequence: int, tensors: Tensors) -> Submission:
         """See `hvdlite.coordinator.prepared.Prepared`."""

@@ -140,11 +140,64 @@ class Tree:
                 yield source, queue.popleft()
 
 
+class Exchanges:
+    """What `hvdlite.early_operations.EarlyOperations` does between ``nodes``: the n-th of all ranks are the same."""
+
+    def __init__(self, nodes: Sequence[tuple[int, ...]]) -> None:
+        self.nodes = nodes
+        self.entered = [0] * sum(map(len, nodes))
+        self.subjects: list[Any] = []
+        self.wanted: list[int] = []  # by how many ranks the result of each was
+
+
+class Early:
+    """One rank's end of ``exchanges``."""
+
+    def __init__(self, exchanges: Exchanges, rank: int) -> None:
+        self._exchanges = exchanges
+        self._rank = rank
+        self.has_begun = False
+
+    def takes(self, request: Any) -> bool:
+        return request.label == "allreduce"
+
+    def begin(self, made: Submission) -> None:
+        self._enter(made.request)
+
+    def _enter(self, request: Any) -> None:
+        assert not self.has_begun
+        exchanges, turn = self._exchanges, self._exchanges.entered[self._rank]
+        if turn == len(exchanges.subjects):
+            exchanges.subjects.append(request.settled())
+            exchanges.wanted.append(0)
+        assert exchanges.subjects[turn] == request.settled()
+        exchanges.entered[self._rank] += 1
+        self.has_begun = True
+
+    def has_come(self) -> bool:
+        """Where one rank of a node has begun, the others do at the same time."""
+        entered, turn = self._exchanges.entered, self._exchanges.entered[self._rank]
+        return all(any(entered[rank] >= turn for rank in ranks) for ranks in self._exchanges.nodes)
+
+    def finish(self, request: Any) -> None:
+        """The operation is executed."""
+        if not self.has_begun:
+            self._enter(request)
+        self._exchanges.wanted[self._exchanges.entered[self._rank] - 1] += 1
+        self.has_begun = False
+
+    def drop(self, request: Any) -> None:
+        if not self.has_begun:
+            self._enter(request)
+        self.has_begun = False
+
+
 class Owner:
     """Writes down which operations went together, and does none."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, early: Early | None) -> None:
         self.config = config
+        self.early = early
         self.recorder = Recorder(16)
         self.buckets: list[tuple[tuple[str, int], ...]] = []
 
@@ -162,6 +215,8 @@ class Owner:
                 assert response.key == submission.key
                 assert response.request.settled() == submission.request.settled()
         self.buckets.append(tuple(response.key for response, _ in work))
+        if self.early is not None and len(work) == 1 and self.early.takes(work[0][0].request):
+            self.early.finish(work[0][0].request)
 
     def withdraw(self) -> None:
         pass
@@ -181,6 +236,7 @@ class Lab:
         self.random = random.Random(seed)
         config = Config(**{**PATIENT, "tree_fanout": 2, **settings})
         links: dict[tuple[int, int], deque[bytes]] = {}
+        self.exchanges = Exchanges(nodes)
         self.owners: list[Owner] = []
         self.trees: list[Tree] = []
         self.pages: list[Page] = []
@@ -196,7 +252,7 @@ class Lab:
             for local_rank, rank in enumerate(ranks):
                 topology = Topology(rank, tuple(nodes))
                 tree = Tree(links, index, topology, config.tree_fanout)
-                self.owners.append(Owner(config))
+                self.owners.append(Owner(config, Early(self.exchanges, rank) if len(nodes) > 1 else None))
                 self.trees.append(tree)
                 self.pages.append(Page(shared, local_rank, self.random))
                 self.ranks.append(

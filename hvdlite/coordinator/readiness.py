@@ -1,0 +1,110 @@
+"""How ranks see how far a plan that runs free may go: in their node by counts, between nodes by the operations.
+
+Counts are in the control page of a node. Between nodes there is nothing that a rank could look at, but there an
+operation is its own agreement: whoever is ready for it begins it, and its result comes once all have begun.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from hvdlite.coordinator.control_page import ControlPage
+from hvdlite.coordinator.plan_member import FrozenPlan
+from hvdlite.coordinator.request import Request
+from hvdlite.coordinator.submission import Submission
+
+_FIRST_LOOK_S = 50e-6  # MPI rings no bell: who waits for a message looks again and again,
+_LAST_LOOK_S = 5e-3  # less often the longer it takes
+_PER_WAIT = 8  # looks while the wait gets twice as long
+
+
+class Early(Protocol):
+    """Operations that a rank may begin before all are ready, one at a time."""
+
+    def takes(self, request: Request) -> bool:
+        """Whether ``request`` is one; alike on all ranks."""
+
+    def begin(self, submission: Submission) -> None:
+        """Put this rank's part on its way, as all ranks of the node do now; to execute the operation ends it."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether one has, and is not executed."""
+
+    def has_come(self) -> bool:
+        """Of what has begun: whether all ranks have, so that to execute it takes no time."""
+
+    def drop(self, request: Request) -> None:
+        """Some ranks have begun what will not be executed; all ranks call it at one place."""
+
+
+class Readiness(Protocol):
+    """Of one plan after the other that runs free."""
+
+    def tell(self, number: int, plan: FrozenPlan) -> None:
+        """Say how much of ``plan`` this rank is ready for."""
+
+    def ready(self, number: int, plan: FrozenPlan, *, is_held: bool) -> int:
+        """How many operations all ranks are ready for, and may be executed now."""
+
+    def patience_s(self) -> float:
+        """When to ask again if nobody rings."""
+
+
+class ReadinessInNode:
+    """All ranks are on one node."""
+
+    def __init__(self, page: ControlPage) -> None:
+        self._page = page
+
+    def tell(self, number: int, plan: FrozenPlan) -> None:
+        """See `Readiness`."""
+        if plan.ready > plan.told:
+            plan.told = plan.ready
+            self._page.want_ring(True)
+            self._page.set_ready(number, plan.told)
+
+    def ready(self, number: int, plan: FrozenPlan, *, is_held: bool) -> int:
+        """See `Readiness`. What is ready everywhere is executed in any case: ranks that have seen that are at it."""
+        return self._page.ready(number)
+
+    def patience_s(self) -> float:
+        """See `Readiness`."""
+        return math.inf
+
+
+class ReadinessAcrossNodes:
+    """Operations are begun one at a time, by all ranks of a node together once each has told that it is ready.
+
+    What a rank has told to be ready for it begins, also while the plan is held, since others of its node may be at it.
+    Whether it is executed the end of the plan says then: its result may be one of ranks that have dropped it.
+    """
+
+    def __init__(self, page: ControlPage, early: Early, clock: Callable[[], float] = time.monotonic) -> None:
+        self._page = page
+        self._early = early
+        self._clock = clock
+        self._since_s = 0.0
+
+    def tell(self, number: int, plan: FrozenPlan) -> None:
+        """See `Readiness`."""
+        if plan.told == plan.done < plan.ready:
+            plan.told = plan.done + 1
+            self._page.want_ring(True)
+            self._page.set_ready(number, plan.told)
+
+    def ready(self, number: int, plan: FrozenPlan, *, is_held: bool) -> int:
+        """See `Readiness`."""
+        if plan.told > plan.done and not self._early.has_begun and self._page.ready(number) > plan.done:
+            self._since_s = self._clock()
+            self._early.begin(plan.next)
+        return plan.done + (not is_held and self._early.has_begun and self._early.has_come())
+
+    def patience_s(self) -> float:
+        """See `Readiness`."""
+        if not self._early.has_begun:
+            return math.inf
+        return min(max(_FIRST_LOOK_S, (self._clock() - self._since_s) / _PER_WAIT), _LAST_LOOK_S)
