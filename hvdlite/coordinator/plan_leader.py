@@ -6,6 +6,7 @@ Pure: takes messages and says which to send; no MPI, no clock, no shared memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.request import Request
@@ -16,6 +17,15 @@ _REMEMBERED = 8  # orders
 
 Order = tuple[Request, ...]
 """Of a period, which may begin anywhere."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of an order that was frozen."""
+
+    in_vain: int = 0  # times since the last good one
+    came_alone: bool = False  # its operations one at a time, when it was frozen last
+
 
 Sender = tuple[int, ...]
 """The ranks that a sender speaks for."""
@@ -34,7 +44,7 @@ class OrderWatch:
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._patience = 2  # periods that must have come again
-        self._known: dict[Order, int] = {}  # that were frozen, latest last; how often in vain since the last good time
+        self._known: dict[Order, _Known] = {}  # latest last
         self._frozen: Order = ()
         self._restart()
 
@@ -76,12 +86,14 @@ class OrderWatch:
         enough = self._matches >= self._patience * self._period and self._period <= self._longest
         if self._period and enough:
             return self._period
-        return next((len(order) for order in self._known if self._has_come(order)), 0)
+        return next((len(order) for order, known in self._known.items() if self._has_come(order, known.came_alone)), 0)
 
-    def _has_come(self, order: Order) -> bool:
-        """Whether the history ends with ``order``, wherever it begins there."""
+    def _has_come(self, order: Order, alone: bool = False) -> bool:
+        """Whether the history ends with ``order``, wherever it begins there; one at a time if ``alone``."""
         length = len(order)
         if length > len(self._history) or self._requests[self._history[-1]] not in order:
+            return False
+        if alone and not self.came_alone(length):  # what deviates before it may still be under way
             return False
         numbers = [self._numbers.get(request, -1) for request in order]
         last, tail = self._history[-1], self._history[-length:]
@@ -92,7 +104,8 @@ class OrderWatch:
         self._frozen = next((order for order in self._known if len(order) == period and self._has_come(order)), ())
         if not self._frozen:
             self._frozen = tuple([self._requests[number] for number in self._history[-period:]])
-        self._known[self._frozen] = self._known.pop(self._frozen, 0)
+        known = self._known[self._frozen] = self._known.pop(self._frozen, _Known())
+        known.came_alone = self.came_alone(period)
         while len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
         self.forget()
@@ -115,10 +128,10 @@ class OrderWatch:
 
         In that case what has repeated itself beside it counts for the next: it may be all that is left to wait for.
         """
-        if self._frozen in self._known:
-            in_vain = 0 if periods else self._known[self._frozen] + 1
-            self._known[self._frozen] = in_vain
-            if in_vain > 1:
+        known = self._known.get(self._frozen)
+        if known is not None:
+            known.in_vain = 0 if periods else known.in_vain + 1
+            if known.in_vain > 1:
                 del self._known[self._frozen]
         if periods >= _WORTH_IT * self._patience:
             self._patience = 2

@@ -1,4 +1,4 @@
-"""Blocking allreduces that repeat, as one native call: the same results, whatever comes between, and in time."""
+"""Blocking allreduces that repeat, as one call: the same results, whatever comes between, in a node and across."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import numpy as np
@@ -15,20 +15,36 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from harness_ranks import harness_ranks
+from harness_ranks import OverMpi, harness_ranks
+from hvdlite.collectives.early import MOST_BYTES
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.prepared import PreparedAllreduce
+from machines_lab import Machines, machines
 from torch_lab import REDUCING, rank_input
 
 WORLD = harness_ranks()
 SMALL = 8 << 10  # bytes that pass at once
 WINDOW = 128 << 10
+REPEATS = 20
+"""More than it takes until an order is frozen."""
+ONE_MACHINE: Machines = (0,) * WORLD.size
+ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 1, 2), (0, 0, 1)], 4: [(0, 0, 1, 1)]}
 
 pytestmark = [
     pytest.mark.any_mpi,
-    pytest.mark.usefixtures("running"),
     pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
 ]
+
+
+@pytest.fixture(scope="module", params=[ONE_MACHINE, *ACROSS.get(WORLD.size, [])], ids=str, autouse=True)
+def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
+    """The machine of each rank."""
+    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
+        pytest.skip("several machines need MPI")
+    with machines(request.param):
+        hvd.init()
+    yield request.param
+    hvd.shutdown()
 
 
 @pytest.fixture
@@ -62,15 +78,22 @@ def coordinator_runs_free() -> bool:
     return hvdlite.runtime().group.world.coordinator.runs_free
 
 
+def early_bytes() -> int:
+    """Of an operation that runs free across nodes, at most."""
+    early = hvdlite.runtime().group.world.engine.early
+    assert early is not None
+    return early.most_bytes
+
+
 @pytest.mark.parametrize("dtype", REDUCING, ids=str)
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Max, hvd.Average], ids=["sum", "max", "average"])
 def test_what_repeats_has_the_same_result(runs: list[int], dtype: torch.dtype, op: int) -> None:
     shape = (5, 1, 3)
     tensor = rank_input(hvd.rank(), shape, dtype)
     expected = hvd.allreduce(tensor, op=op, name="once")
-    for _ in range(12):
+    for _ in range(REPEATS):
         assert torch.equal(hvd.allreduce(tensor, op=op, name="again"), expected)
-    for _ in range(12):
+    for _ in range(REPEATS):
         own = tensor.clone()
         assert hvd.allreduce_(own, op=op, name="again") is own
         assert torch.equal(own, expected)
@@ -78,10 +101,24 @@ def test_what_repeats_has_the_same_result(runs: list[int], dtype: torch.dtype, o
 
 
 @pytest.mark.parametrize(
-    "nbytes", [0, 4, SMALL - 4, SMALL, SMALL + 4, WINDOW - 4, WINDOW, WINDOW + 4, 3 * WINDOW + 4, 1 << 20]
+    "nbytes",
+    [
+        0,
+        4,
+        SMALL - 4,
+        SMALL,
+        SMALL + 4,
+        MOST_BYTES,
+        MOST_BYTES + 4,
+        WINDOW - 4,
+        WINDOW,
+        WINDOW + 4,
+        3 * WINDOW + 4,
+        1 << 20,
+    ],
 )
 @pytest.mark.parametrize("place", ["elsewhere", "slot"])
-def test_sizes_around_every_threshold(runs: list[int], nbytes: int, place: str) -> None:
+def test_sizes_around_every_threshold(runs: list[int], nbytes: int, place: str, machine_of: Machines) -> None:
     numel = nbytes // 4
     if place == "slot":
         memory = allocate(hvdlite.runtime().group, max(nbytes, 4)).memory[:nbytes].view(np.float32)
@@ -89,24 +126,24 @@ def test_sizes_around_every_threshold(runs: list[int], nbytes: int, place: str) 
     else:
         tensor = torch.empty(numel)
     counts = torch.arange(numel, dtype=torch.float32) % 7
-    for number in range(12):
+    for number in range(REPEATS):
         tensor.copy_(counts + hvd.rank() + number)
         hvd.allreduce_(tensor, op=hvd.Sum, name=f"{place} {nbytes}")
         assert torch.equal(tensor, hvd.size() * (counts + number) + total(float)), number
-    assert runs or not nbytes
+    assert runs or not nbytes or (machine_of != ONE_MACHINE and nbytes > early_bytes())
 
 
 def test_compressed(runs: list[int]) -> None:
-    tensor = torch.full((3000,), 0.1)
+    tensor = torch.full((2000,), 0.1)
     expected = hvd.allreduce(tensor, name="once", compression=hvd.Compression.bf16)
-    for _ in range(12):
+    for _ in range(REPEATS):
         assert torch.equal(hvd.allreduce(tensor, name="again", compression=hvd.Compression.bf16), expected)
     assert runs
 
 
-def test_groups(runs: list[int]) -> None:
-    """In place or not, large and small; of several types they go the usual way."""
-    for number in range(12):
+def test_groups(runs: list[int], machine_of: Machines) -> None:
+    """In place or not, large and small; of several types they go the usual way, and across nodes all with them."""
+    for number in range(REPEATS):
         values = [torch.full((numel,), float(hvd.rank() + number)) for numel in (1, 3000, 17)]
         results = hvd.grouped_allreduce(values, op=hvd.Sum, name="group")
         for value, result in zip(values, results, strict=True):
@@ -114,7 +151,7 @@ def test_groups(runs: list[int]) -> None:
         mixed = [torch.full((2,), float(number)), torch.full((2,), number, dtype=torch.int32)]
         hvd.grouped_allreduce_(mixed, op=hvd.Sum, name="mixed")
         assert all(value[1].item() == hvd.size() * number for value in mixed)
-    assert runs
+    assert runs or machine_of != ONE_MACHINE
 
 
 def test_late_ranks_are_waited_for_asleep(runs: list[int]) -> None:
@@ -136,11 +173,11 @@ def test_late_ranks_are_waited_for_asleep(runs: list[int]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_comes_between(runs: list[int], seed: int) -> None:
+def test_what_comes_between(runs: list[int], seed: int, machine_of: Machines) -> None:
     """At every place of a plan: more, less, another shape, no waiting, other operations, another thread, a join."""
     generator = random.Random(seed)
     names = ["a", None, "b", "c"]
-    sizes = [1, 3, 2100, 40_000]
+    sizes = [1, 3, 2100, 40_000] if machine_of == ONE_MACHINE else [1, 3, 1000, early_bytes() // 4]
 
     def reduce(name: str | None, numel: int, number: int, in_place: bool = True) -> None:
         value = torch.full((numel,), float(hvd.rank() + number))
@@ -207,8 +244,10 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupt_ends_the_wait_and_not_the_job() -> None:
+def test_an_interrupt_ends_the_wait_and_not_the_job(machine_of: Machines) -> None:
     """What was waited for is done when the others come, and keeps its memory as long."""
+    if machine_of != ONE_MACHINE:
+        pytest.skip("between machines it ends the job")
     value = torch.empty(4)
 
     def step(number: int) -> None:
