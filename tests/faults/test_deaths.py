@@ -80,7 +80,9 @@ import torch
 import hvdlite.torch as hvd
 kind, victim = sys.argv[1], int(sys.argv[2])
 hvd.init()
-values = [torch.ones(numel) for numel in (1, 1000, 100_000)]
+world = hvdlite.runtime().group.world
+largest = 100_000 if world.engine.early is None else world.engine.early.most_bytes // 4
+values = [torch.ones(numel) for numel in (1, 1000, largest)]
 
 def steps():
     for value in values:
@@ -88,7 +90,7 @@ def steps():
 
 for _ in range(10):
     steps()
-assert hvdlite.runtime().group.world.coordinator.runs_free
+assert world.coordinator.runs_free
 if hvd.rank() == victim:
     def die():
         say("dying at", time.time())
@@ -99,6 +101,22 @@ while True:
     if random.random() < 0.1:
         time.sleep(random.uniform(0.0, 2e-3))
 """
+
+
+@pytest.mark.parametrize(("victim", "machines"), [(0, "0011"), (3, "0011"), (1, "012")])
+def test_those_that_wait_for_another_node_too(victim: int, machines: str) -> None:
+    result = run(AT_ONCE, "SIGKILL", str(victim), n=len(machines), machines=machines, alone=True)
+    check_end(result, f"rank {victim} (pid", "died without a word")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(200))
+def test_killed_at_any_point(number: int) -> None:
+    machines = ("000", "0011", "012", "01")[number % 4]
+    victim = number % len(machines)
+    mpi = "none" if len(set(machines)) == 1 else "current"
+    result = run(AT_ONCE, "SIGKILL", str(victim), n=len(machines), machines=machines, alone=True, mpi=mpi)
+    check_end(result, f"rank {victim} (pid", "died without a word")
 
 
 @pytest.mark.parametrize(("victim", "kind"), [(0, "SIGKILL"), (1, "SIGKILL"), (2, "SIGSTOP")])
