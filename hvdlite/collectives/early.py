@@ -79,6 +79,7 @@ class EarlyAllreduce:
         self._node = node
         self._others: list[list[Range]] = [[] for _ in ranks[1:]]
         self._places = {dtype: place.buffer(0, MOST_BYTES // dtype.itemsize, dtype) for dtype in DType}
+        self._parts: dict[tuple[DType, int], Buffer] = {}  # of `_places`, by type and elements
         self._turns = turns
         self._memory = memory
         self._leader_rank = ranks[0]
@@ -109,13 +110,13 @@ class EarlyAllreduce:
         """
         assert self._part is None, label
         self._label, self._began_ns = label, time.monotonic_ns()
-        part = self._places[layout.wire_dtype].narrow(0, layout.end)
-        in_node, across = reduction._replace(postscale=1.0), reduction._replace(prescale=1.0)
+        key = layout.wire_dtype, layout.end
+        part = self._parts.get(key) or self._parts.setdefault(key, self._places[key[0]].narrow(0, layout.end))
         if inputs is not None:
             self._memory.pack(inputs, layout.dtype, part, 0)
-        if self._node is None:
-            across = reduction
-        else:
+        across = reduction
+        if self._node is not None:
+            in_node, across = reduction._replace(postscale=1.0), reduction._replace(prescale=1.0)
             self._node.reduce_scatter(part, self._all_to_leader(part), in_node, stays_open=True, label=label).wait()
         if self._leaders is not None:
             self._exchange = self._leaders.begin_allreduce(part, across, label)
