@@ -4,7 +4,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
 
   unit     no MPI
   sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
-           Sanitizer, ranks as threads under ThreadSanitizer; skipped where GCC has none; only if asked for by name
+           Sanitizer, ranks as threads under ThreadSanitizer, and for aarch64 under qemu; skipped where GCC or Debian
+           has none; only if asked for by name
   mpi      under mpirun with 1, 2 and 4 ranks on Open MPI and 2, 3 and 4 on MPICH, unless --ranks chooses them; what
            lies above MPI with 1, 2 and 4 ranks on Open MPI and with 3 on MPICH, unless --mpi chooses one; with --mpi
            for it, on Intel MPI too, with 2 and 3, where others run what calls MPI only; and what depends on who starts
@@ -64,6 +65,11 @@ SUITES = (
 BY_NAME = ("lint", "sanitizers", "docs", "browser", "slurm", "integrations")
 # Programs that tests need, and Debian's packages that have them.
 DEBIAN = {
+    "sanitizers": (
+        "compiler for aarch64",
+        ["aarch64-linux-gnu-g++", "qemu-aarch64-static"],
+        ["g++-aarch64-linux-gnu", "qemu-user-static"],
+    ),
     "browser": ("Chromium", ["chromium", "chromedriver"], ["chromium", "chromium-driver", "fonts-dejavu-core"]),
     "slurm": ("Slurm", ["slurmctld", "slurmd", "munged"], ["slurm-wlm", "munge", "libpmix-dev"]),
 }

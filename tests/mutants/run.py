@@ -1,7 +1,7 @@
 """Lines that are wrong on purpose, one at a time: each must fail the tests that are named for it.
 
     python3 tests/mutants/run.py               # all, in an environment that tests/run.py has made
-    python3 tests/mutants/run.py --only ring   # those whose place or text has this word
+    python3 tests/mutants/run.py --only ring   # those whose place or text has this word; may be repeated
 
 A test suite is worth what it notices. Whoever makes tests fewer or faster runs this before and after. Each mutant of
 mutants.py is applied to a copy of the tree, whose tests then run with the first numbers of ranks named; a test that
@@ -101,9 +101,12 @@ class Tree:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORD", help="of the path, the right or the wrong line")
+    parser.add_argument("--only", action="append", metavar="WORD", help="of the path, the right or the wrong line")
     arguments = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if arguments.only in f"{mutant.path} {mutant.line} {mutant.wrong}"]
+    words = arguments.only or [""]
+    chosen = [
+        mutant for mutant in MUTANTS if any(word in f"{mutant.path} {mutant.line} {mutant.wrong}" for word in words)
+    ]
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="hvdlite-mutants-") as directory:
         tree = Tree(Path(directory))
