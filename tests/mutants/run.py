@@ -26,15 +26,15 @@ from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
-TIME_LIMIT_S = 180
 COPIED = ("csrc", "hvdlite", "tests", "setup.py", "pyproject.toml", "README.md", "docs", "tools", "examples")
 
 
 class Tree:
     """A copy of the tree, compiled in place."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, time_limit_s: float) -> None:
         self._directory = directory
+        self._time_limit_s = time_limit_s
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
         for name in COPIED:
             source = ROOT / name
@@ -84,7 +84,7 @@ class Tree:
             start_new_session=True,
         )
         try:
-            output, _ = child.communicate(timeout=TIME_LIMIT_S)
+            output, _ = child.communicate(timeout=self._time_limit_s)
         except subprocess.TimeoutExpired:
             child.terminate()  # the launcher passes it on to the ranks
             try:
@@ -102,6 +102,7 @@ class Tree:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="WORD", help="of the path, the right or the wrong line")
+    parser.add_argument("--time-limit", type=float, default=180.0, metavar="S", help="of the tests of one mutant")
     arguments = parser.parse_args()
     words = arguments.only or [""]
     chosen = [
@@ -109,7 +110,7 @@ def main() -> int:
     ]
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="hvdlite-mutants-") as directory:
-        tree = Tree(Path(directory))
+        tree = Tree(Path(directory), arguments.time_limit)
         for tests in dict.fromkeys(mutant.tests for mutant in chosen):
             failure = tree.notices(tests)
             if failure:
