@@ -13,7 +13,8 @@ namespace hvdlite {
 // Whoever completes a count rings those that want it. Two ranks that store their counts at the same time, and then look
 // at all: at least one of them sees that all are there. A rank that wants a ring says so before it looks for the last
 // time: either it sees the last count, or whoever stores that sees that it wants a ring. Both are Dekker's pattern, and
-// need sequentially consistent stores and loads.
+// need sequentially consistent stores and loads; these release and acquire as well, so that what a rank has written
+// before it counts is seen by whoever sees the count. A rank loads its own words relaxed: nobody else writes them.
 class ReadyCounts {
  public:
   // `address`: `size` lines. `doorbells`: of the ranks, a line each.

@@ -43,6 +43,8 @@ void futex_wake_all(Word& word, std::uint32_t group) {
 // Ringing and going to sleep are Dekker's pattern: each side writes its word, then reads the other's. In
 // sequentially consistent order at least one sees the other, so no ring is missed. The end of an assistance is another
 // such pattern: a ring that still took the assistant for present has been counted before `end_assistance` looks.
+// The count is released by every ring and acquired by every look, so that what was written before a ring is seen by
+// whoever has heard it.
 void Doorbell::ring() {
   count.fetch_add(1, std::memory_order_seq_cst);
   if (assistants.load(std::memory_order_seq_cst) != 0) {
@@ -106,13 +108,18 @@ std::size_t Barrier::bytes_needed(int size) {
   return sizeof(Shared) + sizeof(Shared::Epoch) * static_cast<std::size_t>(size - 1);
 }
 
+// What any rank has written before it arrives, all see after the opening: arrivals are read-modify-writes of one word
+// that acquire and release, so the last one has acquired all others; it releases the generation, which the others
+// acquire. The generation can be loaded relaxed before: this rank has seen the last opening, having waited for it, and
+// without its arrival there is no other.
 WaitStatus Barrier::wait(double timeout_s) {
   if (aborted()) return WaitStatus::kAborted;
   const std::uint32_t before = shared_->generation.load(std::memory_order_relaxed);
   Word& epoch = shared_->epochs[rank_].value;
-  epoch.store(epoch.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+  epoch.store(epoch.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // no other rank writes it
   if (shared_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
     shared_->arrived.store(0, std::memory_order_relaxed);  // published by the new generation
+    // Before the sleepers are loaded, in Dekker's pattern (`futex_wait`).
     shared_->generation.store(before + 1, std::memory_order_seq_cst);
     if (shared_->sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(shared_->generation);
     return WaitStatus::kOk;

@@ -43,6 +43,10 @@ void store(std::uintptr_t address, T value) {
 Clock::time_point time_after(double seconds);
 
 // Sleeps while `word` holds `expected`, until `until`, or a signal, or any wake-up; may return for no reason.
+// The kernel looks at `word` after a full barrier. So who adds itself to a word of sleepers, in whatever memory order,
+// and then sleeps is one side of Dekker's pattern; the other one stores `word` and then loads the sleepers, both
+// sequentially consistent. Loads of `word` in between save a system call, and no more depends on them. Who leaves the
+// sleepers may do so relaxed: one who still sees it makes a system call too many.
 // `group` is a set of bits: a wake-up is for those who sleep in one of its groups.
 constexpr std::uint32_t kEverybody = 0xffffffff;
 void futex_wait(Word& word, std::uint32_t expected, Clock::time_point until, std::uint32_t group = kEverybody);
@@ -91,6 +95,7 @@ class Barrier {
  private:
   struct Shared;
 
+  // Acquired, so that whoever is aborted sees what was written before the word was set.
   bool aborted() const { return abort_->load(std::memory_order_acquire) != 0; }
   WaitStatus await_generation_after(std::uint32_t before, Clock::time_point until);
 

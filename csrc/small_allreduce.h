@@ -19,7 +19,7 @@ namespace hvdlite {
 //
 // A count is stored with release order after what was packed, and loaded with acquire order before that is read. Counts
 // on which somebody sleeps are Dekker's pattern: the sleeper says so, then looks at the count; the rank stores the
-// count, then looks for sleepers; all sequentially consistent.
+// count, then looks for sleepers; all sequentially consistent, but for the end of a sleep (`futex_wait`).
 class SmallAllreduce {
  public:
   static constexpr std::uint64_t kMostBytes = 8 << 10;

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
 
 
 def _has_extension(directories: Sequence[str]) -> bool:
@@ -30,44 +32,61 @@ def _path() -> list[str]:
 
 __path__ = _path()
 
-from hvdlite import _native
-from hvdlite.config import CUDA_LIBRARY, INSTRUCTION_SET, NCCL_LIBRARY, Config as Config, other_variable
-from hvdlite.default_runtime import (
-    cross_rank as cross_rank,
-    cross_size as cross_size,
-    init as init,
-    is_homogeneous as is_homogeneous,
-    is_initialized as is_initialized,
-    local_rank as local_rank,
-    local_size as local_size,
-    rank as rank,
-    restart as restart,
-    runtime as runtime,
-    shutdown as shutdown,
-    size as size,
-    statistics as statistics,
-)
-from hvdlite.dtypes import DType as DType, ReduceOp as ReduceOp
-from hvdlite.environment import cache_directory
-from hvdlite.errors import (
-    CollectiveError as CollectiveError,
-    ConfigError as ConfigError,
-    DuplicateNameError as DuplicateNameError,
-    HorovodInternalError as HorovodInternalError,
-    HorovodVersionMismatchError as HorovodVersionMismatchError,
-    HostsUpdatedInterrupt as HostsUpdatedInterrupt,
-    MismatchError as MismatchError,
-    NotInitializedError as NotInitializedError,
-    RankFailedError as RankFailedError,
-    ShutDownError as ShutDownError,
-    StallError as StallError,
-    StartupError as StartupError,
-    UsageError as UsageError,
-)
-from hvdlite.launch import run as run
-from hvdlite.memory.views import TensorView as TensorView
-from hvdlite.runtime import Runtime as Runtime
-from hvdlite.version import __version__ as __version__
+from hvdlite.garbage import uncollected
+
+with uncollected():
+    from hvdlite import _native
+    from hvdlite.config import CUDA_LIBRARY, INSTRUCTION_SET, NCCL_LIBRARY, Config as Config, other_variable
+    from hvdlite.default_runtime import (
+        cross_rank as cross_rank,
+        cross_size as cross_size,
+        init as init,
+        is_homogeneous as is_homogeneous,
+        is_initialized as is_initialized,
+        local_rank as local_rank,
+        local_size as local_size,
+        rank as rank,
+        restart as restart,
+        runtime as runtime,
+        shutdown as shutdown,
+        size as size,
+        statistics as statistics,
+    )
+    from hvdlite.dtypes import DType as DType, ReduceOp as ReduceOp
+    from hvdlite.environment import cache_directory
+    from hvdlite.errors import (
+        CollectiveError as CollectiveError,
+        ConfigError as ConfigError,
+        DuplicateNameError as DuplicateNameError,
+        HorovodInternalError as HorovodInternalError,
+        HorovodVersionMismatchError as HorovodVersionMismatchError,
+        HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+        MismatchError as MismatchError,
+        NotInitializedError as NotInitializedError,
+        RankFailedError as RankFailedError,
+        ShutDownError as ShutDownError,
+        StallError as StallError,
+        StartupError as StartupError,
+        UsageError as UsageError,
+    )
+    from hvdlite.memory.views import TensorView as TensorView
+    from hvdlite.runtime import Runtime as Runtime
+    from hvdlite.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from hvdlite.launch import run as run
+else:  # or type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        """hvdlite.run, imported by the programs that use it."""
+        if name != "run":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module("hvdlite.launch").run
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "run"})
+
 
 logging.getLogger("hvdlite").addHandler(logging.NullHandler())
 

@@ -4,7 +4,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
 
   unit     no MPI
   sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
-           Sanitizer, ranks as threads under ThreadSanitizer; skipped where GCC has none; only if asked for by name
+           Sanitizer, ranks as threads under ThreadSanitizer, and for aarch64 under qemu; skipped where GCC or Debian
+           has none; only if asked for by name
   mpi      under mpirun with 1, 2 and 4 ranks on Open MPI and 2, 3 and 4 on MPICH, unless --ranks chooses them; what
            lies above MPI with 1, 2 and 4 ranks on Open MPI and with 3 on MPICH, unless --mpi chooses one; with --mpi
            for it, on Intel MPI too, with 2 and 3, where others run what calls MPI only; and what depends on who starts
@@ -17,6 +18,9 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   slurm    jobs under a real Slurm of one node, Debian's, likewise
   lint     ruff, mypy, and pyright on a program of a user; only if asked for by name
   integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
+
+Where faults, hosts or examples are among the suites, which mostly wait, lint and sanitizers run beside them, with what
+they leave of the processors.
 
 Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
 test with every number of ranks.
@@ -33,12 +37,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -61,9 +68,20 @@ SUITES = (
     "slurm",
     "integrations",
 )
+# Suites that need processors and no clock, and those beside which they run: starts, waits and ends of processes.
+BESIDE = ("lint", "sanitizers")
+WAITING = ("faults", "hosts", "examples")
+# For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
+# them between sessions first (sched(7), autogroup), where it is set to.
+LEFTOVERS = ("sh", "-c", '(echo 19 > /proc/self/autogroup) 2> /dev/null; exec nice -n 19 "$@"', "sh")
 BY_NAME = ("lint", "sanitizers", "docs", "browser", "slurm", "integrations")
 # Programs that tests need, and Debian's packages that have them.
 DEBIAN = {
+    "sanitizers": (
+        "compiler for aarch64",
+        ["aarch64-linux-gnu-g++", "qemu-aarch64-static"],
+        ["g++-aarch64-linux-gnu", "qemu-user-static"],
+    ),
     "browser": ("Chromium", ["chromium", "chromedriver"], ["chromium", "chromium-driver", "fonts-dejavu-core"]),
     "slurm": ("Slurm", ["slurmctld", "slurmd", "munged"], ["slurm-wlm", "munge", "libpmix-dev"]),
 }
@@ -87,13 +105,14 @@ FOR_INTEL_MPI = (
     "test_runtime.py",
     "test_runtime_lifecycle.py",
 )
-TIME_LIMIT_S = dict.fromkeys(SUITES, 900) | {"lint": 300, "unit": 600, "sanitizers": 600}
+TIME_LIMIT_S = dict.fromkeys(SUITES, 900) | {"unit": 600}
 
 
 @dataclass
 class Stage:
     """One command, and what its tests came to."""
 
+    suite: str
     title: str
     command: list[str]
     time_limit_s: float
@@ -105,6 +124,8 @@ class Stage:
     elapsed_s: float = 0.0
     first_try: list[str] = field(default_factory=list)
     """Failures that did not come again in a second try."""
+    child: subprocess.Popen[bytes] | None = None
+    """While it runs."""
 
 
 def main() -> int:
@@ -116,20 +137,24 @@ def main() -> int:
         return 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the stage that runs is ended with this process
     stages = plan(arguments, for_pytest, pythons)
+    waiting = [stage for stage in stages if stage.suite in WAITING]
+    beside = Beside([stage for stage in stages if waiting and stage.suite in BESIDE], arguments)
+    in_turn = [stage for stage in stages if stage not in beside.stages]
     status = 0
     done = []
-    for number, stage in enumerate(stages, start=1):
-        print(f"\n==> [{number}/{len(stages)}] {stage.title}", flush=True)
-        done.append(stage)
-        try:
-            run(stage, arguments.this_python)
-            if stage.failures and arguments.second_try and not stage.title.startswith(("lint", "unit", "sanitizers")):
-                print(f"\n==> [{number}/{len(stages)}] {stage.title}: a second try", flush=True)
-                try_again(stage, arguments.this_python)
-        except KeyboardInterrupt:
-            stage.failures.append("interrupted")
-            status = 130
-            break
+    try:
+        for number, stage in enumerate(in_turn, start=1):
+            done.append(stage)
+            if stage in waiting[:1]:
+                done += beside.stages
+                beside.start()
+            run(stage, arguments, f"[{number}/{len(in_turn)}]")
+            if stage in waiting[-1:]:
+                beside.finish()
+    except KeyboardInterrupt:
+        done[-1].failures.append("interrupted")
+        beside.stop()
+        status = 130
     return report(done) or status
 
 
@@ -186,16 +211,21 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         tools.append("docs")
     if "browser" in arguments.suites:
         tools.append("report")
-    for suite in arguments.suites:
-        if suite in DEBIAN:
-            environment.install_debian(*DEBIAN[suite])
     if "integrations" in arguments.suites:
         tools += ["lightning", "transformers", "ray"]
-    pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}
-    for mpi in arguments.mpi:
-        if mpi != "openmpi" and set(arguments.suites) & {"mpi", "faults", "hosts", "slurm"}:
-            pythons[mpi] = environment.make_beside(mpi)
+    with ThreadPoolExecutor(1) as at_once:  # what apt does, pip need not wait for
+        packages = at_once.submit(install_packages, arguments.suites)
+        pythons = {"openmpi": environment.make(["openmpi", "examples", "benchmarks", "test", *tools])}
+        if set(arguments.suites) & {"mpi", "faults", "hosts", "slurm"}:
+            pythons |= environment.make_beside([mpi for mpi in arguments.mpi if mpi != "openmpi"])
+        packages.result()
     return pythons
+
+
+def install_packages(suites: Sequence[str]) -> None:
+    for suite in suites:
+        if suite in DEBIAN:
+            environment.install_debian(*DEBIAN[suite])
 
 
 def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str, Path]) -> list[Stage]:
@@ -219,11 +249,11 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
         limit = TIME_LIMIT_S[suite]
         if suite == "lint":
             stages.append(
-                Stage("lint: ruff", [str(python), "-m", "ruff", "check", "--extend-exclude", ".venv*"], limit)
+                Stage(suite, "lint: ruff", [str(python), "-m", "ruff", "check", "--extend-exclude", ".venv*"], limit)
             )
-            stages.append(Stage("lint: mypy", [str(python), "-m", "mypy"], limit))
+            stages.append(Stage(suite, "lint: mypy", [str(python), "-m", "mypy"], limit))
             pyright = [str(python), "-m", "basedpyright", "--pythonpath", str(python), "--level", "error"]
-            stages.append(Stage("lint: pyright", [*pyright, str(TESTS / "types")], limit))
+            stages.append(Stage(suite, "lint: pyright", [*pyright, str(TESTS / "types")], limit))
         elif suite == "mpi":
             for mpi in arguments.mpi:
                 for ranks in arguments.ranks or (ALL_RANKS if arguments.thorough else RANKS[mpi]):
@@ -235,26 +265,88 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     files = FOR_INTEL_MPI if mpi == "intelmpi" and not only else ()
                     unmarked = [] if above else ["any_mpi"]
                     unmarked += ["up_to_three_ranks"] if ranks > 3 and not arguments.thorough else []
-                    stages.append(Stage(title, [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)], limit))
+                    stages.append(
+                        Stage(suite, title, [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)], limit)
+                    )
             if 2 in (arguments.ranks or ALL_RANKS):
                 command = [str(python), "-m", "hvdlite", "run", "-np", "2", *pytest(suite, python, files=WITHOUT_MPI)]
-                stages.append(Stage("mpi: without MPI, 2 ranks", command, limit))
+                stages.append(Stage(suite, "mpi: without MPI, 2 ranks", command, limit))
         else:
-            stages.append(Stage(suite, pytest(suite, python), limit))
+            stages.append(Stage(suite, suite, pytest(suite, python), limit))
     return stages
 
 
-def run(stage: Stage, keep_python_path: bool) -> None:
+def run(stage: Stage, arguments: argparse.Namespace, number: str) -> None:
+    print(f"\n==> {number} {stage.title}", flush=True)
+    run_once(stage, arguments.this_python)
+    try_again(stage, arguments, number)
+
+
+class Beside:
+    """Runs stages one after the other, with what others leave of the processors; shows later what they print."""
+
+    def __init__(self, stages: Sequence[Stage], arguments: argparse.Namespace) -> None:
+        self.stages = list(stages)
+        self._arguments = arguments
+        self._thread = threading.Thread(target=self._run)
+        self._stopped = self._is_awaited = False
+        self._printed: list[bytes] = []
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for them, and show what they printed; what has failed with so little time may try again."""
+        self._is_awaited = True
+        self._thread.join()
+        for number, (stage, printed) in enumerate(zip(self.stages, self._printed, strict=True), start=1):
+            where = f"[beside, {number}/{len(self.stages)}]"
+            print(f"\n==> {where} {stage.title}", flush=True)
+            sys.stdout.buffer.write(printed)
+            sys.stdout.flush()
+            try_again(stage, self._arguments, where)
+
+    def stop(self) -> None:
+        """End the one that runs, if any does; the others do not begin."""
+        self._stopped = True
+        while self._thread.is_alive():
+            for stage in self.stages:
+                if stage.child is not None:
+                    end(stage.child)
+            self._thread.join(0.1)
+
+    def _run(self) -> None:
+        for stage in self.stages:
+            with tempfile.TemporaryFile() as output:
+                if not self._stopped:
+                    run_once(stage, self._arguments.this_python, output, takes_leftovers=not self._is_awaited)
+                output.seek(0)
+                self._printed.append(output.read())
+
+
+def run_once(
+    stage: Stage, keep_python_path: bool, output: IO[bytes] | None = None, *, takes_leftovers: bool = False
+) -> None:
+    """``takes_leftovers``: it gets no more of the processors than others leave."""
     environ = {name: value for name, value in os.environ.items() if keep_python_path or name != "PYTHONPATH"}
     environ["HVDLITE_IDLE_SECONDS"] = "inf"  # a coordinator's look around heals a wake-up that is lost, unseen
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdlite-tests-") as directory:
         environ["PYTEST_DEBUG_TEMPROOT"] = directory
         outcomes = Path(directory, "outcomes")
-        lint = stage.title.startswith("lint")
+        lint = stage.suite == "lint"
         command = stage.command + ([] if lint else ["--outcomes", str(outcomes)])
+        if takes_leftovers:
+            command = [*LEFTOVERS, *command]
         # In tests/ rather than the root, where python -m hvdlite would run the source tree.
-        child = subprocess.Popen(command, cwd=ROOT if lint else TESTS, env=environ, start_new_session=True)
+        child = stage.child = subprocess.Popen(
+            command,
+            cwd=ROOT if lint else TESTS,
+            env=environ,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
         try:
             status = child.wait(stage.time_limit_s)
         except subprocess.TimeoutExpired:
@@ -264,6 +356,7 @@ def run(stage: Stage, keep_python_path: bool) -> None:
             end(child)
             raise
         finally:
+            stage.child = None
             stage.elapsed_s = time.monotonic() - start
             read(stage, outcomes)
     if lint:
@@ -274,9 +367,12 @@ def run(stage: Stage, keep_python_path: bool) -> None:
         stage.failures = stage.failures or [f"ended with exit status {status}"]
 
 
-def try_again(stage: Stage, keep_python_path: bool) -> None:
-    """The failed tests of ``stage``, one at a time; all of it where it broke off."""
-    second = Stage(stage.title, stage.command, stage.time_limit_s)
+def try_again(stage: Stage, arguments: argparse.Namespace, number: str) -> None:
+    """The failed tests of ``stage``, if that may be, one at a time; all of it where it broke off."""
+    if not stage.failures or not arguments.second_try or stage.suite in ("lint", "unit"):
+        return
+    print(f"\n==> {number} {stage.title}: a second try", flush=True)
+    second = Stage(stage.suite, stage.title, stage.command, stage.time_limit_s)
     if len(stage.ended_badly) == len(stage.failures):
         kept = [word for word in stage.command if not word.startswith(("--numprocesses", "--dist", str(TESTS)))]
         second.command = kept + [str(ROOT / test) for test in stage.ended_badly]
@@ -284,7 +380,7 @@ def try_again(stage: Stage, keep_python_path: bool) -> None:
     else:
         stage.counts.clear()
         stage.skips.clear()
-    run(second, keep_python_path)
+    run_once(second, arguments.this_python)
     stage.first_try, stage.failures = stage.failures, second.failures
     stage.counts += second.counts
     stage.skips += second.skips

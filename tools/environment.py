@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -60,27 +61,31 @@ def make(extras: Sequence[str]) -> Path:
     return _python(VENV)
 
 
-def make_beside(extra: str) -> Path:
-    """Make .venv-``extra``, with the MPI of that extra alone, beside .venv, which must have been made; its Python.
+def make_beside(extras: Sequence[str]) -> dict[str, Path]:
+    """Make .venv-EXTRA for each extra, with its MPI alone, beside .venv, which must have been made; their Pythons.
 
     Raises:
         SetupError: a step failed.
     """
-    with _locked():
-        made = ROOT / f".venv-{extra}"
-        _make_venv(made)
-        site, base = (
-            _ask(_python(venv), "import sysconfig; print(sysconfig.get_path('purelib'))") for venv in (made, VENV)
-        )
-        Path(site, "base.pth").write_text(base + "\n")
-        if not (made / "bin" / "mpirun").exists():
-            listing = "from importlib.metadata import requires; print('\\n'.join(requires('hvdlite')))"
-            requirements = [
-                line.split(";")[0].strip()
-                for line in _ask(_python(VENV), listing).splitlines()
-                if f"'{extra}'" in line.replace('"', "'")
-            ]
-            _pip(made, " ".join(requirements), *requirements)
+    with _locked(), ThreadPoolExecutor() as at_once:
+        return dict(zip(extras, at_once.map(_make_beside, extras), strict=True))
+
+
+def _make_beside(extra: str) -> Path:
+    made = ROOT / f".venv-{extra}"
+    _make_venv(made)
+    site, base = (
+        _ask(_python(venv), "import sysconfig; print(sysconfig.get_path('purelib'))") for venv in (made, VENV)
+    )
+    Path(site, "base.pth").write_text(base + "\n")
+    if not (made / "bin" / "mpirun").exists():
+        listing = "from importlib.metadata import requires; print('\\n'.join(requires('hvdlite')))"
+        requirements = [
+            line.split(";")[0].strip()
+            for line in _ask(_python(VENV), listing).splitlines()
+            if f"'{extra}'" in line.replace('"', "'")
+        ]
+        _pip(made, " ".join(requirements), *requirements)
     return _python(made)
 
 

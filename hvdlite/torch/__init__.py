@@ -9,69 +9,85 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 import hvdlite
-from hvdlite import (
-    HorovodInternalError,
-    cross_rank,
-    cross_size,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from hvdlite.builds import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from hvdlite.errors import HorovodVersionMismatchError, HostsUpdatedInterrupt
-from hvdlite.torch import elastic
-from hvdlite.torch.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
-from hvdlite.torch.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from hvdlite.torch.alltoall import alltoall, alltoall_async
-from hvdlite.torch.barrier import barrier
-from hvdlite.torch.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from hvdlite.torch.compression import Compression, Compressor
-from hvdlite.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from hvdlite.torch.handle import Handle, poll, synchronize
-from hvdlite.torch.join import join
-from hvdlite.torch.optimizer import DistributedOptimizer
-from hvdlite.torch.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
-from hvdlite.torch.reduce_options import Adasum, Average, Max, Min, Product, Sum
-from hvdlite.torch.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from hvdlite.torch.sampler import sampler
-from hvdlite.torch.sparse import sparse_allreduce_async
-from hvdlite.torch.startup import init
-from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from hvdlite.garbage import uncollected
+
+with uncollected():
+    from hvdlite import (
+        HorovodInternalError,
+        cross_rank,
+        cross_size,
+        is_homogeneous,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        shutdown,
+        size,
+    )
+    from hvdlite.builds import (
+        ccl_built,
+        cuda_built,
+        ddl_built,
+        gloo_built,
+        gloo_enabled,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        rocm_built,
+    )
+    from hvdlite.errors import HorovodVersionMismatchError, HostsUpdatedInterrupt
+    from hvdlite.torch.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
+    from hvdlite.torch.allreduce import (
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+    )
+    from hvdlite.torch.alltoall import alltoall, alltoall_async
+    from hvdlite.torch.barrier import barrier
+    from hvdlite.torch.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+    from hvdlite.torch.compression import Compression, Compressor
+    from hvdlite.torch.functions import (
+        allgather_object,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+    )
+    from hvdlite.torch.handle import Handle, poll, synchronize
+    from hvdlite.torch.join import join
+    from hvdlite.torch.optimizer import DistributedOptimizer
+    from hvdlite.torch.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
+    from hvdlite.torch.reduce_options import Adasum, Average, Max, Min, Product, Sum
+    from hvdlite.torch.reducescatter import (
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        reducescatter,
+        reducescatter_async,
+    )
+    from hvdlite.torch.sampler import sampler
+    from hvdlite.torch.sparse import sparse_allreduce_async
+    from hvdlite.torch.startup import init
+    from hvdlite.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
+
+if TYPE_CHECKING:
+    from hvdlite.torch import elastic
+else:  # or type checkers would accept every name
+
+    def __getattr__(name: str) -> Any:
+        """hvd.elastic, imported by the programs that use it."""
+        if name != "elastic":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module("hvdlite.torch.elastic")
+
 
 __all__ = [
     "Adasum",

@@ -43,6 +43,7 @@ def test_allreduce(launch: Launch, tmp_path: Path) -> None:
         assert row["way"] not in own or set(row["times_as_fast"]) >= {"memcpy", *peers}
 
 
+@pytest.mark.thorough  # test_allreduce_across_hosts chooses ways as well
 def test_allreduce_of_chosen_ways_on_three_ranks(launch: Launch, tmp_path: Path) -> None:
     ways = ["hvdlite backend", "hvd, in its slot", "MPI, pieces"]
     options = ("--rounds=1", "--bytes=1048576", "--ways", *reversed(ways))
@@ -92,7 +93,7 @@ def test_costs(launch: Launch, tmp_path: Path) -> None:
     assert report["memory"]["400 tiny parameters"]["gradient_bytes"] == 844800
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_train_step(launch: Launch, tmp_path: Path, ranks: int) -> None:
     options = ("--rounds=1", "--steps=1", "--models", "400 tiny parameters")
     (model,) = run(launch, ranks, "train_step.py", tmp_path / "t.json", *options)["models"]
@@ -104,6 +105,7 @@ def test_train_step(launch: Launch, tmp_path: Path, ranks: int) -> None:
         assert way["relative"]["low"] <= way["relative"]["value"] <= way["relative"]["high"]
 
 
+@pytest.mark.thorough  # test_across_hosts runs it as well
 def test_overlap(launch: Launch, tmp_path: Path) -> None:
     small = ("--layers=3", "--width=64", "--rows=8", "--rounds=1", "--steps=2", f"--timelines={tmp_path / 'traces'}")
     report = run(launch, 2, "overlap.py", tmp_path / "o.json", *small)
@@ -197,7 +199,7 @@ def test_gpu_on_one_rank(launch: Launch, tmp_path: Path) -> None:
     assert [step["model"] for step in report["step"]] == ["400 tiny parameters"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_gpu_within_a_node(launch: Launch, tmp_path: Path, ranks: int) -> None:
     rows = run(launch, ranks, "gpu.py", tmp_path / "g.json", "node", *SIMULATED)["node"]
     ways = ["copy", "hvdlite backend", "hvd, in its slot", "hvd, elsewhere"]
@@ -228,9 +230,9 @@ def test_gpu_without_one(tmp_path: Path) -> None:
 
 
 def test_timeline_cost(launch: Launch, tmp_path: Path) -> None:
-    short = ("--rounds=2", "--seconds=0.1", "--models", "transformer")
+    short = ("--rounds=2", "--seconds=0.1", "--models", "400 tiny parameters")
     report = run(launch, 2, "timeline_cost.py", tmp_path / "t.json", *short)
-    assert report["models"]["transformer"]["events_per_step"] > 4
+    assert report["models"]["400 tiny parameters"]["events_per_step"] > 4
 
 
 def test_allreduce_across_hosts(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Lines that are wrong on purpose, one at a time: each must fail the tests that are named for it.
 
     python3 tests/mutants/run.py               # all, in an environment that tests/run.py has made
-    python3 tests/mutants/run.py --only ring   # those whose place or text has this word
+    python3 tests/mutants/run.py --only ring   # those whose place or text has this word; may be repeated
 
 A test suite is worth what it notices. Whoever makes tests fewer or faster runs this before and after. Each mutant of
 mutants.py is applied to a copy of the tree, whose tests then run with the first numbers of ranks named; a test that
@@ -26,15 +26,15 @@ from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
-TIME_LIMIT_S = 180
 COPIED = ("csrc", "hvdlite", "tests", "setup.py", "pyproject.toml", "README.md", "docs", "tools", "examples")
 
 
 class Tree:
     """A copy of the tree, compiled in place."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, time_limit_s: float) -> None:
         self._directory = directory
+        self._time_limit_s = time_limit_s
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
         for name in COPIED:
             source = ROOT / name
@@ -84,7 +84,7 @@ class Tree:
             start_new_session=True,
         )
         try:
-            output, _ = child.communicate(timeout=TIME_LIMIT_S)
+            output, _ = child.communicate(timeout=self._time_limit_s)
         except subprocess.TimeoutExpired:
             child.terminate()  # the launcher passes it on to the ranks
             try:
@@ -101,12 +101,16 @@ class Tree:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORD", help="of the path, the right or the wrong line")
+    parser.add_argument("--only", action="append", metavar="WORD", help="of the path, the right or the wrong line")
+    parser.add_argument("--time-limit", type=float, default=180.0, metavar="S", help="of the tests of one mutant")
     arguments = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if arguments.only in f"{mutant.path} {mutant.line} {mutant.wrong}"]
+    words = arguments.only or [""]
+    chosen = [
+        mutant for mutant in MUTANTS if any(word in f"{mutant.path} {mutant.line} {mutant.wrong}" for word in words)
+    ]
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="hvdlite-mutants-") as directory:
-        tree = Tree(Path(directory))
+        tree = Tree(Path(directory), arguments.time_limit)
         for tests in dict.fromkeys(mutant.tests for mutant in chosen):
             failure = tree.notices(tests)
             if failure:

@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -167,7 +169,7 @@ def test_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     entries = [("a", "started"), ("a", "passed"), ("b", "started"), ("b", "skipped"), ("c", "started"), ("d", "failed")]
     lines = [json.dumps({"test": test, "outcome": outcome, "reason": "because"}) for test, outcome in entries]
     outcomes.write_text("\n".join(lines) + "\n")
-    stage = runner.Stage("unit", [], 1)
+    stage = runner.Stage("unit", "unit", [], 1)
     runner.read(stage, outcomes)
     assert runner.report([stage]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -178,16 +180,48 @@ def test_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_stage_that_dies_without_a_word_is_a_failure() -> None:
     runner = load("tests/run.py", "runner_under_test")
-    stage = runner.Stage("unit", [sys.executable, "-c", "import os; os._exit(9)"], 60)
-    runner.run(stage, keep_python_path=False)
+    stage = runner.Stage("unit", "unit", [sys.executable, "-c", "import os; os._exit(9)"], 60)
+    runner.run_once(stage, keep_python_path=False)
     assert stage.counts == {"failed": 1}
     assert stage.failures == ["ended with exit status 9"]
 
 
 def test_a_stage_that_hangs_is_ended() -> None:
     runner = load("tests/run.py", "runner_under_test")
-    stage = runner.Stage("unit", [sys.executable, "-c", "import time; time.sleep(100)"], 1)
-    runner.run(stage, keep_python_path=False)
+    stage = runner.Stage("unit", "unit", [sys.executable, "-c", "import time; time.sleep(100)"], 1)
+    runner.run_once(stage, keep_python_path=False)
     assert stage.failures == ["not at its end after 1 s"]
     assert stage.counts == {"failed": 1}
     assert runner.report([stage]) == 1
+
+
+def stage_beside(runner: Any, program: str) -> tuple[Any, Any]:
+    stage = runner.Stage("lint", "lint: it", [sys.executable, "-c", program], 60)
+    return stage, runner.Beside([stage], SimpleNamespace(this_python=False, second_try=True))
+
+
+def test_a_stage_beside_others_gets_what_they_leave(capfd: pytest.CaptureFixture[str]) -> None:
+    runner = load("tests/run.py", "runner_under_test")
+    stage, beside = stage_beside(runner, "import os, sys; print('nice:', os.nice(0)); sys.exit(3)")
+    beside.start()
+    until = time.monotonic() + 60
+    while not stage.elapsed_s and time.monotonic() < until:
+        time.sleep(0.01)
+    beside.finish()
+    assert "nice: 19" in capfd.readouterr().out.splitlines()
+    assert stage.counts == {"failed": 1} and stage.failures == ["exit status 3"]
+
+
+def test_a_stage_beside_others_is_ended_with_them() -> None:
+    runner = load("tests/run.py", "runner_under_test")
+    stage, beside = stage_beside(runner, "import time; time.sleep(100)")
+    beside.start()
+    beside.stop()
+    assert stage.child is None and stage.failures in ([], ["exit status -15"])
+
+
+def test_stages_that_never_began_need_no_end() -> None:
+    runner = load("tests/run.py", "runner_under_test")
+    stage, beside = stage_beside(runner, "")
+    beside.stop()
+    assert not stage.counts

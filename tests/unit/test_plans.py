@@ -6,7 +6,7 @@ import pytest
 
 from coordinator_lab import submission
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
-from hvdlite.coordinator.plan_leader import OrderWatch
+from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader
 from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
 from hvdlite.coordinator.request import NAMED
 
@@ -173,3 +173,23 @@ def test_a_plan_that_runs_free_takes_nothing_while_it_is_held_and_fuses_nothing_
     assert member.free is None
     reaction = member.obey(PlanMessage(Verb.END, 2), 0.0)
     assert len(reaction.responses) == 2 and reaction.fuses != runs_free
+
+
+def test_what_comes_next_is_begun_once_all_before_is_done() -> None:
+    a, b = submission("a"), submission("b")
+    plan = FrozenPlan([(entry.request, entry.sequence) for entry in (a, b)])
+    assert not plan.begin_next(b.request, NAMED)
+    assert plan.begin_next(a.request, NAMED)
+    assert not plan.begin_next(b.request, NAMED)  # a is under way
+    plan.done = plan.ready
+    assert plan.begin_next(b.request, NAMED)
+
+
+@pytest.mark.parametrize(("alone", "verb"), [(True, Verb.RELEASE), (False, Verb.FREEZE)])
+def test_what_was_fused_goes_on_being_told_to_all(alone: bool, verb: Verb) -> None:
+    """Ranks that see for themselves what all are ready for run it one by one."""
+    leader = PlanLeader([(0,)], [], OrderWatch(longest=10), may_run_free=True)
+    for name in "abababa":
+        leader.saw(Response(submission(name).request, NAMED), alone=alone or name == "a")
+    assert leader.propose(is_idle=True) == PlanMessage(Verb.HOLD)
+    assert leader.hear(PlanMessage(Verb.HELD, 0), (0,), is_idle=True) == PlanMessage(verb, 2)

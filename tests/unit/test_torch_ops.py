@@ -28,7 +28,18 @@ from hvdlite.torch.reduce_options import check_op
 from hvdlite.torch.tensor_view import check_tensor, dtype_of, torch_dtype, view_of
 from wrapper_lab import Sharded
 
-OURS = ("cli", "compat", "integrations", "metrics_server", "ray", "tensor_parallel", "torch_store")
+OURS = (
+    "cli",
+    "compat",
+    "integrations",
+    "launch",
+    "metrics_server",
+    "ray",
+    "remote_call",
+    "tensor_parallel",
+    "torch.elastic",
+    "torch_store",
+)
 NOT_AT_ONCE = {f"hvdlite.{part}" for part in OURS} | {
     *("mpi4py", "mpi4py.MPI", "torch._dynamo", "torch.distributed", "torch.testing"),
     *("http.server", "statistics", "matplotlib", "plotly", "ray", "yaml"),
@@ -55,7 +66,7 @@ def test_importing_it_imports_nothing_that_most_programs_do_not_need() -> None:
     program = "import sys, torch; before = {*sys.modules}; import hvdlite.torch; print(*{*sys.modules} - before)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert "hvdlite.torch" in done.stdout.split()
-    assert not NOT_AT_ONCE & {".".join(name.split(".")[:2]) for name in done.stdout.split()}
+    assert not NOT_AT_ONCE & {*done.stdout.split()}
 
 
 # Ops.
