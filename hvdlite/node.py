@@ -80,8 +80,11 @@ class Node:
         """End every wait in the shared memory of this node, in all its processes, for good."""
         _native.store32(self.abort_address, 1)
 
-    def share(self, nbytes: int) -> Segment:
+    def share(self, nbytes: int, *, reserved: bool = True) -> Segment:
         """A zeroed segment mapped by every local rank; all of them call it in the same order.
+
+        Args:
+            reserved: have all of its memory at once, see `create_memory_file`.
 
         Raises:
             CollectiveError: a local rank did not answer.
@@ -89,7 +92,7 @@ class Node:
         """
         if not self.is_leader:
             return self._receive_segment(nbytes)
-        fd = create_memory_file(nbytes)
+        fd = create_memory_file(nbytes, reserved=reserved)
         try:
             for local_rank, link in self._links.items():
                 try:

@@ -14,12 +14,11 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hvdlite.node
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.segment import Segment
 from hvdlite.node import _CLAIM as CLAIM, Door, Node, discover
 from hvdlite.proof import Caller, Secret, prove
 from thread_comm import on_ranks
@@ -407,22 +406,6 @@ def test_nothing_is_left_of_nodes_and_segments() -> None:
     gc.collect()
     assert open_files() == files
     assert mapped() == mappings
-
-
-def test_memory_lives_as_long_as_an_array_in_it() -> None:
-    fd = create_memory_file(8192)
-    segment = Segment(fd, 8192)
-    os.close(fd)
-    array = segment.memory[4096:4128].view(np.float32)
-    del segment
-    gc.collect()
-    array[:] = 3.0
-    assert array.sum() == 24.0
-
-
-def test_memory_that_the_machine_refuses_is_an_error_with_its_size() -> None:
-    with pytest.raises(StartupError, match=f"cannot create {1 << 62} bytes of shared memory"):
-        Segment(create_memory_file(1 << 62), 1 << 62)
 
 
 def test_nothing_has_a_name_in_dev_shm() -> None:
