@@ -51,6 +51,9 @@ def says(path: Path, text: str) -> Path:
     return executable(path, f"cat <<'END'\n{text}\nEND")
 
 
+OPTIONS_TO_SSH = ("-oProxyCommand=x", "a,-x:2", "u@-oX", "$(x)")
+
+
 class TestFindingMpirun:
     @pytest.mark.parametrize("text", VERSIONS)
     def test_tells_them_apart(self, tmp_path: Path, text: str) -> None:
@@ -112,9 +115,7 @@ class TestParsing:
         path.write_text(text)
         assert run.parse(["--hostfile", str(path), "train.py"]).hosts == (Host("a", 2), Host("b", 1))
 
-    @pytest.mark.parametrize(
-        "text", ["a:2,b:x", "a:0", "a:00", "a b", ":2", "-oProxyCommand=x", "a,-x:2", "u@-oX", "$(x)", "a:9999999", "ü"]
-    )
+    @pytest.mark.parametrize("text", ["a:2,b:x", "a:0", "a:00", "a b", ":2", "a:9999999", "ü", *OPTIONS_TO_SSH])
     def test_bad_hosts(self, text: str) -> None:
         with pytest.raises(ConfigError, match="write host:slots"):
             parse_hosts(text)
