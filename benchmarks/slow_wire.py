@@ -16,6 +16,7 @@ from hvdlite.counters import Traffic
 from hvdlite.dtypes import SUM, Reduction
 from hvdlite.memory.layout import Range
 from hvdlite.memory.views import Buffer
+from hvdlite.node import Door
 
 if TYPE_CHECKING:
     from hvdlite.collectives.ring import RingBackend
@@ -30,8 +31,9 @@ def machines(machine_of: Sequence[int], bytes_per_s: float) -> Iterator[None]:
     """
     connect, build_ring = hvdlite.node._connect_to_leader, hvdlite.world.build_ring
 
-    def reach(names: dict[int, str], rank: int) -> Any:
-        return connect({r: n if machine_of[r] == machine_of[rank] else "\0none" for r, n in names.items()}, rank)
+    def reach(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
+        own = {r: door for r, door in doors.items() if machine_of[r] == machine_of[rank]}
+        return connect(own, rank, deadline_s)
 
     def build_slow(*arguments: Any) -> Backend:
         return SlowBackend(build_ring(*arguments), bytes_per_s)

@@ -2,11 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -14,6 +16,7 @@
 #include "deadline.h"
 #include "device_bindings.h"
 #include "elements.h"
+#include "file_mapping.h"
 #include "instruction_set.h"
 #include "nccl_bindings.h"
 #include "pack.h"
@@ -244,6 +247,21 @@ void register_plans(py::module_& m) {
       });
 }
 
+void register_file_mapping(py::module_& m) {
+  m.def(
+      "map_file",
+      [](std::uintptr_t address, std::size_t bytes, int file, bool is_private) {
+        try {
+          map_file(address, bytes, file, is_private);
+        } catch (const std::system_error& error) {
+          errno = error.code().value();
+          PyErr_SetFromErrno(PyExc_OSError);
+          throw py::error_already_set();
+        }
+      },
+      "address"_a, "bytes"_a, "file"_a, "is_private"_a);
+}
+
 void register_deadline(py::module_& m) {
   py::class_<Deadline>(m, "Deadline")
       .def(py::init<double, std::string, int>(), "seconds"_a, "message"_a, "exit_code"_a)
@@ -268,6 +286,7 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_signal(m);
   hvdlite::register_small_allreduce(m);
   hvdlite::register_plans(m);
+  hvdlite::register_file_mapping(m);
   hvdlite::register_deadline(m);
   hvdlite::register_socket_bell(m);
   hvdlite::register_device(m);

@@ -1,5 +1,6 @@
 #include "socket_bell.h"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -13,6 +14,9 @@ namespace hvdlite {
 namespace {
 
 constexpr int kStop = -1;
+constexpr int kLookMs =
+    5000;  // how often the thread looks whether it shall stop, should the descriptor for that be gone
+constexpr int kRobbedMs = 20;  // between two rings of a thread that nobody tells of bytes
 
 void throw_errno(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
@@ -46,25 +50,33 @@ void SocketBell::close() {
   if (!is_open_) return;
   is_open_ = false;
   if (getpid() == owner_) {
+    is_stopping_ = true;
     const std::uint64_t one = 1;
-    if (write(stop_, &one, sizeof one) != sizeof one) std::terminate();  // an eventfd takes 2^64 - 2 of these
+    if (write(stop_, &one, sizeof one) != sizeof one) is_robbed_ = true;
     pthread_join(thread_, nullptr);
   }
+  if (is_robbed_) return;  // the numbers may be somebody else's by now
   ::close(epoll_);
   ::close(stop_);
 }
 
 void* SocketBell::watch(void* self) {
-  const auto& own = *static_cast<SocketBell*>(self);
+  auto& own = *static_cast<SocketBell*>(self);
   constexpr int kMost = 16;
   epoll_event events[kMost];
-  while (true) {
-    const int count = epoll_wait(own.epoll_, events, kMost, -1);
+  while (!own.is_stopping_) {
+    const int count = epoll_wait(own.epoll_, events, kMost, kLookMs);
     for (int i = 0; i < count; ++i) {
       if (events[i].data.fd == kStop) return nullptr;
     }
     if (count > 0) own.bell_.ring();
+    if (count < 0 && errno != EINTR) {
+      own.is_robbed_ = true;
+      poll(nullptr, 0, kRobbedMs);
+      own.bell_.ring();
+    }
   }
+  return nullptr;
 }
 
 }  // namespace hvdlite

@@ -229,6 +229,16 @@ class Deadline:
     def __init__(self, seconds: float, message: str, exit_code: int) -> None: ...
     def cancel(self) -> None: ...
 
+def map_file(address: int, bytes: int, file: int, is_private: bool) -> None:
+    """Map the first ``bytes`` of a file at ``address``, in place of what is mapped there.
+
+    Args:
+        is_private: what is written there from here on stays in this process.
+
+    Raises:
+        OSError: the kernel refuses; nothing is mapped there then.
+    """
+
 class SocketBell:
     """A native thread that rings the doorbell at ``address``, in ``memory``, whenever one of ``sockets`` has news.
 

@@ -7,7 +7,7 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ from hvdlite.agreement import Bootstrap, exchange
 from hvdlite.config import Config
 from hvdlite.errors import HorovodVersionMismatchError, StartupError
 from hvdlite.health import Health
-from hvdlite.interfaces import select
-from hvdlite.leader_links import Door, Listener, close_all, connect_tree, new_token
+from hvdlite.leader_links import close_all, connect_leaders
 from hvdlite.node import discover
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
@@ -33,11 +32,9 @@ class Card:
 
     versions: dict[str, str]
     config: Config
-    token: bytes
     hostname: str
     pid: int
     world_rank: int | None
-    addresses: list[tuple[str, int]]
     news: Any
 
     @property
@@ -85,25 +82,20 @@ def start_world(
         own = None if ranks is None or ranks.size == 1 else ranks.subset(range(ranks.size))
         if own is not None:
             undo.callback(own.close)  # all ranks fail here or none does, so all of them close it
-        with closing(Listener()) as listener:
-            cards = exchange(own, lambda: _card(own, config, versions, listener, news))
-            config = cards[0].config
-            _check_versions(cards)
-            nodes, node = discover(own, config.start_timeout_s)
-            undo.callback(node.close)
-            _check_reach(own, nodes, cards)
-            mpi.unlink_shared_files()  # every local rank has mapped them by now
-            topology = Topology(0 if own is None else own.rank, nodes)
-            links: dict[int, socket.socket] = {}
-
-            def connect_leaders() -> None:
-                if topology.is_leader:
-                    doors = [Door(cards[leader].hostname, cards[leader].addresses) for leader in topology.leaders]
-                    token, fanout = cards[0].token, config.tree_fanout
-                    links.update(connect_tree(doors, topology, fanout, token, listener, links_deadline_s))
-
-            undo.callback(lambda: close_all(links.values()))
-            exchange(own, connect_leaders)
+        cards = exchange(own, lambda: _card(own, config, versions, news))
+        config = cards[0].config
+        _check_versions(cards)
+        nodes, node = discover(own, config.start_timeout_s)
+        undo.callback(node.close)
+        _check_reach(own, nodes, cards)
+        mpi.unlink_shared_files()  # every local rank has mapped them by now
+        topology = Topology(0 if own is None else own.rank, nodes)
+        links: dict[int, socket.socket] = {}
+        if own is not None and len(nodes) > 1:
+            links = connect_leaders(
+                own, topology.leaders, topology, config.tree_fanout, config.network_interfaces, links_deadline_s
+            )
+            undo.callback(close_all, links.values())
         neighbours = {topology.leaders[index]: link for index, link in links.items()}
         neighbours |= node.take_watch_links()
         health = Health(topology.rank, [(rank, cards[rank].where, link) for rank, link in neighbours.items()], config)
@@ -126,18 +118,14 @@ def _built(ranks: Bootstrap | None, health: Health, build: Callable[[], World]) 
     return built[0]
 
 
-def _card(
-    ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], listener: Listener, news: Callable[[], Any]
-) -> Card:
+def _card(ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], news: Callable[[], Any]) -> Card:
     is_first = ranks is None or ranks.rank == 0
     return Card(
         {"hvdlite": __version__, "Python": platform.python_version(), **versions},
         config,
-        new_token(),
         socket.gethostname(),
         os.getpid(),
         mpi.world_rank(),
-        [(interface.address, listener.port) for interface in select(config.network_interfaces)],
         news() if is_first else None,
     )
 

@@ -29,10 +29,15 @@ def _boolean(text: str) -> bool:
     raise ValueError("must be 1, true, yes, on, or 0, false, no, off")
 
 
+_LARGEST = 1e9  # seconds: 30 years, which every clock and wait of Python and of the kernel takes
+
+
 def _number(text: str) -> float:
     value = _number_or_inf(text)
     if math.isinf(value):
         raise ValueError("must be finite")
+    if value > _LARGEST:
+        raise ValueError(f"must be at most {_LARGEST:.0f}")
     return value
 
 

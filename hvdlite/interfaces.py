@@ -11,6 +11,7 @@ import fcntl
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,24 +23,38 @@ VIRTUAL_BRIDGES = ("docker", "br-", "virbr", "podman", "cni-podman", "lxcbr", "l
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8  # linux/if.h
 _INFINIBAND = Path("/sys/class/infiniband")
+_IPV6 = Path("/proc/net/if_inet6")
+_GLOBAL, _HOST = 0x00, 0x10  # include/net/ipv6.h: scopes of addresses that need no interface beside them
+_TENTATIVE, _FAILED = 0x40, 0x08  # linux/if_addr.h
 
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface with an IPv4 address."""
+    """A network interface that has addresses.
+
+    Attributes:
+        address: the IPv4 one; the first IPv6 one where it has none.
+        more: IPv6 addresses beside that.
+    """
 
     name: str
     address: str
     up: bool
     loopback: bool
+    more: tuple[str, ...] = ()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (self.address, *self.more)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.address}{'' if self.up else ', down'})"
 
 
 def interfaces() -> list[Interface]:
-    """The interfaces that have an IPv4 address, in the kernel's order."""
+    """The interfaces that have an IPv4 address, or an IPv6 one that leads to other hosts, in the kernel's order."""
     found = []
+    ipv6 = _ipv6_addresses()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
 
         def ask(request: int, name: str) -> bytes:
@@ -47,13 +62,30 @@ def interfaces() -> list[Interface]:
             return fcntl.ioctl(query, request, struct.pack("16s24x", name.encode()))[16:]
 
         for _, name in socket.if_nameindex():
-            try:
+            addresses = list(ipv6.get(name, ()))
+            with suppress(OSError):  # no IPv4 address
                 # struct sockaddr_in: family and port in 4 bytes, then the address in 4.
-                address = socket.inet_ntoa(ask(_SIOCGIFADDR, name)[4:8])
+                addresses.insert(0, socket.inet_ntoa(ask(_SIOCGIFADDR, name)[4:8]))
+            try:
                 flags = struct.unpack("h", ask(_SIOCGIFFLAGS, name)[:2])[0]
-            except OSError:  # no IPv4 address, or no interface any more
+            except OSError:  # no interface any more
                 continue
-            found.append(Interface(name, address, up=bool(flags & _IFF_UP), loopback=bool(flags & _IFF_LOOPBACK)))
+            if addresses:
+                up, loopback = bool(flags & _IFF_UP), bool(flags & _IFF_LOOPBACK)
+                found.append(Interface(name, addresses[0], up, loopback, tuple(addresses[1:])))
+    return found
+
+
+def _ipv6_addresses() -> dict[str, list[str]]:
+    """The IPv6 addresses of each interface that can be used as they are: not those of one link."""
+    found: dict[str, list[str]] = {}
+    try:
+        lines = _IPV6.read_text().splitlines()
+    except OSError:  # the kernel has no IPv6
+        return {}
+    for digits, _, _, scope, flags, name in map(str.split, lines):
+        if int(scope, 16) in (_GLOBAL, _HOST) and not int(flags, 16) & (_TENTATIVE | _FAILED):
+            found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
     return found
 
 
@@ -135,4 +167,4 @@ def _infiniband_ports() -> list[str]:
 
 
 def _listing(existing: Sequence[Interface]) -> str:
-    return f"this machine has {', '.join(map(str, existing)) or 'no interface with an IPv4 address'}"
+    return f"this machine has {', '.join(map(str, existing)) or 'no interface with an address'}"

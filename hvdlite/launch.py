@@ -74,7 +74,7 @@ def run(
     arguments = front.parse([*words, "--", sys.executable])
     launch = front.launch_of(arguments, environ)
     config = Config.from_env({**environ, **arguments.effects.settings})
-    addresses = [] if launch.is_local else [interface.address for interface in select(launch.interfaces)]
+    addresses = [] if launch.is_local else [a for interface in select(launch.interfaces) for a in interface.addresses]
     server = CallServer(pack(func, args, kwargs or {}, variables), addresses)
     program = [executable or sys.executable, "-c", _python("remote_call", "main()")]
     command = [sys.executable, "-c", _python("launch", "_front()"), str(os.getpid()), str(int(verbose)), *words, "--"]

@@ -1,30 +1,33 @@
 """TCP connections between node leaders, for sentinels and coordinators, over whichever network works.
 
 A host may have interfaces that lead nowhere: a management network without a route, a bridge of containers with
-the same address everywhere. So a leader publishes all its addresses, its children in the tree try them all at
-once, and a connection counts once the other end has proved who it is.
+the same address everywhere. So a leader listens at all addresses of the chosen interfaces, its children in the tree
+try them all at once, and a connection counts once both ends have proven that they know the job's key.
 """
 
 from __future__ import annotations
 
 import errno
-import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
+from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import StartupError
+from hvdlite.interfaces import Interface, select
+from hvdlite.proof import Caller, Secret, new_key
+from hvdlite.reception import SHORTAGES, Reception, listen_at
 from hvdlite.topology import Topology
 
-_HELLO = struct.Struct("<16sII")  # token of the job, node index of the sender, node index of the receiver
-_TAKEN = b"\x01"  # the child's last word: this is the connection that it keeps
+_CLAIM = struct.Struct("<II")  # node index of the child, node index of the parent
 _TRY_S = 5.0  # how long a round of tries lasts before all addresses are tried anew
 _RETRY_S = 0.2
+_BACKLOG = 128
 _QUIET_S = 60  # a connection that is silent for longer is probed: what lies between may forget it otherwise
 
 Address = tuple[str, int]
@@ -32,122 +35,106 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Door:
-    """Where a leader's `Listener` can be reached."""
+    """Where the children of a leader find its `Listener`; it has no addresses where the leader has no children."""
 
     hostname: str
     addresses: list[Address]
 
 
-def new_token() -> bytes:
-    """What the root makes up and every leader must show."""
-    return secrets.token_bytes(16)
-
-
 class Listener:
-    """Where the children of ``node_index`` connect. ``port`` is published along with the host's addresses."""
+    """Where the children of leader ``node_index`` connect.
 
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("0.0.0.0", 0), backlog=128)
-        self.port: int = self._socket.getsockname()[1]
+    Attributes:
+        addresses: those of ``interfaces``, each with a port of its own.
+
+    Raises:
+        StartupError: none of the addresses can be listened at.
+    """
+
+    def __init__(self, interfaces: Sequence[Interface], key: bytes, node_index: int, children: Sequence[int]) -> None:
+        sockets = listen_at([address for interface in interfaces for address in interface.addresses], _BACKLOG)
+        self.addresses: list[Address] = [one.getsockname()[:2] for one in sockets]
+        self._node_index = node_index
+        self._children = frozenset(children)
+        self._changed = threading.Condition()  # guards the links
         self._links: dict[int, socket.socket] = {}
-        self._thread: threading.Thread | None = None
+        self._reception = Reception(sockets, _secret(key), self._admit)
 
-    def accept_children(self, token: bytes, node_index: int, children: Sequence[int], deadline_s: float) -> None:
-        """Start taking connections, on a thread of its own: a child may reach us by way of a stranger's address."""
-        self._thread = threading.Thread(
-            target=self._accept, args=(token, node_index, frozenset(children), deadline_s), daemon=True
-        )
-        self._thread.start()
-
-    def links(self) -> dict[int, socket.socket]:
-        """The connections by node index of the child, once all are there or the time is over."""
-        assert self._thread is not None
-        self._thread.join()
-        return self._links
+    def links(self, deadline_s: float) -> dict[int, socket.socket]:
+        """The connections by node index of the child, once all are there or the time is over; listens no more."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._links) == len(self._children), max(0.0, deadline_s - time.monotonic())
+            )
+        self._reception.close()
+        links, self._links = self._links, {}
+        return links
 
     def close(self) -> None:
-        """Stop listening; the connections stay."""
-        self._socket.close()
+        """Stop listening; connections that `links` has returned stay."""
+        self._reception.close()
+        close_all(self._links.values())
 
-    def _accept(self, token: bytes, node_index: int, children: frozenset[int], deadline_s: float) -> None:
-        """Hear all who connect side by side: one that says nothing holds nobody up.
-
-        A connection counts once its child has said that it keeps it. A child that had to wait may have left and
-        connected once more.
-        """
-        self._socket.setblocking(False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_READ)
-            while len(self._links) < len(children) and time.monotonic() < deadline_s:
-                for key, _ in selector.select(max(0.0, deadline_s - time.monotonic())):
-                    try:
-                        if key.data is None:
-                            link, _ = self._socket.accept()
-                            link.setblocking(False)
-                            selector.register(link, selectors.EVENT_READ, bytearray())
-                            continue
-                        link = key.fileobj  # type: ignore[assignment]
-                        if self._hear(link, key.data, token, node_index, children):
-                            selector.unregister(link)
-                    except OSError:
-                        if key.data is not None:
-                            _drop(selector, key.fileobj)  # type: ignore[arg-type]
-            for key in list(selector.get_map().values()):
-                if key.data is not None:
-                    _drop(selector, key.fileobj)  # type: ignore[arg-type]
-
-    def _hear(
-        self, link: socket.socket, inbox: bytearray, token: bytes, node_index: int, children: frozenset[int]
-    ) -> bool:
-        """Take what came; whether this is now the link of a child. Never reads beyond the handshake.
-
-        Raises:
-            OSError: whoever it is, it is none of ours, or has left.
-        """
-        wanted = _HELLO.size - len(inbox)
-        inbox += _receive(link, wanted if wanted > 0 else len(_TAKEN))
-        if len(inbox) < _HELLO.size:
+    def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
+        child, called = _CLAIM.unpack(claim)
+        if called != self._node_index or child not in self._children:
             return False
-        shown, child, called = _HELLO.unpack_from(inbox)
-        if shown != token or called != node_index or child not in children:
-            raise OSError("not one of ours")
-        if len(inbox) == _HELLO.size:
-            link.send(_HELLO.pack(token, node_index, child))
-            return False
-        self._links[child] = link
+        with self._changed:
+            if child in self._links:
+                self._links[child].close()  # a child that had to wait has left, and come once more
+            self._links[child] = link
+            self._changed.notify()
         return True
 
 
-def connect_tree(
-    doors: Sequence[Door], topology: Topology, fanout: int, token: bytes, listener: Listener, deadline_s: float
+def connect_leaders(
+    ranks: Ranks, leaders: Sequence[int], topology: Topology, fanout: int, spec: str, deadline_s: float
 ) -> dict[int, socket.socket]:
-    """The connections of this leader to its parent and its children in the tree, by node index.
+    """The connections of a leader to its parent and its children in the tree, by node index; none on other ranks.
+
+    Collective over ``ranks``.
 
     Args:
-        doors: of all leaders, by node index.
-        token: the root's, see `new_token`.
-        listener: behind this leader's door.
+        leaders: the places of the leaders among ``ranks``, by node index.
+        spec: interfaces to listen at, as `select` takes them.
 
     Raises:
         StartupError: one of them cannot be reached, or did not come in time.
     """
     own, parent, children = topology.node_index, topology.parent(fanout), topology.children(fanout)
+    key = exchange(ranks, new_key)[leaders[0]]
+    listener: Listener | None = None
     links: dict[int, socket.socket] = {}
-    with ExitStack() as on_failure:
-        listener.accept_children(token, own, children, deadline_s)
-        on_failure.callback(lambda: close_all((*links.values(), *listener.links().values())))
+
+    def open_door() -> Door:
+        nonlocal listener
+        interfaces = select(spec)  # where the setting is wrong, each host says so
+        if topology.is_leader and children:
+            listener = on_failure.enter_context(closing(Listener(interfaces, key, own, children)))
+        return Door(socket.gethostname(), [] if listener is None else listener.addresses)
+
+    def connect_neighbours() -> None:
+        if not topology.is_leader:
+            return
         if parent is not None:
-            links[parent] = connect(doors[parent].addresses, token, own, parent, deadline_s)
-        links.update(listener.links())
+            links[parent] = connect(doors[leaders[parent]].addresses, key, own, parent, deadline_s)
+        if listener is not None:
+            links.update(listener.links(deadline_s))
         for child in children:
             if child not in links:
                 raise StartupError(
-                    f"node {child} ({doors[child].hostname}) did not connect to node {own} ({doors[own].hostname}) in "
-                    "time. Name an interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, or raise "
-                    "HVDLITE_START_TIMEOUT."
+                    f"node {child} ({doors[leaders[child]].hostname}) did not connect to node {own} "
+                    f"({socket.gethostname()}) in time. Name an interface that connects the hosts in "
+                    "HVDLITE_NETWORK_INTERFACES, or raise HVDLITE_START_TIMEOUT."
                 )
+
+    with ExitStack() as on_failure:
+        on_failure.callback(lambda: close_all(links.values()))
+        doors = exchange(ranks, open_door)
+        exchange(ranks, connect_neighbours)
         on_failure.pop_all()
     for link in links.values():
+        link.setblocking(True)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET_S)
@@ -159,34 +146,47 @@ def close_all(links: Iterable[socket.socket]) -> None:
         link.close()
 
 
-def connect(
-    addresses: Sequence[Address], token: bytes, node_index: int, parent: int, deadline_s: float
-) -> socket.socket:
+def connect(addresses: Sequence[Address], key: bytes, node_index: int, parent: int, deadline_s: float) -> socket.socket:
     """A connection to leader ``parent`` by whichever of its addresses answers first.
 
     Raises:
         StartupError: none answered in time; lists what was tried.
     """
+    claim = _CLAIM.pack(node_index, parent)
+    shortage = ""
     while (now := time.monotonic()) < deadline_s:
-        link = _first_that_proves_itself(addresses, token, node_index, parent, min(now + _TRY_S, deadline_s))
+        try:
+            link = _first_that_proves_itself(addresses, _secret(key), claim, min(now + _TRY_S, deadline_s))
+            shortage = ""
+        except OSError as error:
+            link, shortage = None, f"; this host says: {error}"
         if link is not None:
             return link
         time.sleep(_RETRY_S)
-    tried = ", ".join(f"{host}:{port}" for host, port in addresses)
+    tried = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in addresses)
     raise StartupError(
-        f"node {node_index} cannot reach node {parent} at any of its addresses ({tried}). Name an interface that "
-        "connects the hosts in HVDLITE_NETWORK_INTERFACES, and check firewalls between them."
+        f"node {node_index} cannot reach node {parent} at any of its addresses ({tried}{shortage}). Name an interface "
+        "that connects the hosts in HVDLITE_NETWORK_INTERFACES, and check firewalls between them."
     )
 
 
 def _first_that_proves_itself(
-    addresses: Sequence[Address], token: bytes, node_index: int, parent: int, until_s: float
+    addresses: Sequence[Address], secret: Secret, claim: bytes, until_s: float
 ) -> socket.socket | None:
-    hello, reply = _HELLO.pack(token, node_index, parent), _HELLO.pack(token, parent, node_index)
+    """The parent takes the last word of a proof for this: that the child keeps the connection.
+
+    Raises:
+        OSError: this process cannot have sockets now.
+    """
     with selectors.DefaultSelector() as selector:
         try:
             for address in addresses:
-                link = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                try:
+                    link = socket.socket(_family(address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                except OSError as error:
+                    if error.errno in SHORTAGES:
+                        raise
+                    continue  # no IPv6 here
                 if link.connect_ex(address) in (0, errno.EINPROGRESS):
                     selector.register(link, selectors.EVENT_WRITE)
                 else:
@@ -196,12 +196,15 @@ def _first_that_proves_itself(
                     link = key.fileobj  # type: ignore[assignment]
                     try:
                         if key.data is None:
-                            link.send(hello)  # raises if the connection was refused
-                            selector.modify(link, selectors.EVENT_READ, bytearray())
+                            link.getpeername()  # raises if the connection was refused
+                            caller = Caller(secret, link, claim)
+                            link.send(caller.hello)
+                            selector.modify(link, selectors.EVENT_READ, (caller, bytearray()))
                             continue
-                        key.data.extend(_receive(link, len(reply) - len(key.data)))
-                        if key.data == reply:
-                            link.send(_TAKEN)
+                        caller, inbox = key.data
+                        inbox += _receive(link, caller.answer_bytes - len(inbox))
+                        if len(inbox) == caller.answer_bytes:
+                            link.send(caller.answer(bytes(inbox)))
                             selector.unregister(link)
                             return link
                     except OSError:
@@ -210,6 +213,14 @@ def _first_that_proves_itself(
         finally:
             for key in list(selector.get_map().values()):
                 _drop(selector, key.fileobj)  # type: ignore[arg-type]
+
+
+def _secret(key: bytes) -> Secret:
+    return Secret(key, b"leader", _CLAIM.size)
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _receive(link: socket.socket, nbytes: int) -> bytes:

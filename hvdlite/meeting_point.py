@@ -2,7 +2,8 @@
 
 A rank connects, leaves its bytes under a key, and gets those of all when the last rank has come; a connection for each
 time, so that nothing is held between two. Since hvdliterun is the ranks' parent, it knows which have ended, and says so
-to those that wait. Only processes of the same user are heard.
+to those that wait. Only processes of the same user are heard, and only those that know a key, which ranks have in their
+environment.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import StartupError
+from hvdlite.proof import Secret, new_key, prove
+from hvdlite.reception import PATIENCE_S, Reception
 from hvdlite.rendezvous import MissingError
 from hvdlite.wire import is_ours, read_exactly
 
@@ -47,18 +50,19 @@ class MeetingPoint:
     """
 
     def __init__(self) -> None:
-        name = f"hvdlite-start-{secrets.token_hex(16)}"
+        name, key = f"hvdlite-start-{secrets.token_hex(16)}", new_key()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + name)
         self._listener.listen(1024)
-        self.environment = {MEETING_POINT: name}
+        self._secret = _secret(key)
+        self._reception: Reception | None = None
+        self.environment = {MEETING_POINT: f"{name}:{key.hex()}"}
         self._changed = threading.Condition()  # guards what follows
         self._gatherings: dict[str, _Gathering] = {}
         self._ended: dict[int, str] = {}
-        self._thread = threading.Thread(target=self._accept, name="hvdlite-meeting-point", daemon=True)
 
     def open(self) -> None:
-        self._thread.start()
+        self._reception = Reception([self._listener], self._secret, self._admit)
 
     def rank_ended(self, rank: int, how: str) -> None:
         """Nobody shall wait for ``rank`` any more; ``how`` goes on with the sentence: "was killed by signal 9"."""
@@ -67,25 +71,18 @@ class MeetingPoint:
             self._changed.notify_all()
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() would not
-        if self._thread.is_alive():
-            self._thread.join()
+        if self._reception is not None:
+            self._reception.close()
         self._listener.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                link, _ = self._listener.accept()
-            except OSError:
-                return
-            # A thread each: they mostly wait, and one that says nothing holds nobody up.
-            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+    def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
+        # A thread each: they mostly wait, and one that says nothing holds nobody up.
+        threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+        return True
 
     def _serve(self, link: socket.socket) -> None:
         with link, suppress(OSError):
-            if not is_ours(link):
-                return
+            link.settimeout(PATIENCE_S)
             key, ranks, rank, timeout_s, data = pickle.loads(_receive(link))
             try:
                 answer = self._gather(key, ranks, rank, data, timeout_s), ""
@@ -127,21 +124,24 @@ class AtMeetingPoint:
     """A rank's end, a `hvdlite.rendezvous.Place`.
 
     Args:
-        name: that of `MeetingPoint`.
+        where: what `MeetingPoint.environment` says.
         whose: who has opened it, for errors.
     """
 
-    def __init__(self, name: str, whose: str) -> None:
-        self._name = name
+    def __init__(self, where: str, whose: str) -> None:
+        self._name, _, key = where.partition(":")
+        self._secret = _secret(bytes.fromhex(key))
         self._whose = whose
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.rendezvous.Place`."""
         try:
             with socket.socket(socket.AF_UNIX) as link:
+                link.settimeout(PATIENCE_S)
                 link.connect("\0" + self._name)
                 if not is_ours(link):
                     raise ConnectionError("it belongs to another user")
+                prove(self._secret, link, b"")
                 _send(link, pickle.dumps((key, tuple(ranks), rank, timeout_s, data)))
                 link.settimeout(timeout_s + _ANSWER_S)
                 told, complaint = pickle.loads(_receive(link))
@@ -154,6 +154,10 @@ class AtMeetingPoint:
             raise MissingError(complaint)
         values: list[bytes] = told
         return values
+
+
+def _secret(key: bytes) -> Secret:
+    return Secret(key, b"start", 0)
 
 
 def _send(link: socket.socket, data: bytes) -> None:

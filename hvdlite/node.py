@@ -2,31 +2,41 @@
 
 Hostnames prove nothing: containers of different machines may share one, and MPI's own split by shared memory
 hangs or lies then. Here every rank listens on a randomly named abstract unix socket, the names are exchanged,
-and whom a rank can connect to is on its node: file descriptors, and so memory, can pass between them.
+and whom a rank can connect to is on its node: file descriptors, and so memory, can pass between them. All users of a
+machine can read the names, so both ends are asked for their user, and to prove that they know a key that is no name.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import operator
 import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
 from hvdlite import _native
 from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.proof import Secret, new_key, prove
+from hvdlite.reception import SHORTAGES, Reception
 from hvdlite.wire import is_ours
 
-_HELLO = struct.Struct("<I")
+_CLAIM = struct.Struct("<IB")  # rank, which of its connections
+_LINKS = 2  # of a rank: for memory, and for its sentinel
 _SIZE = struct.Struct("<Q")
 _ABORT_PAGE_BYTES = 4096
 _SLICE_S = 0.1  # how long a wait sleeps before it looks whether the job has failed
+_SHORTAGE_S = 0.05  # between two tries at a connection where descriptors or memory for it are short
+# What says that a socket is on another machine: nobody listens there, or this process is kept from it.
+_ELSEWHERE = frozenset({errno.ECONNREFUSED, errno.EACCES, errno.EPERM})
 
 
 class Node:
@@ -70,8 +80,11 @@ class Node:
         """End every wait in the shared memory of this node, in all its processes, for good."""
         _native.store32(self.abort_address, 1)
 
-    def share(self, nbytes: int) -> Segment:
+    def share(self, nbytes: int, *, reserved: bool = True) -> Segment:
         """A zeroed segment mapped by every local rank; all of them call it in the same order.
+
+        Args:
+            reserved: have all of its memory at once, see `create_memory_file`.
 
         Raises:
             CollectiveError: a local rank did not answer.
@@ -79,7 +92,7 @@ class Node:
         """
         if not self.is_leader:
             return self._receive_segment(nbytes)
-        fd = create_memory_file(nbytes)
+        fd = create_memory_file(nbytes, reserved=reserved)
         try:
             for local_rank, link in self._links.items():
                 try:
@@ -151,7 +164,7 @@ class Node:
         message, files = b"", []
         while len(message) < nbytes:
             try:
-                part, came, _, _ = socket.recv_fds(link, nbytes - len(message), 1)
+                part, came, _, _ = socket.recv_fds(link, nbytes - len(message), 1, socket.MSG_CMSG_CLOEXEC)
             except TimeoutError:
                 self.check()
                 if time.monotonic() > deadline:
@@ -196,48 +209,102 @@ def discover(
         return (alone,), Node(alone, 0, {}, {}, len(os.sched_getaffinity(0)))
     known = tuple(range(comm.size)) if ranks is None else tuple(ranks)
     own_rank = known[comm.rank]
+    deadline_s = time.monotonic() + timeout_s
+    porch: _Porch | None = None
+    links: list[socket.socket] = []
     with ExitStack() as on_failure:
-        listener = on_failure.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
 
-        def listen() -> tuple[str, int]:
-            name = f"\0hvdlite-{secrets.token_hex(16)}"
-            listener.bind(name)
-            listener.listen(4096)
-            return name, _core_mask()
-
-        cards = dict(zip(known, exchange(comm, listen), strict=True))
-        names = {rank: name for rank, (name, _) in cards.items()}
-        links: list[socket.socket] = []
+        def open_door() -> tuple[Door, int]:
+            nonlocal porch
+            porch = on_failure.enter_context(closing(_Porch(frozenset(known))))
+            return porch.door, _core_mask()
 
         def find_leader() -> int:
-            leader, found = _connect_to_leader(names, own_rank)
+            leader, found = _connect_to_leader(doors, own_rank, deadline_s)
             for link in found:
                 links.append(on_failure.enter_context(link))
             return leader
 
+        def join_node() -> Node:
+            if leaders[own_rank] == own_rank:
+                assert porch is not None
+                return _lead(porch, local, cores, deadline_s, timeout_s)
+            return Node(local, local.index(own_rank), {0: links[0]}, {0: links[1]}, cores)
+
+        cards = dict(zip(known, exchange(comm, open_door), strict=True))
+        doors = {rank: door for rank, (door, _) in cards.items()}
         leaders: dict[int, int] = dict(zip(known, exchange(comm, find_leader), strict=True))
         nodes = _by_leader(leaders)
         local = next(node for node in nodes if own_rank in node)
         cores = functools.reduce(operator.or_, (cards[rank][1] for rank in local)).bit_count()
         made: list[Node] = []
-
-        def join_node() -> None:
-            if leaders[own_rank] == own_rank:
-                made.append(_accept(listener, local, cores, timeout_s))
-                return
-            for link in links:
-                link.sendall(_HELLO.pack(own_rank))
-            made.append(Node(local, local.index(own_rank), {0: links[0]}, {0: links[1]}, cores))
-
         try:
-            exchange(comm, join_node)
+            exchange(comm, lambda: made.append(join_node()))
         except BaseException:
             for node in made:
                 node.close()
             raise
         on_failure.pop_all()
-    listener.close()
+    assert porch is not None
+    porch.close()
     return nodes, made[0]
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a rank listens, and the key that who comes there must know."""
+
+    name: str
+    key: bytes
+
+    @property
+    def secret(self) -> Secret:
+        return Secret(self.key, b"node", _CLAIM.size)
+
+
+class _Porch:
+    """Where a rank hears those above it, until it is known who leads.
+
+    From the start, and on a thread of its own: strangers who come in numbers would fill the socket's queue, and whoever
+    connects then waits.
+    """
+
+    def __init__(self, ranks: frozenset[int]) -> None:
+        self.door = Door(f"\0hvdlite-{secrets.token_hex(16)}", new_key())
+        self._ranks = ranks
+        self._changed = threading.Condition()  # guards the links
+        self._links: dict[tuple[int, int], socket.socket] = {}  # of (rank, which of its connections)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(self.door.name)
+            listener.listen(4096)
+            self._reception = Reception([listener], self.door.secret, self._admit)
+        except BaseException:
+            listener.close()
+            raise
+
+    def take(self, ranks: Sequence[int], deadline_s: float) -> dict[int, list[socket.socket]]:
+        """The connections of each of ``ranks`` that has come in time; the caller closes them."""
+        wanted = {(rank, which) for rank in ranks for which in range(_LINKS)}
+        with self._changed:
+            self._changed.wait_for(lambda: wanted <= self._links.keys(), max(0.0, deadline_s - time.monotonic()))
+            came = [rank for rank in ranks if all((rank, which) in self._links for which in range(_LINKS))]
+            return {rank: [self._links.pop((rank, which)) for which in range(_LINKS)] for rank in came}
+
+    def close(self) -> None:
+        """Hang up on all that were not taken."""
+        self._reception.close()
+        for link in self._links.values():
+            link.close()
+
+    def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
+        rank, which = place = _CLAIM.unpack(claim)
+        with self._changed:
+            if rank not in self._ranks or which >= _LINKS or place in self._links:
+                return False
+            self._links[place] = link
+            self._changed.notify()
+        return True
 
 
 def _by_leader(leaders: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
@@ -256,49 +323,87 @@ def _core_mask() -> int:
     return sum(1 << core for core in os.sched_getaffinity(0))
 
 
-def _connect_to_leader(names: Mapping[int, str], rank: int) -> tuple[int, list[socket.socket]]:
-    """The lowest rank that can be reached, and two connections to it; this rank, and none, if it is the lowest."""
-    for other in (known for known in names if known < rank):
-        links: list[socket.socket] = []
+def _connect_to_leader(doors: Mapping[int, Door], rank: int, deadline_s: float) -> tuple[int, list[socket.socket]]:
+    """The lowest rank that can be reached, and two connections to it; this rank, and none, if it is the lowest.
+
+    Raises:
+        StartupError: there is a socket of that name here, but no rank answers in time; or this process cannot have
+            sockets. Only who is refused may believe that a rank is on another machine.
+    """
+    for other in (known for known in doors if known < rank):
+        links = []
         try:
-            for _ in range(2):
-                link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            for which in range(_LINKS):
+                link = _connect(doors[other], _CLAIM.pack(rank, which), deadline_s)
+                if link is None:
+                    break
                 links.append(link)
-                link.connect(names[other])
-                if not is_ours(link):
-                    raise ConnectionError("it belongs to another user")
-        except OSError:
+        except OSError as error:
             for link in links:
                 link.close()
-            continue
-        return other, links
+            raise StartupError(
+                f"rank {rank} cannot connect to rank {other} on its own machine: {error}. If the machine is "
+                "overloaded, raise HVDLITE_START_TIMEOUT; if files are short, the limit on open files (ulimit -n)"
+            ) from error
+        if len(links) == _LINKS:
+            return other, links
+        for link in links:
+            link.close()
     return rank, []
 
 
-def _accept(listener: socket.socket, ranks: tuple[int, ...], cores: int, timeout_s: float) -> Node:
-    """The leader's node: takes two connections from every other local rank, in whatever order they come."""
-    found: dict[int, list[socket.socket]] = {rank: [] for rank in ranks[1:]}
-    listener.settimeout(timeout_s)
+def _connect(door: Door, claim: bytes, deadline_s: float) -> socket.socket | None:
+    """A connection that both ends have proven; None where no process of this user listens there.
+
+    Raises:
+        OSError: see `_connect_to_leader`.
+    """
+    while True:
+        try:
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            _wait_out(error, deadline_s)
+            continue
+        try:
+            link.settimeout(max(0.01, deadline_s - time.monotonic()))
+            link.connect(door.name)
+            if not is_ours(link):
+                link.close()
+                return None
+            prove(door.secret, link, claim)
+            link.settimeout(None)
+            return link
+        except OSError as error:
+            link.close()
+            if error.errno in _ELSEWHERE:
+                return None
+            _wait_out(error, deadline_s)
+        except BaseException:
+            link.close()
+            raise
+
+
+def _wait_out(error: OSError, deadline_s: float) -> None:
+    """Sleep a little where ``error`` is one of those that pass."""
+    # EAGAIN: the queue of that socket is full, of strangers perhaps, who are hung up on.
+    if error.errno not in SHORTAGES | {errno.EAGAIN} or time.monotonic() > deadline_s:
+        raise error
+    time.sleep(_SHORTAGE_S)
+
+
+def _lead(porch: _Porch, ranks: tuple[int, ...], cores: int, deadline_s: float, timeout_s: float) -> Node:
+    """The leader's node: with two connections from every other local rank."""
     with ExitStack() as on_failure:
-        while any(len(links) < 2 for links in found.values()):
-            try:
-                link = on_failure.enter_context(listener.accept()[0])
-                if not is_ours(link):  # any user can list the names of abstract sockets
-                    link.close()
-                    continue
-                link.settimeout(timeout_s)
-                (rank,) = _HELLO.unpack(link.recv(_HELLO.size, socket.MSG_WAITALL))
-            except (TimeoutError, struct.error) as error:
-                missing = [rank for rank, links in found.items() if len(links) < 2]
-                raise StartupError(
-                    f"ranks {missing} did not connect to rank {ranks[0]} on their own machine within {timeout_s:.0f} "
-                    "s; if the machine is overloaded, raise HVDLITE_START_TIMEOUT"
-                ) from error
-            found[rank].append(link)
-        # Both connections of a rank come in the order it made them, because it says hello in that order.
-        by_local = {ranks.index(rank): pair for rank, pair in found.items()}
-        links = {i: pair[0] for i, pair in by_local.items()}
-        watch_links = {i: pair[1] for i, pair in by_local.items()}
-        node = Node(ranks, 0, links, watch_links, cores)
+        found = porch.take(ranks[1:], deadline_s)
+        for links in found.values():
+            for link in links:
+                on_failure.enter_context(link)
+        if missing := [rank for rank in ranks[1:] if rank not in found]:
+            raise StartupError(
+                f"ranks {missing} did not connect to rank {ranks[0]} on their own machine within {timeout_s:.0f} s; if "
+                "the machine is overloaded, raise HVDLITE_START_TIMEOUT"
+            )
+        own = {ranks.index(rank): links for rank, links in found.items()}
+        node = Node(ranks, 0, {i: pair[0] for i, pair in own.items()}, {i: pair[1] for i, pair in own.items()}, cores)
         on_failure.pop_all()
         return node

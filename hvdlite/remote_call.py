@@ -1,8 +1,8 @@
 """How a function gets to the ranks of `hvdlite.run`, and its outcomes back.
 
-The calling process listens: on an abstract unix socket where all ranks are on its machine, else on TCP. Each rank
-connects, says who it is, gets the call, and leaves its outcome. Every message carries an HMAC with a key that only this
-job's processes know, since unpickling what a stranger sent would run it.
+The calling process listens: on an abstract unix socket where all ranks are on its machine, else on TCP, at the
+addresses of the chosen interfaces. Each rank connects, proves that it belongs to the job, gets the call, and leaves its
+outcome. Every message carries an HMAC with a key of the connection, since unpickling what a stranger sent would run it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ from hvdlite import environment, tracebacks
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import StartupError
 from hvdlite.launched import launched_rank
-from hvdlite.wire import read_exactly
+from hvdlite.proof import Secret, new_key, prove
+from hvdlite.reception import PATIENCE_S, Reception, listen_at
+from hvdlite.wire import is_ours, read_exactly
 
-_HEADER = struct.Struct("<Q32s")  # length of the body, its HMAC
+_LENGTH = struct.Struct("<Q")
+_DIGEST_BYTES = 32
+_CALLER, _HOST = b"caller", b"host"  # who has sent a message
 _RANK = struct.Struct("<I")
-_OUTCOME = struct.Struct("<I?")  # rank, whether the function returned; what it returned or raised follows
+_OUTCOME = struct.Struct("<?")  # whether the function returned; what it returned or raised follows
 _CONNECT_S = 10.0
+_BACKLOG = 1024
 _LAST_WORDS_S = 5.0  # how long what is on its way may take after the job has ended
 
 
@@ -72,25 +77,25 @@ class CallServer:
 
     def __init__(self, call: bytes, addresses: Sequence[str]) -> None:
         self._call = call
-        self._key = secrets.token_bytes(32)
+        key = new_key()
         self._lock = threading.Lock()
         self._seen: set[int] = set()
         self._outcomes: list[Outcome] = []
         if addresses:
-            self._listener = socket.create_server(("", 0), backlog=1024)
-            where = f"{self._listener.getsockname()[1]},{','.join(addresses)}"
+            listeners = listen_at(addresses, _BACKLOG)
+            places = [one.getsockname()[:2] for one in listeners]
+            where = ",".join(f"{port}/{address}" for address, port in places)
         else:
             where = f"@hvdlite-run-{secrets.token_hex(8)}"
-            self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind("\0" + where[1:])
-            self._listener.listen(1024)
-        self.environment = {CALL_KEY: self._key.hex(), CALL_ADDRESS: where}
+            listeners = [socket.socket(socket.AF_UNIX)]
+            listeners[0].bind("\0" + where[1:])
+            listeners[0].listen(_BACKLOG)
+        self.environment = {CALL_KEY: key.hex(), CALL_ADDRESS: where}
         """Variables by which the ranks find this server."""
         self.failed = threading.Event()
         """Set once a rank has come for the call and did not bring a result; and by close()."""
         self._conversations: list[threading.Thread] = []
-        self._thread = threading.Thread(target=self._accept, name="hvdlite-run", daemon=True)
-        self._thread.start()
+        self._reception = Reception(listeners, _secret(key), self._admit)
 
     def seen(self) -> set[int]:
         """The ranks that have come for the call."""
@@ -100,42 +105,84 @@ class CallServer:
     def close(self) -> list[Outcome]:
         """To be called once the job has ended: the outcomes."""
         self.failed.set()
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() would not
-        self._thread.join()
-        self._listener.close()
+        self._reception.close()
         for conversation in self._conversations:
             conversation.join(_LAST_WORDS_S)
         with self._lock:
             return list(self._outcomes)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                link, _ = self._listener.accept()
-            except OSError:
-                return
-            # A thread each: a stranger that connects and says nothing holds nobody up.
-            conversation = threading.Thread(target=self._converse, args=(link,), daemon=True)
-            conversation.start()
-            self._conversations.append(conversation)
+    def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
+        (rank,) = _RANK.unpack(claim)
+        with self._lock:
+            self._seen.add(rank)
+        conversation = threading.Thread(
+            target=self._converse, args=(link, rank, _Messages(link, session, _HOST)), daemon=True
+        )
+        conversation.start()
+        self._conversations.append(conversation)
+        return True
 
-    def _converse(self, link: socket.socket) -> None:
-        with link:
-            try:
-                (rank,) = _RANK.unpack(_receive(link, self._key, limit=_RANK.size))
-            except OSError:  # a stranger
-                return
+    def _converse(self, link: socket.socket, rank: int, messages: _Messages) -> None:
+        returned = False
+        with link, contextlib.suppress(OSError):  # a rank that dies leaves no outcome
+            messages.send(self._call)
+            body = messages.receive()
+            (returned,) = _OUTCOME.unpack_from(body)
             with self._lock:
-                self._seen.add(rank)
-            returned = False
-            with contextlib.suppress(OSError):  # a rank that dies leaves no outcome
-                _send(link, self._key, self._call)
-                body = _receive(link, self._key)
-                _, returned = _OUTCOME.unpack_from(body)
-                with self._lock:
-                    self._outcomes.append(Outcome(rank, returned, body[_OUTCOME.size :]))
-            if not returned:
-                self.failed.set()
+                self._outcomes.append(Outcome(rank, returned, body[_OUTCOME.size :]))
+        if not returned:
+            self.failed.set()
+
+
+class _Messages:
+    """Whole messages over ``link``, each with its number and direction in an HMAC: none can be sent again.
+
+    A length has an HMAC of its own, so that no memory is taken for one that a stranger has made up.
+
+    Args:
+        session: the key of this connection.
+        end: which one this is.
+    """
+
+    def __init__(self, link: socket.socket, session: bytes, end: bytes) -> None:
+        self._link = link
+        self._session = session
+        self._own, self._other = (_HOST, _CALLER) if end == _HOST else (_CALLER, _HOST)
+        self._sent = self._received = 0
+
+    def send(self, body: bytes) -> None:
+        length = _LENGTH.pack(len(body))
+        self._link.sendall(length + self._digest(self._own, self._sent, b"length", length))
+        self._link.sendall(body)
+        self._link.sendall(self._digest(self._own, self._sent, b"body", body))
+        self._sent += 1
+
+    def receive(self) -> bytes:
+        """The next message.
+
+        Raises:
+            OSError: the connection is lost, or what came is no message of its other end.
+        """
+        length = self._checked(b"length", _LENGTH.size)
+        body = self._checked(b"body", *_LENGTH.unpack(length))
+        self._received += 1
+        return body
+
+    def _checked(self, kind: bytes, nbytes: int) -> bytes:
+        data = read_exactly(self._link, nbytes)
+        shown = read_exactly(self._link, _DIGEST_BYTES)
+        if not hmac.compare_digest(shown, self._digest(self._other, self._received, kind, data)):
+            raise ConnectionError("not a message of this job")
+        return data
+
+    def _digest(self, sender: bytes, number: int, kind: bytes, data: bytes) -> bytes:
+        digest = hmac.new(self._session, b"%s %d %s " % (sender, number, kind), "sha256")
+        digest.update(data)
+        return digest.digest()
+
+
+def _secret(key: bytes) -> Secret:
+    return Secret(key, b"call", _RANK.size)
 
 
 def pack(
@@ -154,9 +201,9 @@ def main() -> None:
 
     rank = launched_rank()
     key = bytes.fromhex(environment.take(CALL_KEY))
-    with _connect(environment.take(CALL_ADDRESS)) as link:
-        _send(link, key, _RANK.pack(rank))
-        path, variables, call = pickle.loads(_receive(link, key))
+    link, messages = _connect(environment.take(CALL_ADDRESS), key, rank)
+    with link:
+        path, variables, call = pickle.loads(messages.receive())
         sys.path[:] = path
         environment.add(variables)  # not every launcher carries every variable to other hosts
         told: list[BaseException] = []
@@ -171,10 +218,10 @@ def main() -> None:
                 raise TypeError(f"hvdlite.run: the result, a {kind}, cannot be pickled: {error}") from error
         except BaseException as error:
             # At once: all that the other ranks are going to say is that this one has failed.
-            _send(link, key, _OUTCOME.pack(rank, False) + _pack_failure(error))
+            messages.send(_OUTCOME.pack(False) + _pack_failure(error))
             told.append(error)
             raise
-        _send(link, key, _OUTCOME.pack(rank, True) + body)
+        messages.send(_OUTCOME.pack(True) + body)
 
 
 def _show_unless(
@@ -197,33 +244,31 @@ def _pack_failure(error: BaseException) -> bytes:
     return pickle.dumps((pickled, text))
 
 
-def _connect(where: str) -> socket.socket:
+def _connect(where: str, key: bytes, rank: int) -> tuple[socket.socket, _Messages]:
+    """A connection to the calling process, whichever of its addresses it proves itself at."""
     if where.startswith("@"):
         link = socket.socket(socket.AF_UNIX)
         link.connect("\0" + where[1:])
-        return link
-    port, *addresses = where.split(",")
-    for address in addresses:
+        if not is_ours(link):
+            raise StartupError("hvdlite.run: another user listens where the calling process should")
+        return _proven(link, key, rank)
+    places = [place.partition("/") for place in where.split(",")]
+    for port, _, address in places:
         with contextlib.suppress(OSError):
-            link = socket.create_connection((address, int(port)), timeout=_CONNECT_S)
-            link.settimeout(None)
-            return link
+            return _proven(socket.create_connection((address, int(port)), timeout=_CONNECT_S), key, rank)
     raise StartupError(
-        f"hvdlite.run: the calling process cannot be reached from {socket.gethostname()} at {', '.join(addresses)}, "
-        f"port {port}; HVDLITE_NETWORK_INTERFACES chooses among its addresses"
+        f"hvdlite.run: the calling process cannot be reached from {socket.gethostname()} at "
+        f"{', '.join(f'{address} port {port}' for port, _, address in places)}; HVDLITE_NETWORK_INTERFACES chooses "
+        "among its addresses"
     )
 
 
-def _send(link: socket.socket, key: bytes, body: bytes) -> None:
-    link.sendall(_HEADER.pack(len(body), hmac.digest(key, body, "sha256")))
-    link.sendall(body)
-
-
-def _receive(link: socket.socket, key: bytes, limit: int | None = None) -> bytes:
-    length, digest = _HEADER.unpack(read_exactly(link, _HEADER.size))
-    if limit is not None and length > limit:
-        raise ConnectionError("not a message of this job")
-    body = read_exactly(link, length)
-    if not hmac.compare_digest(digest, hmac.digest(key, body, "sha256")):
-        raise ConnectionError("not a message of this job")
-    return body
+def _proven(link: socket.socket, key: bytes, rank: int) -> tuple[socket.socket, _Messages]:
+    link.settimeout(PATIENCE_S)
+    try:
+        session = prove(_secret(key), link, _RANK.pack(rank))
+    except BaseException:
+        link.close()
+        raise
+    link.settimeout(None)
+    return link, _Messages(link, session, _CALLER)

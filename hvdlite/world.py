@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hvdlite.agreement import Bootstrap, exchange
+from hvdlite.agreement import Bootstrap
 from hvdlite.collectives.select import build_backend, build_exchange, build_ring, spin_us
 from hvdlite.config import Config, Tunable
 from hvdlite.coordinator.control_page import ControlPage
@@ -24,8 +23,7 @@ from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, ShutDownError
 from hvdlite.executor import Executor
 from hvdlite.health import Health
-from hvdlite.interfaces import select
-from hvdlite.leader_links import Door, Listener, connect_tree, new_token
+from hvdlite.leader_links import connect_leaders
 from hvdlite.memory.base import Memory
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import ALIGNMENT, align_up
@@ -127,7 +125,12 @@ class World:
             assert comm is not None
             self.leaders = self._part(comm, topology.is_leader, 0)
             rail = self._part(comm, topology.local_rank < topology.rails, topology.local_rank)
-        links = {} if self.leaders is None else _connect_leaders(self.leaders, topology, config)
+        links = {}
+        if self.leaders is not None:
+            deadline_s = time.monotonic() + config.start_timeout_s
+            places = range(len(topology.nodes))
+            interfaces = config.network_interfaces
+            links = connect_leaders(self.leaders, places, topology, config.tree_fanout, interfaces, deadline_s)
         # From here on ranks wait for one another on their node only, where one that fails is noticed.
         page = ControlPage(node)
         tree = Tree(links, topology.parent(config.tree_fanout), topology.children(config.tree_fanout), self.check)
@@ -355,18 +358,3 @@ class World:
             **self._backend.traffic.named("ring"),
             **self.engine.exchange.traffic.named("alltoall"),
         }
-
-
-def _connect_leaders(leaders: MPI.Comm, topology: Topology, config: Config) -> dict[int, socket.socket]:
-    """This leader's connections to its neighbours in the tree, by node index. Collective over ``leaders``."""
-    deadline_s = time.monotonic() + config.start_timeout_s
-    with closing(Listener()) as listener:
-        addresses = [(interface.address, listener.port) for interface in select(config.network_interfaces)]
-        told = exchange(leaders, lambda: (new_token(), Door(socket.gethostname(), addresses)))
-        token, doors = told[0][0], [door for _, door in told]
-        links: dict[int, socket.socket] = {}
-        exchange(
-            leaders,
-            lambda: links.update(connect_tree(doors, topology, config.tree_fanout, token, listener, deadline_s)),
-        )
-        return links

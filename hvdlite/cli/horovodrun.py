@@ -14,7 +14,10 @@ from hvdlite.errors import ConfigError
 
 
 def _megabytes(text: str) -> str:
-    return str(int(float(text) * (1 << 20)))
+    try:
+        return str(int(float(text) * (1 << 20)))
+    except OverflowError:
+        raise ValueError("must be finite") from None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from hvdlite.errors import ConfigError
 
+# What mpirun and ssh take for a host: nothing that begins with a dash, which they take for an option.
+_HOST = re.compile(r"((?:[a-z0-9_][a-z0-9_.-]*@)?[a-z0-9_][a-z0-9_.-]*)(?::([0-9]{1,6}))?", re.IGNORECASE | re.ASCII)
+
 
 @dataclass(frozen=True)
 class Host:
@@ -103,6 +106,8 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"hostfile {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"hostfile {path}: is no text: {error}") from error
     hosts = []
     for number, line in enumerate(lines, start=1):
         entry = re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip())
@@ -114,7 +119,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def _host(entry: str, origin: str) -> Host:
-    found = re.fullmatch(r"([^\s:,]+)(?::(\d+))?", entry)
-    if found is None or found[2] == "0":
+    found = _HOST.fullmatch(entry)
+    if found is None or int(found[2] or 1) == 0:
         raise ConfigError(f"{origin!r} is not a host; write host:slots, as in node0:4, with at least one slot")
     return Host(found[1], int(found[2] or 1))

@@ -279,12 +279,14 @@ class Coordinator:
             submission.fail(error)
 
     def refuse(self, error: HorovodInternalError) -> None:
-        """Fail later submissions with ``error``, where nobody is at work any more.
+        """Fail later submissions with ``error``, and those in flight, where nobody is at work any more.
 
         In a forked child the lock may be held for ever by a thread that is not there.
         """
         self._lock = threading.Lock()
         self._closed = error
+        for submission in list(self._in_flight.values()):
+            submission.fail(error)
 
     def statistics(self) -> dict[str, int]:
         """What it has done, said and heard so far; see `hvdlite.statistics`."""

@@ -22,7 +22,7 @@ class Sharer(Protocol):
     local_rank: int
     local_size: int
 
-    def share(self, nbytes: int) -> Segment:
+    def share(self, nbytes: int, *, reserved: bool = True) -> Segment:
         """A zeroed segment that every local rank maps; collective."""
 
 
@@ -38,7 +38,7 @@ class HostMemory(Memory):
     def allocate(self, nbytes: int) -> FusionBuffer:
         node = self._node
         stride = max(_PAGE_BYTES, align_up(nbytes, _PAGE_BYTES))
-        segment = node.share(node.local_size * stride)
+        segment = node.share(node.local_size * stride, reserved=False)  # it may never be touched
         copies = tuple(range(segment.address, segment.address + node.local_size * stride, stride))
         return self._new_buffer(copies, nbytes, segment.memory)
 

@@ -7,6 +7,9 @@ reads at the same time ever sees half an event. When the blanks are used up, a l
 rank that is killed while it copies leaves ``<path>.tmp`` behind. (Overwriting the brackets and ending with new ones
 needs no copies, but such a write crosses pages: of 310 processes that were killed while they wrote without pause, 8
 left half an event.)
+
+Its name is known beforehand, and its directory may be one where others write, as /tmp is; so neither the file nor its
+copy is opened where a symbolic link has taken its place.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class TraceFile:
     """
 
     def __init__(self, path: str, origin_ns: int) -> None:
-        self.path = os.path.realpath(path)
+        self.path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         self._header = (
             f'{{"displayTimeUnit":"ms","otherData":{{"hvdlite":"{_FORMAT}","origin_ns":"{origin_ns}"}},"traceEvents":[\n'
         ).encode("ascii")
@@ -126,7 +129,9 @@ class TraceFile:
     def _replace(self, descriptor: int, end: int, addition: bytes, room_bytes: int) -> None:
         """Put a file in place that holds the first ``end`` bytes of this one, ``addition``, and room for more."""
         unfinished = f"{self.path}.tmp"
-        copy = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        with suppress(FileNotFoundError):
+            os.unlink(unfinished)  # of a rank that was killed, or somebody else's, who shall not read along
+        copy = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             position = 0
             while position < end:
@@ -229,17 +234,26 @@ def _locked(path: str, flags: int) -> Iterator[int]:
     """
     deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
-        descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        descriptor = _open_itself(path, flags)
         try:
             while not _try_lock(descriptor):
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(errno.ETIMEDOUT, f"locked by another process for {_LOCK_TIMEOUT_S:.0f} s", path)
                 time.sleep(_LOCK_RETRY_S)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # else its copy took its place meanwhile
+            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):  # else its copy took its place meanwhile
                 yield descriptor
                 return
         finally:
             os.close(descriptor)
+
+
+def _open_itself(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "a symbolic link, which is not followed; name the file itself", path) from None
 
 
 def _try_lock(descriptor: int) -> bool:

@@ -90,14 +90,20 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def views_of(tensors: Iterable[torch.Tensor], now: Now | None = None) -> list[TensorView]:
-    """The views of C-contiguous ``tensors``.
+    """The views of C-contiguous ``tensors``; they own the memory as it is now, should ``tensor.set_()`` bring another.
 
     Args:
         now: of all tensors of an operation, of which these are some.
     """
     now = now or Now()
     return [
-        TensorView(tensor.data_ptr(), tuple(tensor.shape), _DTYPES[tensor.dtype], tensor, now.on_device(tensor))
+        TensorView(
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            _DTYPES[tensor.dtype],
+            tensor.untyped_storage(),
+            now.on_device(tensor),
+        )
         for tensor in tensors
     ]
 

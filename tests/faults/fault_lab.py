@@ -28,8 +28,8 @@ from hvdlite.operations.barrier import barrier_async
 machines = os.environ.get("MACHINES", "0" * 64)
 connect = hvdlite.node._connect_to_leader
 
-def reach(names, rank):
-    return connect({r: n if machines[r] == machines[rank] else "\\0none" for r, n in names.items()}, rank)
+def reach(doors, rank, deadline_s):
+    return connect({r: door for r, door in doors.items() if machines[r] == machines[rank]}, rank, deadline_s)
 
 hvdlite.node._connect_to_leader = reach
 

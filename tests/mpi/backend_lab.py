@@ -69,7 +69,7 @@ class FakeNode(Node):
         self._page = self.share(4096)
         self.abort_address = self._page.address
 
-    def share(self, nbytes: int) -> Segment:
+    def share(self, nbytes: int, *, reserved: bool = True) -> Segment:
         fd = create_memory_file(nbytes) if self.is_leader else -1
         pid, number = self._comm.bcast((os.getpid(), fd))
         if not self.is_leader:

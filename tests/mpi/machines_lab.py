@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import hvdlite.node
+from hvdlite.node import Door
 
 Machines = tuple[int, ...]
 """The machine of each rank."""
@@ -24,8 +25,9 @@ def machines(machine_of: Machines) -> Iterator[None]:
     """Runtimes that start in this block find only the ranks of their own machine of ``machine_of``."""
     connect = hvdlite.node._connect_to_leader
 
-    def reach(names: dict[int, str], rank: int) -> Any:
-        return connect({r: n if machine_of[r] == machine_of[rank] else "\0none" for r, n in names.items()}, rank)
+    def reach(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
+        own = {r: door for r, door in doors.items() if machine_of[r] == machine_of[rank]}
+        return connect(own, rank, deadline_s)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hvdlite.node, "_connect_to_leader", reach)

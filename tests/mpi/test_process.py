@@ -165,6 +165,38 @@ def test_forks_while_operations_are_in_flight(running: None) -> None:
     assert {child.result() for child in children} <= {"fine"}
 
 
+def test_a_child_cannot_take_its_parents_place_in_an_operation(running: None) -> None:
+    """It has inherited what its parent waits for, while other ranks are yet to come."""
+    total()
+    array = np.full(1000, RANK + 1.0, np.float32)
+    view = TensorView.of_numpy(array)
+    submission = None
+    if RANK == 0 and SIZE > 1:
+        submission = allreduce_async(hvdlite.runtime().group, [view], [view], name="late")
+
+        def work() -> str:
+            with pytest.raises(ShutDownError, match="was forked from one that runs hvdlite"):
+                submission.wait()
+            return "fine"
+
+        assert Child(work).result() == "fine"
+    MPI.COMM_WORLD.Barrier()
+    if submission is None:
+        submission = allreduce_async(hvdlite.runtime().group, [view], [view], name="late")
+    submission.wait()
+    assert (array == EXPECTED).all()
+
+
+def test_what_a_child_writes_to_shared_memory_is_its_own(running: None) -> None:
+    """As `p.grad.zero_()` of gradients that live there."""
+    home = allocate(hvdlite.runtime().group, 4096)
+    home.memory[:] = RANK + 1
+    children = [Child(lambda: (home.owner.fill(99), str(home.owner.sum()))[1]) for _ in range(2)]
+    assert [child.result() for child in children] == [str(99 * home.owner.nbytes)] * 2
+    total()
+    assert (home.memory == RANK + 1).all()
+
+
 def test_a_child_may_outlive_the_runtime_of_its_parent() -> None:
     hvdlite.init()
 

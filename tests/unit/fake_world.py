@@ -104,7 +104,7 @@ class _Alone:
     local_rank = 0
     local_size = 1
 
-    def share(self, nbytes: int) -> Segment:
+    def share(self, nbytes: int, *, reserved: bool = True) -> Segment:
         return Segment(create_memory_file(nbytes), nbytes)
 
 

@@ -33,6 +33,8 @@ def test_booleans_mean_what_people_write(text, value):
     ("HVDLITE_FUSION_THRESHOLD", "64MB"),
     ("HVDLITE_START_TIMEOUT", "0"),
     ("HVDLITE_START_TIMEOUT", "inf"),
+    ("HVDLITE_START_TIMEOUT", "1e300"),
+    ("HVDLITE_COLLECTIVE_TIMEOUT_SECONDS", "infinity"),
     ("HVDLITE_CYCLE_TIME", "nan"),
     ("HVDLITE_IDLE_SECONDS", "nan"),
     ("HOROVOD_STALL_CHECK_TIME_SECONDS", "-inf"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import io
 import os
 import shlex
@@ -18,6 +17,7 @@ import hvdlite
 from hvdlite import remote_call
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import RankFailedError, StartupError
+from hvdlite.proof import Caller
 from hvdlite.remote_call import CallServer, pack
 from launching import MARK, processes_with
 
@@ -162,13 +162,12 @@ class TestRun:
             hvdlite.run(int, num_proc=2)
 
 
-@pytest.mark.parametrize("addresses", [[], ["127.0.0.1"], ["192.0.2.1", "127.0.0.1"]], ids=["unix", "tcp", "second"])
+@pytest.mark.parametrize("addresses", [[], ["127.0.0.1"], ["127.0.0.2", "127.0.0.1"]], ids=["unix", "tcp", "two"])
 class TestServer:
     """Without processes: the ranks' side is played here."""
 
     @pytest.fixture
-    def server(self, addresses: list[str], monkeypatch: pytest.MonkeyPatch) -> CallServer:
-        monkeypatch.setattr(remote_call, "_CONNECT_S", 0.2)  # 192.0.2.0/24 is nobody's (RFC 5737)
+    def server(self, addresses: list[str]) -> CallServer:
         return CallServer(pack(divmod, (7, 2), {}, {}), addresses)
 
     def test_hands_out_the_call_and_keeps_what_comes_of_it(
@@ -186,21 +185,55 @@ class TestServer:
         assert sorted((o.rank, o.returned, o.result()) for o in outcomes) == [(0, True, (3, 1)), (2, True, (3, 1))]
 
     def test_strangers_get_nothing_and_hold_nobody_up(self, server: CallServer) -> None:
-        where = server.environment[CALL_ADDRESS]
-        hello = remote_call._RANK.pack(0)
-        header = remote_call._HEADER
-        silent = remote_call._connect(where)
-        for message in (
-            header.pack(4, hmac.digest(b"another key", hello, "sha256")) + hello,
-            header.pack(1 << 60, b"\0" * 32),
-            b"GET / HTTP/1.0\r\n\r\n" + b" " * 100,
-        ):
-            with remote_call._connect(where) as link:
+        key, where = bytes.fromhex(server.environment[CALL_KEY]), server.environment[CALL_ADDRESS]
+        silent = self.connected(where)
+        for message in (b"GET / HTTP/1.0\r\n\r\n" + b" " * 100, bytes(20) + b"\xff" * 40, bytes(1000)):
+            with self.connected(where) as link:
                 link.sendall(message)
-                assert self.rest(link) == b""
+                assert len(self.rest(link)) <= Caller.answer_bytes  # a challenge at most
+        with pytest.raises((ConnectionError, StartupError)):
+            remote_call._connect(where, bytes(32), 0)
         assert server.seen() == set()
+        link, messages = remote_call._connect(where, key, 5)
+        with link:
+            assert messages.receive() == pack(divmod, (7, 2), {}, {})
         silent.close()
+        assert server.close() == [] and server.seen() == {5}
+
+    def test_no_message_can_be_made_up_or_sent_again(self, server: CallServer) -> None:
+        """By who sits between the ends: not another length, not the call sent back, nor the outcome of before."""
+        key, where = bytes.fromhex(server.environment[CALL_KEY]), server.environment[CALL_ADDRESS]
+        for change in (
+            lambda said: (1 << 60).to_bytes(8, "little") + said[8:],
+            lambda said: said[:-33] + bytes([said[-33] ^ 1]) + said[-32:],
+        ):
+            link, messages = remote_call._connect(where, key, 1)
+            with link:
+                messages.receive()
+                recorder = Recorder()
+                remote_call._Messages(recorder, messages._session, remote_call._CALLER).send(b"\1an outcome")
+                link.sendall(change(bytes(recorder.said)))
+                assert self.rest(link) == b""
+        for _ in range(2):  # recorded in one connection, sent in another
+            link, messages = remote_call._connect(where, key, 1)
+            with link:
+                messages.receive()
+                link.sendall(recorder.said)
+                assert self.rest(link) == b""
+        link, messages = remote_call._connect(where, key, 1)
+        with link:
+            call = pack(divmod, (7, 2), {}, {})
+            link.sendall(link.recv(8 + 32 + len(call) + 32, socket.MSG_WAITALL))  # the call itself, sent back
+            assert self.rest(link) == b""
         assert server.close() == []
+
+    def connected(self, where: str) -> socket.socket:
+        if where.startswith("@"):
+            link = socket.socket(socket.AF_UNIX)
+            link.connect("\0" + where[1:])
+            return link
+        port, _, address = where.split(",")[0].partition("/")
+        return socket.create_connection((address, int(port)))
 
     def rest(self, link: socket.socket) -> bytes:
         link.settimeout(10)
@@ -210,10 +243,31 @@ class TestServer:
             return b""
 
 
+class Recorder:
+    """A socket that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.said = bytearray()
+
+    def sendall(self, data: bytes) -> None:
+        self.said += data
+
+
+def test_it_listens_at_the_addresses_it_tells_and_no_others() -> None:
+    server = CallServer(b"", ["127.0.0.1", "192.0.2.1"])  # the second is nobody's (RFC 5737)
+    port, _, address = server.environment[CALL_ADDRESS].partition("/")
+    assert address == "127.0.0.1"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", int(port)), timeout=5)
+    server.close()
+    with pytest.raises(StartupError, match=r"192\.0\.2\.1.*HVDLITE_NETWORK_INTERFACES"):
+        CallServer(b"", ["192.0.2.1"])
+
+
 def test_a_caller_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_call, "_CONNECT_S", 0.2)
-    with pytest.raises(StartupError, match="cannot be reached from .* at 192.0.2.1, port 9; HVDLITE_NETWORK"):
-        remote_call._connect("9,192.0.2.1")
+    with pytest.raises(StartupError, match="cannot be reached from .* at 192.0.2.1 port 9; HVDLITE_NETWORK"):
+        remote_call._connect("9/192.0.2.1", bytes(32), 0)
 
 
 def test_importing_hvdlite_stays_light() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import threading
 import warnings
@@ -127,3 +128,34 @@ def test_a_forked_child_ends_without_it(rung: Rung) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     rung.far[0].send(b"x")
     rung.after(rung.rings)
+
+
+def test_a_program_that_closes_its_descriptors() -> None:
+    """As daemons do, of all: the doorbell rings now and then, nothing spins, and the end is in order.
+
+    In a process of its own, where the numbers are nobody else's.
+    """
+    program = f"""
+import os, socket, time
+import numpy as np
+from hvdlite import _native
+near, far = socket.socketpair()
+memory = np.zeros(4, np.uint32)
+bell = _native.SocketBell([near.fileno()], memory.ctypes.data, memory)
+seen = _native.doorbell_wait(memory.ctypes.data, 0, {LONG_S})
+os.closerange(3, 64)
+for _ in range(3):
+    seen = _native.doorbell_wait(memory.ctypes.data, seen, {LONG_S})
+start, began = seen, time.process_time()
+time.sleep(0.4)
+spent = time.process_time() - began
+assert 0 < _native.load32(memory.ctypes.data) - start < 100 and spent < 0.2, spent
+files = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]  # which take the numbers of those that were closed
+bell.close()
+for file in files:
+    os.fstat(file)
+near.detach(); far.detach()
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S)
+    assert done.stdout == "fine\n", done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import os
 import platform
@@ -13,14 +14,16 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import pytest
 
 import hvdlite.node
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
-from hvdlite.memory.segment import Segment, create_memory_file
-from hvdlite.node import Node, discover
+from hvdlite.memory.segment import Segment
+from hvdlite.node import _CLAIM as CLAIM, Door, Node, discover
+from hvdlite.proof import Caller, Secret, prove
 from thread_comm import on_ranks
+
+ELSEWHERE = Door("\0elsewhere", b"k" * 32)
 
 
 def found(size: int) -> list[tuple[tuple[tuple[int, ...], ...], Node]]:
@@ -40,9 +43,9 @@ def on_machines(monkeypatch: pytest.MonkeyPatch, machine_of: list[int]) -> None:
     """Make ranks reach only those that ``machine_of`` puts on their own machine."""
     connect = hvdlite.node._connect_to_leader
 
-    def reach(names: dict[int, str], rank: int) -> Any:
-        own = machine_of[rank]
-        return connect({r: n if machine_of[r] == own else "\0elsewhere" for r, n in names.items()}, rank)
+    def reach(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
+        own = {r: door for r, door in doors.items() if machine_of[r] == machine_of[rank]}
+        return connect(own, rank, deadline_s)
 
     monkeypatch.setattr(hvdlite.node, "_connect_to_leader", reach)
 
@@ -96,8 +99,8 @@ def test_ranks_that_contradict_one_another_are_refused(monkeypatch: pytest.Monke
     """Rank 2 sees rank 1, which sees rank 0, which rank 2 does not see."""
     connect = hvdlite.node._connect_to_leader
 
-    def reach(names: dict[int, str], rank: int) -> Any:
-        return connect(names | {0: "\0elsewhere"} if rank == 2 else names, rank)
+    def reach(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
+        return connect(doors | {0: ELSEWHERE} if rank == 2 else doors, rank, deadline_s)
 
     monkeypatch.setattr(hvdlite.node, "_connect_to_leader", reach)
     with pytest.raises(StartupError, match="disagree about who shares a machine"):
@@ -195,19 +198,105 @@ def test_a_leader_whose_rank_is_gone_says_so() -> None:
 def test_a_rank_that_does_not_connect_is_named_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     connect = hvdlite.node._connect_to_leader
 
-    def reach(names: dict[int, str], rank: int) -> Any:
-        leader, links = connect(names, rank)
+    def reach(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
         if rank == 0:
-            return leader, links
-        pairs = [socket.socketpair() for _ in links]
-        for link in (*links, *(other for _, other in pairs)):
-            link.close()
-        return leader, [own for own, _ in pairs]  # to nobody
+            return connect(doors, rank, deadline_s)
+        pairs = [socket.socketpair() for _ in range(2)]
+        for _, other in pairs:
+            other.close()
+        return 0, [own for own, _ in pairs]  # to nobody
 
     monkeypatch.setattr(hvdlite.node, "_connect_to_leader", reach)
 
     def work(comm: Any) -> None:
-        with pytest.raises(StartupError, match=r"ranks \[1\] did not connect to rank 0.*HVDLITE_START_TIMEOUT"):
+        missing = r"ranks \[1\] did not connect to rank 0|rank 0 is gone"
+        with pytest.raises((StartupError, CollectiveError), match=missing):
+            discover(comm, 0.3)
+
+    on_ranks(2, work)
+
+
+def test_the_memory_of_a_node_reaches_no_stranger_of_the_same_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has found the names, comes first and claims to be rank 1, or a rank that there is not, or says nothing."""
+    connect = hvdlite.node._connect_to_leader
+    strangers: list[socket.socket] = []
+
+    def come_first(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
+        if rank == 1:
+            wrong = Secret(b"k" * 32, doors[0].secret.purpose, doors[0].secret.claim_bytes)
+            for said in [b"", bytes(16) + CLAIM.pack(1, 0), b"", b"GET / HTTP/1.1\r\n\r\n" * 9]:
+                strangers.append(socket.socket(socket.AF_UNIX))
+                strangers[-1].connect(doors[0].name)
+                strangers[-1].sendall(said)
+            with pytest.raises(ConnectionError):
+                prove(wrong, strangers[0], CLAIM.pack(4242, 0))
+            not_there = socket.socket(socket.AF_UNIX)
+            not_there.connect(doors[0].name)
+            prove(doors[0].secret, not_there, CLAIM.pack(4242, 0))  # knows the key, and is no rank
+            strangers.append(not_there)
+        return connect(doors, rank, deadline_s)
+
+    monkeypatch.setattr(hvdlite.node, "_connect_to_leader", come_first)
+    nodes = [node for _, node in found(3)]
+    assert [segment.memory.data.nbytes for segment in shared(nodes, 100)] == [100, 100, 100]
+    for stranger in strangers:
+        with stranger, suppress(ConnectionResetError):
+            stranger.settimeout(20)
+            heard, files, _, _ = socket.recv_fds(stranger, 1 << 16, 1)
+            assert len(heard) in (0, Caller.answer_bytes) and not files  # a challenge at most
+    close(nodes)
+
+
+def test_a_passing_shortage_of_descriptors_puts_nobody_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 1 and 2 cannot have sockets, and then they can."""
+    tried: dict[int, int] = {}
+    make = socket.socket
+
+    def short(family: int = socket.AF_INET, *rest: Any, **more: Any) -> socket.socket:
+        me = threading.get_ident()
+        if family == socket.AF_UNIX and getattr(here, "is_connecting", False):
+            tried[me] = tried.get(me, 0) + 1
+            if tried[me] <= 3:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return make(family, *rest, **more)
+
+    here = threading.local()
+    connect = hvdlite.node._connect_to_leader
+
+    def reach(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
+        here.is_connecting = True
+        try:
+            return connect(doors, rank, deadline_s)
+        finally:
+            here.is_connecting = False
+
+    monkeypatch.setattr(hvdlite.node, "_connect_to_leader", reach)
+    monkeypatch.setattr(hvdlite.node.socket, "socket", short)
+    results = found(3)
+    assert {nodes for nodes, _ in results} == {((0, 1, 2),)}
+    assert list(tried.values()) == [5, 5]  # three in vain, and one for each connection
+    close([node for _, node in results])
+
+
+def test_a_lasting_shortage_is_an_error_and_not_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = socket.socket
+    here = threading.local()
+    connect = hvdlite.node._connect_to_leader
+
+    def short(*rest: Any, **more: Any) -> socket.socket:
+        if getattr(here, "is_connecting", False):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return make(*rest, **more)
+
+    def reach(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
+        here.is_connecting = rank == 1
+        return connect(doors, rank, deadline_s)
+
+    monkeypatch.setattr(hvdlite.node, "_connect_to_leader", reach)
+    monkeypatch.setattr(hvdlite.node.socket, "socket", short)
+
+    def work(comm: Any) -> None:
+        with pytest.raises(StartupError, match=r"rank 1 cannot connect to rank 0 on its own machine.*ulimit"):
             discover(comm, 0.3)
 
     on_ranks(2, work)
@@ -219,17 +308,20 @@ NOBODY = 65534
 
 @pytest.mark.skipif(os.geteuid() != 0 or _SETRESUID is None, reason="needs to become somebody else")
 def test_another_user_is_not_taken_for_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has found the name in /proc/net/unix, and is there before rank 1."""
+    """Who has found the name in /proc/net/unix, and is there before rank 1, though it even knows the key."""
     answers: list[bytes] = []
     connect = hvdlite.node._connect_to_leader
 
-    def stranger(name: str) -> None:
+    def stranger(door: Door) -> None:
         # The system call itself, and not libc's function, is of this thread alone; the kernel asks who connects.
         assert ctypes.CDLL(None).syscall(_SETRESUID, NOBODY, NOBODY, NOBODY) == 0
+        with open("/proc/net/unix") as listed:
+            assert door.name[1:] in listed.read()
         links = [socket.socket(socket.AF_UNIX) for _ in range(2)]
-        for link in links:
-            link.connect(name)
-            link.sendall(hvdlite.node._HELLO.pack(1))
+        for which, link in enumerate(links):
+            with suppress(BrokenPipeError):
+                link.connect(door.name)
+                link.sendall(Caller(door.secret, link, CLAIM.pack(1, which)).hello)
         for link in links:
             with link, suppress(ConnectionResetError):
                 link.settimeout(20)
@@ -237,19 +329,45 @@ def test_another_user_is_not_taken_for_a_rank(monkeypatch: pytest.MonkeyPatch) -
 
     strangers: list[threading.Thread] = []
 
-    def come_first(names: dict[int, str], rank: int) -> Any:
+    def come_first(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
         if rank == 1:
-            strangers.append(threading.Thread(target=stranger, args=(names[0],)))
+            strangers.append(threading.Thread(target=stranger, args=(doors[0],)))
             strangers[0].start()
-            time.sleep(0.5)
-        return connect(names, rank)
+            strangers[0].join(20)
+        return connect(doors, rank, deadline_s)
 
     monkeypatch.setattr(hvdlite.node, "_connect_to_leader", come_first)
     nodes = [node for _, node in found(3)]
     assert [segment.memory.data.nbytes for segment in shared(nodes, 100)] == [100, 100, 100]
-    strangers[0].join(20)
     assert not any(answers)
     close(nodes)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or _SETRESUID is None, reason="needs to become somebody else")
+def test_another_user_cannot_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More connections than the leader's socket keeps waiting; nobody is held up."""
+    connect = hvdlite.node._connect_to_leader
+
+    def flood(door: Door) -> None:
+        assert ctypes.CDLL(None).syscall(_SETRESUID, NOBODY, NOBODY, NOBODY) == 0
+        for _ in range(6000):
+            with socket.socket(socket.AF_UNIX) as link, suppress(OSError):
+                link.setblocking(False)
+                link.connect(door.name)
+
+    floods: list[threading.Thread] = []
+
+    def come_first(doors: dict[int, Door], rank: int, deadline_s: float) -> Any:
+        if rank == 1:
+            floods.append(threading.Thread(target=flood, args=(doors[0],)))
+            floods[0].start()
+        return connect(doors, rank, deadline_s)
+
+    monkeypatch.setattr(hvdlite.node, "_connect_to_leader", come_first)
+    results = found(3)
+    assert {nodes for nodes, _ in results} == {((0, 1, 2),)}
+    floods[0].join(60)
+    close([node for _, node in results])
 
 
 @pytest.mark.parametrize("step", ["_core_mask", "_connect_to_leader", "Node"])
@@ -288,22 +406,6 @@ def test_nothing_is_left_of_nodes_and_segments() -> None:
     gc.collect()
     assert open_files() == files
     assert mapped() == mappings
-
-
-def test_memory_lives_as_long_as_an_array_in_it() -> None:
-    fd = create_memory_file(8192)
-    segment = Segment(fd, 8192)
-    os.close(fd)
-    array = segment.memory[4096:4128].view(np.float32)
-    del segment
-    gc.collect()
-    array[:] = 3.0
-    assert array.sum() == 24.0
-
-
-def test_memory_that_the_machine_refuses_is_an_error_with_its_size() -> None:
-    with pytest.raises(StartupError, match=f"cannot create {1 << 62} bytes of shared memory"):
-        Segment(create_memory_file(1 << 62), 1 << 62)
 
 
 def test_nothing_has_a_name_in_dev_shm() -> None:

@@ -16,6 +16,7 @@ from hvdlite import meeting_point
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.meeting_point import AtMeetingPoint, MeetingPoint
+from hvdlite.proof import Caller, Secret, prove
 from hvdlite.rendezvous import RendezvousRanks
 
 
@@ -127,19 +128,43 @@ def test_a_rank_that_comes_twice_is_told_so(point: MeetingPoint) -> None:
         gather("once", [0], 0, b"second", 1.0)
 
 
-def test_strangers_are_not_heard(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_not_heard(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 12345)  # so both ends belong to another user
-    with socket.socket(socket.AF_UNIX) as link:
-        link.connect("\0" + point.environment[MEETING_POINT])
-        link.settimeout(10)
+    with connected(point) as link:
         assert link.recv(1) == b""
     with pytest.raises(StartupError, match="it belongs to another user"):
         at(point).gather("key", [0], 0, b"", 1.0)
 
 
+class Trap:
+    """What runs a program where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was unpickled",)
+
+
+def test_nothing_is_unpickled_of_who_does_not_know_the_key(point: MeetingPoint) -> None:
+    bomb = pickle.dumps(Trap())
+    with connected(point) as link:
+        link.sendall(len(bomb).to_bytes(8, "little") + bomb)
+        answer = link.recv(1 << 16)
+        assert len(answer) == Caller.answer_bytes  # a challenge, which the next bytes do not meet
+    name, _, key = point.environment[MEETING_POINT].partition(":")
+    with pytest.raises(StartupError, match="does not know the job's key"):
+        AtMeetingPoint(f"{name}:{'0' * len(key)}", "hvdliterun").gather("key", [0], 0, b"", 1.0)
+    assert at(point).gather("key", [0], 0, b"mine", 1.0) == [b"mine"]
+
+
+def connected(point: MeetingPoint) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX)
+    link.connect("\0" + point.environment[MEETING_POINT].partition(":")[0])
+    link.settimeout(10)
+    return link
+
+
 def test_who_leaves_while_it_waits_harms_nobody(point: MeetingPoint) -> None:
-    with socket.socket(socket.AF_UNIX) as link:
-        link.connect("\0" + point.environment[MEETING_POINT])
+    with connected(point) as link:
+        prove(Secret(bytes.fromhex(point.environment[MEETING_POINT].partition(":")[2]), b"start", 0), link, b"")
         meeting_point._send(link, pickle.dumps(("key", (0, 1), 0, 0.2, b"")))
     assert on_ranks(point, 2, lambda ranks: ranks.allgather(ranks.rank)) == [[0, 1]] * 2
 

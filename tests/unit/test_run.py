@@ -51,6 +51,9 @@ def says(path: Path, text: str) -> Path:
     return executable(path, f"cat <<'END'\n{text}\nEND")
 
 
+OPTIONS_TO_SSH = ("-oProxyCommand=x", "a,-x:2", "u@-oX", "$(x)")
+
+
 class TestFindingMpirun:
     @pytest.mark.parametrize("text", VERSIONS)
     def test_tells_them_apart(self, tmp_path: Path, text: str) -> None:
@@ -112,7 +115,7 @@ class TestParsing:
         path.write_text(text)
         assert run.parse(["--hostfile", str(path), "train.py"]).hosts == (Host("a", 2), Host("b", 1))
 
-    @pytest.mark.parametrize("text", ["a:2,b:x", "a:0", "a b", ":2"])
+    @pytest.mark.parametrize("text", ["a:2,b:x", "a:0", "a:00", "a b", ":2", "a:9999999", "ü", *OPTIONS_TO_SSH])
     def test_bad_hosts(self, text: str) -> None:
         with pytest.raises(ConfigError, match="write host:slots"):
             parse_hosts(text)
@@ -121,6 +124,12 @@ class TestParsing:
         path = tmp_path / "hosts"
         path.write_text("a slots=2\nb slots=two\n")
         with pytest.raises(ConfigError, match=r"hosts:2: b slots=two"):
+            read_hostfile(str(path))
+        path.write_text("a slots=2\n-oProxyCommand=reboot slots=1\n")  # mpirun, and ssh, would take it for an option
+        with pytest.raises(ConfigError, match=r"hosts:2: -oProxyCommand"):
+            read_hostfile(str(path))
+        path.write_bytes(b"a\xff\n")
+        with pytest.raises(ConfigError, match="is no text"):
             read_hostfile(str(path))
         with pytest.raises(ConfigError, match="No such file"):
             read_hostfile(str(tmp_path / "none"))

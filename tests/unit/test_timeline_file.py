@@ -260,3 +260,36 @@ def test_other_files_are_not_taken_for_traces(tmp_path: Path, content: bytes) ->
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"trace\.json is not"):
         read_trace(str(path))
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.tmp"])
+def test_a_link_at_a_name_that_is_known_beforehand_is_not_followed(tmp_path: Path, name: str) -> None:
+    """Whoever may write to the directory could have had any file of this user overwritten."""
+    treasure = tmp_path / "treasure"
+    treasure.write_text("mine")
+    (tmp_path / name).symlink_to(treasure)
+    file = TraceFile(str(tmp_path / "trace.json"), 7)
+    if name == "trace.json":
+        with pytest.raises(OSError, match="symbolic link"):
+            file.open(INTRODUCTION)
+    else:
+        file.open(INTRODUCTION)
+        assert names(tmp_path / "trace.json") == ["process_name"]
+    assert treasure.read_text() == "mine"
+
+
+def test_a_link_that_takes_the_place_of_the_file_while_it_is_written(tmp_path: Path) -> None:
+    file = TraceFile(str(tmp_path / "trace.json"), 7)
+    file.open(INTRODUCTION)
+    (tmp_path / "trace.json").rename(tmp_path / "elsewhere")
+    (tmp_path / "trace.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        file.append([span("a")])
+    assert names(tmp_path / "elsewhere") == ["process_name"]
+
+
+def test_a_directory_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    TraceFile(str(tmp_path / "link" / "trace.json"), 7).open(INTRODUCTION)
+    assert names(tmp_path / "real" / "trace.json") == ["process_name"]

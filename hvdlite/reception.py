@@ -1,0 +1,159 @@
+"""Hears those who connect to the listening sockets of a process, side by side, and keeps those that belong to its job.
+
+A stranger can do no more than to come: it has `PATIENCE_S` to prove that it knows the key, of more than `MOST_UNPROVEN`
+the oldest are hung up on, and where the process is short of descriptors new ones wait outside.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from hvdlite.errors import StartupError
+from hvdlite.proof import Host, Secret
+from hvdlite.wire import is_ours
+
+PATIENCE_S = 10.0
+"""How long a proof may take."""
+MOST_UNPROVEN = 128
+"""Connections that have not proven themselves yet."""
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""What says that a socket cannot be had now, and nothing about who is at its other end."""
+_SHORTAGE_S = 0.05  # between two tries to take a connection where descriptors are short: the kernel calls at once again
+
+Admit = Callable[[socket.socket, bytes, bytes], bool]
+"""Is given a proven connection, its claim, and the key of its session; whether it keeps the connection."""
+
+
+def listen_at(addresses: Sequence[str], backlog: int) -> list[socket.socket]:
+    """Listening TCP sockets, each with a port of its own, at those of ``addresses`` (IPv4, IPv6) that can be had.
+
+    Raises:
+        StartupError: none can.
+    """
+    sockets: list[socket.socket] = []
+    refusals: list[str] = []
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            sockets.append(socket.create_server((address, 0), family=family, backlog=backlog))
+        except OSError as error:  # it has gone since it was listed, perhaps
+            refusals.append(f"{address}: {error}")
+    if not sockets:
+        raise StartupError(
+            f"cannot listen at any address of this host ({'; '.join(refusals) or 'no interface is up'}). Name an "
+            "interface that connects the hosts in HVDLITE_NETWORK_INTERFACES."
+        )
+    return sockets
+
+
+class Reception:
+    """A thread that takes connections until `close`.
+
+    Args:
+        listeners: whose sockets this owns; processes of other users are hung up on where these are unix sockets.
+        admit: called on the thread; it must not wait.
+    """
+
+    def __init__(self, listeners: Sequence[socket.socket], secret: Secret, admit: Admit) -> None:
+        self._listeners = listeners
+        self._secret = secret
+        self._admit = admit
+        self._guests: dict[socket.socket, tuple[Host, float]] = {}  # the oldest first; until when each may take
+        self._resume_s = 0.0  # when connections are taken again after a shortage
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_closed = False
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._serve, name="hvdlite-reception", daemon=True)
+        for listener in listeners:
+            listener.setblocking(False)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on those that are not proven, and listen no more; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        self._selector.close()
+        os.close(self._stop)
+        for listener in self._listeners:
+            listener.close()
+
+    def _serve(self) -> None:
+        self._selector.register(self._stop, selectors.EVENT_READ)
+        self._listen()
+        while True:
+            for key, _ in self._selector.select(self._patience_s()):
+                if key.fileobj == self._stop:
+                    self._drop(list(self._guests))
+                    return
+                if key.fileobj in self._guests:
+                    self._hear(key.fileobj)
+                elif key.fileobj in self._listeners:
+                    self._take(key.fileobj)  # type: ignore[arg-type]
+            now_s = time.monotonic()
+            self._drop([link for link, (_, until_s) in self._guests.items() if now_s > until_s])
+            if self._resume_s and now_s >= self._resume_s:
+                self._resume_s = 0.0
+                self._listen()
+
+    def _listen(self) -> None:
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def _patience_s(self) -> float | None:
+        """How long to sleep if nobody comes."""
+        times = [until_s for _, until_s in self._guests.values()]
+        times += [self._resume_s] if self._resume_s else []
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _take(self, listener: socket.socket) -> None:
+        try:
+            link, _ = listener.accept()
+        except OSError as error:
+            if error.errno in SHORTAGES and not self._resume_s:
+                self._resume_s = time.monotonic() + _SHORTAGE_S
+                for other in self._listeners:
+                    self._selector.unregister(other)
+            return  # or whoever it was has left again
+        if link.family == socket.AF_UNIX and not is_ours(link):  # any user can list the names of abstract sockets
+            link.close()
+            return
+        link.setblocking(False)
+        if len(self._guests) >= MOST_UNPROVEN:
+            self._drop([next(iter(self._guests))])
+        self._guests[link] = Host(self._secret, link), time.monotonic() + PATIENCE_S
+        self._selector.register(link, selectors.EVENT_READ)
+
+    def _hear(self, link: socket.socket) -> None:
+        """Take what came; never reads beyond the proof."""
+        host, _ = self._guests[link]
+        try:
+            data = link.recv(host.wanted_bytes)
+            answer = host.feed(data)
+            if not data or link.send(answer) < len(answer):
+                raise ConnectionError("the other end has gone, or does not read")
+        except BlockingIOError:
+            return
+        except OSError:
+            self._drop([link])
+            return
+        if host.is_proven:
+            del self._guests[link]
+            self._selector.unregister(link)
+            link.setblocking(True)
+            if not self._admit(link, host.claim, host.session):
+                link.close()
+
+    def _drop(self, links: Sequence[socket.socket]) -> None:
+        for link in links:
+            del self._guests[link]
+            self._selector.unregister(link)
+            link.close()
