@@ -173,6 +173,13 @@ class Config:
     metrics_port: int = _setting(0, _not_negative(int), "METRICS_PORT")
     """Answer Prometheus on 127.0.0.1, each rank on this port plus its local rank; 0: do not listen."""
 
+    check_numerics: str = _setting("off", _one_of("off", "warn", "raise"), "CHECK_NUMERICS")
+    """Whether DistributedOptimizer looks for NaN and Inf in each rank's gradients before they are reduced: ``warn`` or
+    ``raise``, with rank, parameter and step; see docs/seeing.md."""
+    check_every: int = _setting(0, _not_negative(int), "CHECK_EVERY")
+    """Compare parameters and optimizer state of DistributedOptimizer between ranks after every so many steps, and raise
+    where they differ; 0: only parameters, with the first step, to warn."""
+
     stall_check_disable: bool = _setting(False, _boolean, "STALL_CHECK_DISABLE")
     """Neither report tensors that wait for ranks nor end the job for them."""
     stall_check_time_s: float = _setting(60.0, _not_negative(_number), "STALL_CHECK_TIME_SECONDS")
