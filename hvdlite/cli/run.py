@@ -36,6 +36,7 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
   --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
+  --doctor                    examine the hosts and the network between them, and start no program; --doctor --json
   --check-build               print what this hvdlite has and stop; --version its version
   --                          what follows is the program
 
@@ -67,7 +68,7 @@ _LOST_HOST = (
 
 
 _QUESTIONS = frozenset({"check-build", "cb", "version"})
-_SWITCHES = frozenset({"dry-run", "verbose"}) | _QUESTIONS
+_SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
     """
     np n num-proc H host hosts hostfile machinefile f network-interfaces network-interface mpirun output-filename
@@ -213,6 +214,9 @@ def parse(argv: Sequence[str]) -> Arguments:
             arguments.options.append(word)
             for _ in range(0 if joined else _arity(name, words)):
                 arguments.options.append(words.pop(0))
+    if "doctor" in arguments.switches:
+        as_json = ["--json"] if "json" in arguments.switches else []
+        words = [sys.executable, "-m", "hvdlite", "doctor", *as_json, *words]
     arguments.program = words
     if not words and not arguments.switches & _QUESTIONS:
         raise ConfigError("no program to run; see python -m hvdlite run --help")

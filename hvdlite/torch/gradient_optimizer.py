@@ -71,7 +71,7 @@ class GradientOptimizer(WrappedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Synchronize, then do the step of the wrapped optimizer.
 
-        Raises DivergenceError, on all ranks after the step, where HVDLITE_CHECK_EVERY finds that they have trained apart.
+        Raises DivergenceError, on all ranks after the step, where HVDLITE_CHECK_EVERY finds that they differ.
 
         With ``closure`` gradients are synchronized each time that it has been called, and the loss that it returns is
         reduced like them, so that an optimizer that decides by the loss (LBFGS) decides alike on every rank.

@@ -72,8 +72,8 @@ class StateCheck:
             what = f"{entry} {name}"
         more = f" (and something in {found.count - 1} more places)" if found.count > 1 else ""
         raise DivergenceError(
-            f"after step {self._steps} {what} {_who(values)}{more}; {self._since()}. Bits have flipped in the memory of a "
-            "machine, or the program changes parameters on some ranks only. Go on from a checkpoint that was written "
+            f"after step {self._steps} {what} {_who(values)}{more}; {self._since()}. Bits have flipped in the memory "
+            "of a machine, or the program changes parameters on some ranks only. Go on from a checkpoint that was written "
             "before, as hvd.elastic.run does from its last commit. HVDLITE_CHECK_EVERY has found this."
         )
 
