@@ -263,6 +263,7 @@ NCCL_LIBRARY = "HVDLITE_NCCL_LIBRARY"
 FULL_TRACEBACKS = "HVDLITE_FULL_TRACEBACKS"
 CALL_KEY = "HVDLITE_CALL_KEY"
 CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
+DOCTOR = "HVDLITE_DOCTOR"
 MEETING_POINT = "HVDLITE_MEETING_POINT"
 RANK = "HVDLITE_RANK"
 SIZE = "HVDLITE_SIZE"
@@ -275,6 +276,7 @@ OTHER_VARIABLES = {
     FULL_TRACEBACKS: "when an exception is not caught: 1 shows the frames of hvdlite as well",
     CALL_KEY: "from `hvdlite.run` to its ranks: the secret by which they prove to be its own",
     CALL_ADDRESS: "from `hvdlite.run` to its ranks: where they fetch the function",
+    DOCTOR: "from `hvdliterun --doctor` to its ranks: the port at which hosts find one another, a secret, the hosts",
     MEETING_POINT: "from hvdliterun to ranks that it starts without MPI: where they meet",
     RANK: "likewise: the number of the rank",
     SIZE: "likewise: how many ranks there are",

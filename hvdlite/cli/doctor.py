@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from hvdlite import launched
 from hvdlite.cli import check_build
-from hvdlite.doctor import job, machine, report
+from hvdlite.config import Config
+from hvdlite.doctor import before_mpi, job, machine, report
 from hvdlite.errors import StartupError
+
+_AFTER_YOU_S = 2.0  # the first host speaks for all, and ends the job, if it has found something
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +41,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _of_job(*, as_json: bool) -> int:
     try:
-        rank, found = job.examine()
+        config = Config.from_env()
+        host, obstacles = before_mpi.look_around(job.addresses_of(config))
+        if obstacles:
+            time.sleep(_AFTER_YOU_S if host else 0.0)
+            found = {"problems": [finding.text for finding in obstacles]}
+            _print(found, "" if as_json else report.verdict(found))
+            return 1
+        rank, found = job.examine(config)
     except StartupError as error:
         print(f"hvdlite doctor: {error}", file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts,
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, Config
+from hvdlite.doctor import before_mpi
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.version import __version__
 
@@ -116,6 +117,8 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         settings = arguments.effects.settings
         environ = {**environment.variables(), **settings}
         launch = launch_of(arguments, environ)
+        if "doctor" in arguments.switches and launch.host_count > 1:
+            environ |= before_mpi.invitation([host.name for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:

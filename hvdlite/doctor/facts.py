@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite import _native, environment, launched, mpi
-from hvdlite.config import CALL_ADDRESS, CALL_KEY, MEETING_POINT, RANK, SIZE, Config
+from hvdlite.config import CALL_ADDRESS, CALL_KEY, DOCTOR, MEETING_POINT, RANK, SIZE, Config
 from hvdlite.doctor.network import mtu_of
 from hvdlite.interfaces import interfaces, select
 
@@ -37,7 +37,7 @@ _LIMITS = {
     "locked memory": resource.RLIMIT_MEMLOCK,
     "address space": resource.RLIMIT_AS,
 }
-_TOLD = {MEETING_POINT, RANK, SIZE, CALL_KEY, CALL_ADDRESS} | {
+_TOLD = {DOCTOR, MEETING_POINT, RANK, SIZE, CALL_KEY, CALL_ADDRESS} | {
     f"HOROVOD_{level}{what}" for level in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")
 }
 """By launchers, to each rank."""

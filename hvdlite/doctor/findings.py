@@ -75,6 +75,7 @@ def of_job(
         nodes: the ranks of each.
         links: between nodes, as far as they were measured; ``pairs``: which should have been.
     """
+    names = names_of(ranks, nodes)
     return [
         *_of_each_machine(ranks, nodes),
         *_of_versions(ranks),
@@ -82,14 +83,17 @@ def of_job(
         *_of_hosts(ranks, nodes),
         *_of_mpi(ranks, nodes),
         *_of_cores(ranks, nodes),
-        *_of_links(ranks, nodes, links, pairs),
+        *of_links(names, links),
+        *_of_speed(names, links),
+        *_of_clocks(names, links),
+        *_of_pairs(links, pairs),
     ]
 
 
-def name_of(ranks: Sequence[Facts], nodes: Sequence[Sequence[int]], node: int) -> str:
-    """The host of ``node``; with its place where others have the same name."""
+def names_of(ranks: Sequence[Facts], nodes: Sequence[Sequence[int]]) -> list[str]:
+    """The host of each node; with its place where others have the same name."""
     hosts = [ranks[members[0]]["host"] for members in nodes]
-    return hosts[node] if hosts.count(hosts[node]) == 1 else f"{hosts[node]} (node {node})"
+    return [host if hosts.count(host) == 1 else f"{host} (node {node})" for node, host in enumerate(hosts)]
 
 
 def _of_each_machine(ranks: Sequence[Facts], nodes: Sequence[Sequence[int]]) -> Iterator[Finding]:
@@ -178,41 +182,44 @@ def _of_cores(ranks: Sequence[Facts], nodes: Sequence[Sequence[int]]) -> Iterato
             yield Finding(f"{host}: {len(members)} ranks share {usable} cores, which is slower", severity=Severity.NOTE)
 
 
-def _of_links(
-    ranks: Sequence[Facts], nodes: Sequence[Sequence[int]], links: Sequence[Link], pairs: Sequence[tuple[int, int]]
-) -> Iterator[Finding]:
-    def way(link: Link) -> str:
-        return f"from {name_of(ranks, nodes, link.source)} to {name_of(ranks, nodes, link.target)}"
+def of_links(names: Sequence[str], links: Sequence[Link]) -> Iterator[Finding]:
+    """What does not get through.
 
-    yield from _of_reach(ranks, nodes, links)
+    Args:
+        names: of the nodes.
+    """
+    yield from _of_reach(names, links)
     for link in links:
         if link.interfaces is None:
             continue
+        way, interface = f"from {names[link.source]} to {names[link.target]}", link.interfaces[0]
         if link.mtu and link.frame_bytes and link.frame_bytes < link.mtu:
             yield Finding(
-                f"{way(link)}: frames of {link.frame_bytes} bytes arrive, and full ones of {link.mtu}, as "
-                f"{link.interfaces[0]} sends them, are lost: large messages would hang. Give switches and interfaces "
-                f"of all hosts the same MTU, or lower it: `ip link set {link.interfaces[0]} mtu {link.frame_bytes}`",
+                f"{way}: frames of {link.frame_bytes} bytes arrive, and full ones of {link.mtu}, as {interface} sends "
+                "them, are lost: large messages would hang. Give switches and interfaces of all hosts the same MTU, or "
+                f"lower it: `ip link set {interface} mtu {link.frame_bytes}`",
                 Severity.OBSTACLE,
             )
         elif link.is_stalled:
             yield Finding(
-                f"{way(link)}: single bytes arrive, and a stream does not: look for a lower MTU on the way, and at the "
-                f"errors that `ip -s link show {link.interfaces[0]}` counts",
+                f"{way}: single bytes arrive, and a stream does not: look for a lower MTU on the way, and at the "
+                f"errors that `ip -s link show {interface}` counts",
                 Severity.OBSTACLE,
             )
-    yield from _of_speed(ranks, nodes, links)
-    yield from _of_clocks(ranks, nodes, links)
+
+
+def _of_pairs(links: Sequence[Link], pairs: Sequence[tuple[int, int]]) -> Iterator[Finding]:
     unmeasured = {*pairs} - {(link.source, link.target) for link in links}
     if unmeasured:
-        yield Finding(f"{len(unmeasured)} of {len(pairs)} ways between hosts were not measured", severity=Severity.NOTE)
+        text = f"{len(unmeasured)} of {len(pairs)} ways between hosts were not measured"
+        yield Finding(text, severity=Severity.NOTE)
 
 
-def _of_reach(ranks: Sequence[Facts], nodes: Sequence[Sequence[int]], links: Sequence[Link]) -> Iterator[Finding]:
+def _of_reach(names: Sequence[str], links: Sequence[Link]) -> Iterator[Finding]:
     """By what came of each address: who cannot be reached at all, and which interfaces lead nowhere."""
     nowhere: dict[tuple[str, str], list[str]] = {}
     for link in links:
-        source, target = name_of(ranks, nodes, link.source), name_of(ranks, nodes, link.target)
+        source, target = names[link.source], names[link.target]
         if link.interfaces is None:
             tried = ", ".join(f"{t.address} ({t.interface}): {t.outcome}" for t in link.tries) or "it has no address"
             yield Finding(
@@ -245,25 +252,29 @@ def _cure_of(outcomes: Iterable[str]) -> str:
     return "Name an interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, and look at `ip route`"
 
 
-def _of_speed(ranks: Sequence[Facts], nodes: Sequence[Sequence[int]], links: Sequence[Link]) -> Iterator[Finding]:
+def _of_speed(names: Sequence[str], links: Sequence[Link]) -> Iterator[Finding]:
     """Links much slower than others; a host, if all its links are."""
-    slow = slow_links({(link.source, link.target): link.gbit_per_s for link in links if link.gbit_per_s is not None})
-    rates = {(link.source, link.target): link.gbit_per_s for link in links}
-    for place, (pairs, factor) in slow.items():
-        rate = min(rates[pair] or 0.0 for pair in pairs)
-        where = (
-            f"all that comes from or goes to {name_of(ranks, nodes, place)}"
-            if isinstance(place, int)
-            else f"the way from {name_of(ranks, nodes, place[0])} to {name_of(ranks, nodes, place[1])}"
-        )
+    rates = {(link.source, link.target): link.gbit_per_s for link in links if link.gbit_per_s is not None}
+    for group, factor in slow_links(rates):
+        sources, targets = ({pair[end] for pair in group} for end in (0, 1))
+        common = set.intersection(*({*pair} for pair in group))
+        if len(group) > 1 and len(sources) == 1:
+            where = f"all that {names[group[0][0]]} sends"
+        elif len(group) > 1 and len(targets) == 1:
+            where = f"all that {names[group[0][1]]} receives"
+        elif len(group) > 1:
+            where = f"all that {names[common.pop()]} sends and receives"
+        else:
+            where = f"the way from {names[group[0][0]]} to {names[group[0][1]]}"
         yield Finding(
-            f"{where} is slow: {rate:.2g} Gbit/s, and other links carry {factor:.1f} times as much. Every ring waits "
-            "for its slowest link: look at cable, port speed (`ethtool`) and other traffic there"
+            f"{where} is slow: {min(rates[pair] for pair in group):.2g} Gbit/s, and other links carry {factor:.1f} "
+            "times as much. Every ring waits for its slowest link: look at cable, port speed (`ethtool`) and other "
+            "traffic there"
         )
     latencies = [link.latency_us for link in links if link.latency_us is not None]
     for link in links:
         if link.latency_us is not None and link.latency_us > max(_LATE_US, _LATE * statistics.median(latencies)):
-            source, target = name_of(ranks, nodes, link.source), name_of(ranks, nodes, link.target)
+            source, target = names[link.source], names[link.target]
             yield Finding(
                 f"a message from {source} to {target} takes {link.latency_us:.0f} us, where the median is "
                 f"{statistics.median(latencies):.0f}",
@@ -271,10 +282,8 @@ def _of_speed(ranks: Sequence[Facts], nodes: Sequence[Sequence[int]], links: Seq
             )
 
 
-def slow_links(
-    rates: Mapping[tuple[int, int], float],
-) -> dict[int | tuple[int, int], tuple[list[tuple[int, int]], float]]:
-    """Links that are much slower than the upper quartile, by the node that all of them have, else each by itself.
+def slow_links(rates: Mapping[tuple[int, int], float]) -> list[tuple[list[tuple[int, int]], float]]:
+    """Links that are much slower than the upper quartile: all of a node, all that it sends, or receives, else one.
 
     One slow host of three makes most links slow, so that the median would say nothing.
 
@@ -282,28 +291,27 @@ def slow_links(
         (the links, how many times slower the slowest is than the quartile).
     """
     if len(rates) < 3:
-        return {}
+        return []
     usual = statistics.quantiles(rates.values(), n=4)[2]
-    slow = [pair for pair, rate in rates.items() if rate * _SLOW < usual]
-    found: dict[int | tuple[int, int], tuple[list[tuple[int, int]], float]] = {}
-    for node in sorted({node for pair in rates for node in pair}):
-        own = [pair for pair in rates if node in pair]
-        if len(own) > 1 and all(pair in slow for pair in own):
-            found[node] = own, usual / min(rates[pair] for pair in own)
-            slow = [pair for pair in slow if pair not in own]
-    for pair in slow:
-        found[pair] = [pair], usual / rates[pair]
+    slow = {pair for pair, rate in rates.items() if rate * _SLOW < usual}
+    found = []
+    nodes = sorted({node for pair in rates for node in pair})
+    groups = [[pair for pair in rates if node in pair] for node in nodes]
+    groups += [[pair for pair in rates if pair[end] == node] for end in (0, 1) for node in nodes]
+    for group in [*(group for group in groups if len(group) > 1), *([pair] for pair in rates)]:
+        if slow.issuperset(group):
+            found.append((group, usual / max(min(rates[pair] for pair in group), 1e-9)))
+            slow -= {*group}
     return found
 
 
-def _of_clocks(ranks: Sequence[Facts], nodes: Sequence[Sequence[int]], links: Sequence[Link]) -> Iterator[Finding]:
+def _of_clocks(names: Sequence[str], links: Sequence[Link]) -> Iterator[Finding]:
     offsets = {link.target: link.clock_offset_s for link in links if link.source == 0 and link.clock_offset_s}
     for node, offset in sorted(offsets.items()):
         if abs(offset) > _CLOCK_S:
             how = f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'}"
             yield Finding(
-                f"the clock of {name_of(ranks, nodes, node)} is {how} that of "
-                f"{name_of(ranks, nodes, 0)}, which logs show: run chrony or ntpd there",
+                f"the clock of {names[node]} is {how} that of {names[0]}, which logs show: run chrony or ntpd there",
                 severity=Severity.NOTE,
             )
 
@@ -324,7 +332,8 @@ def _where(members: Sequence[int], ranks: Sequence[Facts], nodes: Sequence[Seque
         return "everywhere" if len(nodes) > 1 else ranks[0]["host"]
     whole = [place for place, node in enumerate(nodes) if {*node} <= {*members}]
     if sum(len(nodes[place]) for place in whole) == len(members):
-        return ", ".join(name_of(ranks, nodes, place) for place in whole)
+        names = names_of(ranks, nodes)
+        return ", ".join(names[place] for place in whole)
     return rank_list(members)
 
 

@@ -31,13 +31,12 @@ _LOOK_S = 0.002
 _FINALIZE_S = 5.0
 
 
-def examine() -> tuple[int, dict[str, Any]]:
+def examine(config: Config) -> tuple[int, dict[str, Any]]:
     """(this rank, what was found, the same on every rank). Collective over all ranks that were started.
 
     Raises:
         StartupError: they do not find one another.
     """
-    config = Config.from_env()
     deadline = start_deadline(config)
     started = time.monotonic()
     try:
@@ -97,7 +96,7 @@ def _links(
         def open_door() -> Door | None:
             if node is None:
                 return None
-            station = stack.enter_context(closing(Station(host, _addresses(config))))
+            station = stack.enter_context(closing(Station(host, addresses_of(config))))
             return station.door
 
         doors = [door for door in exchange(ranks, open_door) if door is not None]
@@ -118,13 +117,13 @@ def _links(
         links = measured(network.rounds(nodes))
         slow = findings.slow_links({(link.source, link.target): link.gbit_per_s or 0.0 for link in links})
         # What looks slow is measured once more: another program may have been at work.
-        again = {tuple(sorted(pair)) for pairs, _ in slow.values() for pair in pairs}
+        again = {tuple(sorted(pair)) for group, _ in slow for pair in group}
         for better in measured([[(a, b)] for a, b in sorted(again)]):
             links = [_faster(link, better) for link in links]
         return links, pairs
 
 
-def _addresses(config: Config) -> list[Address]:
+def addresses_of(config: Config) -> list[Address]:
     return [
         Address(interface.name, interface.address, network.mtu_of(interface.name))
         for interface in select(config.network_interfaces)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import secrets
 import selectors
 import socket
@@ -17,11 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 _TOKEN_BYTES = 16
 _CONNECT_S = 1.0  # until an address counts as silent
 _ANSWER_S = 1.0
+_RETRY_S = 0.1
 _PINGS = 30
 _STREAM_S = 0.15
 _CHUNK = bytes(64 << 10)
@@ -34,7 +36,8 @@ _HEADERS = 28  # of IPv4 and UDP
 _MOST_ROUNDS = 11  # beyond 12 hosts not every pair is measured
 _SIOCGIFMTU = 0x8921  # linux/sockios.h
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: frames are never split, whatever the kernel has heard
-_PING, _STREAM = b"p", b"s"
+_PING, _STREAM, _ASK, _FAREWELL = b"p", b"s", b"d", b"f"
+_LENGTH = struct.Struct("<I")
 _CLOCK = struct.Struct("<d")
 _ARRIVED = struct.Struct("<Qd")
 
@@ -108,15 +111,21 @@ class Station:
 
     Args:
         addresses: of this host.
+        port: at which it can be reached; 0: any.
+        token: by which others prove that they know it; made up if empty.
+
+    Raises:
+        OSError: another program has the port.
     """
 
-    def __init__(self, host: str, addresses: Sequence[Address]) -> None:
-        self._tcp = socket.create_server(("0.0.0.0", 0), backlog=64)
+    def __init__(self, host: str, addresses: Sequence[Address], port: int = 0, token: bytes = b"") -> None:
+        self._tcp = socket.create_server(("0.0.0.0", port), backlog=64)
         self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._udp.bind(("0.0.0.0", 0))
         ports = self._tcp.getsockname()[1], self._udp.getsockname()[1]
-        self.door = Door(host, list(addresses), *ports, secrets.token_bytes(_TOKEN_BYTES))
+        self.door = Door(host, list(addresses), *ports, token or new_token())
         self._is_closing = threading.Event()
+        self._farewells = threading.Semaphore(0)
         self._threads = [threading.Thread(target=serve, daemon=True) for serve in (self._accept, self._echo)]
         for thread in self._threads:
             thread.start()
@@ -131,6 +140,20 @@ class Station:
             thread.join()
         self._tcp.close()
         self._udp.close()
+
+    def say_farewell(self, names: Sequence[str], port: int) -> None:
+        """Tell the stations of all hosts, this one's too, that this host has nothing more to ask."""
+        for name in names:
+            with suppress(OSError), socket.create_connection((name, port), timeout=_CONNECT_S) as link:
+                link.sendall(self.door.token)
+                _received(link, _TOKEN_BYTES)
+                link.sendall(_FAREWELL)
+
+    def wait_for_farewells(self, count: int, timeout_s: float) -> None:
+        """Answer until ``count`` hosts have nothing more to ask."""
+        until_s = time.monotonic() + timeout_s
+        for _ in range(count):
+            self._farewells.acquire(timeout=max(0.0, until_s - time.monotonic()))
 
     def _accept(self) -> None:
         while not self._is_closing.is_set():
@@ -149,6 +172,12 @@ class Station:
             link.sendall(self.door.token[::-1])
             while (command := _received(link, 1)) == _PING:
                 link.sendall(_CLOCK.pack(time.time()))
+            if command == _FAREWELL:
+                self._farewells.release()
+            if command == _ASK:
+                told = {name: value for name, value in asdict(self.door).items() if name != "token"}
+                text = json.dumps(told).encode()
+                link.sendall(_LENGTH.pack(len(text)) + text)
             if command == _STREAM:
                 link.sendall(_ARRIVED.pack(*_drain(link)))
 
@@ -160,6 +189,46 @@ class Station:
                     self._udp.sendto(self.door.token + struct.pack("<I", len(data)), sender)
 
 
+def new_token() -> bytes:
+    return secrets.token_bytes(_TOKEN_BYTES)
+
+
+def ask_for_door(name: str, port: int, token: bytes, deadline_s: float) -> Door | str:
+    """That of the station on host ``name``, for which is waited; else why there is none."""
+    outcome = "no answer"
+    while time.monotonic() < deadline_s:
+        try:
+            with socket.create_connection((name, port), timeout=_CONNECT_S) as link:
+                link.sendall(token)
+                if _received(link, _TOKEN_BYTES) != token[::-1]:
+                    return "another program answers"
+                link.sendall(_ASK)
+                (length,) = _LENGTH.unpack(_received(link, _LENGTH.size))
+                told = json.loads(_received(link, length))
+            addresses = [Address(**address) for address in told.pop("addresses")]
+            return Door(addresses=addresses, token=token, **told)
+        except TimeoutError:
+            return "no answer"
+        except socket.gaierror as error:
+            return f"its name is not known here ({error.strerror})"
+        except OSError as error:
+            outcome = _reason(error.errno or 0)
+            if outcome != "refused":
+                return outcome
+            time.sleep(_RETRY_S)  # its ranks may not have started yet
+    return outcome
+
+
+def try_addresses(source: int, target: int, own: Door, door: Door) -> Link:
+    """`measure` without figures: which addresses answer, and how large frames may be."""
+    link = Link(source, target)
+    connection, link.tries = _connect(door)
+    if connection is not None:
+        with connection:
+            _look_at_frames(link, connection, own, door)
+    return link
+
+
 def measure(source: int, target: int, own: Door, door: Door) -> Link:
     """The way from this host, ``source``, to the station behind ``door``: half a second, or some where it is broken."""
     link = Link(source, target)
@@ -167,14 +236,9 @@ def measure(source: int, target: int, own: Door, door: Door) -> Link:
     if connection is None:
         return link
     with connection:
-        near = _interface_with(own.addresses, connection.getsockname()[0])
-        far = _interface_with(door.addresses, connection.getpeername()[0])
-        link.interfaces = near.interface, far.interface
-        link.mtu = min(mtu for mtu in (near.mtu, far.mtu) if mtu) if near.mtu or far.mtu else None
         try:
             link.latency_us, link.clock_offset_s = _pinged(connection)
-            if link.mtu:
-                link.frame_bytes = _largest_frame(connection.getpeername()[0], door, link.mtu)
+            _look_at_frames(link, connection, own, door)
             link.gbit_per_s = _streamed(connection)
         except OSError:
             link.is_stalled = link.latency_us is not None
@@ -190,6 +254,15 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
         found.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return found
+
+
+def _look_at_frames(link: Link, connection: socket.socket, own: Door, door: Door) -> None:
+    near = _interface_with(own.addresses, connection.getsockname()[0])
+    far = _interface_with(door.addresses, connection.getpeername()[0])
+    link.interfaces = near.interface, far.interface
+    if near.mtu and far.mtu:
+        link.mtu = min(near.mtu, far.mtu)
+        link.frame_bytes = _largest_frame(far.address, door, link.mtu)
 
 
 def in_both_directions(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -264,6 +337,7 @@ def _reason(error: int) -> str:
         errno.ECONNREFUSED: "refused",
         errno.EHOSTUNREACH: "no route",
         errno.ENETUNREACH: "no route",
+        errno.EINVAL: "no route",  # what a blackhole is
         errno.ETIMEDOUT: "no answer",
     }
     return reasons.get(error, errno.errorcode.get(error, str(error)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdlite.coordinator.request import rank_list
-from hvdlite.doctor.findings import name_of
+from hvdlite.doctor.findings import names_of
 
 
 def of_machine(found: dict[str, Any], built_in: str) -> str:
@@ -15,7 +15,7 @@ def of_machine(found: dict[str, Any], built_in: str) -> str:
     Args:
         built_in: what this hvdlite has, as text.
     """
-    lines = list(_verdict(found))
+    lines = [verdict(found)]
     for title in ("versions", "machine", "limits", "native", "settings", "check"):
         if found.get(title):
             lines += ["", f"{title.capitalize()}:", *_rows(found[title])]
@@ -25,7 +25,7 @@ def of_machine(found: dict[str, Any], built_in: str) -> str:
 def of_job(found: dict[str, Any]) -> str:
     """The ranks of a job."""
     ranks, nodes = found["ranks"], found["nodes"]
-    lines = [*_verdict(found), "", f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}, started {found['started']}:"]
+    lines = [verdict(found), "", f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}, started {found['started']}:"]
     for node, members in enumerate(nodes):
         lines += _node(ranks, nodes, node, members, found["shared memory"][node])
     lines += _links(found)
@@ -36,11 +36,11 @@ def of_job(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"{found['seconds']:.1f} s"])
 
 
-def _verdict(found: dict[str, Any]) -> Iterator[str]:
+def verdict(found: dict[str, Any]) -> str:
+    """What is wrong, or that nothing is."""
     problems, notes = found["problems"], found.get("notes", ())
-    yield from ["Problems:", *(f"  {problem}" for problem in problems)] if problems else ["No problems."]
-    if notes:
-        yield from ["", "Notes:", *(f"  {note}" for note in notes)]
+    lines = ["Problems:", *(f"  {problem}" for problem in problems)] if problems else ["No problems."]
+    return "\n".join([*lines, *(["", "Notes:", *(f"  {note}" for note in notes)] if notes else [])])
 
 
 def _node(
@@ -48,7 +48,7 @@ def _node(
 ) -> Iterator[str]:
     facts = ranks[members[0]]
     machine = facts["machine"]
-    yield f"  {name_of(ranks, nodes, node)}: {rank_list(members)}, {machine['cores']} cores, {machine['processor']}"
+    yield f"  {names_of(ranks, nodes)[node]}: {rank_list(members)}, {machine['cores']} cores, {machine['processor']}"
     if facts["mpi"] is not None:
         yield f"    {facts['mpi']['library']}, MPI_THREAD_{facts['mpi']['thread level']}"
     limit = machine["memory limit bytes"]
@@ -73,9 +73,10 @@ def _links(found: dict[str, Any]) -> Iterator[str]:
     ranks, nodes = found["ranks"], found["nodes"]
     if not found["links"]:
         return
+    names = names_of(ranks, nodes)
     rows = [("from", "to", "by", "latency, us", "Gbit/s", "largest frame", "clock, ms")]
     for link in found["links"]:
-        ends = (name_of(ranks, nodes, link["source"]), name_of(ranks, nodes, link["target"]))
+        ends = (names[link["source"]], names[link["target"]])
         by = "unreachable" if link["interfaces"] is None else " to ".join(dict.fromkeys(link["interfaces"]))
         offset_s = link["clock_offset_s"]
         figures = (

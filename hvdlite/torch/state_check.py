@@ -73,8 +73,8 @@ class StateCheck:
         more = f" (and something in {found.count - 1} more places)" if found.count > 1 else ""
         raise DivergenceError(
             f"after step {self._steps} {what} {_who(values)}{more}; {self._since()}. Bits have flipped in the memory "
-            "of a machine, or the program changes parameters on some ranks only. Go on from a checkpoint that was written "
-            "before, as hvd.elastic.run does from its last commit. HVDLITE_CHECK_EVERY has found this."
+            "of a machine, or the program changes parameters on some ranks only. Go on from a checkpoint of before, as "
+            "hvd.elastic.run does from its last commit. HVDLITE_CHECK_EVERY has found this."
         )
 
     def _since(self) -> str:

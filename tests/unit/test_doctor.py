@@ -33,7 +33,8 @@ def test_problems_come_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     first, *problems = capsys.readouterr().out.split("\n\n")[0].splitlines()
     assert first == "Problems:"
     assert "`ulimit -n 1024` or more" in problems[0]
-    assert problems[1].strip().endswith("torch is not installed: pip install torch")
+    assert "only 256 processes and threads may run" in problems[1]
+    assert problems[2].strip().endswith("torch is not installed: pip install torch")
 
 
 def test_ranks_that_do_not_work_together_are_a_problem(
