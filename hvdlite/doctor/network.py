@@ -206,16 +206,20 @@ def ask_for_door(name: str, port: int, token: bytes, deadline_s: float) -> Door 
                 (length,) = _LENGTH.unpack(_received(link, _LENGTH.size))
                 told = json.loads(_received(link, length))
             addresses = [Address(**address) for address in told.pop("addresses")]
-            return Door(addresses=addresses, token=token, **told)
+            door = Door(addresses=addresses, token=token, **told)
         except TimeoutError:
             return "no answer"
         except socket.gaierror as error:
             return f"its name is not known here ({error.strerror})"
+        except ConnectionRefusedError:
+            outcome = "refused"
+        except ConnectionError:
+            return "another program answers"
         except OSError as error:
-            outcome = _reason(error.errno or 0)
-            if outcome != "refused":
-                return outcome
-            time.sleep(_RETRY_S)  # its ranks may not have started yet
+            return _reason(error.errno or 0)
+        else:
+            return door
+        time.sleep(_RETRY_S)  # its ranks may not have started yet
     return outcome
 
 
