@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
@@ -18,12 +19,14 @@ from hvdlite.errors import HorovodVersionMismatchError, StartupError
 from hvdlite.health import Health
 from hvdlite.interfaces import select
 from hvdlite.leader_links import Door, Listener, close_all, connect_tree, new_token
+from hvdlite.link_probe import Tried, slow_link, try_links
 from hvdlite.node import discover
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 from hvdlite.version import __version__
 from hvdlite.world import World
 
+_LOG = logging.getLogger("hvdlite")
 _LINKS_SHARE = 0.75  # of the time for the start: init() as a whole ends with less to say about the cause
 
 
@@ -52,11 +55,13 @@ class Start:
     Attributes:
         news: what the first rank had to tell.
         world_ranks: what COMM_WORLD calls each rank; None without MPI.
+        hosts: names of the other nodes, by address.
     """
 
     world: World
     news: Any
     world_ranks: tuple[int | None, ...]
+    hosts: dict[str, str]
 
 
 def start_world(
@@ -96,20 +101,29 @@ def start_world(
             topology = Topology(0 if own is None else own.rank, nodes)
             links: dict[int, socket.socket] = {}
 
-            def connect_leaders() -> None:
-                if topology.is_leader:
-                    doors = [Door(cards[leader].hostname, cards[leader].addresses) for leader in topology.leaders]
-                    token, fanout = cards[0].token, config.tree_fanout
-                    links.update(connect_tree(doors, topology, fanout, token, listener, links_deadline_s))
+            doors = [Door(cards[leader].hostname, cards[leader].addresses) for leader in topology.leaders]
+            hostnames = [door.hostname for door in doors]
+
+            def connect_leaders() -> list[Tried]:
+                if not topology.is_leader:
+                    return []
+                token, fanout = cards[0].token, config.tree_fanout
+                links.update(connect_tree(doors, topology, fanout, token, listener, links_deadline_s))
+                return try_links(links, topology, fanout, hostnames, links_deadline_s)
 
             undo.callback(lambda: close_all(links.values()))
-            exchange(own, connect_leaders)
+            tried = [link for some in exchange(own, connect_leaders) for link in some]
+        if topology.rank == 0 and (sentence := slow_link(tried, hostnames)):
+            _LOG.warning("%s", sentence)
         neighbours = {topology.leaders[index]: link for index, link in links.items()}
         neighbours |= node.take_watch_links()
         health = Health(topology.rank, [(rank, cards[rank].where, link) for rank, link in neighbours.items()], config)
         undo.pop_all()
     world = _built(own, health, lambda: World(own, topology, node, config, recorder, health, on_notice))
-    return Start(world, cards[0].news, tuple(card.world_rank for card in cards))
+    others = {address: door.hostname for door in doors for address, _ in door.addresses}
+    own_addresses = {address for address, _ in doors[topology.node_index].addresses}
+    hosts = {address: name for address, name in others.items() if address not in own_addresses}
+    return Start(world, cards[0].news, tuple(card.world_rank for card in cards), hosts)
 
 
 def _built(ranks: Bootstrap | None, health: Health, build: Callable[[], World]) -> World:
