@@ -23,6 +23,7 @@
 #include "prepared_allreduce.h"
 #include "ready_counts.h"
 #include "reduce.h"
+#include "scan.h"
 #include "signal.h"
 #include "small_allreduce.h"
 #include "socket_bell.h"
@@ -77,6 +78,16 @@ void register_pack(py::module_& m) {
             self.unpack(source, begin, end, static_cast<DType>(from_dtype), static_cast<DType>(to_dtype), scale);
           },
           "source"_a, "begin"_a, "end"_a, "from_dtype"_a, "to_dtype"_a, "scale"_a = 1.0, WithoutGil());
+}
+
+void register_scan(py::module_& m) {
+  m.def(
+      "first_beyond",
+      [](const Addresses& addresses, const Counts& numels, int dtype, double limit) {
+        return first_beyond(addresses, numels, static_cast<DType>(dtype), limit);
+      },
+      "addresses"_a, "numels"_a, "dtype"_a, "limit"_a, WithoutGil());
+  m.def("bit_sums", &bit_sums, "addresses"_a, "nbytes"_a, WithoutGil());
 }
 
 TensorReduction reduction_of(const TensorList& inputs, const TensorList& outputs, std::uint64_t numel, int dtype,
@@ -283,6 +294,7 @@ void register_socket_bell(py::module_& m) {
 PYBIND11_MODULE(_native, m) {
   hvdlite::register_reduce(m);
   hvdlite::register_pack(m);
+  hvdlite::register_scan(m);
   hvdlite::register_signal(m);
   hvdlite::register_small_allreduce(m);
   hvdlite::register_plans(m);

@@ -56,6 +56,20 @@ class TensorList:
         Tensors with address 0 are skipped, and so are those that live at their place.
         """
 
+def first_beyond(addresses: Sequence[int], numels: Sequence[int], dtype: int, limit: float) -> int:
+    """The first tensor, by place, that has an element which is NaN or beyond ``limit`` in absolute value; -1: none.
+
+    Infinities are found with any limit.
+
+    Raises:
+        ValueError: ``dtype`` is none of floats.
+
+    Source: csrc/scan.cpp.
+    """
+
+def bit_sums(addresses: Sequence[int], nbytes: Sequence[int]) -> list[int]:
+    """Of each block of memory the sum of its 64-bit words, and of the bytes after the last. Source: csrc/scan.cpp."""
+
 class Barrier:
     """A barrier of ``size`` processes in shared memory that was zeroed before first use. Source: csrc/signal.cpp."""
 

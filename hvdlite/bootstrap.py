@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import socket
@@ -16,13 +17,16 @@ from hvdlite.agreement import Bootstrap, exchange
 from hvdlite.config import Config
 from hvdlite.errors import HorovodVersionMismatchError, StartupError
 from hvdlite.health import Health
+from hvdlite.interfaces import select
 from hvdlite.leader_links import close_all, connect_leaders
+from hvdlite.link_probe import Tried, slow_link, try_links
 from hvdlite.node import discover
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 from hvdlite.version import __version__
 from hvdlite.world import World
 
+_LOG = logging.getLogger("hvdlite")
 _LINKS_SHARE = 0.75  # of the time for the start: init() as a whole ends with less to say about the cause
 
 
@@ -35,6 +39,7 @@ class Card:
     hostname: str
     pid: int
     world_rank: int | None
+    addresses: tuple[str, ...]
     news: Any
 
     @property
@@ -49,11 +54,13 @@ class Start:
     Attributes:
         news: what the first rank had to tell.
         world_ranks: what COMM_WORLD calls each rank; None without MPI.
+        hosts: names of the other nodes, by address.
     """
 
     world: World
     news: Any
     world_ranks: tuple[int | None, ...]
+    hosts: dict[str, str]
 
 
 def start_world(
@@ -92,16 +99,46 @@ def start_world(
         topology = Topology(0 if own is None else own.rank, nodes)
         links: dict[int, socket.socket] = {}
         if own is not None and len(nodes) > 1:
+            fanout = config.tree_fanout
             links = connect_leaders(
-                own, topology.leaders, topology, config.tree_fanout, config.network_interfaces, links_deadline_s
+                own, topology.leaders, topology, fanout, config.network_interfaces, links_deadline_s
             )
             undo.callback(close_all, links.values())
+            hostnames = [cards[leader].hostname for leader in topology.leaders]
+            _try_links(own, links, topology, fanout, hostnames, links_deadline_s)
         neighbours = {topology.leaders[index]: link for index, link in links.items()}
         neighbours |= node.take_watch_links()
         health = Health(topology.rank, [(rank, cards[rank].where, link) for rank, link in neighbours.items()], config)
         undo.pop_all()
     world = _built(own, health, lambda: World(own, topology, node, config, recorder, health, on_notice))
-    return Start(world, cards[0].news, tuple(card.world_rank for card in cards))
+    return Start(world, cards[0].news, tuple(card.world_rank for card in cards), _other_hosts(topology, cards))
+
+
+def _try_links(
+    ranks: Bootstrap,
+    links: Mapping[int, socket.socket],
+    topology: Topology,
+    fanout: int,
+    hostnames: Sequence[str],
+    deadline_s: float,
+) -> None:
+    """Let each leader try the links to its children, and say so if one of all is slow. Collective."""
+
+    def tried() -> list[Tried]:
+        return try_links(links, topology, fanout, hostnames, deadline_s) if topology.is_leader else []
+
+    sentence = slow_link([link for some in exchange(ranks, tried) for link in some], hostnames)
+    for link in links.values():
+        link.setblocking(True)
+    if topology.rank == 0 and sentence:
+        _LOG.warning("%s", sentence)
+
+
+def _other_hosts(topology: Topology, cards: Sequence[Card]) -> dict[str, str]:
+    """Names of the other nodes, by address."""
+    own = cards[topology.rank].addresses
+    leaders = [cards[leader] for leader in topology.leaders]
+    return {address: card.hostname for card in leaders for address in card.addresses if address not in own}
 
 
 def _built(ranks: Bootstrap | None, health: Health, build: Callable[[], World]) -> World:
@@ -126,6 +163,7 @@ def _card(ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], 
         socket.gethostname(),
         os.getpid(),
         mpi.world_rank(),
+        tuple(address for interface in select(config.network_interfaces) for address in interface.addresses),
         news() if is_first else None,
     )
 

@@ -172,11 +172,22 @@ class Config:
     timeline_events: int = _setting(1 << 16, _positive(int), "TIMELINE_EVENTS")
     """Most events that a rank keeps until they are written; older ones are dropped and counted."""
 
+    link_check_s: float = _setting(5.0, _not_negative(_number), "LINK_CHECK_SECONDS")
+    """How often a rank of several nodes asks its kernel how fast its TCP connections are, to name one that has become
+    much slower; 0: never."""
+
     disable_nvtx_ranges: bool = _setting(False, _boolean, "DISABLE_NVTX_RANGES")
     """Show no spans to Nsight, which otherwise sees them as NVTX ranges where torch has CUDA."""
 
     metrics_port: int = _setting(0, _not_negative(int), "METRICS_PORT")
     """Answer Prometheus on 127.0.0.1, each rank on this port plus its local rank; 0: do not listen."""
+
+    check_numerics: str = _setting("off", _one_of("off", "warn", "raise"), "CHECK_NUMERICS")
+    """Whether DistributedOptimizer looks for NaN and Inf in each rank's gradients before they are reduced: ``warn`` or
+    ``raise``, with rank, parameter and step; see docs/seeing.md."""
+    check_every: int = _setting(0, _not_negative(int), "CHECK_EVERY")
+    """Compare parameters and optimizer state of DistributedOptimizer between ranks after every so many steps, and raise
+    where they differ; 0: only parameters, with the first step, to warn."""
 
     stall_check_disable: bool = _setting(False, _boolean, "STALL_CHECK_DISABLE")
     """Neither report tensors that wait for ranks nor end the job for them."""
@@ -261,6 +272,7 @@ NCCL_LIBRARY = "HVDLITE_NCCL_LIBRARY"
 FULL_TRACEBACKS = "HVDLITE_FULL_TRACEBACKS"
 CALL_KEY = "HVDLITE_CALL_KEY"
 CALL_ADDRESS = "HVDLITE_CALL_ADDRESS"
+DOCTOR = "HVDLITE_DOCTOR"
 MEETING_POINT = "HVDLITE_MEETING_POINT"
 RANK = "HVDLITE_RANK"
 SIZE = "HVDLITE_SIZE"
@@ -273,6 +285,7 @@ OTHER_VARIABLES = {
     FULL_TRACEBACKS: "when an exception is not caught: 1 shows the frames of hvdlite as well",
     CALL_KEY: "from `hvdlite.run` to its ranks: the secret by which they prove to be its own",
     CALL_ADDRESS: "from `hvdlite.run` to its ranks: where they fetch the function",
+    DOCTOR: "from `hvdliterun --doctor` to its ranks: the port at which hosts find one another, a secret, the hosts",
     MEETING_POINT: "from hvdliterun to ranks that it starts without MPI: where they meet",
     RANK: "likewise: the number of the rank",
     SIZE: "likewise: how many ranks there are",

@@ -3,6 +3,7 @@
 HorovodInternalError(RuntimeError)       a collective did not happen; elastic code catches this name
 ├── MismatchError                        the caller's mistake, the same text on every rank; the job can go on
 ├── UsageError(…, ValueError, AssertionError)  a mistake of this rank's program, before anything was submitted
+├── DivergenceError                      parameters or optimizer state differ between ranks; raised on every rank
 ├── ShutDownError                        hvdlite is shutting down, or this process was forked
 │   └── NotInitializedError(…, ValueError)  before init(), and after shutdown()
 └── CollectiveError                      the world failed; this runtime is closed
@@ -11,6 +12,7 @@ HorovodInternalError(RuntimeError)       a collective did not happen; elastic co
 StartupError(RuntimeError)               init() cannot succeed: network, versions, MPI thread level, memory
 ├── ConfigError(StartupError, ValueError)  a setting does not make sense
 └── HorovodVersionMismatchError(StartupError, ImportError)  ranks run different versions of a package
+NumericsError(FloatingPointError)        a gradient of this rank is NaN or infinite
 DuplicateNameError(ValueError)           a name that is already in flight
 HostsUpdatedInterrupt(RuntimeError)      no failure: elastic code starts over since the hosts of the job have changed
 """
@@ -31,6 +33,13 @@ class UsageError(HorovodInternalError, ValueError, AssertionError):
 
     The job can go on. Programs written for Horovod catch HorovodInternalError for some of these mistakes, ValueError or
     AssertionError for others.
+    """
+
+
+class DivergenceError(HorovodInternalError):
+    """Ranks that should train alike have other parameters or optimizer state: a flipped bit, or a program's mistake.
+
+    With HVDLITE_CHECK_EVERY, by step() of every rank. The job can go on, and elastic code goes back to its last commit.
     """
 
 
@@ -74,6 +83,10 @@ class ConfigError(StartupError, ValueError):
 
 class HorovodVersionMismatchError(StartupError, ImportError):
     """Ranks run different versions of a package. Horovod's name."""
+
+
+class NumericsError(FloatingPointError):
+    """A gradient of this rank has NaN or Inf, before it is reduced; with HVDLITE_CHECK_NUMERICS=raise, on this rank."""
 
 
 class DuplicateNameError(ValueError):

@@ -14,6 +14,7 @@ from hvdlite.config import Config
 from hvdlite.errors import ConfigError, HorovodInternalError, ShutDownError
 from hvdlite.group import Group
 from hvdlite.job_timeline import JobTimeline
+from hvdlite.link_watch import LinkRates, LinkWatch
 from hvdlite.metrics import prometheus_text, serve
 from hvdlite.operations.process_sets import add_process_set_async, remove_process_set_async
 from hvdlite.recorder import Recorder
@@ -67,6 +68,10 @@ class Runtime:
             raise
         self.world.health.add(self._timeline)
         self.world.start()
+        self._links = None
+        if start.hosts and self.config.link_check_s:
+            rates = LinkRates(self.rank, start.hosts)
+            self._links = LinkWatch(rates, self.config.link_check_s, lambda: self.failure is not None)
         self._metrics = serve(
             self.config.metrics_port,
             self.topology.local_rank,
@@ -178,6 +183,8 @@ class Runtime:
         self.closed = True
         if self._metrics is not None:
             self._metrics.close()
+        if self._links is not None:
+            self._links.close()
         self.world.health.expect_end()
         self.world.close(
             f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete. {_UNEVEN}",

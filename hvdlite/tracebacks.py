@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hvdlite.config import FULL_TRACEBACKS, other_variable
-from hvdlite.errors import HorovodInternalError, StartupError
+from hvdlite.errors import HorovodInternalError, NumericsError, StartupError
 
 _OURS = str(Path(__file__).parent) + "/"
 
@@ -59,7 +59,7 @@ def _ends_in_ours(trace: TracebackType | None) -> bool:
 
 def _is_on_purpose(error: BaseException, trace: TracebackType | None) -> bool:
     """Whether hvdlite has raised ``error``, whose message then says all."""
-    if isinstance(error, (HorovodInternalError, StartupError)):
+    if isinstance(error, (HorovodInternalError, NumericsError, StartupError)):
         return True
     return isinstance(error, (ValueError, NotImplementedError)) and _ends_in_ours(trace)
 

@@ -18,6 +18,7 @@ from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts,
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, Config
+from hvdlite.doctor import before_mpi
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.version import __version__
 
@@ -36,6 +37,7 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
   --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
+  --doctor                    examine the hosts and the network between them, and start no program; --doctor --json
   --check-build               print what this hvdlite has and stop; --version its version
   --                          what follows is the program
 
@@ -67,7 +69,7 @@ _LOST_HOST = (
 
 
 _QUESTIONS = frozenset({"check-build", "cb", "version"})
-_SWITCHES = frozenset({"dry-run", "verbose"}) | _QUESTIONS
+_SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
     """
     np n num-proc H host hosts hostfile machinefile f network-interfaces network-interface mpirun output-filename
@@ -115,6 +117,8 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         settings = arguments.effects.settings
         environ = {**environment.variables(), **settings}
         launch = launch_of(arguments, environ)
+        if "doctor" in arguments.switches and launch.host_count > 1:
+            environ |= before_mpi.invitation([host.name for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:
@@ -213,6 +217,9 @@ def parse(argv: Sequence[str]) -> Arguments:
             arguments.options.append(word)
             for _ in range(0 if joined else _arity(name, words)):
                 arguments.options.append(words.pop(0))
+    if "doctor" in arguments.switches:
+        as_json = ["--json"] if "json" in arguments.switches else []
+        words = [sys.executable, "-m", "hvdlite", "doctor", *as_json, *words]
     arguments.program = words
     if not words and not arguments.switches & _QUESTIONS:
         raise ConfigError("no program to run; see python -m hvdlite run --help")

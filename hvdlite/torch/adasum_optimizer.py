@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
+import hvdlite
 from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.adasum import check_adasum
 from hvdlite.torch.alike import compare_parameters
 from hvdlite.torch.allreduce import allreduce, allreduce_, allreduce_async
 from hvdlite.torch.handle import Handle
+from hvdlite.torch.numerics import GradientCheck
+from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.reduce_options import Adasum, Max
+from hvdlite.torch.state_check import StateCheck
 from hvdlite.torch.wrapped_optimizer import WrappedOptimizer, parameters_of
 
 _IN_FLIGHT_BYTES = 64 << 20
@@ -33,6 +37,8 @@ class AdasumOptimizer(WrappedOptimizer):
     _hvd_numbered: tuple[object, int] = (None, 0)  # (group, number of this optimizer there)
 
     _hvd_compared: object = None  # the group whose ranks' parameters were compared
+    _hvd_numerics: GradientCheck | None = None
+    _hvd_state_check: StateCheck | None = None
 
     def synchronize(self) -> None:
         """Nothing: there is nothing to wait for before step()."""
@@ -61,13 +67,16 @@ class AdasumOptimizer(WrappedOptimizer):
         if process_set.size() == 1:
             return self._hvd_step_inside(recorder, kwargs)
         named = parameters_of(self.param_groups, self._hvd_arguments["named_parameters"])
-        if self._hvd_compared is not process_set.group():
-            self._hvd_compared = process_set.group()
-            compare_parameters(named, prefix, process_set.group(), process_set)
+        self._hvd_watch(named, prefix, process_set)
+        if self._hvd_numerics is not None:
+            self._hvd_numerics.look_at(named)
+            self._hvd_numerics.end_step()
         starts = [parameter.detach().clone() for _, parameter in named]
         result = self._hvd_step_inside(recorder, kwargs)
         with torch.no_grad():
             self._hvd_combine(named, starts, prefix)
+        if self._hvd_state_check is not None:  # of the parameters: what the optimizer keeps is a matter of each rank
+            self._hvd_state_check.after_step(named, None, f"{prefix}.check")
         return result
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -85,6 +94,15 @@ class AdasumOptimizer(WrappedOptimizer):
         if self._hvd_numbered[0] is not group:  # or hvdlite was shut down and started again
             self._hvd_numbered = group, process_set.next_number()
         return f"optimizer{self._hvd_numbered[1]}"
+
+    def _hvd_watch(self, named: Sequence[tuple[str, torch.Tensor]], prefix: str, process_set: ProcessSet) -> None:
+        """With the first step of a group: compare what ranks begin with, and make the checks that are asked for."""
+        group = process_set.group()
+        if self._hvd_compared is not group:
+            self._hvd_compared = group
+            compare_parameters(named, prefix, group, process_set)
+            self._hvd_numerics = GradientCheck.wanted(group.config, hvdlite.runtime().rank)
+            self._hvd_state_check = StateCheck.wanted(group, process_set)
 
     def _hvd_overflowed(self, prefix: str) -> bool:
         """Whether the scaler of any rank found an overflow; otherwise unscales gradients. Collective under a scaler."""

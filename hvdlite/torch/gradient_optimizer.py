@@ -71,6 +71,8 @@ class GradientOptimizer(WrappedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Synchronize, then do the step of the wrapped optimizer.
 
+        Raises DivergenceError, on all ranks after the step, where HVDLITE_CHECK_EVERY finds that they differ.
+
         With ``closure`` gradients are synchronized each time that it has been called, and the loss that it returns is
         reduced like them, so that an optimizer that decides by the loss (LBFGS) decides alike on every rank.
         """
@@ -97,9 +99,11 @@ class GradientOptimizer(WrappedOptimizer):
                     if parameter.grad is not None and not parameter.grad.is_sparse:
                         parameter.grad = parameter.grad.to_sparse(1)
         try:
-            return self._hvd_step_inside(self._hvd_reducer.recorder, kwargs)
+            result = self._hvd_step_inside(self._hvd_reducer.recorder, kwargs)
         finally:
             self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
+        self._hvd_reducer.after_step(self)
+        return result
 
     # Read by torch. The inner step() has the hooks of torch.optim, which would run twice around both. And learning rate
     # schedulers need not wrap step() to learn that it was called: it tells them, by _opt_called.

@@ -29,7 +29,9 @@ from hvdlite.torch.bucket_maker import GradientOptions
 from hvdlite.torch.bucketing import Phase
 from hvdlite.torch.buckets import SparseBucket
 from hvdlite.torch.gradients import Bucket, Slot, UnderWay
+from hvdlite.torch.numerics import GradientCheck
 from hvdlite.torch.sparse import SparseReduction
+from hvdlite.torch.state_check import StateCheck
 
 _requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
 
@@ -74,6 +76,8 @@ class GradientReducer:
         self.recorder = group.recorder
         self.is_distributed = self.options.reduce.process_set.included() and group.size > 1
         self._assignment = Assignment(group, self.arrival, self.options, self._groups)
+        self._state_check = StateCheck.wanted(group, self.options.reduce.process_set) if self.is_distributed else None
+        self._numerics = GradientCheck.wanted(group.config, hvdlite.runtime().rank, self.options.reduce)
         self._tuner: Tuner | None = None
         self._recount()
         self._completed = 0  # buckets of this step
@@ -110,18 +114,23 @@ class GradientReducer:
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of ``bucket`` are there."""
         self._completed += 1
-        bucket.load()
+        self._load(bucket)
         if len(self._assignment.buckets) > 1:  # the only one has nothing to overlap: step() reduces it itself
             self._submit(bucket)
         if self.recorder.enabled:
             self.recorder.mark(Lane.BACKWARD, bucket.name)
             self._backward_ns = (self._backward_ns[0], time.monotonic_ns())
 
+    def _load(self, bucket: Bucket) -> None:
+        bucket.load()
+        if self._numerics is not None:
+            self._numerics.look(bucket.slots)
+
     def _submit(self, bucket: Bucket, *, background: bool = True) -> None:
         """Hand ``bucket`` to the coordinator thread; or to this one, if it waits for it at once."""
         try:
             if bucket.loaded is None:  # some of its parameters took no part in backward on this rank
-                bucket.load()
+                self._load(bucket)
             if isinstance(bucket, SparseBucket):
                 bucket.pending = SparseReduction(bucket.loaded, bucket.name, self.options.reduce)
             else:
@@ -168,8 +177,22 @@ class GradientReducer:
                 self.reset()
         else:
             self._finish_changes()
+        if self._numerics is not None:
+            self._numerics.end_step()
         if self._tuner is not None and not self._tuner.after_step():
             self._tuner = None
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See that ``optimizer`` is the same on all ranks, if it is time for that. Collective.
+
+        Raises:
+            DivergenceError: it is not; names what, and on which rank.
+        """
+        if self._state_check is not None and self._assignment.phase is not Phase.UNASSIGNED:
+            self._state_check.after_step(self._named(), optimizer, f"optimizer{self._assignment.number}.check")
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        return [(slot.name, slot.param) for slot in self.arrival.slots]
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         """Submit what is left of ``buckets``, wait for all, and deliver."""
@@ -276,8 +299,8 @@ class GradientReducer:
         assignment = self._assignment
         is_first = assignment.phase is Phase.BY_REGISTRATION
         if is_first:
-            named = [(slot.name, slot.param) for slot in self.arrival.slots]
-            compare_parameters(named, f"optimizer{assignment.number}", self._group, self.options.reduce.process_set)
+            process_set = self.options.reduce.process_set
+            compare_parameters(self._named(), f"optimizer{assignment.number}", self._group, process_set)
         bucketing = assignment.agree_on_order()
         if is_first:
             self._tuner = start_tuning(

@@ -1,0 +1,68 @@
+"""Before MPI starts, which may hang where the network is not as it should be: whether hosts reach one another.
+
+hvdliterun tells all ranks a port and the names of the hosts. The first rank of each host opens a station there, and
+tries those of the others, and all their addresses. Whoever finds an obstacle says so and ends, and so the job.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from hvdlite.config import DOCTOR, other_variable
+from hvdlite.doctor.findings import Finding, of_links
+from hvdlite.doctor.network import Address, Link, Station, Try, ask_for_door, new_token, try_addresses
+
+_FIRST_PORT, _PORTS = 32768, 28232  # of those that programs get from the kernel
+_WAIT_S = 8.0  # for the ranks of other hosts
+_ENOUGH = 3  # findings
+
+
+def invitation(hosts: Sequence[str]) -> dict[str, str]:
+    """The variable that tells ranks of it."""
+    port = _FIRST_PORT + secrets.randbelow(_PORTS)
+    return {DOCTOR: f"{port} {new_token().hex()} {' '.join(hosts)}"}
+
+
+def look_around(addresses: Sequence[Address]) -> tuple[int, list[Finding]]:
+    """(place of this host, what stands in the way of MPI), on the first rank of a host; (0, nothing) on others.
+
+    Args:
+        addresses: of this host.
+    """
+    told = other_variable(DOCTOR).split()
+    if not told:
+        return 0, []
+    port, token, names = int(told[0]), bytes.fromhex(told[1]), told[2:]
+    try:
+        station = Station(socket.gethostname(), addresses, port, token)
+    except OSError:  # another rank of this host was the first
+        return 0, []
+    with closing(station):
+        own, links = _try_all(station, names, port, token, time.monotonic() + _WAIT_S)
+        found = [finding for finding in of_links(names, links) if finding.is_problem][:_ENOUGH]
+        if not found:
+            # In MPI_Init this process would not answer those that have more to try.
+            station.say_farewell(names, port)
+            station.wait_for_farewells(len(names), _WAIT_S)
+        return own, found
+
+
+def _try_all(
+    station: Station, names: Sequence[str], port: int, token: bytes, deadline_s: float
+) -> tuple[int, list[Link]]:
+    """(place of this host, its links to the others)."""
+    links: list[Link] = []
+    doors = [ask_for_door(name, port, token, deadline_s) for name in names]
+    own = next((place for place, door in enumerate(doors) if door == station.door), 0)
+    for place, door in enumerate(doors):
+        if isinstance(door, str):
+            links.append(Link(own, place, [Try(f"port {port}", names[place], door)]))
+        elif place != own:
+            links.append(try_addresses(own, place, station.door, door))
+        if time.monotonic() > deadline_s:
+            break
+    return own, links

@@ -1,0 +1,135 @@
+"""Links that become much slower while a job runs, by what the kernel says of this process's TCP connections.
+
+Whatever sends over TCP, MPI above all, has sockets in this process, and the kernel knows how fast each has delivered
+what it was given (tcp_info of linux/tcp.h). To ask it costs some microseconds every few seconds, and nothing travels.
+Where MPI uses another network there is nothing to see.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_LOG = logging.getLogger("hvdlite")
+
+_FIRST = 6  # looks at a busy link that say how fast it is at the start
+_IN_A_ROW = 3  # looks at which it must be slow
+_SLOWER = 4.0  # times
+_BUSY_BYTES = 1 << 20  # since the last look
+# Of struct tcp_info: a bit that says that the sender had nothing to send, bytes acknowledged, and bytes per second.
+_FLAGS_AT, _ACKED_AT, _RATE_AT = 7, 120, 160
+_LIMITED_BY_SENDER = 0x1
+_TCP_INFO_BYTES = 168
+
+
+class Delivery(NamedTuple):
+    """Of one connection: to whom, which bytes have arrived so far, and how many a second lately.
+
+    Attributes:
+        bytes_per_s: None while the sender had too little to send to tell.
+    """
+
+    peer: str
+    acked_bytes: int
+    bytes_per_s: float | None
+
+
+@dataclass
+class _Link:
+    first: list[float] = field(default_factory=list)
+    slow: int = 0  # looks in a row
+    was_named: bool = False
+
+
+class LinkRates:
+    """What is to be said of the links of ``rank``. No clocks, no sockets: facts come from `note`.
+
+    Args:
+        hosts: names by address; other peers are none of the job's.
+    """
+
+    def __init__(self, rank: int, hosts: Mapping[str, str]) -> None:
+        self._rank = rank
+        self._hosts = hosts
+        self._acked: dict[int, int] = {}
+        self._links: dict[str, _Link] = {}
+
+    def note(self, deliveries: Mapping[int, Delivery]) -> list[str]:
+        """Take what the connections have delivered, by any number that stays; sentences on links to be named."""
+        rates: dict[str, float] = {}
+        for number, (peer, acked_bytes, bytes_per_s) in deliveries.items():
+            news = acked_bytes - self._acked.get(number, acked_bytes)
+            if peer in self._hosts and bytes_per_s is not None and news >= _BUSY_BYTES:
+                rates[peer] = max(rates.get(peer, 0.0), bytes_per_s)
+        self._acked = {number: delivery.acked_bytes for number, delivery in deliveries.items()}
+        said = (self._judge(peer, rate) for peer, rate in rates.items())
+        return [sentence for sentence in said if sentence]
+
+    def _judge(self, peer: str, rate: float) -> str:
+        link = self._links.setdefault(peer, _Link())
+        if len(link.first) < _FIRST:
+            link.first.append(rate)
+            return ""
+        usual = sorted(link.first)[_FIRST // 2]
+        link.slow = link.slow + 1 if rate * _SLOWER < usual else 0
+        if link.was_named or link.slow < _IN_A_ROW:
+            return ""
+        link.was_named = True
+        return (
+            f"what rank {self._rank} sends to {self._hosts[peer]} ({peer}) arrives at {rate * 8 / 1e9:.2g} Gbit/s, "
+            f"{usual / rate:.1f} times slower than at the start, and all ranks wait for it: look for other traffic, "
+            "and for errors that `ip -s link` counts; `hvdliterun --doctor` measures every pair of hosts"
+        )
+
+
+class LinkWatch:
+    """A thread that looks every ``interval_s``, and warns.
+
+    Args:
+        is_over: whether there is nothing to look at any more.
+    """
+
+    def __init__(self, rates: LinkRates, interval_s: float, is_over: Callable[[], bool]) -> None:
+        self._rates = rates
+        self._interval_s = interval_s
+        self._is_over = is_over
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="hvdlite links", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._is_closed.wait(self._interval_s) and not self._is_over():
+            for sentence in self._rates.note(deliveries()):
+                _LOG.warning("%s", sentence)
+
+
+def deliveries() -> dict[int, Delivery]:
+    """Of every TCP connection of this process, by file descriptor."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or no connection
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry))) as link:
+                    if link.family in (socket.AF_INET, socket.AF_INET6) and link.type == socket.SOCK_STREAM:
+                        found[int(entry)] = _delivery(link)
+    return found
+
+
+def _delivery(link: socket.socket) -> Delivery:
+    peer = link.getpeername()[0].removeprefix("::ffff:")
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    if len(info) < _TCP_INFO_BYTES:  # a kernel before 4.9
+        return Delivery(peer, 0, None)
+    (acked,), (rate,) = struct.unpack_from("=Q", info, _ACKED_AT), struct.unpack_from("=Q", info, _RATE_AT)
+    return Delivery(peer, acked, None if info[_FLAGS_AT] & _LIMITED_BY_SENDER else float(rate))

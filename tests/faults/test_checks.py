@@ -1,0 +1,39 @@
+"""A gradient that is not finite ends the job before any parameter hears of it: HVDLITE_CHECK_NUMERICS=raise."""
+
+from __future__ import annotations
+
+import pytest
+
+from fault_lab import run
+
+PROGRAM = """
+import torch
+import hvdlite.torch as hvd
+
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(100, 200), torch.nn.Linear(200, 3))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+try:
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 100)).sum()
+        if step == 4 and hvd.rank() == hvd.size() - 1:
+            loss = loss * float(sys.argv[1])
+        loss.backward()
+        optimizer.step()
+finally:
+    say("finite", all(bool(p.isfinite().all()) for p in model.parameters()), "at step", step)
+"""
+
+
+@pytest.mark.parametrize(("n", "value", "what"), [(2, "nan", "NaN"), (3, "inf", "Inf")])
+def test_the_rank_that_has_it_ends_the_job(n: int, value: str, what: str) -> None:
+    result = run(PROGRAM, value, n=n, env={"HVDLITE_CHECK_NUMERICS": "raise"}, alone=True)
+    assert result.returncode != 0 and not result.leftovers, result
+    own, other = result.ranks[n - 1].stderr, result.ranks[0].stderr
+    found = "NumericsError: step 4: the gradient of '"
+    assert own.startswith(f"hvdlite.errors.{found}"), result
+    assert f" {what}" in own and "loss.backward()" in own and "/hvdlite/" not in own, result
+    assert f"rank {n - 1} raised hvdlite.errors.{found}" in other, result
+    assert [rank.stdout for rank in result.ranks] == ["finite True at step 4\n"] * n, result

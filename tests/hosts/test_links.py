@@ -1,0 +1,87 @@
+"""Links between hosts that are slow, or lose frames: said once, at the start or when it happens."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lab import Lab
+
+Hosts = Callable[..., Lab]
+
+START = "import hvdlite\nhvdlite.init()\nprint('started')\n"
+
+# Rank 0 says by a file that links have been busy for a while, and by another how long that has to go on.
+TRAIN = """
+import sys, time
+from pathlib import Path
+import torch
+import hvdlite.torch as hvd
+
+hvd.init()
+gradient, going = torch.zeros(1 << 20), torch.ones(1)
+start = time.monotonic()
+while hvd.broadcast(going, 0).item():
+    hvd.allreduce_(gradient, name="gradient")
+    if hvd.rank() == 0:
+        if time.monotonic() - start > 5:
+            Path(sys.argv[1]).touch()
+        going[0] = time.monotonic() - start < 60 and not Path(sys.argv[2]).exists()
+"""
+
+
+def shape(lab: Lab, host: int, rate: str) -> None:
+    """Let ``host`` send at ``rate``."""
+    done = lab.run(host, *f"tc qdisc change dev eth0 root tbf rate {rate} burst 256kb latency 400ms".split())
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_slow_link_at_the_start(hosts: Hosts) -> None:
+    lab = hosts(4, rate="1gbit")
+    done = lab.run(2, *"tc qdisc change dev eth0 root tbf rate 1gbit burst 256kb latency 400ms".split())
+    hub = ["nsenter", "-t", str(lab._hub.pid), "--net"]  # type: ignore[union-attr]
+    slow = "tc qdisc change dev host2 root tbf rate 20mbit burst 64kb latency 400ms".split()  # what it receives
+    assert done.returncode == 0 and lab.run(0, *hub, *slow).returncode == 0
+    result = lab.launch(START, ranks_per_host=[1, 1, 1, 1]).check()
+    assert result.stdout.count("started") == 4
+    said = [line for line in result.stderr.splitlines() if "the link from" in line]
+    assert len(said) == 1 and "hvdlite [0] WARNING: the link from node0 to node2 carries 0.02 Gbit/s" in said[0], result
+
+
+@pytest.mark.thorough
+def test_a_link_that_becomes_slow(hosts: Hosts, tmp_path: Path) -> None:
+    lab = hosts(3, rate="1gbit")
+    is_busy, is_over = tmp_path / "busy", tmp_path / "over"
+
+    def disturb() -> None:
+        while not is_busy.exists():
+            time.sleep(0.1)
+        shape(lab, 1, "50mbit")
+        time.sleep(10)
+        is_over.touch()
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        variables = {"HVDLITE_LINK_CHECK_SECONDS": "0.5"}
+        result = lab.launch(
+            TRAIN, str(is_busy), str(is_over), ranks_per_host=[1, 1, 1], env=variables, timeout=90
+        ).check()
+    finally:
+        is_busy.touch()
+        thread.join()
+    said = [line for line in result.stderr.splitlines() if "times slower than at the start" in line]
+    assert len(said) == 1 and "what rank 1 sends to node2 (10.77.0.3) arrives at 0.0" in said[0], result
+
+
+@pytest.mark.thorough
+def test_frames_that_are_lost_end_the_start(hosts: Hosts) -> None:
+    lab = hosts(3)
+    for host in (0, 2):
+        assert lab.run(host, "ip", "link", "set", "eth0", "mtu", "9000").returncode == 0
+    result = lab.launch(START, ranks_per_host=[1, 1, 1], timeout=90)
+    assert result.returncode != 0 and "started" not in result.stdout
