@@ -14,6 +14,7 @@
 #include "deadline.h"
 #include "device_bindings.h"
 #include "elements.h"
+#include "heartbeat.h"
 #include "instruction_set.h"
 #include "nccl_bindings.h"
 #include "pack.h"
@@ -250,6 +251,20 @@ void register_socket_bell(py::module_& m) {
       .def("close", &SocketBell::close, WithoutGil());
 }
 
+void register_heartbeat(py::module_& m) {
+  py::class_<Heartbeat>(m, "Heartbeat")
+      .def(py::init([](const std::vector<int>& sockets, double interval_s, const py::bytes& beat) {
+             return std::make_unique<Heartbeat>(sockets, interval_s, std::string(beat));
+           }),
+           "sockets"_a, "interval_s"_a, "beat"_a)
+      .def(
+          "send",
+          [](Heartbeat& self, std::size_t index, const py::bytes& message) { self.send(index, std::string(message)); },
+          "index"_a, "message"_a)
+      .def("rest", &Heartbeat::rest, "index"_a)
+      .def("close", &Heartbeat::close, "patience_s"_a = 0.0, WithoutGil());
+}
+
 }  // namespace
 }  // namespace hvdlite
 
@@ -261,6 +276,7 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_plans(m);
   hvdlite::register_deadline(m);
   hvdlite::register_socket_bell(m);
+  hvdlite::register_heartbeat(m);
   hvdlite::register_device(m);
   hvdlite::register_nccl(m);
 }

@@ -225,6 +225,24 @@ class Deadline:
     def __init__(self, seconds: float, message: str, exit_code: int) -> None: ...
     def cancel(self) -> None: ...
 
+class Heartbeat:
+    """A native thread that sends ``beat`` to each of ``sockets`` every ``interval_s``, and messages as they come.
+
+    It needs no GIL. Nobody waits for a neighbour that does not read; one that is gone is passed over. The sockets stay
+    open until this is closed. Source: csrc/heartbeat.cpp.
+
+    Raises:
+        RuntimeError: the machine refuses a thread or a file descriptor.
+    """
+
+    def __init__(self, sockets: Sequence[int], interval_s: float, beat: bytes) -> None: ...
+    def send(self, index: int, message: bytes) -> None:
+        """To the neighbour with the socket at ``index``."""
+    def rest(self, index: int) -> None:
+        """No more beats to that neighbour."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """End once all is sent, or after ``patience_s``."""
+
 class SocketBell:
     """A native thread that rings the doorbell at ``address``, in ``memory``, whenever one of ``sockets`` has news.
 

@@ -22,6 +22,7 @@ _UNEVEN = (
     "If that rank was only done with its data, give every rank as many batches as the others "
     "(torch.utils.data.DistributedSampler does), or call hvd.join() on every rank after its last one"
 )
+_SAID_S = 0.5  # how long the log may take
 
 
 class Runtime:
@@ -202,7 +203,8 @@ class Runtime:
 
     @property
     def failure_was_logged(self) -> bool:
-        """Whether the log has said why the job failed."""
+        """Whether the log has said why the job failed; waits a moment for it to do so."""
+        self.world.health.wait_until_said(_SAID_S)
         return self.world.health.was_logged
 
     def fail(self, error: BaseException) -> None:
