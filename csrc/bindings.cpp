@@ -238,8 +238,10 @@ void register_plans(py::module_& m) {
 
 void register_deadline(py::module_& m) {
   py::class_<Deadline>(m, "Deadline")
-      .def(py::init<double, std::string, int>(), "seconds"_a, "message"_a, "exit_code"_a)
+      .def(py::init<double, std::string, int, std::vector<std::string>>(), "seconds"_a, "message"_a, "exit_code"_a,
+           "explain"_a = std::vector<std::string>())
       .def("cancel", &Deadline::cancel, WithoutGil());
+  m.def("end_at_exit", &end_at_exit, "least"_a);
 }
 
 void register_socket_bell(py::module_& m) {

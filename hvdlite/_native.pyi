@@ -219,11 +219,19 @@ def wake_all(address: int) -> None:
 class Deadline:
     """A native thread that prints ``message`` to stderr and ends the process unless cancelled in time.
 
+    Before the end it runs the program ``explain``, if any, for a few seconds.
+
     It needs no GIL, so it fires even where MPI_Init blocks inside C. Source: csrc/deadline.cpp.
     """
 
-    def __init__(self, seconds: float, message: str, exit_code: int) -> None: ...
+    def __init__(self, seconds: float, message: str, exit_code: int, explain: Sequence[str] = ()) -> None: ...
     def cancel(self) -> None: ...
+
+def end_at_exit(least: int) -> None:
+    """Once Python has ended, end the process with its own exit status, with ``least`` for 0, and nothing of C besides.
+
+    Source: csrc/deadline.cpp.
+    """
 
 class Heartbeat:
     """A native thread that sends ``beat`` to each of ``sockets`` every ``interval_s``, and messages as they come.

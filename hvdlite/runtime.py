@@ -172,8 +172,12 @@ class Runtime:
             self.fail(error)
         self.close()
 
-    def close(self, why: str = "it called shutdown()") -> None:
-        """Stop on all ranks: what is in flight, there and here, fails with `ShutDownError`. May be called again."""
+    def close(self, why: str = "it called shutdown()", *, stays_watchful: bool = False) -> None:
+        """Stop on all ranks: what is in flight, there and here, fails with `ShutDownError`. May be called again.
+
+        Args:
+            stays_watchful: still learn of failures, and let others see that this process lives, until `end_watch`.
+        """
         if self.closed:
             return
         self.closed = True
@@ -185,6 +189,11 @@ class Runtime:
             "hvdlite has been shut down in this process; call hvd.init() again before other operations",
         )
         self._timeline.close()
+        if not stays_watchful:
+            self.end_watch()
+
+    def end_watch(self) -> None:
+        """After `close`: this rank is not missed any more."""
         self.world.health.close()
 
     @property
