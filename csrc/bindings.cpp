@@ -17,6 +17,7 @@
 #include "device_bindings.h"
 #include "elements.h"
 #include "file_mapping.h"
+#include "heartbeat.h"
 #include "instruction_set.h"
 #include "nccl_bindings.h"
 #include "pack.h"
@@ -275,8 +276,10 @@ void register_file_mapping(py::module_& m) {
 
 void register_deadline(py::module_& m) {
   py::class_<Deadline>(m, "Deadline")
-      .def(py::init<double, std::string, int>(), "seconds"_a, "message"_a, "exit_code"_a)
+      .def(py::init<double, std::string, int, std::vector<std::string>>(), "seconds"_a, "message"_a, "exit_code"_a,
+           "explain"_a = std::vector<std::string>())
       .def("cancel", &Deadline::cancel, WithoutGil());
+  m.def("end_at_exit", &end_at_exit, "least"_a);
 }
 
 void register_socket_bell(py::module_& m) {
@@ -286,6 +289,20 @@ void register_socket_bell(py::module_& m) {
            }),
            "sockets"_a, "address"_a, "memory"_a, py::keep_alive<1, 4>())
       .def("close", &SocketBell::close, WithoutGil());
+}
+
+void register_heartbeat(py::module_& m) {
+  py::class_<Heartbeat>(m, "Heartbeat")
+      .def(py::init([](const std::vector<int>& sockets, double interval_s, const py::bytes& beat) {
+             return std::make_unique<Heartbeat>(sockets, interval_s, std::string(beat));
+           }),
+           "sockets"_a, "interval_s"_a, "beat"_a)
+      .def(
+          "send",
+          [](Heartbeat& self, std::size_t index, const py::bytes& message) { self.send(index, std::string(message)); },
+          "index"_a, "message"_a)
+      .def("rest", &Heartbeat::rest, "index"_a)
+      .def("close", &Heartbeat::close, "patience_s"_a = 0.0, WithoutGil());
 }
 
 }  // namespace
@@ -301,6 +318,7 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_file_mapping(m);
   hvdlite::register_deadline(m);
   hvdlite::register_socket_bell(m);
+  hvdlite::register_heartbeat(m);
   hvdlite::register_device(m);
   hvdlite::register_nccl(m);
 }

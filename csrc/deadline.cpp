@@ -1,9 +1,14 @@
 #include "deadline.h"
 
 #include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <cstdlib>
 #include <system_error>
 #include <utility>
 
@@ -31,12 +36,27 @@ void write_to_stderr(const std::string& text) {
   }
 }
 
+void run_briefly(std::vector<std::string>& command) {
+  constexpr int kPatienceMs = 3000, kLookMs = 10;
+  std::vector<char*> words;
+  for (std::string& word : command) words.push_back(word.data());
+  words.push_back(nullptr);
+  pid_t child;
+  if (posix_spawn(&child, words[0], nullptr, nullptr, words.data(), environ) != 0) return;
+  for (int waited_ms = 0; waited_ms < kPatienceMs; waited_ms += kLookMs) {
+    if (waitpid(child, nullptr, WNOHANG) != 0) return;
+    poll(nullptr, 0, kLookMs);
+  }
+  kill(child, SIGKILL);
+}
+
 }  // namespace
 
-Deadline::Deadline(double seconds, std::string message, int exit_code)
+Deadline::Deadline(double seconds, std::string message, int exit_code, std::vector<std::string> explain)
     : state_(kArmed),
       until_(time_after(seconds)),
       message_(std::move(message)),
+      explain_(std::move(explain)),
       exit_code_(exit_code),
       owner_(getpid()) {
   if (message_.empty() || message_.back() != '\n') message_ += '\n';
@@ -62,9 +82,18 @@ void* Deadline::watch(void* self) {
   std::uint32_t expected = kArmed;
   if (deadline.state_.compare_exchange_strong(expected, kFired)) {
     write_to_stderr(deadline.message_);
+    if (!deadline.explain_.empty()) run_briefly(deadline.explain_);
     _exit(deadline.exit_code_);
   }
   return nullptr;
+}
+
+void end_at_exit(int least) {
+  // glibc alone tells a handler the exit status, which Python has decided by then.
+  const auto end = [](int status, void* least_status) {
+    _exit(status != 0 ? status : static_cast<int>(reinterpret_cast<std::intptr_t>(least_status)));
+  };
+  on_exit(end, reinterpret_cast<void*>(static_cast<std::intptr_t>(least)));
 }
 
 }  // namespace hvdlite

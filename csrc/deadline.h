@@ -5,16 +5,18 @@
 #include <sys/types.h>
 
 #include <string>
+#include <vector>
 
 #include "signal.h"
 
 namespace hvdlite {
 
-// A thread of its own that needs no GIL. Unless cancelled within `seconds` it writes `message` to stderr and calls
-// _exit(exit_code). Destroying it cancels it. In a forked child, which has no such thread, it does nothing.
+// A thread of its own that needs no GIL. Unless cancelled within `seconds` it writes `message` to stderr, runs the
+// program `explain`, if any, for a few seconds, and calls _exit(exit_code). Destroying it cancels it. In a forked
+// child, which has no such thread, it does nothing.
 class Deadline {
  public:
-  Deadline(double seconds, std::string message, int exit_code);
+  Deadline(double seconds, std::string message, int exit_code, std::vector<std::string> explain = {});
   ~Deadline() { cancel(); }
   Deadline(const Deadline&) = delete;
   Deadline& operator=(const Deadline&) = delete;
@@ -27,10 +29,15 @@ class Deadline {
   Word state_;
   Clock::time_point until_;
   std::string message_;
+  std::vector<std::string> explain_;
   int exit_code_;
   pid_t owner_;
   pthread_t thread_;
   bool joinable_ = false;
 };
+
+// From here on exit() ends the process without destructors of libraries, which may wait for other processes, once
+// Python has ended; with its own exit status, or with `least` where that is 0.
+void end_at_exit(int least);
 
 }  // namespace hvdlite

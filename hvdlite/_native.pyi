@@ -237,10 +237,12 @@ def wake_all(address: int) -> None:
 class Deadline:
     """A native thread that prints ``message`` to stderr and ends the process unless cancelled in time.
 
+    Before the end it runs the program ``explain``, if any, for a few seconds.
+
     It needs no GIL, so it fires even where MPI_Init blocks inside C. Source: csrc/deadline.cpp.
     """
 
-    def __init__(self, seconds: float, message: str, exit_code: int) -> None: ...
+    def __init__(self, seconds: float, message: str, exit_code: int, explain: Sequence[str] = ()) -> None: ...
     def cancel(self) -> None: ...
 
 def map_file(address: int, bytes: int, file: int, is_private: bool) -> None:
@@ -252,6 +254,30 @@ def map_file(address: int, bytes: int, file: int, is_private: bool) -> None:
     Raises:
         OSError: the kernel refuses; nothing is mapped there then.
     """
+
+def end_at_exit(least: int) -> None:
+    """Once Python has ended, end the process with its own exit status, with ``least`` for 0, and nothing of C besides.
+
+    Source: csrc/deadline.cpp.
+    """
+
+class Heartbeat:
+    """A native thread that sends ``beat`` to each of ``sockets`` every ``interval_s``, and messages as they come.
+
+    It needs no GIL. Nobody waits for a neighbour that does not read; one that is gone is passed over. The sockets stay
+    open until this is closed. Source: csrc/heartbeat.cpp.
+
+    Raises:
+        RuntimeError: the machine refuses a thread or a file descriptor.
+    """
+
+    def __init__(self, sockets: Sequence[int], interval_s: float, beat: bytes) -> None: ...
+    def send(self, index: int, message: bytes) -> None:
+        """To the neighbour with the socket at ``index``."""
+    def rest(self, index: int) -> None:
+        """No more beats to that neighbour."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """End once all is sent, or after ``patience_s``."""
 
 class SocketBell:
     """A native thread that rings the doorbell at ``address``, in ``memory``, whenever one of ``sockets`` has news.

@@ -108,7 +108,8 @@ def start_world(
             _try_links(own, links, topology, fanout, hostnames, links_deadline_s)
         neighbours = {topology.leaders[index]: link for index, link in links.items()}
         neighbours |= node.take_watch_links()
-        health = Health(topology.rank, [(rank, cards[rank].where, link) for rank, link in neighbours.items()], config)
+        watched = [(rank, cards[rank].where, link) for rank, link in neighbours.items()]
+        health = Health(topology.rank, watched, config, launched.launcher_process())
         undo.pop_all()
     world = _built(own, health, lambda: World(own, topology, node, config, recorder, health, on_notice))
     return Start(world, cards[0].news, tuple(card.world_rank for card in cards), _other_hosts(topology, cards))

@@ -16,9 +16,18 @@ def variables() -> dict[str, str]:
 def at_start() -> dict[str, str]:
     """Those that this process was started with, whatever it has set since; of a fork: those of its parent."""
     try:
-        content = os.fsdecode(Path("/proc/self/environ").read_bytes())
+        return of_process("self")
     except OSError:
         return variables()
+
+
+def of_process(pid: int | str) -> dict[str, str]:
+    """Those that process ``pid`` was started with.
+
+    Raises:
+        OSError: it has ended, or is another user's.
+    """
+    content = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes())
     pairs = (entry.partition("=") for entry in content.split("\0") if entry)
     return {name: value for name, _, value in pairs}
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from hvdlite import _native
 from hvdlite.config import Config
 from hvdlite.errors import CollectiveError, HorovodInternalError, RankFailedError, StallError, is_known_everywhere
+from hvdlite.launched import LauncherProcess
 from hvdlite.node import Node
 from hvdlite.sentinel import Sentinel
 from hvdlite.tracebacks import described
@@ -32,24 +33,32 @@ class Health:
     Attributes:
         failure: the reason; None while the job lives.
         failed_rank: None where no rank has failed, or none alone.
-        was_logged: the first line of ``failure`` has been written to the log.
+        was_logged: the first line of ``failure`` has been written to the log, or is about to be.
 
     Args:
         links: (rank, where it is, connected socket) of every neighbour, for the sentinel, which owns the sockets.
+        launcher: with which this rank ends.
     """
 
-    def __init__(self, rank: int, links: list[tuple[int, str, socket.socket]], config: Config) -> None:
+    def __init__(
+        self,
+        rank: int,
+        links: list[tuple[int, str, socket.socket]],
+        config: Config,
+        launcher: LauncherProcess | None = None,
+    ) -> None:
         self.failure: HorovodInternalError | None = None
         self.failed_rank: int | None = None
         self.was_logged = False
         self._rank = rank
         self._grace_s = config.failure_grace_s
         self._is_known = threading.Event()
+        self._was_said = threading.Event()
         self._lock = threading.Lock()  # guards _mortals, what is told to them, and _last_words
         self._mortals: list[Mortal] = []
         self._last_words: _native.Deadline | None = None
         self._is_closing = False
-        self._sentinel = Sentinel(rank, links, self._learn, config.heartbeat_timeout_s)
+        self._sentinel = Sentinel(rank, links, self._learn, config.heartbeat_timeout_s, launcher)
 
     def add(self, mortal: Mortal) -> None:
         """From here on ``mortal`` hears of a failure; of one that has happened already, at once."""
@@ -73,6 +82,11 @@ class Health:
                 raise CollectiveError("another rank of this node has failed; its output says why")
         if self.failure is not None:
             raise self.failure.with_traceback(None)  # several threads raise it, each from its own place
+
+    def wait_until_said(self, patience_s: float) -> None:
+        """Returns once the log has said what `was_logged` promises, or after ``patience_s``: stderr may be blocked."""
+        if self.was_logged:
+            self._was_said.wait(patience_s)
 
     def wait_for_failure(self, patience_s: float) -> HorovodInternalError | None:
         """`failure`, once there is one; None where there is none after ``patience_s``."""
@@ -112,24 +126,27 @@ class Health:
         self._sentinel.release()
 
     def _learn(self, rank: int, text: str) -> None:
-        """On the sentinel's thread, or that of who reported: end every wait with the reason."""
-        if rank != self._rank and not self._is_closing:
-            _LOG.error("%s", text.splitlines()[0])  # before the launcher ends this rank as well
-            self.was_logged = _LOG.isEnabledFor(logging.ERROR)
+        """On the sentinel's thread, or that of who reported: end every wait with the reason.
+
+        The log comes last, since stderr may be a pipe that nobody reads; nothing else here waits for anybody.
+        """
+        is_news = rank != self._rank and not self._is_closing
+        self.was_logged = is_news and _LOG.isEnabledFor(logging.ERROR)  # in a moment, and known before anybody asks
         failure = StallError(text) if rank == _STALL else RankFailedError(rank, text)
         with self._lock:
             self.failure = failure
             self.failed_rank = None if rank == _STALL else rank
             mortals = list(self._mortals)
+            if not self._is_closing and rank != _STALL:  # all ranks live, and one that is late may still come
+                self._last_words = _native.Deadline(
+                    self._grace_s,
+                    f"\nhvdlite: rank {self._rank} ends, since it did not end by itself within {self._grace_s:g} s "
+                    f"(HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
+                    1,
+                )
         self._is_known.set()
         for mortal in mortals:  # none yet when a rank dies during the start
             mortal.fail(failure)
-        with self._lock:
-            if self._is_closing or rank == _STALL:  # all ranks live, and one that is late may still come
-                return
-            self._last_words = _native.Deadline(
-                self._grace_s,
-                f"\nhvdlite: rank {self._rank} ends, since it did not end by itself within {self._grace_s:g} s "
-                f"(HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
-                1,
-            )
+        if is_news:
+            _LOG.error("%s", text.splitlines()[0])
+        self._was_said.set()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from hvdlite import environment
 from hvdlite.config import MEETING_POINT, RANK, RAY_JOB, SIZE
@@ -133,6 +135,38 @@ class Launched:
         if found == 1 and self.size > 1:
             way_out = self.launcher.way_out.format(size=self.size, library=library)
             raise StartupError(f"{self.launcher.name} started {self.size} processes, but each is alone: {way_out}")
+
+
+@dataclass(frozen=True)
+class LauncherProcess:
+    """The process that has started this one: mpirun, or its daemon on this host."""
+
+    name: str
+    pid: int
+
+
+def launcher_process() -> LauncherProcess | None:
+    """The nearest ancestor that is no part of this rank, as its environment lacks the launcher's marks.
+
+    None where MPI's launcher has not started this process; all others see to it themselves that ranks end with them.
+    """
+    environ = environment.at_start()
+    process = find(environ)
+    if process is None or process.launcher.meeting is not Meeting.MPI:
+        return None
+    pid = os.getpid()
+    with suppress(OSError):  # it is another user's, or of another container
+        while _is_marked(process.launcher, environ):
+            pid = _parent_of(pid)
+            environ = environment.of_process(pid)
+        if pid > 1:  # else its ancestors have ended: it was detached on purpose
+            return LauncherProcess(Path(f"/proc/{pid}/comm").read_text().strip(), pid)
+    return None
+
+
+def _parent_of(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat[stat.rindex(")") + 2 :].split()[1])  # behind the name, which may have blanks and brackets
 
 
 def find(environ: Mapping[str, str], *, has_terminal: bool = False) -> Launched | None:

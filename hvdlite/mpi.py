@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import environment, launched
+from hvdlite import _native, environment, launched
 from hvdlite.agreement import check_subset
 from hvdlite.config import Config
 from hvdlite.errors import StartupError
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", "mpich_shm_")
+_FINALIZE_S = 15.0  # it takes milliseconds
 _MPICH_KIN = ("MPICH", "MVAPICH", "Intel")
 
 
@@ -158,26 +158,34 @@ def allows_threads() -> bool:
     return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
-def finalize(timeout_s: float = math.inf) -> bool:
+def ends_with_hvdlite() -> bool:
+    """Whether MPI runs, and nobody but hvdlite ends it."""
+    import mpi4py
+
+    return is_running() and mpi4py.rc.finalize is False
+
+
+def finalize(timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:
     """End MPI if hvdlite started it, sleeping rather than spinning until the other ranks are there.
 
     Returns:
-        Whether they came within ``timeout_s``; otherwise MPI still runs.
+        Whether they came within ``timeout_s``, and before it was hopeless; otherwise MPI still runs.
     """
-    if not is_running():
-        return True
-    import mpi4py
-
-    if mpi4py.rc.finalize is not False:
+    if not ends_with_hvdlite():
         return True
     mpi = sys.modules["mpi4py.MPI"]
     request = mpi.COMM_WORLD.Ibarrier()
     pause_s = 1e-4
     deadline_s = time.monotonic() + timeout_s
     while not request.Test():
-        if time.monotonic() > deadline_s:
+        if time.monotonic() > deadline_s or is_hopeless():
             return False
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.02)
+    # All are there, and have done their work: a network that is lost in this moment shall not keep them.
+    limit = _native.Deadline(
+        _FINALIZE_S, f"hvdlite: MPI_Finalize was not through after {_FINALIZE_S:.0f} s; the process ends without it", 0
+    )
     mpi.Finalize()
+    limit.cancel()
     return True

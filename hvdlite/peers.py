@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hvdlite import _native, environment, launched, mpi
+from hvdlite import _native, connections, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
 from hvdlite.config import MEETING_POINT, Config, other_variable
 from hvdlite.errors import ConfigError, StartupError
@@ -109,8 +111,9 @@ def _is_worker(process: Launched | None) -> bool:
 
 def start_deadline(config: Config) -> _native.Deadline:
     """Ends the process with an explanation unless init() is through in time, even where MPI blocks inside C."""
+    by_mpi = _meet_by_mpi(launched.this_process())
     chosen = config.network_interfaces or "none: MPI chose for itself"
-    by_mpi = (
+    network = (
         ", or MPI waits on a network interface that does not connect the hosts.\n"
         f"hvdlite: interfaces chosen: {chosen}. Set HVDLITE_NETWORK_INTERFACES to one that connects all hosts (for "
         "example eth0 or ib0); `ip -br address` lists them"
@@ -118,7 +121,8 @@ def start_deadline(config: Config) -> _native.Deadline:
     return _native.Deadline(
         config.start_timeout_s,
         f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start"
-        f"{by_mpi if _meet_by_mpi(launched.this_process()) else ''}.\n"
+        f"{network if by_mpi else ''}.\n"
         "hvdlite: if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds).\n",
         1,
+        [sys.executable, "-I", "-S", connections.__file__, str(os.getpid())] if by_mpi and sys.executable else [],
     )

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
-from hvdlite import mpi, tracebacks
-from hvdlite.errors import RankFailedError, StartupError, is_known_everywhere
+from hvdlite import _native, mpi, tracebacks
+from hvdlite.errors import RankFailedError, ShutDownError, StartupError, is_known_everywhere
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.runtime import Runtime
@@ -40,9 +40,9 @@ class ProcessHooks:
     """Installed once, by the first init(); follow whichever runtime is the default.
 
     - At the end of the process an open runtime is closed, and MPI after it. After a failure MPI cannot be ended in
-      order, so the process ends without it, with a status that makes the launcher end the rest; likewise where ranks
-      run without MPI. A stall is different:
-      all ranks live, and where each has caught the error the job ends in order.
+      order, so the process ends without it, with a status that makes the launcher end the rest: its own, as of
+      sys.exit(3), or 1. Likewise where ranks run without MPI. A stall is different: all ranks live, and where each has
+      caught the error the job ends in order.
       A process of multiprocessing closes the runtime, and leaves its end to that.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
@@ -64,6 +64,7 @@ class ProcessHooks:
         self.arguments: InitArguments | None = None
         self._pid: int | None = None
         self._failed = False
+        self._was_uncaught = False
         self._previous_hook = sys.__excepthook__
 
     def install(self) -> None:
@@ -95,7 +96,7 @@ class ProcessHooks:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not self.in_child:
-            self._failed = True
+            self._failed = self._was_uncaught = True
             # What hvdlite raised every rank knows already.
             if self.runtime is not None and not (is_known_everywhere(error) or isinstance(error, StartupError)):
                 if _is_said_elsewhere(self.runtime, error):
@@ -108,6 +109,9 @@ class ProcessHooks:
         runtime = self.runtime
         has_been_said = runtime is not None and error is runtime.failure and runtime.failure_was_logged
         tracebacks.show(error, trace, self._previous_hook, has_been_said=has_been_said)
+        if runtime is not None and isinstance(error, ShutDownError) and not (runtime.closed or self.in_child):
+            runtime.fail(error)  # the rank that has left waits for the others at its end, in vain
+            time.sleep(_RANK_0_FIRST_S)  # the exit status of the job shall be that rank's
 
     def _at_exit(self) -> None:
         if self.in_child:
@@ -115,19 +119,39 @@ class ProcessHooks:
         runtime = self.runtime
         patience_s = math.inf
         if runtime is not None:
-            runtime.close("its process ended")
+            runtime.close("its process ended", stays_watchful=True)
             self._failed |= not runtime.can_end_in_order
             if runtime.failure is not None:
                 patience_s = runtime.config.collective_timeout_s
         if self._failed and (mpi.is_running() or _is_one_of_several()):
             # MPI_Finalize would wait for ranks that never come; the launcher ends them when it sees this status.
-            _end_without_mpi()
-        if not mpi.finalize(patience_s):
-            _LOG.error(
-                "rank %d has ended, but others have not, %.0f s (HVDLITE_COLLECTIVE_TIMEOUT_SECONDS) after this: %s",
-                *(launched_rank(), patience_s, runtime.failure if runtime is not None else ""),
-            )
-            _end_without_mpi()
+            self._end_without_mpi(1)
+        elif not mpi.finalize(patience_s, lambda: runtime is not None and not runtime.can_end_in_order):
+            self._end_without_mpi(self._explain_end(patience_s))
+        if runtime is not None:
+            runtime.end_watch()
+
+    def _explain_end(self, patience_s: float) -> int:
+        """Says why MPI cannot end in order after this rank has come to its end; returns the least exit status."""
+        failure = self.runtime.failure if self.runtime is not None else None
+        if self.runtime is not None and not self.runtime.can_end_in_order:
+            _LOG.warning("rank %d ends, without the others: %s", launched_rank(), failure)
+            return 0
+        _LOG.error(
+            "rank %d has ended, but others have not, %.0f s (HVDLITE_COLLECTIVE_TIMEOUT_SECONDS) after this: %s",
+            *(launched_rank(), patience_s, failure),
+        )
+        return 1
+
+    def _end_without_mpi(self, least: int) -> None:
+        """Let the process end with its own exit status, or with ``least`` for 0; at once where Python might not end."""
+        mpi.unlink_shared_files()
+        is_stuck = self.runtime is not None and self.runtime.world.is_stuck
+        if self._was_uncaught or is_stuck or (mpi.is_running() and not mpi.ends_with_hvdlite()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        _native.end_at_exit(least)
 
     def _at_worker_exit(self) -> None:
         """Of a process of multiprocessing, which ends without atexit, and shows errors itself."""
@@ -158,10 +182,3 @@ def _is_said_elsewhere(runtime: Runtime, error: BaseException) -> bool:
 def _is_one_of_several() -> bool:
     process = this_process()
     return process is not None and process.size > 1
-
-
-def _end_without_mpi() -> NoReturn:
-    mpi.unlink_shared_files()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)

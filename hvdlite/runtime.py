@@ -23,6 +23,7 @@ _UNEVEN = (
     "If that rank was only done with its data, give every rank as many batches as the others "
     "(torch.utils.data.DistributedSampler does), or call hvd.join() on every rank after its last one"
 )
+_SAID_S = 0.5  # how long the log may take
 
 
 class Runtime:
@@ -176,8 +177,12 @@ class Runtime:
             self.fail(error)
         self.close()
 
-    def close(self, why: str = "it called shutdown()") -> None:
-        """Stop on all ranks: what is in flight, there and here, fails with `ShutDownError`. May be called again."""
+    def close(self, why: str = "it called shutdown()", *, stays_watchful: bool = False) -> None:
+        """Stop on all ranks: what is in flight, there and here, fails with `ShutDownError`. May be called again.
+
+        Args:
+            stays_watchful: still learn of failures, and let others see that this process lives, until `end_watch`.
+        """
         if self.closed:
             return
         self.closed = True
@@ -191,6 +196,11 @@ class Runtime:
             "hvdlite has been shut down in this process; call hvd.init() again before other operations",
         )
         self._timeline.close()
+        if not stays_watchful:
+            self.end_watch()
+
+    def end_watch(self) -> None:
+        """After `close`: this rank is not missed any more."""
         self.world.health.close()
 
     @property
@@ -209,7 +219,8 @@ class Runtime:
 
     @property
     def failure_was_logged(self) -> bool:
-        """Whether the log has said why the job failed."""
+        """Whether the log has said why the job failed; waits a moment for it to do so."""
+        self.world.health.wait_until_said(_SAID_S)
         return self.world.health.was_logged
 
     def fail(self, error: BaseException) -> None:

@@ -1,45 +1,52 @@
 """Who is alive, and telling everybody when somebody is not.
 
-A thread per rank holds a socket to every neighbour: the node leader, or the leader's local ranks, and, between
-leaders, the parent and the children of the tree. It sleeps in the kernel and needs neither MPI nor shared
-memory, so it works when those are stuck:
+Each rank holds a socket to every neighbour: the node leader, or the leader's local ranks, and, between
+leaders, the parent and the children of the tree. Two threads sleep in the kernel and need neither MPI nor shared
+memory, so they work when those are stuck: a native one speaks, which needs no GIL either, and one of Python listens.
 
 - A process that dies, however, has its sockets closed by the kernel: the neighbours see the end of the stream
   within milliseconds.
 - A process that is stopped, or a host that is cut off, misses its heartbeats.
 - A rank that raises sends its traceback.
+- A launcher that is killed leaves its ranks alone, which then end.
 
-The first failure a sentinel learns of is passed to its other neighbours, so it reaches every rank in as many
+The first failure a sentinel learns of is passed to its neighbours, so it reaches every rank in as many
 hops as the tree is deep, and to ``on_failure`` of its own process, once.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import selectors
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from hvdlite import _native
+from hvdlite.launched import LauncherProcess
+
+_LOG = logging.getLogger("hvdlite")
 _LENGTH = struct.Struct("<I")
 _HEARTBEAT = b""
-_NEVER_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _MAX_TEXT = 20_000  # a traceback; the head and the tail of a longer one tell the story
-_FLUSH_S = 0.02  # between two tries at a neighbour that did not take everything
-_FAREWELL_S = 1.0  # how long close() waits for such a neighbour
+_MAX_BYTES = 6 * _MAX_TEXT + 1000  # of a message: JSON writes a control character as \u0000
+_FAREWELL_S = 1.0  # how long close() waits for a neighbour that does not take everything
 
 
 @dataclass(slots=True)
 class _Neighbour:
+    index: int
     rank: int
     where: str  # 'pid 4242 on node0'
     link: socket.socket
     heard_s: float
     inbox: bytearray = field(default_factory=bytearray)
-    outbox: bytearray = field(default_factory=bytearray)  # what its kernel buffer did not take yet
     said_goodbye: bool = False
 
 
@@ -49,7 +56,9 @@ class Sentinel:
     Args:
         links: (rank, where it is, connected socket) of every neighbour.
         on_failure: called once, on the sentinel's thread, with (rank, text) of the first failure.
-        timeout_s: a neighbour that is silent for longer counts as failed.
+        timeout_s: a neighbour that is silent for longer counts as failed. Time in which this process itself did not
+            run does not count.
+        launcher: what has started this rank, without which it shall not go on.
     """
 
     def __init__(
@@ -58,19 +67,26 @@ class Sentinel:
         links: list[tuple[int, str, socket.socket]],
         on_failure: Callable[[int, str], None],
         timeout_s: float,
+        launcher: LauncherProcess | None = None,
     ) -> None:
         self._rank = rank
         self._on_failure = on_failure
         self._timeout_s = timeout_s
+        self._interval_s = min(2.0, timeout_s / 4)
         self._failed = False
-        self._lock = threading.Lock()  # one sender at a time per link, and the first failure wins
+        self._lock = threading.Lock()  # the first failure wins
+        self._launcher = launcher
+        self._launcher_end = None if launcher is None else _end_of(launcher.pid)
+        self._slept_s = 0.0  # the last time that this process did not run for long
         now = time.monotonic()
-        self._neighbours = [_Neighbour(other, where, link, now) for other, where, link in links]
+        self._neighbours = [_Neighbour(index, *link, now) for index, link in enumerate(links)]
         self._wake, self._waker = socket.socketpair()
         self._thread = threading.Thread(target=self._watch, name=f"hvdlite-sentinel-{rank}", daemon=True)
-        if self._neighbours:
-            for neighbour in self._neighbours:
-                neighbour.link.setblocking(True)
+        for neighbour in self._neighbours:
+            neighbour.link.setblocking(True)
+        sockets = [neighbour.link.fileno() for neighbour in self._neighbours]
+        self._voice = _native.Heartbeat(sockets, self._interval_s, _frame(_HEARTBEAT)) if sockets else None
+        if self._neighbours or self._launcher_end is not None:
             self._thread.start()
 
     def report(self, rank: int, text: str) -> None:
@@ -82,37 +98,54 @@ class Sentinel:
         if self._thread.is_alive():
             for neighbour in self._neighbours:
                 self._send(neighbour, {"goodbye": self._rank})
-            deadline_s = time.monotonic() + _FAREWELL_S
-            while self._flush() and time.monotonic() < deadline_s:
-                time.sleep(_FLUSH_S)
+            if self._voice is not None:
+                self._voice.close(_FAREWELL_S)
             self._waker.close()
             self._thread.join()
         self.release()
 
     def release(self) -> None:
         """Close the sockets without a word; what a forked child does with the ones it inherited."""
+        if self._voice is not None:
+            self._voice.close()
         for neighbour in self._neighbours:
             neighbour.link.close()
         self._wake.close()
         self._waker.close()
+        if self._launcher_end is not None:
+            os.close(self._launcher_end)
+            self._launcher_end = None
 
     def _watch(self) -> None:
-        interval_s = min(2.0, self._timeout_s / 4)
-        next_beat_s = 0.0
+        looked_s = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._wake, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ, self._wake)
+            if self._launcher_end is not None:
+                selector.register(self._launcher_end, selectors.EVENT_READ, self._launcher)
             for neighbour in self._neighbours:
                 selector.register(neighbour.link, selectors.EVENT_READ, neighbour)
             while True:
-                wait_s = max(0.0, next_beat_s - time.monotonic())
-                for key, _ in selector.select(min(wait_s, _FLUSH_S) if self._flush() else wait_s):
-                    if key.data is None:
+                events = selector.select(self._interval_s)
+                looked_s = self._note_sleep(looked_s)
+                for key, _ in events:
+                    if key.data is self._wake:
                         return
-                    if not self._hear(key.data):
+                    if key.data is self._launcher:
+                        selector.unregister(key.fd)
+                        self._lose_launcher()
+                    elif not self._hear(key.data):
                         selector.unregister(key.data.link)
-                if time.monotonic() >= next_beat_s:
-                    next_beat_s = time.monotonic() + interval_s
-                    self._beat()
+                self._look_for_silence()
+
+    def _note_sleep(self, looked_s: float) -> float:
+        """Returns the time. What this process has slept through, stopped or suspended, is no neighbour's silence."""
+        now = time.monotonic()
+        slept_s = now - looked_s - self._interval_s
+        if slept_s > self._interval_s:
+            self._slept_s = slept_s
+            for neighbour in self._neighbours:
+                neighbour.heard_s += slept_s
+        return now
 
     def _hear(self, neighbour: _Neighbour) -> bool:
         """Read what a neighbour said; False once there is nothing more to hear from it."""
@@ -122,48 +155,71 @@ class Sentinel:
             data = b""
         if not data:
             if not neighbour.said_goodbye:
-                self._spread(
-                    neighbour.rank,
-                    f"rank {neighbour.rank} ({neighbour.where}) died without a word: killed, out of memory, or "
-                    "crashed in native code. Look at its output and at the kernel log (dmesg).",
-                    neighbour,
-                )
+                self._spread(*self._death_of(neighbour), neighbour)
             return False
         neighbour.heard_s = time.monotonic()
         neighbour.inbox += data
         while len(neighbour.inbox) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(neighbour.inbox)
+            if length > _MAX_BYTES:
+                self._spread(
+                    neighbour.rank,
+                    f"rank {neighbour.rank} ({neighbour.where}) sends what is no message of hvdlite, so whether it "
+                    "lives cannot be told any more: its memory, or the network, is damaged.",
+                    neighbour,
+                )
+                return False
             if len(neighbour.inbox) < _LENGTH.size + length:
                 break
             body = bytes(neighbour.inbox[_LENGTH.size : _LENGTH.size + length])
             del neighbour.inbox[: _LENGTH.size + length]
             if body != _HEARTBEAT:
-                self._obey(neighbour, json.loads(body))
+                self._obey(neighbour, body)
         return True
 
-    def _obey(self, neighbour: _Neighbour, message: dict[str, object]) -> None:
-        if "goodbye" in message:
-            neighbour.said_goodbye = True
-        else:
-            rank, text = message["failed"], message["text"]
-            assert isinstance(rank, int) and isinstance(text, str)
-            self._spread(rank, text, neighbour)
+    def _death_of(self, neighbour: _Neighbour) -> tuple[int, str]:
+        if self._slept_s > self._timeout_s:  # they have given this rank up, and ended
+            return self._rank, (
+                f"rank {self._rank} (pid {os.getpid()}) did not run for {self._slept_s:.0f} s, stopped or suspended, "
+                "which is longer than HVDLITE_HEARTBEAT_TIMEOUT_SECONDS; the others have ended meanwhile."
+            )
+        return neighbour.rank, (
+            f"rank {neighbour.rank} ({neighbour.where}) died without a word: killed, out of memory, or "
+            "crashed in native code. Look at its output and at the kernel log (dmesg)."
+        )
 
-    def _beat(self) -> None:
+    def _obey(self, neighbour: _Neighbour, body: bytes) -> None:
+        try:
+            message = json.loads(body)
+            if "goodbye" in message:
+                neighbour.said_goodbye = True
+                return
+            rank, text = int(message["failed"]), str(message["text"])
+        except (ValueError, TypeError, KeyError):
+            _LOG.warning("rank %d has sent %d bytes that are no message; they are ignored", neighbour.rank, len(body))
+            return
+        self._spread(rank, text, neighbour)
+
+    def _look_for_silence(self) -> None:
         now = time.monotonic()
         for neighbour in self._neighbours:
-            if neighbour.said_goodbye:
-                continue
             silent_s = now - neighbour.heard_s
-            if silent_s > self._timeout_s:
-                self._spread(
+            if silent_s > self._timeout_s and not neighbour.said_goodbye:
+                # It is told as well: should it have been stopped, it shall wake to blame nobody else.
+                self.report(
                     neighbour.rank,
                     f"rank {neighbour.rank} ({neighbour.where}) has not answered for {silent_s:.0f} s: its process is "
                     "stopped, or its host is unreachable. If it was only busy, raise "
                     "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS.",
-                    neighbour,
                 )
-            self._send(neighbour, None)
+
+    def _lose_launcher(self) -> None:
+        assert self._launcher is not None
+        self.report(
+            self._rank,
+            f"{self._launcher.name} (pid {self._launcher.pid}), which has started rank {self._rank}, ended before it: "
+            "killed, perhaps. Its ranks end too.",
+        )
 
     def _spread(self, rank: int, text: str, learned_from: _Neighbour | None) -> None:
         with self._lock:
@@ -177,26 +233,20 @@ class Sentinel:
                 self._send(neighbour, {"failed": rank, "text": text})
         self._on_failure(rank, text)
 
-    def _send(self, neighbour: _Neighbour, message: dict[str, object] | None) -> None:
+    def _send(self, neighbour: _Neighbour, message: dict[str, object]) -> None:
         """Never waits: a neighbour that does not read must not hold up the others, nor this thread."""
-        body = _HEARTBEAT if message is None else json.dumps(message, ensure_ascii=False).encode(errors="replace")
-        with self._lock:
-            if message is None and neighbour.outbox:
-                return  # it has more to read than that
-            neighbour.outbox += _LENGTH.pack(len(body)) + body
-        self._flush()
+        assert self._voice is not None
+        self._voice.send(neighbour.index, _frame(json.dumps(message, ensure_ascii=False).encode(errors="replace")))
+        if "goodbye" in message:
+            self._voice.rest(neighbour.index)
 
-    def _flush(self) -> bool:
-        """Give the neighbours what their buffers take; whether anything is left."""
-        left = False
-        with self._lock:
-            for neighbour in self._neighbours:
-                try:
-                    if neighbour.outbox:
-                        del neighbour.outbox[: neighbour.link.send(neighbour.outbox, _NEVER_WAIT)]
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    neighbour.outbox.clear()  # it is gone, which the thread that reads will find
-                left |= bool(neighbour.outbox)
-        return left
+
+def _frame(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
+
+
+def _end_of(pid: int) -> int | None:
+    """A descriptor that becomes readable when process ``pid`` ends; None where the kernel has none."""
+    with suppress(OSError):
+        return os.pidfd_open(pid)
+    return None

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -86,14 +87,36 @@ def _descendants() -> list[int]:
     found: list[int] = []
     pending = [os.getpid()]
     while pending:
-        for task in Path(f"/proc/{pending.pop()}/task").glob("*/children"):
-            try:
-                children = [int(word) for word in task.read_text().split()]
-            except OSError:  # the process has ended
-                continue
-            found += children
-            pending += children
+        children = children_of(pending.pop())
+        found += children
+        pending += children
     return found
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that ``pid`` has started and that have not been waited for; none where it has ended."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the process has ended
+            found += [int(word) for word in task.read_text().split()]
+    return found
+
+
+def shell_status(code: int) -> int:
+    """What a shell makes of ``code``, as subprocess has it: 128 + n after signal n."""
+    return code if code >= 0 else 128 - code
+
+
+def how_ended(code: int) -> str:
+    """``code``, as subprocess has it, in words."""
+    return f"ended with exit status {code}" if code >= 0 else f"was killed by {_name(-code)}"
+
+
+def _name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:

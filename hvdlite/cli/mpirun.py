@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hvdlite import environment
 from hvdlite.cli.job import Command, Host, Launch, thread_settings
+from hvdlite.config import Config
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.interfaces import mpi_environment, select
 
@@ -153,9 +154,10 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
         # HAN finds nodes by hostname: where containers share one, the first collective hangs.
         parameter("coll", "^han")
         kind = "--prtemca" if new else "--mca"
-        # The defaults notice a lost host after minutes or not at all.
-        parameter("oob_tcp_keepalive_time", "5", kind)
-        parameter("oob_tcp_keepalive_intvl", "2", kind)
+        # The defaults notice a lost host after minutes or not at all. The ranks themselves shall be the first.
+        patience_s = Config.from_env(environ).heartbeat_timeout_s
+        parameter("oob_tcp_keepalive_time", str(max(2, round(patience_s / 2))), kind)
+        parameter("oob_tcp_keepalive_intvl", str(max(1, round(patience_s / 4))), kind)
         parameter("oob_tcp_keepalive_probes", "3", kind)
         if launch.interfaces:
             names = [interface.name for interface in select(launch.interfaces)]
@@ -169,6 +171,8 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
 
 def _hydra(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
     arguments = ["-np", str(launch.ranks)]
+    if mpirun.mpi is Mpi.MPICH and not _Given(launch.options, environ).option("print-all-exitcodes"):
+        arguments.append("-print-all-exitcodes")  # its own exit status mixes those of all ranks
     if launch.hosts and mpirun.mpi is Mpi.INTEL:
         slots = {host.slots for host in launch.hosts}
         if len(slots) > 1:

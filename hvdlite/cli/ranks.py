@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
-from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, sweep
+from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, how_ended, shell_status, sweep
 from hvdlite.cli.job import Command, Launch, thread_settings
 from hvdlite.config import RANK, SIZE
 from hvdlite.errors import StartupError
@@ -117,8 +117,8 @@ class _Job:
                         selector.unregister(key.fd)
                         os.close(key.fd)
                         ended[key.data] = self._living[key.data].wait()
-                # Who was killed has not ended because of others; who has raised may have.
-                for rank in sorted(ended, key=lambda rank: (ended[rank] >= 0, rank)):
+                # Who was killed has not ended because of others, nor who chose a status; who has raised may have.
+                for rank in sorted(ended, key=lambda rank: (ended[rank] >= 0, ended[rank] == 1, rank)):
                     self._note_end(rank, ended[rank])
                 self._heed_stops()
                 if self._next is not None and time.monotonic() >= self._next[0]:
@@ -127,10 +127,10 @@ class _Job:
 
     def _note_end(self, rank: int, status: int) -> None:
         child = self._living.pop(rank)
-        how = f"ended with exit status {status}" if status >= 0 else f"was killed by {_name(-status)}"
+        how = how_ended(status)
         self._point.rank_ended(rank, how)
         if status != 0 and self.status == 0:
-            self.status = status if status > 0 else 128 - status
+            self.status = shell_status(status)
             if not self._stops:
                 print(f"hvdlite run: rank {rank} (pid {child.pid}) {how}", file=sys.stderr, flush=True)
             self._end_within(self._grace_s)
@@ -152,10 +152,3 @@ class _Job:
         for child in self._living.values():
             child.send_signal(number)
         self._next = (time.monotonic() + GRACE_S, signal.SIGKILL)
-
-
-def _name(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:  # a real-time signal
-        return f"signal {number}"

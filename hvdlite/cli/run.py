@@ -9,12 +9,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from hvdlite import environment
 from hvdlite.cli import check_build, horovodrun, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
+from hvdlite.cli.children import how_ended, shell_status
+from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
+from hvdlite.cli.launcher_watch import Expected
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, Config
@@ -155,13 +159,36 @@ def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
 def _run_mpirun(chosen: Mpirun, launch: Launch, command: Command, environ: Mapping[str, str]) -> int:
     started = time.time()
     many = chosen.mpi is Mpi.OPEN_MPI and launch.host_count > 1
-    ending = supervise(command.argv, environ, _LOST_HOST if many else ())
-    if ending.status != 0:
+    codes = ExitCodes() if chosen.mpi is Mpi.MPICH else None
+    ssh_port = next((int(port) for option, port in pairwise(launch.ssh) if option == "-p"), 22)
+    expected = Expected(launch.hosts, launch.is_local, Config.from_env(environ).start_timeout_s, ssh_port)
+    ending = supervise(
+        command.argv,
+        environ,
+        expected,
+        _LOST_HOST if many else (),
+        None if codes is None else codes.take_from,
+    )
+    if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)
-    if ending.found and ending.status == 0:
+    if ending.lost:
+        print(f"hvdlite run: ended: {ending.lost}", file=sys.stderr)
+    elif ending.found and ending.status == 0:
         print(f"hvdlite run: failed: mpirun's exit status is 0, but it said {ending.found!r} above", file=sys.stderr)
         return 1
+    if codes is not None and 0 < ending.status < 128:
+        return _status_of(codes.codes, ending.status)
     return ending.status
+
+
+def _status_of(codes: Sequence[int], otherwise: int) -> int:
+    """Of the job, from those of its ranks, of which a guilty one is named."""
+    rank = culprit(codes)
+    if rank is None:
+        return otherwise
+    if is_telling(codes[rank]):
+        print(f"hvdlite run: rank {rank} {how_ended(codes[rank])}", file=sys.stderr)
+    return shell_status(codes[rank])
 
 
 def _remove_shared_memory(started: float) -> None:

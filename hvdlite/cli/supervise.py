@@ -7,10 +7,14 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO
 
-from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, sweep
+from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, shell_status, sweep
+from hvdlite.cli.launcher_watch import Expected, LauncherWatch
+
+_LOST_GRACE_S = 2.0  # for a launcher that is not waited for any longer
 
 
 @dataclass(frozen=True)
@@ -20,92 +24,174 @@ class Ending:
     Attributes:
         status: as a shell reports it: 128 + n after signal n, to the command or to this process.
         found: the first of the texts looked for in stderr that was there.
+        lost: why it was not waited for any longer, its status being that of its ranks then, or 1; or why it probably
+            has failed.
     """
 
     status: int
     found: str | None
+    lost: str | None = None
 
 
-def supervise(argv: Sequence[str], environ: Mapping[str, str], watch_for: Sequence[str] = ()) -> Ending:
-    """Run ``argv`` with this process's stdin, stdout and stderr.
+Filter = Callable[[bytes], bytes]
+
+
+def supervise(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    expected: Expected,
+    watch_for: Sequence[str] = (),
+    stdout_filter: Filter | None = None,
+) -> Ending:
+    """Run ``argv``, a launcher, with this process's stdin, stdout and stderr.
 
     On Ctrl-C, TERM or HUP the command gets TERM, and everything it started gets KILL after `GRACE_S`; a second signal
-    does not wait. The same sweep follows a command that failed. Where this process is killed outright, the command gets
-    TERM.
+    does not wait. The same sweep follows a command that failed, or that does not do its work, see `LauncherWatch`.
+    Where this process is killed outright, the command gets TERM.
 
     Args:
         watch_for: texts to look for in the command's stderr, which then passes through here unchanged.
+        stdout_filter: gets every piece of the command's stdout and an empty one at its end; returns what passes.
     """
+    search = _Search(watch_for)
     with Stops() as stops:
         child = subprocess.Popen(
-            argv, env=dict(environ), stderr=subprocess.PIPE if watch_for else None, preexec_fn=end_with_parent
+            argv,
+            env=dict(environ),
+            stdout=None if stdout_filter is None else subprocess.PIPE,
+            stderr=subprocess.PIPE if watch_for else None,
+            preexec_fn=end_with_parent,
         )
-        search = _Search(watch_for)
-        status = _wait(child, stops, search)
+        streams = [
+            *([_Stream(child.stdout, sys.stdout.buffer, stdout_filter)] if child.stdout and stdout_filter else []),
+            *([_Stream(child.stderr, sys.stderr.buffer, search.feed)] if child.stderr else []),
+        ]
+        run = _Run(child, stops, streams)
+        status = run.wait(expected)
         if stops:
             status = stops.status
-        if status != 0 or search.found:
+        if status != 0 or search.found or run.lost:
             sweep(lambda: len(stops) > 1)
-        return Ending(status, search.found)
+        for stream in streams:
+            stream.finish()
+        return Ending(status, search.found, run.lost)
 
 
 class _Search:
-    """Looks for texts in a stream of pieces."""
+    """Looks for texts in a stream of pieces, which pass unchanged."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = [text.encode() for text in texts]
         self._tail = b""
         self.found: str | None = None
 
-    def feed(self, piece: bytes) -> None:
+    def feed(self, piece: bytes) -> bytes:
         window = self._tail + piece
         for text in self._texts:
             if self.found is None and text in window:
                 self.found = text.decode()
         self._tail = window[-max((len(text) for text in self._texts), default=1) :]
+        return piece
 
 
-def _wait(child: subprocess.Popen[bytes], stops: Stops, search: _Search) -> int:
-    """The child's exit status. Until its end its stderr is passed on, and a stop signal ends it."""
-    ended = os.pidfd_open(child.pid)
-    deadline: float | None = None
-    handled = 0
-    with selectors.DefaultSelector() as selector:
-        selector.register(ended, selectors.EVENT_READ, "ended")
-        selector.register(stops.wake, selectors.EVENT_READ, "signal")
-        if child.stderr is not None:
-            os.set_blocking(child.stderr.fileno(), False)
-            selector.register(child.stderr, selectors.EVENT_READ, "stderr")
-        while child.returncode is None:
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for key, _ in selector.select(timeout):
-                if key.data == "signal":
-                    os.read(stops.wake, 64)
-                elif key.data == "stderr" and not _pass_on(child, search):
-                    selector.unregister(key.fileobj)
-                elif key.data == "ended":
-                    child.wait()
-            if len(stops) > handled:
-                deadline = time.monotonic() + (GRACE_S if handled == 0 else 0.0)
-                handled = len(stops)
-                child.terminate()
-            if deadline is not None and time.monotonic() >= deadline:
-                child.kill()
-                deadline = None
-    os.close(ended)
-    while child.stderr is not None and _pass_on(child, search):
-        pass
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+class _Stream:
+    """An output of the child, on its way to ours."""
+
+    def __init__(self, source: IO[bytes], sink: IO[bytes], pass_through: Filter) -> None:
+        self.source = source
+        self._sink = sink
+        self._pass_through = pass_through
+        os.set_blocking(source.fileno(), False)
+
+    def pass_on(self) -> bool:
+        """Pass on what is there; False where nothing more is there now."""
+        try:
+            piece = os.read(self.source.fileno(), 1 << 16)
+        except BlockingIOError:
+            return False
+        if piece:
+            self._write(self._pass_through(piece))
+        return bool(piece)
+
+    def finish(self) -> None:
+        """Pass on the rest, once everything has ended."""
+        while self.pass_on():
+            pass
+        self._write(self._pass_through(b""))
+        self.source.close()
+
+    def _write(self, piece: bytes) -> None:
+        self._sink.write(piece)
+        self._sink.flush()
 
 
-def _pass_on(child: subprocess.Popen[bytes], search: _Search) -> bool:
-    """Copy what is there from the child's stderr to this process's; False where nothing more is there now."""
-    assert child.stderr is not None
-    try:
-        piece = os.read(child.stderr.fileno(), 1 << 16)
-    except BlockingIOError:
-        return False
-    search.feed(piece)
-    sys.stderr.buffer.write(piece)
-    sys.stderr.buffer.flush()
-    return bool(piece)
+@dataclass
+class _Run:
+    """A launcher that runs.
+
+    Attributes:
+        lost: see `Ending`.
+    """
+
+    child: subprocess.Popen[bytes]
+    stops: Stops
+    streams: Sequence[_Stream]
+    lost: str | None = None
+    _kill_s: float | None = None  # when it is killed
+    _stops_seen: int = 0
+    _was_given_up: bool = False
+    _statuses: list[int] = field(default_factory=list)
+
+    def wait(self, expected: Expected) -> int:
+        """The launcher's exit status. Until its end its output is passed on, and a stop signal ends it."""
+        ended = os.pidfd_open(self.child.pid)
+        with selectors.DefaultSelector() as selector:
+            selector.register(ended, selectors.EVENT_READ, "ended")
+            selector.register(self.stops.wake, selectors.EVENT_READ, "signal")
+            for stream in self.streams:
+                selector.register(stream.source, selectors.EVENT_READ, stream)
+            watch = LauncherWatch(self.child.pid, expected, selector)
+            self._statuses = watch.statuses
+            while self.child.returncode is None:
+                next_s = min(watch.next_look_s, self._kill_s or watch.next_look_s)
+                timeout = min(max(0.0, next_s - time.monotonic()), 3600.0)
+                for key, _ in selector.select(timeout):
+                    if key.data == "signal":
+                        os.read(self.stops.wake, 64)
+                    elif key.data == "ended":
+                        self.child.wait()
+                    elif isinstance(key.data, _Stream):
+                        if not key.data.pass_on():
+                            selector.unregister(key.fileobj)
+                    else:
+                        watch.rank_ended(key)
+                self._heed_stops()
+                if self.child.returncode is None and time.monotonic() >= watch.next_look_s:
+                    self._give_up(watch.look())
+                self._kill_in_time()
+            watch.close()
+            if self.child.returncode > 0 and not self.stops:
+                self.lost = self.lost or watch.suspicion or None
+        os.close(ended)
+        if self._was_given_up:
+            return max(self._statuses, default=1)
+        return shell_status(self.child.returncode)
+
+    def _heed_stops(self) -> None:
+        if len(self.stops) > self._stops_seen:
+            self._end_within(GRACE_S if self._stops_seen == 0 else 0.0)
+            self._stops_seen = len(self.stops)
+
+    def _give_up(self, why: str | None) -> None:
+        if why is not None and self._kill_s is None:
+            self.lost, self._was_given_up = why, True
+            self._end_within(_LOST_GRACE_S)
+
+    def _end_within(self, seconds: float) -> None:
+        self._kill_s = time.monotonic() + seconds
+        self.child.terminate()
+
+    def _kill_in_time(self) -> None:
+        if self._kill_s is not None and time.monotonic() >= self._kill_s:
+            self.child.kill()
+            self.child.wait()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
+
+import pytest
 
 from fault_lab import check_end, run
 
@@ -21,7 +24,7 @@ hvdlite.init()
 step()
 if hvdlite.rank() == 1:
     say("dying at", time.time())
-    os.kill(launcher() if sys.argv[1] == "mpirun" else os.getpid(), signal.SIGINT)
+    os.kill(launcher() if sys.argv[1] == "mpirun" else os.getpid(), getattr(signal, sys.argv[2]))
 while True:
     step()
 """
@@ -29,13 +32,20 @@ while True:
 
 def test_an_interrupted_mpirun_leaves_nothing() -> None:
     """What Ctrl-C does where it reaches mpirun only."""
-    result = run(INTERRUPTED, "mpirun", machines="0011")
+    result = run(INTERRUPTED, "mpirun", "SIGINT", machines="0011")
     check_end(result)
 
 
 def test_an_interrupted_rank_ends_the_job() -> None:
-    result = run(INTERRUPTED, "rank", machines="0011", alone=True)
+    result = run(INTERRUPTED, "rank", "SIGINT", machines="0011", alone=True)
     check_end(result, "rank 1 raised KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_ranks_do_not_outlive_an_mpirun_that_is_killed(mpi: str) -> None:
+    result = run(INTERRUPTED, "mpirun", "SIGKILL", n=3, machines="001", mpi=mpi)
+    assert result.returncode == -signal.SIGKILL, result
+    assert result.leftovers == (), result
 
 
 CHILD = """

@@ -60,7 +60,7 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 class Job:
     """A script under `python -m hvdlite run` with 2 ranks, which end with these tests; ``mark`` finds its processes."""
 
-    def __init__(self, directory: Path, mpi: str, body: str, *args: str) -> None:
+    def __init__(self, directory: Path, mpi: str, body: str, *args: str, initializes: bool = False) -> None:
         self.ranks = directory / "ranks"
         self.ranks.mkdir()
         script = directory / "script.py"
@@ -68,7 +68,7 @@ class Job:
         self.mark = f"HVDLITE_TEST_JOB={directory}"
         name, value = self.mark.split("=")
         front = [python_of(mpi), "-m", "hvdlite", "run", "-np", "2", *([] if mpi == "none" else ["--mpi"])]
-        command = [*front, str(script), str(self.ranks), *args, *([] if mpi == "none" else ["mpi"])]
+        command = [*front, str(script), str(self.ranks), *args, *([] if mpi == "none" or initializes else ["mpi"])]
         self.process = subprocess.Popen(
             command, env={**os.environ, name: value}, cwd="/", start_new_session=True, preexec_fn=end_with_parent
         )
@@ -88,6 +88,27 @@ def test_success(tmp_path: Path, mpi: str) -> None:
 
 def test_exit_status(tmp_path: Path, mpi: str) -> None:
     job = Job(tmp_path, mpi, "sys.exit(3)")
+    assert job.process.wait(60) == 3
+    assert job.left() == {}
+
+
+LEAVING = """
+from hvdlite import TensorView
+from hvdlite.operations.allreduce import allreduce_async
+import numpy as np
+view = TensorView.of_numpy(np.zeros(1000, np.float32))
+for step in range(10_000):
+    if rank == 1 and step == 5:
+        time.sleep(0.3)  # the other waits in an allreduce
+        sys.exit(3) if sys.argv[2] == "sys.exit" else os._exit(3)
+    allreduce_async(hvdlite.runtime().group, [view], [view], name="gradient").wait()
+"""
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
+def test_the_exit_status_is_that_of_the_rank_that_leaves(tmp_path: Path, mpi: str, how: str) -> None:
+    """Not that of those who fail for lack of it, nor of those who are ended because of it."""
+    job = Job(tmp_path, mpi, LEAVING, how, initializes=True)
     assert job.process.wait(60) == 3
     assert job.left() == {}
 

@@ -237,6 +237,11 @@ class Lab:
         assert self._hub is not None
         _call("nsenter", "-t", str(self._hub.pid), "--net", "ip", "link", "set", f"host{host}", "nomaster")
 
+    def mend(self, host: int) -> None:
+        """Undo `cut`."""
+        assert self._hub is not None
+        _call("nsenter", "-t", str(self._hub.pid), "--net", "ip", "link", "set", f"host{host}", "master", "br0")
+
     def close(self) -> None:
         for holder in [*self._holders, *([self._hub] if self._hub else [])]:
             holder.close()

@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -20,6 +21,7 @@
 
 #include "deadline.h"
 #include "elements.h"
+#include "heartbeat.h"
 #include "pack.h"
 #include "ready_counts.h"
 #include "signal.h"
@@ -184,6 +186,36 @@ void doorbell_wakes_all() {
       }
     });
   }
+}
+
+// Messages of several threads and heartbeats in between: each is whole, and those of one thread keep their order.
+void heartbeat() {
+  int ends[2];
+  REQUIRE(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0);
+  constexpr int kMessages = 200, kLength = 300;
+  {
+    Heartbeat heart({ends[0]}, 1e-4, ".");
+    on_ranks(3, [&](int rank) {
+      for (int i = 0; rank < 2 && i < kMessages; ++i) {
+        heart.send(0, std::string(kLength, rank == 0 ? 'a' : 'b') + std::string(1, static_cast<char>(i)));
+      }
+      int next[2] = {0, 0};
+      while (rank == 2 && next[0] + next[1] < 2 * kMessages) {
+        char message[kLength + 1];
+        REQUIRE(recv(ends[1], message, 1, MSG_WAITALL) == 1);
+        if (message[0] == '.') continue;
+        REQUIRE(recv(ends[1], message + 1, kLength, MSG_WAITALL) == kLength);
+        const int sender = message[0] - 'a';
+        REQUIRE(std::all_of(message, message + kLength, [&](char letter) { return letter == message[0]; }));
+        REQUIRE(message[kLength] == static_cast<char>(next[sender]++));
+      }
+    });
+    heart.rest(0);
+    heart.close(1.0);
+    heart.send(0, "too late");
+  }
+  close(ends[0]);
+  close(ends[1]);
 }
 
 // What arrives through sockets, and the rings of other threads, with bells that come and go.
@@ -439,6 +471,7 @@ const std::map<std::string, std::function<void()>> kCases{
     {"doorbell ping-pong", doorbell_ping_pong},
     {"doorbell assistants", doorbell_assistants},
     {"doorbell wakes all", doorbell_wakes_all},
+    {"heartbeat", heartbeat},
     {"socket bell", socket_bell},
     {"byte stream", byte_stream},
     {"allreduce of 1", [] { allreduce(1); }},

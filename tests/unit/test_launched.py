@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hvdlite.errors import StartupError
-from hvdlite.launched import LAUNCHERS, Launched, Launcher, Meeting, find, without_launcher
+from hvdlite.launched import LAUNCHERS, Launched, Launcher, Meeting, find, launcher_process, without_launcher
 
 
 def variables(text: str) -> dict[str, str]:
@@ -152,3 +153,22 @@ def test_init_refuses_to_train_alone(environ: dict[str, str], words: str) -> Non
 def test_init_of_one_process_needs_no_mpi(environ: dict[str, str]) -> None:
     done = init(environ)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0 1 False\n", "")
+
+
+def test_the_launcher_is_the_nearest_ancestor_that_is_no_part_of_the_rank(tmp_path: Path) -> None:
+    """Shells and the like between it and the program have the rank's environment."""
+    program = "from hvdlite.launched import launcher_process; print(launcher_process())"
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "environ = {**os.environ, 'OMPI_COMM_WORLD_SIZE': '2', 'OMPI_COMM_WORLD_RANK': '1'}\n"
+        "print(os.getpid(), flush=True)\n"
+        f"subprocess.run(['sh', '-c', '{sys.executable} -c \"$0\"; true', {program!r}], env=environ)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    pid, found = done.stdout.splitlines()
+    assert found.startswith("LauncherProcess(name='") and found.endswith(f"pid={pid})")
+
+
+def test_a_program_without_mpi_has_no_launcher_to_watch() -> None:
+    assert launcher_process() is None

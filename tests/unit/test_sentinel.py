@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
+from hvdlite import _native
+from hvdlite.launched import LauncherProcess
 from hvdlite.sentinel import Sentinel
 
 PATIENCE_S = 10.0
@@ -18,10 +21,16 @@ PATIENCE_S = 10.0
 class Watched:
     """A sentinel and what it has reported."""
 
-    def __init__(self, rank: int, links: list[tuple[int, str, socket.socket]], timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        rank: int,
+        links: list[tuple[int, str, socket.socket]],
+        timeout_s: float = 30.0,
+        launcher: LauncherProcess | None = None,
+    ) -> None:
         self.failures: list[tuple[int, str]] = []
         self.known = threading.Event()
-        self.sentinel = Sentinel(rank, links, self._learn, timeout_s)
+        self.sentinel = Sentinel(rank, links, self._learn, timeout_s, launcher)
 
     def _learn(self, rank: int, text: str) -> None:
         self.failures.append((rank, text))
@@ -215,3 +224,77 @@ def test_nothing_is_left_after_close() -> None:
         item.sentinel.close()
         item.sentinel.close()  # the end of a process may come after an explicit shutdown
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\xff\xfe{", b"[]", b"7", b"null", b'{"failed": "who", "text": 1}', b'{"failed": 1}']
+)
+def test_junk_is_ignored_and_the_watch_goes_on(junk: bytes) -> None:
+    mine, theirs = socket.socketpair()
+    watched = Watched(0, [(1, "pid 1", mine)])
+    theirs.sendall(frame(junk) + frame(b'{"failed": 9, "text": "rank 9 raised"}'))
+    assert watched.failure() == (9, "rank 9 raised")
+    watched.sentinel.close()
+    theirs.close()
+
+
+def test_a_stream_that_is_no_stream_of_messages_is_a_failure() -> None:
+    mine, theirs = socket.socketpair()
+    watched = Watched(0, [(1, "pid 1", mine)])
+    theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    rank, text = watched.failure()
+    assert rank == 1
+    assert "rank 1 (pid 1) sends what is no message of hvdlite" in text
+    watched.sentinel.close()
+    theirs.close()
+
+
+def test_who_is_given_up_is_told_so() -> None:
+    """It may have been stopped, and shall not take the end of the others for their death when it wakes."""
+    mine, theirs = socket.socketpair()
+    watched = Watched(0, [(1, "pid 1", mine)], timeout_s=0.4)
+    assert watched.failure()[0] == 1
+    watched.sentinel.close()
+    theirs.settimeout(PATIENCE_S)
+    said = b""
+    while piece := theirs.recv(1 << 16):
+        said += piece
+    assert b'"failed": 1' in said
+    theirs.close()
+
+
+def test_heartbeats_go_on_while_messages_wait_for_a_neighbour() -> None:
+    """A message that is sent in parts is not torn by heartbeats."""
+    mine, theirs = socket.socketpair()
+    mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    heart = _native.Heartbeat([mine.fileno()], 0.01, frame(b""))
+    body = bytes(range(1, 251)) * 400
+    heart.send(0, frame(body))
+    time.sleep(0.1)
+    received = b""
+    while len(received) < len(frame(body)) + 40:
+        received += theirs.recv(1 << 12)
+    while received.startswith(frame(b"")):  # those before the message
+        received = received[len(frame(b"")) :]
+    assert received.startswith(frame(body))
+    rest = received[len(frame(body)) :]
+    assert rest == (frame(b"") * len(rest))[: len(rest)]
+    heart.close(1.0)
+    heart.send(0, b"too late")  # the number may be another file's by now
+    mine.close()
+    received = b""
+    while piece := theirs.recv(1 << 16):
+        received += piece
+    assert b"too late" not in received
+    theirs.close()
+
+
+def test_ranks_do_not_outlive_their_launcher() -> None:
+    launcher = subprocess.Popen(["sleep", "60"])
+    alone = Watched(5, [], launcher=LauncherProcess("prterun", launcher.pid))
+    launcher.kill()
+    launcher.wait()
+    rank, text = alone.failure()
+    assert rank == 5
+    assert text.startswith(f"prterun (pid {launcher.pid}), which has started rank 5, ended before it")
+    alone.sentinel.close()

@@ -1,0 +1,67 @@
+"""What MPICH's mpirun says of its ranks' ends with -print-all-exitcodes; its own status mixes those of all ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+
+_MARK = b"[mpiexec@"
+_LINE = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*)\n")
+_OF_LAUNCHER = (signal.SIGKILL, signal.SIGTERM)  # which it sends to the others once a rank has failed
+
+
+class ExitCodes:
+    """Takes mpirun's line out of what passes through.
+
+    Attributes:
+        codes: of all ranks, as `os.waitstatus_to_exitcode` has them; empty where the line has not come.
+    """
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self._held = b""
+
+    def take_from(self, piece: bytes) -> bytes:
+        """What is to be passed on by now; an empty ``piece`` is the end, and leaves nothing behind."""
+        data = _LINE.sub(self._note, self._held + piece)
+        kept = _start_of_line(data) if piece else len(data)
+        self._held = data[kept:]
+        return data[:kept]
+
+    def _note(self, line: re.Match[bytes]) -> bytes:
+        numbers = re.findall(rb"\d+", re.sub(rb"\[[^\]]*\]", b"", line[1]))
+        self.codes = [os.waitstatus_to_exitcode(int(number)) for number in numbers]
+        return b""
+
+
+def _start_of_line(data: bytes) -> int:
+    """Where in ``data`` the line may begin whose end has not come."""
+    found = data.rfind(_MARK)
+    if found >= 0 and b"\n" not in data[found:]:
+        return found
+    lengths = (n for n in range(len(_MARK) - 1, 0, -1) if data.endswith(_MARK[:n]))
+    return len(data) - next(lengths, 0)
+
+
+def culprit(codes: Sequence[int]) -> int | None:
+    """The rank whose end explains those of the others, as far as it shows.
+
+    A rank that chose a status, or died of its own, comes before those that fail with 1, as Python does with an
+    exception, since that may be for lack of the others; and last come those that were killed, as a launcher kills them.
+
+    Returns:
+        None where all have succeeded.
+    """
+
+    def distance(rank: int) -> int:
+        code = codes[rank]
+        return 2 if -code in _OF_LAUNCHER else 1 if code == 1 else 0
+
+    return min((rank for rank, code in enumerate(codes) if code != 0), key=distance, default=None)
+
+
+def is_telling(code: int) -> bool:
+    """Whether a rank's end says more than that it failed or was ended, as all may have been."""
+    return code != 1 and -code not in _OF_LAUNCHER

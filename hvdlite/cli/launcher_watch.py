@@ -1,0 +1,205 @@
+"""Whether a launcher does its work: its ranks start in time, and it ends after them. Evidence, where it does not."""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite import connections, environment
+from hvdlite.cli.children import children_of, shell_status
+from hvdlite.cli.job import Host, is_this_machine
+
+OUTLIVES_S = 3.0  # a launcher its ranks
+_LOOK_S = 0.5
+_PROBE_S = 3.0
+_MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of ranks, by mpirun of Open MPI, and of MPICH and its kin
+_MOST_HOSTS = 32  # daemons on more connect to one another, not all to mpirun
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a launch should come to.
+
+    Attributes:
+        hosts: those with ranks; empty where a batch scheduler knows them.
+        is_local: whether all ranks are on this machine.
+        start_timeout_s: until then ranks have started.
+        ssh_port: where other hosts were reached.
+    """
+
+    hosts: tuple[Host, ...]
+    is_local: bool
+    start_timeout_s: float
+    ssh_port: int = 22
+
+
+class LauncherWatch:
+    """Looks at the processes below a launcher that has just been started.
+
+    Ranks on other hosts are out of its sight. So where there are other hosts, only evidence against one of them ends
+    the launcher: connections that the kernel has not got through, or a daemon that has never called.
+
+    Args:
+        selector: hears of the ends of ranks; each has its process id as data.
+
+    Attributes:
+        next_look_s: when to call `look` again; `rank_ended` changes it.
+        statuses: exit statuses of ranks, as far as they were seen.
+        suspicion: why no rank has started, if the launcher should give up by itself; empty where nothing is wrong.
+    """
+
+    def __init__(self, pid: int, expected: Expected, selector: selectors.BaseSelector) -> None:
+        self._pid = pid
+        self._expected = expected
+        self._selector = selector
+        self._began_s = time.monotonic()
+        self._ended_s: float | None = None  # when the last rank has
+        self._running: set[int] = set()
+        self._silent_before: list[str] = []
+        self.next_look_s = self._began_s + _LOOK_S
+        self.statuses: list[int] = []
+        self.suspicion = ""
+
+    def look(self) -> str | None:
+        """Why the launcher should not be waited for any longer; None where it may still come to its end."""
+        now = time.monotonic()
+        self.next_look_s = now + _LOOK_S
+        for pid in self._find_ranks():
+            self._running.add(pid)
+            self.suspicion = ""
+            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        if self._running:
+            self.next_look_s = math.inf
+            return None
+        if self._ended_s is not None:
+            return self._explain_outliving(now - self._ended_s)
+        return self._explain_absence(now - self._began_s)
+
+    def rank_ended(self, key: selectors.SelectorKey) -> None:
+        """One of the descriptors in the selector has become readable."""
+        self._selector.unregister(key.fd)
+        os.close(key.fd)
+        self._running.discard(key.data)
+        status = _status_of_zombie(key.data)
+        if status is not None:
+            self.statuses.append(status)
+        if not self._running:
+            self._ended_s = time.monotonic()
+            self.next_look_s = self._ended_s + OUTLIVES_S
+
+    def close(self) -> None:
+        """Before the selector goes."""
+        for key in [*self._selector.get_map().values()]:
+            if isinstance(key.data, int):
+                self._selector.unregister(key.fd)
+                os.close(key.fd)
+
+    def _explain_outliving(self, since_s: float) -> str | None:
+        if since_s < OUTLIVES_S:
+            return None
+        if self._expected.is_local:
+            return f"mpirun has not ended {since_s:.0f} s after its last rank"
+        silent = self._silence() or self._unreachable()
+        return f"mpirun has not ended {since_s:.0f} s after its last rank here{_listed(silent)}" if silent else None
+
+    def _explain_absence(self, since_s: float) -> str | None:
+        if since_s < OUTLIVES_S:
+            return None
+        silent = self._silence()
+        missing = f"no rank has started here within {since_s:.0f} s (HVDLITE_START_TIMEOUT){_listed(silent)}"
+        self.suspicion = missing if silent else ""
+        return missing if silent and since_s >= self._expected.start_timeout_s else None
+
+    def _silence(self) -> list[str]:
+        """What is wrong with other hosts, host by host, as far as it shows here."""
+        links = connections.of_processes([self._pid, *children_of(self._pid)])
+        others = [host.name for host in self._expected.hosts if not is_this_machine(host)]
+        if not others:
+            return connections.complaints(links)
+        peers = {link.peer for link in links if link.is_open and not link.peer.startswith("127.")}
+        all_came = len(peers) >= len(others) or len(others) > _MOST_HOSTS
+        found = []
+        for name in others:
+            try:
+                addresses = {info[4][0] for info in socket.getaddrinfo(name, None)}
+            except OSError:
+                found.append(f"{name}: this name is not known here; check it, /etc/hosts and DNS")
+                continue
+            own = [link for link in links if link.peer in addresses]
+            if wrong := connections.complaints(own):
+                found.append(f"{name}: {'; '.join(wrong)}")
+            elif not all_came and not any(link.is_open for link in own):
+                found.append(
+                    f"{name}: mpirun's daemon there has not called this machine; check that no firewall drops "
+                    "connections between the hosts on any port, that the host has the program at the same path, and "
+                    f"that this machine's name, {socket.gethostname()}, leads there to an address of an interface that "
+                    "connects them (--network-interfaces chooses one)"
+                )
+        return found
+
+    def _unreachable(self) -> list[str]:
+        """Hosts that were reached by ssh, and that do not even refuse a connection now; asked once in a while."""
+        self.next_look_s = time.monotonic() + _PROBE_S
+        others = [host.name for host in self._expected.hosts if not is_this_machine(host)]
+        with ThreadPoolExecutor(max_workers=len(others) or 1) as pool:
+            answers = pool.map(lambda name: _answers(name, self._expected.ssh_port), others)
+        silent = [name for name, answers_now in zip(others, answers, strict=True) if not answers_now]
+        again = [name for name in silent if name in self._silent_before]
+        self._silent_before = silent
+        port = self._expected.ssh_port
+        return [
+            f"{name} does not answer at port {port} any more: check that it is up, and its network" for name in again
+        ]
+
+    def _find_ranks(self) -> list[int]:
+        """Processes below the launcher that are ranks on this machine; not what they have started."""
+        found = []
+        pending = children_of(self._pid)
+        while pending:
+            pid = pending.pop()
+            try:
+                if environment.of_process(pid).keys() & {*_MARKS}:
+                    found += [pid] if _network_of(pid) == _network_of("self") else []
+                    continue
+            except OSError:  # it has ended
+                continue
+            pending += children_of(pid)
+        return found
+
+
+def _listed(silent: Sequence[str]) -> str:
+    return "".join(["; what is wrong, as seen from here:", *(f"\n  {text}" for text in silent)])
+
+
+def _answers(name: str, port: int) -> bool:
+    """Whether a host takes or refuses connections, rather than being silent."""
+    try:
+        socket.create_connection((name, port), timeout=_PROBE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _network_of(pid: int | str) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    """The exit status of a process that its parent has not asked for yet, as a shell reports it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *rest = stat[stat.rindex(")") + 2 :].split()
+    if state != "Z":
+        return None
+    return shell_status(os.waitstatus_to_exitcode(int(rest[-1])))

@@ -1,0 +1,112 @@
+"""Processes that do not run for a while, or not in Python; and a stderr that takes nothing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fault_lab import check_end, run
+
+IMPATIENT = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "2"}
+
+# A process of its own stops ranks for longer than a neighbour may be silent, and wakes them one after the other.
+STOPPED = """
+import subprocess, tempfile
+from hvdlite.operations.allgather import allgather_async
+
+victims = [int(word) for word in sys.argv[1].split(",")]
+stop = "import os, sys, time; pids = list(map(int, sys.argv[1:])); [os.kill(pid, 19) for pid in pids]; time.sleep(5)"
+wake = "[(os.kill(pid, 18), time.sleep(0.3)) for pid in pids]"
+hvdlite.init()
+step()
+pids = np.zeros(hvdlite.size(), np.int64)
+pids[hvdlite.rank()] = os.getpid()
+reduce("pids", TensorView.of_numpy(pids)).wait()
+if hvdlite.rank() == 0:
+    subprocess.Popen([sys.executable, "-c", f"{stop}; {wake}", *[str(pids[rank]) for rank in victims]])
+began = time.monotonic()
+slept_s = 0.0
+try:
+    while slept_s < 2.0 and time.monotonic() - began < 8.0:
+        before = time.monotonic()
+        step()
+        slept_s = max(slept_s, time.monotonic() - before)
+    for _ in range(20):
+        time.sleep(0.1)
+        step()
+    say("slept for", slept_s)
+except hvdlite.RankFailedError as error:
+    say("dying at" if hvdlite.rank() in victims else "noticed at", time.time(), error)
+    if hvdlite.rank() not in victims:
+        time.sleep(5)  # for the rank that was stopped to wake
+    raise
+"""
+
+
+@pytest.mark.parametrize("mpi", ["current", "none"])
+def test_a_job_that_is_suspended_goes_on(mpi: str) -> None:
+    result = run(STOPPED, "0,1,2", n=3, machines="001" if mpi == "current" else "", env=IMPATIENT, mpi=mpi).check()
+    slept = [float(text) for text in re.findall(r"^slept for ([\d.]+)$", result.stdout, re.MULTILINE)]
+    assert len(slept) == 3 and min(slept) > 2.0, result
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_was_stopped_accuses_nobody_else(victim: int) -> None:
+    """The leader, and a rank that leads nothing. It wakes before the others end."""
+    env = {**IMPATIENT, "HVDLITE_FAILURE_GRACE_SECONDS": "8"}
+    result = run(STOPPED, str(victim), n=3, mpi="none", env=env)
+    (own,) = re.findall(r"^dying at [\d.]+ (.*)$", result.stdout, re.MULTILINE)
+    others = re.findall(r"^noticed at [\d.]+ (.*)$", result.stdout, re.MULTILINE)
+    assert len(others) == 2, result
+    assert all(f"rank {victim} (pid " in text and "has not answered for" in text for text in others), result
+    assert f"rank {victim} (pid " in own, result
+    assert "rank" not in own.replace(f"rank {victim}", ""), result
+
+
+BUSY_IN_C = """
+import ctypes
+hvdlite.init()
+step()
+if hvdlite.rank() == 1:
+    ctypes.PyDLL(None).sleep(6)  # without giving up the GIL
+step()
+say("done")
+"""
+
+
+def test_a_long_call_that_keeps_the_gil_is_no_death() -> None:
+    result = run(BUSY_IN_C, n=3, mpi="none", env=IMPATIENT).check()
+    assert result.stdout.count("done") == 3
+
+
+# Rank 0's stderr is a pipe that is full, and nobody reads it.
+BLOCKED = """
+hvdlite.init()
+step()
+if hvdlite.rank() == 1:
+    time.sleep(0.5)
+    say("dying at", time.time())
+    os.kill(os.getpid(), signal.SIGKILL)
+if hvdlite.rank() == 0:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        while True:
+            os.write(writer, bytes(1 << 16))
+    except BlockingIOError:
+        os.set_blocking(writer, True)
+    os.dup2(writer, 2)
+try:
+    while True:
+        step()
+except hvdlite.RankFailedError as error:
+    say("noticed", error)
+    raise
+"""
+
+
+def test_a_blocked_stderr_holds_no_failure_up() -> None:
+    result = run(BLOCKED, n=3, mpi="none", env={"HVDLITE_FAILURE_GRACE_SECONDS": "2"})
+    check_end(result, "rank 1 (pid", "died without a word")
+    assert "noticed rank 1 (pid" in result.ranks[0].stdout, result

@@ -1,0 +1,138 @@
+"""Hosts of which nothing is heard: the launcher is ended in time, and what is wrong is said by evidence."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from lab import Lab
+from launching import python_of
+
+Hosts = Callable[..., Lab]
+
+PROGRAM = """
+import pathlib, sys, time
+import numpy as np
+import hvdlite
+from hvdlite import TensorView
+from hvdlite.operations.allreduce import allreduce_async
+hvdlite.init()
+view = TensorView.of_numpy(np.zeros(100_000, np.float32))
+end = time.monotonic() + float(sys.argv[2])
+pathlib.Path(sys.argv[1], str(hvdlite.rank())).touch()
+steps = TensorView.of_numpy(np.ones(1, np.float32))
+while time.monotonic() < end:
+    for _ in range(10):
+        allreduce_async(hvdlite.runtime().group, [view], [view], name="gradient").wait()
+    time.sleep(0.02)
+    break_at = np.array([float(time.monotonic() < end)], np.float32)
+    allreduce_async(hvdlite.runtime().group, [TensorView.of_numpy(break_at)], [TensorView.of_numpy(break_at)]).wait()
+    if break_at[0] < hvdlite.size():
+        break
+print("through", flush=True)
+"""
+
+
+class Job:
+    """``program`` under hvdliterun on host 0, with a rank on each of two hosts."""
+
+    def __init__(self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str]) -> None:
+        self.directory = directory
+        script = directory / "script.py"
+        script.write_text(PROGRAM)
+        variables = {**lab.launch_environment, "OMP_NUM_THREADS": "1", **env}
+        variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+        words = [f"{name}={value}" for name, value in variables.items()]
+        front = [python_of(mpi), "-m", "hvdlite", "run", "-np", "2", "-H", "node0:1,node1:1"]
+        self.process = subprocess.Popen(
+            [*lab.enter(0), "env", *words, *front, str(script), str(directory), str(seconds)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def when_running(self, action: Callable[[], None]) -> threading.Thread:
+        def act() -> None:
+            deadline = time.monotonic() + 60
+            while not all((self.directory / str(rank)).exists() for rank in range(2)):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.05)
+            time.sleep(0.5)
+            action()
+
+        thread = threading.Thread(target=act)
+        thread.start()
+        return thread
+
+    def end(self, timeout: float) -> tuple[int, str]:
+        """Exit status, and all output."""
+        try:
+            stdout, stderr = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail(f"not at its end\n{self.process.communicate()}", pytrace=False)
+        return self.process.returncode, stdout + stderr
+
+
+def test_a_host_whose_daemon_does_not_call_is_named(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
+    """As where a firewall drops all but ssh."""
+    lab = hosts(2)
+    for host, peer in ((0, 1), (1, 0)):  # else the kernel soon finds that nobody has the other's address
+        hardware = lab.run(peer, "cat", "/sys/class/net/eth0/address").stdout.strip()
+        entry = [lab.address(peer), "lladdr", hardware, "dev", "eth0", "nud", "permanent"]
+        lab.run(host, "ip", "neigh", "replace", *entry).check_returncode()
+    lab.cut(1)
+    status, text = Job(lab, mpi, tmp_path, 0, {"HVDLITE_START_TIMEOUT": "6"}).end(40)
+    assert status != 0, text
+    # With Open MPI no rank starts; MPICH starts those here, which end by themselves.
+    assert re.search("hvdlite run: ended: (no rank has started here within 6 s|mpirun has not ended)", text), text
+    assert "node1: mpirun's daemon there has not called this machine; check that no firewall" in text, text
+    assert lab.pids(0) == lab.pids(1) == []
+
+
+def test_a_launcher_does_not_wait_for_a_host_that_fell_silent(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
+    lab = hosts(2)
+    job = Job(lab, mpi, tmp_path, 60, {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "3"})
+    cutter = job.when_running(lambda: lab.cut(1))
+    status, text = job.end(60)
+    cutter.join()
+    assert status != 0, text
+    assert "rank 1 (pid" in text and "on node1) has not answered for" in text, text
+
+
+@pytest.mark.thorough
+def test_a_link_that_is_down_for_a_while_is_no_end(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
+    lab = hosts(2)
+    job = Job(lab, mpi, tmp_path, 16, {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "60"})
+
+    def interrupt() -> None:
+        lab.cut(1)
+        time.sleep(12)
+        lab.mend(1)
+
+    cutter = job.when_running(interrupt)
+    status, text = job.end(100)
+    cutter.join()
+    assert status == 0, text
+    assert text.count("through") == 2, text
+
+
+def test_packets_that_are_too_large_for_the_way_are_recognised(hosts: Hosts, tmp_path: Path) -> None:
+    """Hosts with jumbo frames, and a switch without. MPICH's mpirun gives up by itself, before there is evidence."""
+    lab = hosts(2)
+    for host in range(2):
+        lab.run(host, "ip", "link", "set", "eth0", "mtu", "9000").check_returncode()
+    env = {"HVDLITE_START_TIMEOUT": "8", "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6"}
+    status, text = Job(lab, "openmpi", tmp_path, 5, env).end(90)
+    assert status != 0, text
+    assert "check that the MTU is the same on all hosts and on the way" in text, text
