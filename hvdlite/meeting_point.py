@@ -12,13 +12,14 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import StartupError
 from hvdlite.rendezvous import MissingError
+from hvdlite.roster import Join
 from hvdlite.wire import is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
@@ -42,11 +43,16 @@ class _Gathering:
 class MeetingPoint:
     """hvdliterun's end. `open` it once the ranks have been started: a process with threads should not fork.
 
+    Args:
+        on_join: takes what workers of an elastic job say, with the connection to answer on; called on a thread for
+            each.
+
     Attributes:
         environment: by which ranks find it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_join: Callable[[Join, socket.socket], None] | None = None) -> None:
+        self._on_join = on_join
         name = f"hvdlite-start-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + name)
@@ -83,15 +89,22 @@ class MeetingPoint:
             threading.Thread(target=self._serve, args=(link,), daemon=True).start()
 
     def _serve(self, link: socket.socket) -> None:
-        with link, suppress(OSError):
+        with ExitStack() as closing, suppress(OSError):
+            closing.enter_context(link)
             if not is_ours(link):
                 return
-            key, ranks, rank, timeout_s, data = pickle.loads(_receive(link))
+            request = pickle.loads(receive(link))
+            if isinstance(request, Join):
+                if self._on_join is not None:
+                    closing.pop_all()  # the connection stays
+                    self._on_join(request, link)
+                return
+            key, ranks, rank, timeout_s, data = request
             try:
                 answer = self._gather(key, ranks, rank, data, timeout_s), ""
             except MissingError as error:
                 answer = [], str(error)
-            _send(link, pickle.dumps(answer))
+            send(link, pickle.dumps(answer))
 
     def _gather(self, key: str, ranks: tuple[int, ...], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """What ``ranks`` have left. Raises MissingError."""
@@ -138,13 +151,10 @@ class AtMeetingPoint:
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.rendezvous.Place`."""
         try:
-            with socket.socket(socket.AF_UNIX) as link:
-                link.connect("\0" + self._name)
-                if not is_ours(link):
-                    raise ConnectionError("it belongs to another user")
-                _send(link, pickle.dumps((key, tuple(ranks), rank, timeout_s, data)))
+            with connect(self._name) as link:
+                send(link, pickle.dumps((key, tuple(ranks), rank, timeout_s, data)))
                 link.settimeout(timeout_s + _ANSWER_S)
-                told, complaint = pickle.loads(_receive(link))
+                told, complaint = pickle.loads(receive(link))
         except OSError as error:
             raise StartupError(
                 f"rank {rank} cannot reach the {self._whose} that has started it ({error}): it has ended, or this "
@@ -156,10 +166,33 @@ class AtMeetingPoint:
         return values
 
 
-def _send(link: socket.socket, data: bytes) -> None:
+def connect(name: str) -> socket.socket:
+    """A connection to the `MeetingPoint` of that name.
+
+    Raises:
+        OSError: there is none, or it is another user's.
+    """
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        link.connect("\0" + name)
+        if not is_ours(link):
+            raise ConnectionError("it belongs to another user")
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def send(link: socket.socket, data: bytes) -> None:
+    """One message."""
     link.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive(link: socket.socket) -> bytes:
+def receive(link: socket.socket) -> bytes:
+    """The next message.
+
+    Raises:
+        OSError: the other end is gone, or does not answer in time.
+    """
     (length,) = _LENGTH.unpack(read_exactly(link, _LENGTH.size))
     return read_exactly(link, length)

@@ -171,8 +171,12 @@ class Runtime:
             self.fail(error)
         self.close()
 
-    def close(self, why: str = "it called shutdown()") -> None:
-        """Stop on all ranks: what is in flight, there and here, fails with `ShutDownError`. May be called again."""
+    def close(self, why: str = "it called shutdown()", *, is_final: bool = False) -> None:
+        """Stop on all ranks: what is in flight, there and here, fails with `ShutDownError`. May be called again.
+
+        Args:
+            is_final: this process ends.
+        """
         if self.closed:
             return
         self.closed = True
@@ -182,6 +186,7 @@ class Runtime:
         self.world.close(
             f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete. {_UNEVEN}",
             "hvdlite has been shut down in this process; call hvd.init() again before other operations",
+            is_final=is_final,
         )
         self._timeline.close()
         self.world.health.close()

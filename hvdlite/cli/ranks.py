@@ -13,9 +13,8 @@ from contextlib import ExitStack, closing
 
 from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, sweep
 from hvdlite.cli.job import Command, Launch, thread_settings
-from hvdlite.config import RANK, SIZE
 from hvdlite.errors import StartupError
-from hvdlite.launched import without_launcher
+from hvdlite.launched import told, without_launcher
 from hvdlite.meeting_point import MeetingPoint
 
 _LAST_WORDS_S = 0.5  # after rank 0 has ended, which by custom speaks for all and saves what is to be saved
@@ -46,7 +45,7 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
     with Stops() as stops, closing(MeetingPoint()) as point, ExitStack() as on_failure:
         on_failure.callback(sweep, lambda: True)
         inherited = {**without_launcher(environ), **point.environment}
-        children = [_start(argv, rank, count, inherited) for rank in range(count)]
+        children = [start(argv, rank, count, inherited) for rank in range(count)]
         on_failure.pop_all()
         point.open()
         status = _Job(children, point, stops, grace_s).wait()
@@ -57,13 +56,12 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
         return status
 
 
-def told(rank: int, count: int) -> dict[str, str]:
-    """Variables that say to a process who it is, of ``count`` on one machine."""
-    numbers = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    return {RANK: str(rank), SIZE: str(count)} | {f"HOROVOD_{name}": str(n) for name, n in numbers.items()}
+def start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process for rank ``rank`` of ``count``, which ends with this one.
 
-
-def _start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    Raises:
+        StartupError: it cannot be started.
+    """
     parent = os.getpid()
     has_terminal = rank == 0 and os.isatty(0)
 
@@ -127,7 +125,7 @@ class _Job:
 
     def _note_end(self, rank: int, status: int) -> None:
         child = self._living.pop(rank)
-        how = f"ended with exit status {status}" if status >= 0 else f"was killed by {_name(-status)}"
+        how = ending(status)
         self._point.rank_ended(rank, how)
         if status != 0 and self.status == 0:
             self.status = status if status > 0 else 128 - status
@@ -152,6 +150,11 @@ class _Job:
         for child in self._living.values():
             child.send_signal(number)
         self._next = (time.monotonic() + GRACE_S, signal.SIGKILL)
+
+
+def ending(status: int) -> str:
+    """How a process with this return code has ended; goes on with the sentence."""
+    return f"ended with exit status {status}" if status >= 0 else f"was killed by {_name(-status)}"
 
 
 def _name(number: int) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdlite import environment
-from hvdlite.cli import check_build, horovodrun, mpirun, ranks
+from hvdlite.cli import check_build, elastic, horovodrun, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun
@@ -35,6 +36,9 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
+  --elastic                   on one machine: ranks that die are replaced, and the others go on (docs/elastic.md)
+  --min-np N                  the same, and wait where fewer than N ranks are left (default: 1)
+  --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
   --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
   --check-build               print what this hvdlite has and stop; --version its version
   --                          what follows is the program
@@ -66,12 +70,14 @@ _LOST_HOST = (
 )
 
 
+_ELASTIC_RESTARTS = 10
+_INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 _QUESTIONS = frozenset({"check-build", "cb", "version"})
-_SWITCHES = frozenset({"dry-run", "verbose"}) | _QUESTIONS
+_SWITCHES = frozenset({"dry-run", "verbose", "elastic"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
     """
     np n num-proc H host hosts hostfile machinefile f network-interfaces network-interface mpirun output-filename
-    config-file
+    config-file min-np min-num-proc restarts
     """.split()
 )
 
@@ -91,10 +97,16 @@ class Arguments:
     interfaces: str = ""
     mpirun: str = ""
     output: str = ""
+    least: int | None = None
+    restarts: int | None = None
     switches: set[str] = field(default_factory=set)  # those given of _SWITCHES
     options: list[str] = field(default_factory=list)
     program: list[str] = field(default_factory=list)
     effects: horovodrun.Effects = field(default_factory=horovodrun.Effects)
+
+    @property
+    def is_elastic(self) -> bool:
+        return "elastic" in self.switches or self.least is not None
 
 
 def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
@@ -128,9 +140,16 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
         if "dry-run" in arguments.switches:
             return 0
-        if chosen is None:
-            return ranks.run_ranks(command.argv, launch.ranks, environ, Config.from_env(environ).failure_grace_s)
-        return _run_mpirun(chosen, launch, command, environ)
+        config = Config.from_env(environ)
+        if arguments.is_elastic:
+            return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
+
+        def once() -> int:
+            if chosen is None:
+                return ranks.run_ranks(command.argv, launch.ranks, environ, config.failure_grace_s)
+            return _run_mpirun(chosen, launch, command, environ)
+
+        return _run_again(once, arguments.restarts or 0)
     except StartupError as error:
         print(f"hvdlite run: {error}", file=sys.stderr)
         return 2
@@ -142,10 +161,35 @@ def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
     Raises:
         StartupError: it is not there.
     """
+    asked_for = arguments.effects.forces_mpi or arguments.options
+    if arguments.is_elastic and (asked_for or arguments.mpirun or not launch.is_local):
+        raise ConfigError(
+            "--elastic is for the ranks of one machine without MPI; across hosts give --restarts K, which starts the "
+            "whole job again, and save checkpoints"
+        )
     if arguments.mpirun:
         return mpirun.identify(arguments.mpirun)
-    asked_for = arguments.effects.forces_mpi or arguments.options
     return mpirun.find_mpirun() if asked_for or not launch.is_local else None
+
+
+def _elasticity(arguments: Arguments, launch: Launch) -> elastic.Elasticity:
+    """Raises:
+    ConfigError: --min-np is more than there are.
+    """
+    least = 1 if arguments.least is None else arguments.least
+    if least > launch.ranks:
+        raise ConfigError(f"--min-np {least} is more than -np {launch.ranks}")
+    return elastic.Elasticity(least, _ELASTIC_RESTARTS if arguments.restarts is None else arguments.restarts)
+
+
+def _run_again(once: Callable[[], int], restarts: int) -> int:
+    """The exit status of ``once()``, which is called again up to ``restarts`` times while it fails uninterrupted."""
+    for number in range(1, restarts + 1):
+        status = once()
+        if status == 0 or status in _INTERRUPTED:
+            return status
+        print(f"hvdlite run: starts the job again ({number} of {restarts} times)", file=sys.stderr, flush=True)
+    return once()
 
 
 def _run_mpirun(chosen: Mpirun, launch: Launch, command: Command, environ: Mapping[str, str]) -> int:
@@ -227,9 +271,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
     if name in ("np", "n", "num-proc"):
-        if not value.isdigit() or int(value) == 0:
-            raise ConfigError(f"{option} {value}: must be a number of ranks above 0")
-        arguments.ranks = int(value)
+        arguments.ranks = _count(option, value)
     elif name in ("H", "host", "hosts"):
         arguments.hosts = parse_hosts(value)
     elif name in ("hostfile", "machinefile", "f"):
@@ -238,12 +280,22 @@ def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
         arguments.interfaces = value
     elif name == "network-interface":  # may be repeated
         arguments.interfaces = ",".join(filter(None, [arguments.interfaces, value]))
+    elif name in ("min-np", "min-num-proc"):
+        arguments.least = _count(option, value)
+    elif name == "restarts":
+        arguments.restarts = _count(option, value, least=0)
     elif name == "output-filename":
         arguments.output = os.path.abspath(value)
     elif name == "config-file":
         arguments.effects = horovodrun.read_config_file(value)
     else:
         arguments.mpirun = value
+
+
+def _count(option: str, value: str, least: int = 1) -> int:
+    if not value.isdigit() or int(value) < least:
+        raise ConfigError(f"{option} {value}: must be a number{' of ranks above 0' if least else ', 0 or more'}")
+    return int(value)
 
 
 def _arity(name: str, words: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import ray
 
 import hvdlite
 from hvdlite import environment
-from hvdlite.cli.ranks import told
+from hvdlite.launched import told
 from hvdlite.config import RAY_JOB
 from hvdlite.errors import is_known_everywhere
 from hvdlite.launched import without_launcher
