@@ -58,8 +58,8 @@ def init(
 def restart(*, follows_rank_0: bool = True) -> None:
     """Shut down, and start again with what init() was called with last; a collective call of the same ranks.
 
-    In an elastic job, of those that live: dead ranks are left out or replaced, and new ones come. Process sets are gone,
-    and must be added again.
+    In an elastic job, of those that live: dead ranks are left out or replaced, and new ones come. Process sets are
+    gone, and must be added again.
 
     Args:
         follows_rank_0: all ranks will be given what rank 0 has, which therefore must not be new.
@@ -71,8 +71,10 @@ def restart(*, follows_rank_0: bool = True) -> None:
     with _hooks.lock:
         if _hooks.arguments is None:
             raise NotInitializedError
-        failed = None if _hooks.runtime is None else _hooks.runtime.world.health.failed_rank
-        shutdown()
+        world = None if _hooks.runtime is None else _hooks.runtime.world
+        failed = None if world is None else world.health.failed_rank
+        if membership() is None or world is None or not (world.has_ended or world.health.failure):
+            shutdown()  # so that the other ranks come
         _start(_hooks.arguments, failed, follows_rank_0)
 
 
@@ -83,13 +85,18 @@ def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: 
     config = Config.from_env()
     member = membership()
     is_new = member is None or member.generation is None
-    for tries_left in reversed(range(1 if member is None else _ELASTIC_STARTS)):
+    tries_left = 1 if member is None else _ELASTIC_STARTS
+    while tries_left:
+        tries_left -= 1
         _hooks.peers.meet_anew(failed, follows_rank_0=follows_rank_0)
+        shutdown()  # a world that has ended serves until there is a next one: who saves a checkpoint asks for its rank
         try:
-            return _build(arguments, config)
+            _build(arguments, config)
+            break
         except (StartupError, CollectiveError) as error:
-            # A rank may end while it starts, or be refused; those that live meet once more.
-            if tries_left == 0 or isinstance(error, ConfigError) or (is_new and isinstance(error, HorovodVersionMismatchError)):
+            # A rank may end while it starts, or not fit the others; those that live meet once more.
+            own_fault = isinstance(error, ConfigError) or (is_new and isinstance(error, HorovodVersionMismatchError))
+            if own_fault or not tries_left:
                 raise
             _LOG.warning("a start has failed, and is tried again: %s", error)
             failed = None

@@ -131,7 +131,7 @@ class _ElasticJob:
         self._started = 0
         self._restarts_left = elasticity.restarts
         self._status = 0  # of the failure from which the job has not recovered yet
-        self._is_ending = False  # nobody is started or let in any more
+        self._end_reason = ""  # set: nobody is started or let in any more
         self._were_never_ranks: Counter[int] = Counter()  # processes in a row, by seat
         self._due: dict[int, float] = {}  # when seats get another process
         self._limits: dict[int, float] = {}  # when workers for whom others wait are ended
@@ -175,8 +175,8 @@ class _ElasticJob:
             self._links.pop(join.worker).close()
         self._links[join.worker] = link
         self._roster.come(join)
-        if self._is_ending:
-            self._refuse([join.worker], "the job ends")
+        if self._end_reason:
+            self._refuse([join.worker], self._end_reason)
         elif join.failed is not None and self._generation is not None:
             # Stopped, or stuck; or it ends just now.
             self._limits[self._generation.workers[join.failed]] = time.monotonic() + self._config.failure_grace_s
@@ -198,11 +198,11 @@ class _ElasticJob:
             self._end(f"{name} has ended by itself, with exit status 0")
 
     def _note_failure(self, name: str, worker: _Worker, status: int, *, was_rank: bool) -> None:
-        if self._stops or (self._is_ending and not was_rank):
+        if self._stops or (self._end_reason and not was_rank):
             return
         self._status = self._status or (status if status > 0 else 128 - status)
         self._say(f"{name} (pid {worker.child.pid}) {ranks.ending(status)}")
-        if self._is_ending:
+        if self._end_reason:
             self._end_within(self._config.failure_grace_s)
             return
         if self._restarts_left > 0:
@@ -211,10 +211,8 @@ class _ElasticJob:
         if self._generation is not None and not self._roster.members:
             self._end("no rank is left that has the state")
         elif len(self._workers) + len(self._due) < self._elasticity.least:
-            self._end(
-                f"{len(self._workers)} ranks are left, fewer than --min-np {self._elasticity.least}, and no more may be "
-                f"started (--restarts {self._elasticity.restarts})"
-            )
+            left, least, restarts = len(self._workers), self._elasticity.least, self._elasticity.restarts
+            self._end(f"{left} ranks are left of --min-np {least}, and no more may be started (--restarts {restarts})")
 
     def _pause_s(self, seat: int, *, was_rank: bool) -> float:
         """Before this seat gets another process: none, unless they fail one after the other."""
@@ -233,7 +231,7 @@ class _ElasticJob:
             self._launch(seat)
         if self._next is not None and now >= self._next[0]:
             self._signal(self._next[1])
-        generation = None if self._is_ending else self._roster.next_generation()
+        generation = None if self._end_reason else self._roster.next_generation()
         if generation is not None:
             self._begin(generation)
         if self._roster.knocks and not self._was_told:
@@ -279,9 +277,9 @@ class _ElasticJob:
 
     def _end(self, reason: str) -> None:
         """There are no more generations: who waits for one hears why, and who never was a rank is ended."""
-        if self._is_ending:
+        if self._end_reason:
             return
-        self._is_ending = True
+        self._end_reason = reason
         self._due.clear()
         if self._status != 0:
             self._say(f"the job ends: {reason}")
@@ -302,7 +300,7 @@ class _ElasticJob:
     def _heed_stops(self) -> None:
         os.read(self._stops.wake, 64)
         if len(self._stops) > self._stops_seen:
-            self._is_ending = True
+            self._end_reason = "hvdliterun was told to end"
             self._due.clear()
             self._signal(signal.SIGTERM if self._stops_seen == 0 else signal.SIGKILL)
             self._stops_seen = len(self._stops)

@@ -73,7 +73,10 @@ def _switch(names: str, setting: str = "", value: str = "", key: str = "", note:
 
 
 _NO_GLOO = "hvdlite communicates by shared memory and MPI, without Gloo; one machine needs neither, several need MPI"
-_NO_ELASTIC = "the hosts of a job do not change while it runs; it runs with the ranks of -np, and replaces those that die"
+_NO_ELASTIC = (
+    "the hosts of a job do not change while it runs; with --elastic it runs with the ranks of -np, and replaces those "
+    "that die"
+)
 _NO_JSRUN = (
     "hvdliterun does not run jsrun, but hvdlite knows what jsrun starts: jsrun -n RANKS -a 1 -c CORES python train.py "
     "(-g 1: a GPU each)"

@@ -84,7 +84,7 @@ _WITH_ARGUMENT = frozenset(
 # Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
 _INTO_FILES = """\
 d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}") && mkdir -p "$d" && shift 2 && \
-exec "$@" >"$d/stdout" 2>"$d/stderr"\
+if [ "$HVDLITE_WORKER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
 """
 
 

@@ -108,11 +108,11 @@ def restart(*, follows_rank_0: bool = True) -> None:
     """
     sets = hvdlite.runtime().process_sets()
     member = default_runtime.membership()
-    before = None if member is None else member.generation
-    default_runtime.restart(follows_rank_0=follows_rank_0)
+    before = () if member is None or member.generation is None else member.generation.workers
+    hvdlite.restart(follows_rank_0=follows_rank_0)
     _show_in_profiler()
     runtime = hvdlite.runtime()
-    if member is not None and before is not None and member.generation.workers != before.workers:
+    if member is not None and member.generation is not None and member.generation.workers != before:
         if len(sets) > 1:
             _LOG.warning("process sets are gone, as the ranks have changed: add them in the training function")
         return

@@ -140,7 +140,7 @@ def test_strangers_are_not_heard(point: MeetingPoint, monkeypatch: pytest.Monkey
 def test_who_leaves_while_it_waits_harms_nobody(point: MeetingPoint) -> None:
     with socket.socket(socket.AF_UNIX) as link:
         link.connect("\0" + point.environment[MEETING_POINT])
-        meeting_point._send(link, pickle.dumps(("key", (0, 1), 0, 0.2, b"")))
+        meeting_point.send(link, pickle.dumps(("key", (0, 1), 0, 0.2, b"")))
     assert on_ranks(point, 2, lambda ranks: ranks.allgather(ranks.rank)) == [[0, 1]] * 2
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import hvdlite
@@ -14,6 +15,7 @@ from hvdlite.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     MismatchError,
+    NotInitializedError,
     ShutDownError,
     StallError,
     StartupError,
@@ -62,7 +64,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     return wrapped
 
 
-def run_with(start_again: Callable[[State, Why], object], func: Callable[..., T], state: State, *args: Any, **kwargs: Any) -> T:
+def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], state: S, *args: Any, **kwargs: Any) -> T:
     """``func(state, ...)``, until it returns or raises what ends the job.
 
     Args:
@@ -79,11 +81,26 @@ def run_with(start_again: Callable[[State, Why], object], func: Callable[..., T]
                 state.share()
             else:
                 state.sync()
-            return func(state, *args, **kwargs)
-        except (MismatchError, UsageError, UnrecoverableError):
+            with _surviving():
+                return func(state, *args, **kwargs)
+        except (MismatchError, UsageError, UnrecoverableError, NotInitializedError):
             raise
         except (HostsUpdatedInterrupt, HorovodInternalError) as reason:
             why = reason
+
+
+@contextmanager
+def _surviving() -> Iterator[None]:
+    """A failure is not the end of this rank."""
+    if default_runtime.membership() is None:
+        yield
+        return
+    health = hvdlite.runtime().world.health
+    health.recovers = True
+    try:
+        yield
+    finally:
+        health.recovers = False
 
 
 def _has_newcomers() -> bool:
@@ -104,7 +121,8 @@ def _start_again(state: State, why: Why) -> None:
     try:
         restart(follows_rank_0=state.follows_rank_0)  # ends what other ranks wait for with an error: they come as well
     except StartupError as error:
-        state.restore()
+        if isinstance(why, HorovodInternalError):
+            state.restore()
         raise _unrecoverable(str(error), why) from error
     state.abandon()
     if isinstance(why, HorovodInternalError):

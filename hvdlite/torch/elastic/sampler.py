@@ -42,6 +42,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
+        self.rank, self.num_replicas = hvdlite.rank(), hvdlite.size()
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -91,7 +92,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def reset(self) -> None:
         """Share what is left among the ranks there are now, from the next pass on."""
-        self.rank, self.num_replicas = hvdlite.rank(), hvdlite.size()
+        if hvdlite.is_initialized():  # or else as before, for who saves a checkpoint after the end
+            self.rank, self.num_replicas = hvdlite.rank(), hvdlite.size()
         self.remaining_indices = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas

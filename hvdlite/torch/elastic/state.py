@@ -260,7 +260,6 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         others = {}
-        samplers = {}
         for name, value in self._values().items():
             if isinstance(value, torch.nn.Module):
                 _sync_module(value, root.rank)
