@@ -62,6 +62,7 @@ from hvdlite.errors import (
     ShutDownError as ShutDownError,
     StallError as StallError,
     StartupError as StartupError,
+    UnrecoverableError as UnrecoverableError,
     UsageError as UsageError,
 )
 from hvdlite.launch import run as run

@@ -35,7 +35,7 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
 
     - stdin is rank 0's. Where it is a terminal rank 0 stays in its foreground, so that Ctrl-C reaches it too.
     - Once a rank has failed, the others have ``grace_s`` to end by themselves, and `_LAST_WORDS_S` once rank 0 has
-      ended; then they get TERM, and after `GRACE_S` KILL, with all that they have started.
+      ended after it; then they get TERM, and after `GRACE_S` KILL, with all that they have started.
     - On Ctrl-C, TERM or HUP they get TERM at once; a second signal does not wait for `GRACE_S`.
     - Where this process is killed outright, they are killed.
 
@@ -132,7 +132,7 @@ class _Job:
             if not self._stops:
                 print(f"hvdlite run: rank {rank} (pid {child.pid}) {how}", file=sys.stderr, flush=True)
             self._end_within(self._grace_s)
-        if self.status != 0 and 0 not in self._living:
+        elif self.status != 0 and rank == 0:
             self._end_within(_LAST_WORDS_S)
 
     def _end_within(self, seconds: float) -> None:
