@@ -36,7 +36,8 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
-  --elastic                   on one machine: ranks that die are replaced, and the others go on (docs/elastic.md)
+  --elastic                   ranks that die are replaced, and the others go on (docs/elastic.md); under mpirun they may
+                              save first, and --restarts starts the job again
   --min-np N                  the same, and wait where fewer than N ranks are left (default: 1)
   --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
   --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             return 0
         settings = arguments.effects.settings
         environ = {**environment.variables(), **settings}
-        launch = launch_of(arguments, environ)
+        launch = replace(launch_of(arguments, environ), outlives_ranks=arguments.is_elastic)
         chosen = _mpirun(arguments, launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         if "dry-run" in arguments.switches:
             return 0
         config = Config.from_env(environ)
-        if arguments.is_elastic:
+        if arguments.is_elastic and chosen is None:
             return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
 
         def once() -> int:
@@ -162,11 +163,6 @@ def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
         StartupError: it is not there.
     """
     asked_for = arguments.effects.forces_mpi or arguments.options
-    if arguments.is_elastic and (asked_for or arguments.mpirun or not launch.is_local):
-        raise ConfigError(
-            "--elastic is for the ranks of one machine without MPI; across hosts give --restarts K, which starts the "
-            "whole job again, and save checkpoints"
-        )
     if arguments.mpirun:
         return mpirun.identify(arguments.mpirun)
     return mpirun.find_mpirun() if asked_for or not launch.is_local else None

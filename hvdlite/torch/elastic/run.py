@@ -134,7 +134,7 @@ def _hindrance(failure: HorovodInternalError) -> str:
     if isinstance(failure, StallError):
         return "the ranks live, but wait for one another"
     if isinstance(failure, CollectiveError):
-        return "a rank cannot be replaced, since this job was not started by `hvdliterun --elastic`"
+        return "a rank cannot be replaced but by `hvdliterun --elastic` on one machine, without MPI"
     if isinstance(failure, ShutDownError) and failure.is_final:
         return "a rank has ended by itself"
     return ""
