@@ -1,7 +1,7 @@
 """Ranks of an elastic job die and stop at random, and it trains on: python tests/chaos.py [--minutes 20] [--seed 7]
 
 Every few seconds a rank is killed, or stopped, or raises, or two are killed at once, or a process that is still
-starting. Weights count how often each sample went into them, so at the end of every epoch they show whether a sample was
+starting. Weights count how often each sample went into them, so at the end of every epoch they show whether one was
 lost or counted twice. One rank is spared at any time, another one each time, since somebody has to have the state.
 """
 
