@@ -69,6 +69,7 @@ with uncollected():
         ShutDownError as ShutDownError,
         StallError as StallError,
         StartupError as StartupError,
+        UnrecoverableError as UnrecoverableError,
         UsageError as UsageError,
     )
     from hvdlite.memory.views import TensorView as TensorView

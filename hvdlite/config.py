@@ -160,6 +160,9 @@ class Config:
     ub_tuning_file: str = _setting("", str, "UB_TUNING_FILE")
     """Path on the machine of a team's first rank: how its ranks exchange rows, as measured earlier; what is measured
     now is added. Empty means none."""
+    elastic_timeout_s: float = _setting(600.0, _positive(_number), "ELASTIC_TIMEOUT")
+    """Under `hvd.elastic.run`, longest that ranks wait for one that is to meet them anew after a failure, or for new
+    ranks where too few are left."""
     failure_grace_s: float = _setting(5.0, _not_negative(_number), "FAILURE_GRACE_SECONDS")
     """After a rank failed, how long the others may take to raise and end before they are ended."""
     mpi_threads_disable: bool = _setting(False, _boolean, "MPI_THREADS_DISABLE")
@@ -277,6 +280,7 @@ MEETING_POINT = "HVDLITE_MEETING_POINT"
 RANK = "HVDLITE_RANK"
 SIZE = "HVDLITE_SIZE"
 RAY_JOB = "HVDLITE_RAY_JOB"
+WORKER = "HVDLITE_WORKER"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
@@ -289,6 +293,7 @@ OTHER_VARIABLES = {
     MEETING_POINT: "from hvdliterun to ranks that it starts without MPI: where they meet",
     RANK: "likewise: the number of the rank",
     SIZE: "likewise: how many ranks there are",
+    WORKER: "from `hvdliterun --elastic` to its ranks: the number of the process, which no other one will have",
     RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
     "HVDLITE_BUILD_JOBS": "in setup.py: how many compilers run at a time",

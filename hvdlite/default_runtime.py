@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hvdlite.config import Config
-from hvdlite.errors import NotInitializedError, ShutDownError, StartupError
+from hvdlite.errors import (
+    CollectiveError,
+    ConfigError,
+    HorovodVersionMismatchError,
+    NotInitializedError,
+    ShutDownError,
+    StartupError,
+)
 from hvdlite.logs import configure_logging
+from hvdlite.membership import Membership
 from hvdlite.peers import start_deadline
 from hvdlite.process import InitArguments, ProcessHooks
 from hvdlite.runtime import Runtime
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_LOG = logging.getLogger("hvdlite")
+_ELASTIC_STARTS = 3  # in a row that may fail
 
 _FORKED = (
     "this process was forked from one that runs hvdlite (a DataLoader worker, for example) and cannot take part; "
@@ -43,10 +55,14 @@ def init(
             _start(InitArguments(list(comm) if isinstance(comm, Sequence) else comm, dict(versions or {})))
 
 
-def restart() -> None:
+def restart(*, follows_rank_0: bool = True) -> None:
     """Shut down, and start again with what init() was called with last; a collective call of the same ranks.
 
-    Process sets are gone, and must be added again.
+    In an elastic job, of those that live: dead ranks are left out or replaced, and new ones come. Process sets are
+    gone, and must be added again.
+
+    Args:
+        follows_rank_0: all ranks will be given what rank 0 has, which therefore must not be new.
 
     Raises:
         NotInitializedError: init() was never called.
@@ -55,15 +71,38 @@ def restart() -> None:
     with _hooks.lock:
         if _hooks.arguments is None:
             raise NotInitializedError
-        shutdown()
-        _start(_hooks.arguments)
+        world = None if _hooks.runtime is None else _hooks.runtime.world
+        failed = None if world is None else world.health.failed_rank
+        if membership() is None or world is None or not (world.has_ended or world.health.failure):
+            shutdown()  # so that the other ranks come
+        _start(_hooks.arguments, failed, follows_rank_0)
 
 
-def _start(arguments: InitArguments) -> None:
+def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: bool = True) -> None:
     if _hooks.in_child:
         raise StartupError(_FORKED)
     _hooks.install()
     config = Config.from_env()
+    member = membership()
+    is_new = member is None or member.generation is None
+    tries_left = 1 if member is None else _ELASTIC_STARTS
+    while tries_left:
+        tries_left -= 1
+        _hooks.peers.meet_anew(failed, follows_rank_0=follows_rank_0)
+        shutdown()  # a world that has ended serves until there is a next one: who saves a checkpoint asks for its rank
+        try:
+            _build(arguments, config)
+            break
+        except (StartupError, CollectiveError) as error:
+            # A rank may end while it starts, or not fit the others; those that live meet once more.
+            own_fault = isinstance(error, ConfigError) or (is_new and isinstance(error, HorovodVersionMismatchError))
+            if own_fault or not tries_left:
+                raise
+            _LOG.warning("a start has failed, and is tried again: %s", error)
+            failed = None
+
+
+def _build(arguments: InitArguments, config: Config) -> None:
     deadline = start_deadline(config)
     try:
         with _hooks.peers.of(arguments.comm, config) as ranks:
@@ -74,6 +113,11 @@ def _start(arguments: InitArguments) -> None:
         raise
     finally:
         deadline.cancel()
+
+
+def membership() -> Membership | None:
+    """That of this process in an elastic job; None in others."""
+    return _hooks.peers.membership
 
 
 def shutdown() -> None:

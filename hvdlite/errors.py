@@ -8,6 +8,7 @@ HorovodInternalError(RuntimeError)       a collective did not happen; elastic co
 │   └── NotInitializedError(…, ValueError)  before init(), and after shutdown()
 └── CollectiveError                      the world failed; this runtime is closed
     ├── RankFailedError                  a rank died, raised, or stopped answering; names it
+    ├── UnrecoverableError               hvd.elastic.run cannot go on
     └── StallError                       a rank never submitted what the others wait for
 StartupError(RuntimeError)               init() cannot succeed: network, versions, MPI thread level, memory
 ├── ConfigError(StartupError, ValueError)  a setting does not make sense
@@ -44,7 +45,15 @@ class DivergenceError(HorovodInternalError):
 
 
 class ShutDownError(HorovodInternalError):
-    """A rank has shut hvdlite down, so that an operation cannot complete; or this process is a forked child."""
+    """A rank has shut hvdlite down, so that an operation cannot complete; or this process is a forked child.
+
+    Args:
+        is_final: whether that rank's process has ended.
+    """
+
+    def __init__(self, text: str, *, is_final: bool = False) -> None:
+        super().__init__(text)
+        self.is_final = is_final
 
 
 class NotInitializedError(ShutDownError, ValueError):
@@ -67,6 +76,10 @@ class RankFailedError(CollectiveError):
 
     def __reduce__(self) -> tuple[type, tuple[int, str]]:
         return type(self), (self.rank, str(self))
+
+
+class UnrecoverableError(CollectiveError):
+    """`hvd.elastic.run` cannot go on; the state is that of the last commit, of which a checkpoint can be saved."""
 
 
 class StallError(CollectiveError):

@@ -34,6 +34,7 @@ class Health:
         failure: the reason; None while the job lives.
         failed_rank: None where no rank has failed, or none alone.
         was_logged: the first line of ``failure`` has been written to the log, or is about to be.
+        recovers: the program goes on after a failure, so this rank is not ended soon after one.
 
     Args:
         links: (rank, where it is, connected socket) of every neighbour, for the sentinel, which owns the sockets.
@@ -50,8 +51,9 @@ class Health:
         self.failure: HorovodInternalError | None = None
         self.failed_rank: int | None = None
         self.was_logged = False
+        self.recovers = False
         self._rank = rank
-        self._grace_s = config.failure_grace_s
+        self._config = config
         self._is_known = threading.Event()
         self._was_said = threading.Event()
         self._lock = threading.Lock()  # guards _mortals, what is told to them, and _last_words
@@ -138,10 +140,13 @@ class Health:
             self.failed_rank = None if rank == _STALL else rank
             mortals = list(self._mortals)
             if not self._is_closing and rank != _STALL:  # all ranks live, and one that is late may still come
+                grace_s, setting = self._config.failure_grace_s, "HVDLITE_FAILURE_GRACE_SECONDS"
+                if self.recovers:
+                    grace_s, setting = self._config.elastic_timeout_s, "HVDLITE_ELASTIC_TIMEOUT"
                 self._last_words = _native.Deadline(
-                    self._grace_s,
-                    f"\nhvdlite: rank {self._rank} ends, since it did not end by itself within {self._grace_s:g} s "
-                    f"(HVDLITE_FAILURE_GRACE_SECONDS) after this failure: {text}\n",
+                    grace_s,
+                    f"\nhvdlite: rank {self._rank} ends, since it did not {'come back' if self.recovers else 'end'} by "
+                    f"itself within {grace_s:g} s ({setting}) after this failure: {text}\n",
                     1,
                 )
         self._is_known.set()

@@ -169,6 +169,12 @@ def _parent_of(pid: int) -> int:
     return int(stat[stat.rindex(")") + 2 :].split()[1])  # behind the name, which may have blanks and brackets
 
 
+def told(rank: int, count: int) -> dict[str, str]:
+    """Variables that say to a process who it is, of ``count`` that hvdliterun has started on one machine."""
+    numbers = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    return {RANK: str(rank), SIZE: str(count)} | {f"HOROVOD_{name}": str(n) for name, n in numbers.items()}
+
+
 def find(environ: Mapping[str, str], *, has_terminal: bool = False) -> Launched | None:
     """What the launcher has said of the process that has ``environ``; None without a launcher.
 

@@ -13,8 +13,8 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from hvdlite.config import MEETING_POINT
@@ -22,6 +22,7 @@ from hvdlite.errors import StartupError
 from hvdlite.proof import Secret, new_key, prove
 from hvdlite.reception import PATIENCE_S, Reception
 from hvdlite.rendezvous import MissingError
+from hvdlite.roster import Join
 from hvdlite.wire import is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
@@ -45,11 +46,16 @@ class _Gathering:
 class MeetingPoint:
     """hvdliterun's end. `open` it once the ranks have been started: a process with threads should not fork.
 
+    Args:
+        on_join: takes what workers of an elastic job say, with the connection to answer on; called on a thread for
+            each.
+
     Attributes:
         environment: by which ranks find it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_join: Callable[[Join, socket.socket], None] | None = None) -> None:
+        self._on_join = on_join
         name, key = f"hvdlite-start-{secrets.token_hex(16)}", new_key()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + name)
@@ -81,14 +87,22 @@ class MeetingPoint:
         return True
 
     def _serve(self, link: socket.socket) -> None:
-        with link, suppress(OSError):
+        with ExitStack() as closing, suppress(OSError):
+            closing.enter_context(link)
             link.settimeout(PATIENCE_S)
-            key, ranks, rank, timeout_s, data = pickle.loads(_receive(link))
+            request = pickle.loads(receive(link))
+            if isinstance(request, Join):
+                if self._on_join is not None:
+                    closing.pop_all()  # the connection stays
+                    link.settimeout(None)
+                    self._on_join(request, link)
+                return
+            key, ranks, rank, timeout_s, data = request
             try:
                 answer = self._gather(key, ranks, rank, data, timeout_s), ""
             except MissingError as error:
                 answer = [], str(error)
-            _send(link, pickle.dumps(answer))
+            send(link, pickle.dumps(answer))
 
     def _gather(self, key: str, ranks: tuple[int, ...], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """What ``ranks`` have left. Raises MissingError."""
@@ -129,22 +143,16 @@ class AtMeetingPoint:
     """
 
     def __init__(self, where: str, whose: str) -> None:
-        self._name, _, key = where.partition(":")
-        self._secret = _secret(bytes.fromhex(key))
+        self._where = where
         self._whose = whose
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.rendezvous.Place`."""
         try:
-            with socket.socket(socket.AF_UNIX) as link:
-                link.settimeout(PATIENCE_S)
-                link.connect("\0" + self._name)
-                if not is_ours(link):
-                    raise ConnectionError("it belongs to another user")
-                prove(self._secret, link, b"")
-                _send(link, pickle.dumps((key, tuple(ranks), rank, timeout_s, data)))
+            with connect(self._where) as link:
+                send(link, pickle.dumps((key, tuple(ranks), rank, timeout_s, data)))
                 link.settimeout(timeout_s + _ANSWER_S)
-                told, complaint = pickle.loads(_receive(link))
+                told, complaint = pickle.loads(receive(link))
         except OSError as error:
             raise StartupError(
                 f"rank {rank} cannot reach the {self._whose} that has started it ({error}): it has ended, or this "
@@ -156,14 +164,40 @@ class AtMeetingPoint:
         return values
 
 
+def connect(where: str) -> socket.socket:
+    """A connection to a `MeetingPoint`, of whose ``environment`` it is; both ends have proven to know its key.
+
+    Raises:
+        OSError: there is none, it is another user's, or it does not know the key.
+    """
+    name, _, key = where.partition(":")
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        link.settimeout(PATIENCE_S)
+        link.connect("\0" + name)
+        if not is_ours(link):
+            raise ConnectionError("it belongs to another user")
+        prove(_secret(bytes.fromhex(key)), link, b"")
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
 def _secret(key: bytes) -> Secret:
     return Secret(key, b"start", 0)
 
 
-def _send(link: socket.socket, data: bytes) -> None:
+def send(link: socket.socket, data: bytes) -> None:
+    """One message."""
     link.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _receive(link: socket.socket) -> bytes:
+def receive(link: socket.socket) -> bytes:
+    """The next message.
+
+    Raises:
+        OSError: the other end is gone, or does not answer in time.
+    """
     (length,) = _LENGTH.unpack(read_exactly(link, _LENGTH.size))
     return read_exactly(link, length)

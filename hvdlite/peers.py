@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from hvdlite import _native, connections, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
-from hvdlite.config import MEETING_POINT, Config, other_variable
+from hvdlite.config import MEETING_POINT, WORKER, Config, other_variable
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import Launched, Meeting
 from hvdlite.meeting_point import AtMeetingPoint
+from hvdlite.membership import Membership
 from hvdlite.rendezvous import Place, RendezvousRanks
 
 if TYPE_CHECKING:
@@ -24,10 +25,27 @@ _MEETING_SHARE = 0.8  # of the time for the start: init() as a whole ends with l
 
 
 class Peers:
-    """The processes that were started together. One object for the life of a process, since it numbers its meetings."""
+    """The processes that were started together. One object for the life of a process, since it numbers its meetings.
+
+    Attributes:
+        membership: of this process in an elastic job; None in others.
+    """
 
     def __init__(self) -> None:
         self._without_mpi: RendezvousRanks | None = None
+        worker = other_variable(WORKER)
+        self.membership = Membership(other_variable(MEETING_POINT), int(worker)) if worker else None
+
+    def meet_anew(self, failed: int | None, *, follows_rank_0: bool) -> None:
+        """In an elastic job, become a rank of its next generation, which waits for all that live; see `Membership`.
+
+        Raises:
+            StartupError: there is none; says why.
+        """
+        membership = self.membership
+        if membership is not None:
+            generation = membership.join(failed, follows_rank_0=follows_rank_0)
+            environment.add(launched.told(membership.rank, len(generation.workers)))
 
     @contextmanager
     def of(self, comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Iterator[Bootstrap | None]:
@@ -40,6 +58,8 @@ class Peers:
         everybody = self._all(config)
         if comm is None:
             yield everybody
+        elif self.membership is not None:
+            raise ConfigError("hvd.init(comm=...) names ranks, which change in an elastic job: call hvd.init()")
         elif not isinstance(comm, Sequence):
             if not comm:
                 raise StartupError(
@@ -67,7 +87,7 @@ class Peers:
         """
         process = launched.this_process()
         by_mpi = _meet_by_mpi(process)
-        if not by_mpi and (process is None or process.size == 1):
+        if not by_mpi and (process is None or (process.size == 1 and self.membership is None)):
             return None
         if _is_worker(process):  # it has its parent's environment, and would wait for what the parent has got already
             raise StartupError(
@@ -78,6 +98,12 @@ class Peers:
         if by_mpi:
             return mpi.world(config, process)
         assert process is not None
+        if self.membership is not None:
+            generation, worker = self.membership.generation, self.membership.worker
+            assert generation is not None
+            timeout_s = _MEETING_SHARE * config.start_timeout_s
+            name = f"generation {generation.number}"
+            return RendezvousRanks(_place(process, timeout_s), name, generation.workers, worker, timeout_s)
         if self._without_mpi is None:
             process.check_not_alone(1 if process.launcher.meeting is Meeting.NOWHERE else process.size)
             timeout_s = _MEETING_SHARE * config.start_timeout_s

@@ -119,7 +119,7 @@ class ProcessHooks:
         runtime = self.runtime
         patience_s = math.inf
         if runtime is not None:
-            runtime.close("its process ended", stays_watchful=True)
+            runtime.close("its process ended", is_final=True)
             self._failed |= not runtime.can_end_in_order
             if runtime.failure is not None:
                 patience_s = runtime.config.collective_timeout_s
@@ -162,7 +162,8 @@ class ProcessHooks:
             error = error.__context__ if error.code else None  # torch.multiprocessing.spawn catches, and exits
         if error is not None and not is_known_everywhere(error):
             self.runtime.fail(error)
-        self.runtime.close("its process ended")
+        self.runtime.close("its process ended", is_final=True)
+        self.runtime.end_watch()
 
     def _forked(self) -> None:
         self.lock = threading.RLock()  # a thread of the parent's may have held the other one

@@ -177,11 +177,11 @@ class Runtime:
             self.fail(error)
         self.close()
 
-    def close(self, why: str = "it called shutdown()", *, stays_watchful: bool = False) -> None:
+    def close(self, why: str = "it called shutdown()", *, is_final: bool = False) -> None:
         """Stop on all ranks: what is in flight, there and here, fails with `ShutDownError`. May be called again.
 
         Args:
-            stays_watchful: still learn of failures, and let others see that this process lives, until `end_watch`.
+            is_final: this process ends. Until `end_watch` it still learns of failures, and lets others see that it lives.
         """
         if self.closed:
             return
@@ -194,9 +194,10 @@ class Runtime:
         self.world.close(
             f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete. {_UNEVEN}",
             "hvdlite has been shut down in this process; call hvd.init() again before other operations",
+            is_final=is_final,
         )
         self._timeline.close()
-        if not stays_watchful:
+        if not is_final:
             self.end_watch()
 
     def end_watch(self) -> None:

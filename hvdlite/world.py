@@ -244,14 +244,15 @@ class World:
         self.coordinator.close(reason)
         self.coordinator.wake()
 
-    def close(self, text: str, own_text: str) -> None:
+    def close(self, text: str, own_text: str, *, is_final: bool) -> None:
         """End on all ranks, in order unless the job has failed: what is in flight fails with `ShutDownError`.
 
         Args:
             text: why, for the other ranks; ``own_text``: for this one.
+            is_final: see `ShutDownError`.
         """
         if self.health.failure is None:
-            self._announce_end(text, own_text)
+            self._announce_end(text, own_text, is_final=is_final)
         while not self.coordinator.join(_LOOK_S):
             if self.health.failure is not None and not self.coordinator.join(self.config.failure_grace_s):
                 _LOG.error("rank %d: the coordinator thread is stuck and is left behind", self.topology.rank)
@@ -263,6 +264,7 @@ class World:
 
     def release(self) -> None:
         """Close what this rank can close for itself: all that is left after a failure."""
+        self.has_ended = True
         for subset in self.subsets.values():
             subset.release()
         self._own.close()
@@ -273,10 +275,10 @@ class World:
             world.coordinator.refuse(reason)
         self.release()
 
-    def _announce_end(self, text: str, own_text: str) -> None:
-        rank = self.topology.rank
+    def _announce_end(self, text: str, own_text: str, *, is_final: bool = False) -> None:
+        notice = {"kind": "shutdown", "rank": self.topology.rank, "text": text, "own_text": own_text}
         with suppress(HorovodInternalError):  # another rank was the first, or the job has failed meanwhile
-            self.coordinator.announce({"kind": "shutdown", "rank": rank, "text": text, "own_text": own_text})
+            self.coordinator.announce({**notice, "is_final": is_final})
 
     # For the coordinator, in the order of its log.
 

@@ -31,7 +31,10 @@ _MPI_FILES = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
 # Of an MPI job or a singleton that this process may be part of; mpirun would take them for its own.
 _MPI_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "PMI2_", "MPI_LOCAL", "HYDI_", "HYDRA_", "MPIR_", "OPAL_")
 # Each rank's output goes to files of its own, so that nothing is interleaved or lost with a launcher that is killed.
-_RANK_SHELL = 'r=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}; exec >"$1/$r.out" 2>"$1/$r.err"; shift; exec "$@"'
+# They are appended to, as a rank may be replaced.
+_RANK_SHELL = (
+    'r=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}; exec >>"$1/$r.out" 2>>"$1/$r.err"; shift; exec "$@"'
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def launch(
         mpi: "current" (this environment's), "openmpi" or "mpich"; "none" for hvdliterun.
         env: variables to add.
         timeout: seconds; then every thread's stack is dumped, everything is killed, and LaunchTimeoutError raised.
-        options: more options for mpirun.
+        options: more options for mpirun, or hvdliterun.
         hosts, enter, shm_directories: for emulated hosts; see tests/hosts.
 
     Raises:
@@ -139,8 +142,8 @@ def launch(
         added = {MARK: mark, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", **(env or {})}
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_MPI_VARIABLES)} | added
         if mpi == "none":
-            assert not hosts and not options
-            argv, may_outlive = [python, "-m", "hvdlite", "run", "-np", str(n), *program], False
+            assert not hosts
+            argv, may_outlive = [python, "-m", "hvdlite", "run", "-np", str(n), *options, *program], False
         else:
             mpirun = mpirun_of(python)
             is_open_mpi = mpirun.mpi is Mpi.OPEN_MPI

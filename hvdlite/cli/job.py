@@ -31,6 +31,7 @@ class Launch:
         ssh: for the ssh by which mpirun reaches hosts; no word has blanks.
         scheduled_hosts: how many hosts the batch scheduler has given, where mpirun is to ask it.
         is_elsewhere: whether those are other machines than this one.
+        outlives_ranks: when a rank dies the others are left alone: they end by themselves, and may save before.
         notes: for the user.
     """
 
@@ -42,6 +43,7 @@ class Launch:
     ssh: tuple[str, ...] = ()
     scheduled_hosts: int = 1
     is_elsewhere: bool = False
+    outlives_ranks: bool = False
     notes: tuple[str, ...] = ()
 
     @property

@@ -142,6 +142,8 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
         arguments += ["--host", _host_list(launch.hosts)]
     if not given.option("oversubscribe", "nooversubscribe"):
         arguments.append("--oversubscribe")
+    if launch.outlives_ranks and not given.option("enable-recovery", "disable-recovery"):
+        arguments.append("--enable-recovery")  # else it ends the others within 0.3 s
     if not given.binding():
         # By default rank 0 of every job on a machine is bound to core 0, with all its threads.
         arguments += ["--bind-to", "none"]

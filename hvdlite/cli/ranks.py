@@ -13,9 +13,8 @@ from contextlib import ExitStack, closing
 
 from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, how_ended, shell_status, sweep
 from hvdlite.cli.job import Command, Launch, thread_settings
-from hvdlite.config import RANK, SIZE
 from hvdlite.errors import StartupError
-from hvdlite.launched import without_launcher
+from hvdlite.launched import told, without_launcher
 from hvdlite.meeting_point import MeetingPoint
 
 _LAST_WORDS_S = 0.5  # after rank 0 has ended, which by custom speaks for all and saves what is to be saved
@@ -36,7 +35,7 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
 
     - stdin is rank 0's. Where it is a terminal rank 0 stays in its foreground, so that Ctrl-C reaches it too.
     - Once a rank has failed, the others have ``grace_s`` to end by themselves, and `_LAST_WORDS_S` once rank 0 has
-      ended; then they get TERM, and after `GRACE_S` KILL, with all that they have started.
+      ended after it; then they get TERM, and after `GRACE_S` KILL, with all that they have started.
     - On Ctrl-C, TERM or HUP they get TERM at once; a second signal does not wait for `GRACE_S`.
     - Where this process is killed outright, they are killed.
 
@@ -46,7 +45,7 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
     with Stops() as stops, closing(MeetingPoint()) as point, ExitStack() as on_failure:
         on_failure.callback(sweep, lambda: True)
         inherited = {**without_launcher(environ), **point.environment}
-        children = [_start(argv, rank, count, inherited) for rank in range(count)]
+        children = [start(argv, rank, count, inherited) for rank in range(count)]
         on_failure.pop_all()
         point.open()
         status = _Job(children, point, stops, grace_s).wait()
@@ -57,13 +56,12 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
         return status
 
 
-def told(rank: int, count: int) -> dict[str, str]:
-    """Variables that say to a process who it is, of ``count`` on one machine."""
-    numbers = {"RANK": rank, "SIZE": count, "LOCAL_RANK": rank, "LOCAL_SIZE": count, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    return {RANK: str(rank), SIZE: str(count)} | {f"HOROVOD_{name}": str(n) for name, n in numbers.items()}
+def start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A process for rank ``rank`` of ``count``, which ends with this one.
 
-
-def _start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    Raises:
+        StartupError: it cannot be started.
+    """
     parent = os.getpid()
     has_terminal = rank == 0 and os.isatty(0)
 
@@ -134,7 +132,7 @@ class _Job:
             if not self._stops:
                 print(f"hvdlite run: rank {rank} (pid {child.pid}) {how}", file=sys.stderr, flush=True)
             self._end_within(self._grace_s)
-        if self.status != 0 and 0 not in self._living:
+        elif self.status != 0 and rank == 0:
             self._end_within(_LAST_WORDS_S)
 
     def _end_within(self, seconds: float) -> None:

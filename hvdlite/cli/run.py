@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from hvdlite import environment
-from hvdlite.cli import check_build, horovodrun, mpirun, ranks
+from hvdlite.cli import check_build, elastic, horovodrun, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.children import how_ended, shell_status
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
@@ -40,6 +41,10 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
+  --elastic                   ranks that die are replaced, and the others go on (docs/elastic.md); under mpirun they may
+                              save first, and --restarts starts the job again
+  --min-np N                  the same, and wait where fewer than N ranks are left (default: 1)
+  --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
   --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
   --doctor                    examine the hosts and the network between them, and start no program; --doctor --json
   --check-build               print what this hvdlite has and stop; --version its version
@@ -72,19 +77,21 @@ _LOST_HOST = (
 )
 
 
+_ELASTIC_RESTARTS = 10
+_INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 _QUESTIONS = frozenset({"check-build", "cb", "version"})
-_SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json"}) | _QUESTIONS
+_SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json", "elastic"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
     """
     np n num-proc H host hosts hostfile machinefile f network-interfaces network-interface mpirun output-filename
-    config-file
+    config-file min-np min-num-proc restarts
     """.split()
 )
 
 # Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
 _INTO_FILES = """\
 d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}") && mkdir -p "$d" && shift 2 && \
-exec "$@" >"$d/stdout" 2>"$d/stderr"\
+if [ "$HVDLITE_WORKER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
 """
 
 
@@ -97,10 +104,16 @@ class Arguments:
     interfaces: str = ""
     mpirun: str = ""
     output: str = ""
+    least: int | None = None
+    restarts: int | None = None
     switches: set[str] = field(default_factory=set)  # those given of _SWITCHES
     options: list[str] = field(default_factory=list)
     program: list[str] = field(default_factory=list)
     effects: horovodrun.Effects = field(default_factory=horovodrun.Effects)
+
+    @property
+    def is_elastic(self) -> bool:
+        return "elastic" in self.switches or self.least is not None
 
 
 def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
@@ -120,7 +133,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             return 0
         settings = arguments.effects.settings
         environ = {**environment.variables(), **settings}
-        launch = launch_of(arguments, environ)
+        launch = replace(launch_of(arguments, environ), outlives_ranks=arguments.is_elastic)
         if "doctor" in arguments.switches and launch.host_count > 1:
             environ |= before_mpi.invitation([host.name for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
@@ -136,9 +149,16 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
         if "dry-run" in arguments.switches:
             return 0
-        if chosen is None:
-            return ranks.run_ranks(command.argv, launch.ranks, environ, Config.from_env(environ).failure_grace_s)
-        return _run_mpirun(chosen, launch, command, environ)
+        config = Config.from_env(environ)
+        if arguments.is_elastic and chosen is None:
+            return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
+
+        def once() -> int:
+            if chosen is None:
+                return ranks.run_ranks(command.argv, launch.ranks, environ, config.failure_grace_s)
+            return _run_mpirun(chosen, launch, command, environ)
+
+        return _run_again(once, arguments.restarts or 0)
     except StartupError as error:
         print(f"hvdlite run: {error}", file=sys.stderr)
         return 2
@@ -150,10 +170,30 @@ def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
     Raises:
         StartupError: it is not there.
     """
+    asked_for = arguments.effects.forces_mpi or arguments.options
     if arguments.mpirun:
         return mpirun.identify(arguments.mpirun)
-    asked_for = arguments.effects.forces_mpi or arguments.options
     return mpirun.find_mpirun() if asked_for or not launch.is_local else None
+
+
+def _elasticity(arguments: Arguments, launch: Launch) -> elastic.Elasticity:
+    """Raises:
+    ConfigError: --min-np is more than there are.
+    """
+    least = 1 if arguments.least is None else arguments.least
+    if least > launch.ranks:
+        raise ConfigError(f"--min-np {least} is more than -np {launch.ranks}")
+    return elastic.Elasticity(least, _ELASTIC_RESTARTS if arguments.restarts is None else arguments.restarts)
+
+
+def _run_again(once: Callable[[], int], restarts: int) -> int:
+    """The exit status of ``once()``, which is called again up to ``restarts`` times while it fails uninterrupted."""
+    for number in range(1, restarts + 1):
+        status = once()
+        if status == 0 or status in _INTERRUPTED:
+            return status
+        print(f"hvdlite run: starts the job again ({number} of {restarts} times)", file=sys.stderr, flush=True)
+    return once()
 
 
 def _run_mpirun(chosen: Mpirun, launch: Launch, command: Command, environ: Mapping[str, str]) -> int:
@@ -261,9 +301,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
     if name in ("np", "n", "num-proc"):
-        if not value.isdigit() or int(value) == 0:
-            raise ConfigError(f"{option} {value}: must be a number of ranks above 0")
-        arguments.ranks = int(value)
+        arguments.ranks = _count(option, value)
     elif name in ("H", "host", "hosts"):
         arguments.hosts = parse_hosts(value)
     elif name in ("hostfile", "machinefile", "f"):
@@ -272,12 +310,22 @@ def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
         arguments.interfaces = value
     elif name == "network-interface":  # may be repeated
         arguments.interfaces = ",".join(filter(None, [arguments.interfaces, value]))
+    elif name in ("min-np", "min-num-proc"):
+        arguments.least = _count(option, value)
+    elif name == "restarts":
+        arguments.restarts = _count(option, value, least=0)
     elif name == "output-filename":
         arguments.output = os.path.abspath(value)
     elif name == "config-file":
         arguments.effects = horovodrun.read_config_file(value)
     else:
         arguments.mpirun = value
+
+
+def _count(option: str, value: str, least: int = 1) -> int:
+    if not value.isdigit() or int(value) < least:
+        raise ConfigError(f"{option} {value}: must be a number{' of ranks above 0' if least else ', 0 or more'}")
+    return int(value)
 
 
 def _arity(name: str, words: Sequence[str]) -> int:

@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from hvdlite.errors import CollectiveError, HorovodInternalError, HostsUpdatedInterrupt, MismatchError, UsageError
+from hvdlite import default_runtime
+from hvdlite.errors import CollectiveError, HorovodInternalError, UnrecoverableError
 from hvdlite.torch import elastic
+from hvdlite.torch.elastic.run import run_with
 
 __all__ = ["ObjectState", "State", "WorkerNotificationManager", "notification_manager", "run_fn"]
 
@@ -45,7 +47,7 @@ class ObjectState(elastic.ObjectState):
 
 
 class WorkerNotificationManager:
-    """Tells states of hosts that come and go; in an MPI job none does."""
+    """Horovod tells states of hosts that come and go by it; here states ask at each commit."""
 
     def init(self) -> None:
         """Nothing."""
@@ -67,30 +69,19 @@ def run_fn(func: Callable[..., T], reset: Callable[[], object]) -> Callable[...,
         reset: called before it starts over; starts hvdlite again.
 
     Raises:
-        CollectiveError: a rank has failed, which nothing can replace; ``state`` is that of the last commit.
+        UnrecoverableError: a rank has failed, which nothing can replace; ``state`` is that of the last commit.
         MismatchError, UsageError: the program's mistake, which would come again.
     """
 
     @functools.wraps(func)
     def wrapper(state: elastic.State, *args: Any, **kwargs: Any) -> T:
-        starts_over, skip_sync = False, False
-        while True:
-            if starts_over:
-                reset()
-                state.on_reset()
-            if not skip_sync:
-                state.sync()
-            try:
-                return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:
-                skip_sync = interrupt.skip_sync
-            except (MismatchError, UsageError):
-                raise
-            except HorovodInternalError as error:
+        def start_again(state: elastic.State, why: Exception) -> None:
+            if isinstance(why, HorovodInternalError):
                 state.restore()
-                if isinstance(error, CollectiveError):
-                    raise
-                skip_sync = False
-            starts_over = True
+            if isinstance(why, CollectiveError) and default_runtime.membership() is None:
+                raise UnrecoverableError(f"a rank has failed, which nothing can replace: {why}") from why
+            reset()
+
+        return run_with(start_again, func, state, *args, **kwargs)
 
     return wrapper

@@ -499,7 +499,7 @@ class Coordinator:
             self._page.ring_self()
         elif kind == "shutdown":
             mine = content["rank"] == self._rank
-            self.close(ShutDownError(content["own_text" if mine else "text"]))
+            self.close(ShutDownError(content["own_text" if mine else "text"], is_final=content["is_final"]))
             self._owner.take_notice(content)
             self.has_ended = True
         else:

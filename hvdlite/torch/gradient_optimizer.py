@@ -67,6 +67,7 @@ class GradientOptimizer(WrappedOptimizer):
 
     def _hvd_abandon(self) -> None:
         self._hvd_reducer.reset()
+        self._hvd_reducer.follow()  # a rank that was alone has no hooks
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Synchronize, then do the step of the wrapped optimizer.

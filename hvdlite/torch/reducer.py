@@ -95,14 +95,18 @@ class GradientReducer:
             self.arrival.add(slot, is_watched=self.is_distributed)
         self._recount()
 
+    def follow(self) -> None:
+        """Reduce by the group that there is now, if hvdlite was shut down and started again."""
+        if self._group.world.has_ended:
+            group = self._current_group()
+            if group is not self._group:
+                self._attach(group)
+
     # In backward.
 
     def _begin(self) -> bool:
         """The first gradient of a step, or a step without any; whether there is something to reduce."""
-        if self._group.world.has_ended:  # hvdlite was shut down, and perhaps started again
-            group = self._current_group()
-            if group is not self._group:
-                self._attach(group)
+        self.follow()
         if self._assignment.phase is Phase.UNASSIGNED and self.is_distributed:
             self._assignment.guess()
             self._recount()

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 import hvdlite
-from hvdlite.errors import MismatchError
+from hvdlite import default_runtime
+from hvdlite.errors import ConfigError, MismatchError
 from hvdlite.torch.functions import allgather_object
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.ranges import profiler_of_this_process
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_LOG = logging.getLogger("hvdlite")
 
 
 def init(
@@ -36,6 +40,11 @@ def init(
         if process_sets.lower() != "dynamic":
             raise ValueError(f"process_sets is {process_sets!r}; pass a list of hvd.ProcessSet, or 'dynamic'")
         process_sets = None
+    if process_sets and default_runtime.membership() is not None:
+        raise ConfigError(
+            "hvd.init(process_sets=[...]) names ranks, which change under `hvdliterun --elastic`: call "
+            "hvd.add_process_set in the training function, which all ranks begin together"
+        )
     if not hvdlite.is_initialized():
         hvdlite.init(comm, versions={"torch": torch.__version__})
         global_process_set.mpi_comm = None if comm is None or isinstance(comm, Sequence) else comm
@@ -88,18 +97,25 @@ def _register(process_sets: Sequence[ProcessSet]) -> None:
         raise ValueError(f"process_sets: {duplicates[0]} has the ranks of another process set; leave it out")
 
 
-def restart() -> None:
+def restart(*, follows_rank_0: bool = True) -> None:
     """Call `hvdlite.restart`, and register the same process sets under the same numbers. Collective.
 
-    A `ProcessSet` is known by its number and its ranks, so the objects that programs hold stay usable.
+    A `ProcessSet` is known by its number and its ranks, so the objects that programs hold stay usable. Where ranks have
+    come or gone, the sets are gone.
 
     Raises:
         NotInitializedError: hvdlite does not run in this process.
     """
     sets = hvdlite.runtime().process_sets()
-    hvdlite.restart()
+    member = default_runtime.membership()
+    before = () if member is None or member.generation is None else member.generation.workers
+    hvdlite.restart(follows_rank_0=follows_rank_0)
     _show_in_profiler()
     runtime = hvdlite.runtime()
+    if member is not None and member.generation is not None and member.generation.workers != before:
+        if len(sets) > 1:
+            _LOG.warning("process sets are gone, as the ranks have changed: add them in the training function")
+        return
     for wanted, ranks in sets.items():
         if wanted == 0:
             continue

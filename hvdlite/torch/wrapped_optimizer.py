@@ -66,7 +66,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self._hvd_arguments["backward_passes_per_step"] = check_passes(passes)
 
     def _hvd_abandon(self) -> None:
-        """Drop gradients that were on their way when hvdlite was shut down."""
+        """Drop gradients that were on their way when hvdlite was shut down; it runs again."""
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:

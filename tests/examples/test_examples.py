@@ -104,3 +104,15 @@ def test_cuda_learns(launch: Launch, ranks: int) -> None:
     found = re.search(r"accuracy (\S+) on images", said)
     assert found, said
     assert float(found[1]) > 0.9
+
+
+@pytest.mark.parametrize("kill_at", [60, pytest.param(0, marks=pytest.mark.thorough)])
+def test_elastic_reaches_its_accuracy_though_a_rank_dies(launch: Launch, kill_at: int) -> None:
+    pytest.importorskip("sklearn")
+    script = EXAMPLES / "06_elastic.py"
+    result = launch(3, script, f"--kill-at={kill_at}", mpi="none", options=["--elastic"], timeout=240).check()
+    found = re.search(r"test accuracy (\S+)", result.stdout)
+    assert found, result
+    assert float(found[1]) > 0.95
+    assert ("was killed by signal 9" in result.launcher_output) == (kill_at > 0)
+    assert (re.search(r"rank \d of 2 starts at step 60", result.stdout) is not None) == (kill_at > 0)

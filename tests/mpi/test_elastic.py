@@ -95,11 +95,12 @@ def test_sync_unites_what_samplers_have_processed() -> None:
     assert (two.epoch, two.processed_indices) == (0, {0})
 
 
-def test_a_reset_without_sync_unites_samplers_too() -> None:
+def test_ranks_can_share_what_is_left_without_a_sync() -> None:
     sampler = hvd.elastic.ElasticSampler(range(2 * hvd.size()), shuffle=False)
     state = hvd.elastic.TorchState(sampler=sampler, epoch=hvd.rank())
     sampler.record_batch(0, 1)
     state.on_reset()
+    state.share()
     assert sampler.remaining_indices == list(range(hvd.size(), 2 * hvd.size()))
     assert state.epoch == hvd.rank()
 

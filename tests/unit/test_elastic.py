@@ -30,6 +30,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     def be(rank: int, size: int) -> None:
         monkeypatch.setattr(hvdlite, "rank", lambda: rank)
         monkeypatch.setattr(hvdlite, "size", lambda: size)
+        monkeypatch.setattr(hvdlite, "is_initialized", lambda: True)
 
     return be
 
@@ -329,6 +330,9 @@ class Diary(hvd.elastic.State):
             error, self.fail_in_sync = self.fail_in_sync, None
             raise error
 
+    def share(self) -> None:
+        self.entries.append("share")
+
     def reset(self) -> None:
         self.entries.append("reset")
 
@@ -337,7 +341,7 @@ class Diary(hvd.elastic.State):
 def diary(universe: Universe, monkeypatch: pytest.MonkeyPatch) -> Diary:
     diary = Diary()
     universe.start(2)
-    monkeypatch.setattr(hvdlite, "restart", lambda: diary.entries.append("restart"), raising=False)
+    monkeypatch.setattr(hvdlite, "restart", lambda **_: diary.entries.append("restart"), raising=False)
     return diary
 
 
@@ -384,7 +388,7 @@ def test_run_after_a_failure_while_it_starts(diary: Diary) -> None:
 def test_run_after_an_update(diary: Diary, skip_sync: bool) -> None:
     train = trainer(hvd.HostsUpdatedInterrupt(skip_sync), hvd.HostsUpdatedInterrupt(), hvd.HorovodInternalError(), None)
     train(diary, 7, word="w")
-    again = CALLBACKS if skip_sync else [*CALLBACKS, "sync"]
+    again = [*CALLBACKS, "share"] if skip_sync else [*CALLBACKS, "sync"]
     assert diary.entries == ["sync", "train", *again, "train", *CALLBACKS, "sync", "train", *RESTART, "train"]
 
 
@@ -433,7 +437,7 @@ def test_process_sets_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     starts = [Sets()]
     monkeypatch.setattr(hvdlite, "runtime", lambda: starts[-1])
-    monkeypatch.setattr(hvdlite, "restart", lambda: starts.append(Sets()), raising=False)
+    monkeypatch.setattr(hvdlite, "restart", lambda **_: starts.append(Sets()), raising=False)
     before = starts[0]
     for ranks in ([0, 1], [2], [1, 2], [0, 3], [3]):
         before.add_group(ranks)

@@ -76,9 +76,8 @@ def test_no_name_stands_twice() -> None:
     [
         ("--gloo", "--gloo: hvdlite communicates by shared memory and MPI"),
         ("--autotune-gaussian-process-noise 0.5", "--autotune-gaussian-process-noise: hvdlite compares measured"),
-        ("--min-np 1", "--min-np: the number of ranks cannot change"),
-        ("--max-num-proc 4", "--max-np: the number of ranks cannot change"),
-        ("--blacklist-cooldown-range 60 300", "--blacklist-cooldown-range: the number of ranks"),
+        ("--max-num-proc 4", "--max-np: the hosts of a job do not change"),
+        ("--blacklist-cooldown-range 60 300", "--blacklist-cooldown-range: the hosts of a job"),
         ("--hierarchical-allreduce", "--hierarchical-allreduce: hvdlite chooses"),
         ("--torus-allreduce", "--torus-allreduce: hvdlite chooses"),
         ("--num-nccl-streams 2", "no such setting"),

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import hvdlite
-from hvdlite.errors import CollectiveError, HorovodInternalError, HostsUpdatedInterrupt, MismatchError, UsageError
+from hvdlite import default_runtime
+from hvdlite.errors import (
+    CollectiveError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    MismatchError,
+    NotInitializedError,
+    ShutDownError,
+    StallError,
+    StartupError,
+    UnrecoverableError,
+    UsageError,
+)
 from hvdlite.torch.elastic.state import State
 from hvdlite.torch.startup import restart
 
@@ -17,18 +30,22 @@ _LOG = logging.getLogger("hvdlite")
 S = TypeVar("S", bound=State)
 T = TypeVar("T")
 
+Why = HorovodInternalError | HostsUpdatedInterrupt
+
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a training function ``func(state, ...)``, so that it starts with rank 0's state and survives failures.
+    """Decorate a training function ``func(state, ...)``, so that it starts with one state and survives failures.
 
-    - First, and each time that it starts over, ``state`` is synchronized.
-    - After a `HorovodInternalError` hvdlite is started again, on all ranks that init() had, which must come to it
-      within HVDLITE_START_TIMEOUT, and ``state`` is put back to its last commit. Process sets are kept, with their
-      numbers. Where another rank has failed, that is as far as it goes: a rank cannot be replaced, so the error
-      is raised, and the caller can still save a checkpoint of the last commit.
-    - After a `HostsUpdatedInterrupt` it goes on with ``state`` as it is.
+    - First, and each time that it starts over, ``state`` is synchronized: all ranks get that of the newest commit.
+    - After a `HorovodInternalError` hvdlite is started again, and ``state`` is put back to its last commit. Under
+      ``hvdliterun --elastic`` that is on all ranks that live and those that have come; elsewhere on the ranks that
+      init() had, which must come to it within HVDLITE_START_TIMEOUT: a rank that has failed cannot be replaced there,
+      so the error is raised, and the caller can still save a checkpoint of the last commit.
+    - After a `HostsUpdatedInterrupt` it goes on with ``state`` as it is, under ``hvdliterun --elastic`` on the ranks
+      that there are now.
     - A `MismatchError` or a `UsageError` is raised: it is the program's, and would come again.
 
+    Process sets are kept, with their numbers, where the ranks are the same as before, and gone where they are not.
     Callbacks of ``state.register_reset_callbacks`` are called before it starts over.
 
     Args:
@@ -36,40 +53,95 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     Raises:
         NotInitializedError: hvdlite does not run; call hvd.init() first.
-        CollectiveError: a rank has failed; ``state`` is that of the last commit.
+        UnrecoverableError: the job cannot go on; ``state`` is that of the last commit. A `CollectiveError`.
     """
 
     @functools.wraps(func)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> T:
-        rank = hvdlite.rank()  # raises before init()
-        starts_over, skip_sync = False, False
-        while True:
-            try:
-                if starts_over:
-                    state.on_reset()
-                if not skip_sync:
-                    state.sync()
-                return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:
-                skip_sync = interrupt.skip_sync
-            except (MismatchError, UsageError):
-                raise
-            except HorovodInternalError as error:
-                skip_sync = False
-                _start_again(state, rank, error)
-            starts_over = True
+        hvdlite.rank()  # raises before init()
+        return run_with(_start_again, func, state, *args, **kwargs)
 
     return wrapped
 
 
-def _start_again(state: State, rank: int, error: HorovodInternalError) -> None:
-    if isinstance(error, CollectiveError):
-        state.restore()
-        raise CollectiveError(
-            "hvd.elastic.run cannot go on, since a rank cannot be replaced. The state is that of the last "
-            f"commit; start the job again from a checkpoint of it. What has failed: {error}"
-        ) from error
-    _LOG.warning("rank %d: hvd.elastic.run goes back to the last commit, after: %s", rank, error)
-    restart()  # ends what other ranks wait for with an error, so that they come here as well
+def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], state: S, *args: Any, **kwargs: Any) -> T:
+    """``func(state, ...)``, until it returns or raises what ends the job.
+
+    Args:
+        start_again: called before each further time, with what has ended the one before; it has put the state back
+            after a failure, and raises where the job cannot go on.
+    """
+    why: Why | None = None
+    while True:
+        try:
+            if why is not None:
+                start_again(state, why)
+                state.on_reset()
+            if isinstance(why, HostsUpdatedInterrupt) and why.skip_sync and not _has_newcomers():
+                state.share()
+            else:
+                state.sync()
+            with _surviving():
+                return func(state, *args, **kwargs)
+        except (MismatchError, UsageError, UnrecoverableError, NotInitializedError):
+            raise
+        except (HostsUpdatedInterrupt, HorovodInternalError) as reason:
+            why = reason
+
+
+@contextmanager
+def _surviving() -> Iterator[None]:
+    """A failure is not the end of this rank."""
+    if default_runtime.membership() is None:
+        yield
+        return
+    health = hvdlite.runtime().world.health
+    health.recovers = True
+    try:
+        yield
+    finally:
+        health.recovers = False
+
+
+def _has_newcomers() -> bool:
+    """Whether there are ranks that do not have the state."""
+    member = default_runtime.membership()
+    return member is not None and member.generation is not None and member.generation.has_newcomers
+
+
+def _start_again(state: State, why: Why) -> None:
+    is_elastic = default_runtime.membership() is not None
+    if isinstance(why, HorovodInternalError):
+        if not is_elastic and (cause := _hindrance(why)):
+            state.restore()
+            raise _unrecoverable(cause, why) from why
+        _LOG.warning("rank %d: hvd.elastic.run goes back to the last commit, after: %s", hvdlite.runtime().rank, why)
+    elif not is_elastic:
+        return
+    try:
+        restart(follows_rank_0=state.follows_rank_0)  # ends what other ranks wait for with an error: they come as well
+    except StartupError as error:
+        if isinstance(why, HorovodInternalError):
+            state.restore()
+        raise _unrecoverable(str(error), why) from error
     state.abandon()
-    state.restore()
+    if isinstance(why, HorovodInternalError):
+        state.restore()
+
+
+def _hindrance(failure: HorovodInternalError) -> str:
+    """Why the same ranks cannot start again after ``failure``; empty where they can."""
+    if isinstance(failure, StallError):
+        return "the ranks live, but wait for one another"
+    if isinstance(failure, CollectiveError):
+        return "a rank cannot be replaced but by `hvdliterun --elastic` on one machine, without MPI"
+    if isinstance(failure, ShutDownError) and failure.is_final:
+        return "a rank has ended by itself"
+    return ""
+
+
+def _unrecoverable(because: str, why: Why) -> UnrecoverableError:
+    return UnrecoverableError(
+        f"hvd.elastic.run cannot go on: {because.rstrip('.')}. The state is that of the last commit; save a checkpoint "
+        f"of it, and start the job again. What has happened: {why}"
+    )

@@ -16,7 +16,8 @@ import hvdlite
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """Shares the indices of ``dataset`` among the ranks, without those that were processed in this epoch already.
 
-    Record what was processed, and give the sampler to a `TorchState`, which unites what all ranks have recorded::
+    Record what was processed, and give the sampler to a `TorchState`, whose commits tell all ranks what each has
+    recorded, so that nothing is lost with a rank::
 
         sampler = hvd.elastic.ElasticSampler(dataset)
         loader = torch.utils.data.DataLoader(dataset, batch_size, sampler=sampler)
@@ -41,12 +42,14 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
+        self.rank, self.num_replicas = hvdlite.rank(), hvdlite.size()
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``: in another order, with nothing processed. At the end of the one before, not at a restart."""
         self.epoch = epoch
         self.processed_indices: set[int] = set()
+        self._untold: list[int] = []
         self.reset()
         self.indices = self._share
 
@@ -64,6 +67,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """These indices of the dataset were processed. They are left out from the next `reset` on."""
+        self._untold += indices
+        self.processed_indices.update(self._untold)
+
+    def take_untold(self) -> list[int]:
+        """What was processed here, and other ranks have not been told of: by `State.commit`, which tells them."""
+        untold, self._untold = self._untold, []
+        return untold
+
+    def hear(self, indices: Iterable[int]) -> None:
+        """Other ranks have processed these."""
         self.processed_indices.update(indices)
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,11 +87,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """Take up what `state_dict` returned, and share what is left; it must be the same on every rank."""
         self.epoch = state_dict["epoch"]
         self.processed_indices = set(state_dict["processed_indices"])
+        self._untold = []
         self.reset()
 
     def reset(self) -> None:
         """Share what is left among the ranks there are now, from the next pass on."""
-        self.rank, self.num_replicas = hvdlite.rank(), hvdlite.size()
+        if hvdlite.is_initialized():  # or else as before, for who saves a checkpoint after the end
+            self.rank, self.num_replicas = hvdlite.rank(), hvdlite.size()
         self.remaining_indices = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas

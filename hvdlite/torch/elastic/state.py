@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hvdlite import default_runtime
 from hvdlite.errors import HostsUpdatedInterrupt
+from hvdlite.torch.allgather import allgather
 from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.elastic.handlers import handlers_of
 from hvdlite.torch.elastic.sampler import ElasticSampler
@@ -25,14 +27,20 @@ from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import global_process_set
 from hvdlite.torch.reduce_options import Max
 
-ROOT = 0  # the rank whose state all get
 HOSTS_REMOVED, HOSTS_ADDED = 1, 2  # bits of what `State.on_hosts_updated` is told
 
 
 class State(ABC):
-    """What `elastic.run` needs of its first argument. All methods but `save` and `restore` are for all ranks alike."""
+    """What `elastic.run` needs of its first argument. All methods but `save` and `restore` are for all ranks alike.
+
+    Attributes:
+        follows_rank_0: whether `sync` takes the state of rank 0, whichever rank has the newest commit.
+    """
+
+    follows_rank_0 = True
 
     def __init__(self) -> None:
+        self._commits = 0
         self._reset_callbacks: list[Callable[[], object]] = []
         self._updates = 0
         self._updates_lock = threading.Lock()
@@ -46,11 +54,14 @@ class State(ABC):
         """Go back to the last `save`."""
 
     def abandon(self) -> None:
-        """Forget what was on its way when a collective failed. Called by `elastic.run`, before `restore`."""
+        """Forget what was on its way when hvdlite ended. Called by `elastic.run` once it runs again."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Give every rank the state of rank 0, and save it."""
+        """Give every rank the same state, and save it."""
+
+    def share(self) -> None:
+        """Tell all ranks what each knows of the same state, where `sync` is left out: as the ranks only got fewer."""
 
     def commit(self) -> None:
         """Save on all ranks, or on none if one of them does not come; then as `check_host_updates`.
@@ -59,6 +70,7 @@ class State(ABC):
         """
         updates = self._updates_of_all()
         self.save()
+        self._commits += 1  # a rank that has not come so far has no newer commit than the others' last
         _interrupt_after(updates)
 
     def check_host_updates(self) -> None:
@@ -71,11 +83,17 @@ class State(ABC):
 
     def _updates_of_all(self) -> tuple[int, int]:
         """(whether hosts were removed, whether hosts were added), as far as any rank has heard."""
-        with self._updates_lock:
-            mine, self._updates = self._updates, 0
+        mine = self._own_updates()
         flags = torch.tensor([mine & HOSTS_REMOVED, mine & HOSTS_ADDED], device="cpu")
         removed, added = allreduce(flags, op=Max, name="elastic.updates").tolist()
         return removed, added
+
+    def _own_updates(self) -> int:
+        """What this rank has heard since the last call."""
+        with self._updates_lock:
+            mine, self._updates = self._updates, 0
+        member = default_runtime.membership()
+        return mine if member is None else mine | member.news()
 
     def on_hosts_updated(self, timestamp: float, update_result: int) -> None:
         """For whoever watches the hosts, from any thread: the next `check_host_updates` tells all ranks.
@@ -98,7 +116,7 @@ class State(ABC):
             callback()
 
     def reset(self) -> None:
-        """Adapt to the ranks there are now. Nothing, unless a subclass has something to do."""
+        """Adapt to the ranks there are now, on this rank alone. Nothing, unless a subclass has something to do."""
 
 
 def _interrupt_after(updates: tuple[int, int]) -> None:
@@ -153,19 +171,31 @@ class ObjectState(State):
         for name, saved in self._saved.items():
             setattr(self, name, saved.restored())
 
+    @property
+    def follows_rank_0(self) -> bool:  # type: ignore[override]
+        """Whether a subclass synchronizes in a way of its own, which mostly is that of Horovod: rank 0's state."""
+        return type(self).sync not in (ObjectState.sync, TorchState.sync)
+
     def sync(self) -> None:
-        self._sync_objects(self._values())
+        self._sync_objects(self._values(), self._find_root().rank)
         self.save()
+
+    def _find_root(self) -> _Root:
+        """The first rank with the newest commit, whose state all get. Collective."""
+        commits = allgather_object(self._commits, "elastic.commits")
+        root = 0 if self.follows_rank_0 else commits.index(max(commits))
+        self._commits = commits[root]
+        return _Root(root, [count == self._commits for count in commits])
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _sync_objects(self, values: dict[str, Any]) -> None:
+    def _sync_objects(self, values: dict[str, Any], root: int) -> None:
         if not values:
             return
         contents = {name: value.state_dict() if _has_state_dict(value) else value for name, value in values.items()}
-        received = broadcast_object(contents, ROOT, name="elastic.sync")
-        if global_process_set.rank() == ROOT:
+        received = broadcast_object(contents, root, name="elastic.sync")
+        if global_process_set.rank() == root:
             return
         for name, value in values.items():
             if _has_state_dict(value):
@@ -177,7 +207,8 @@ class ObjectState(State):
 class TorchState(ObjectState):
     """A model, its optimizer, and whatever else a training function must not lose, by keyword.
 
-    Models, optimizers and samplers may come by any name, several of them; a sampler's ranks are united by `sync`::
+    Models, optimizers and samplers may come by any name, several of them; what ranks have recorded in a sampler is
+    united by `commit` and `sync`::
 
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, scheduler=scheduler, epoch=0, batch=0)
 
@@ -220,50 +251,95 @@ class TorchState(ObjectState):
             if isinstance(value, DistributedOptimizer):
                 value._hvd_abandon()
 
+    @property
+    def follows_rank_0(self) -> bool:  # type: ignore[override]
+        return bool(self._handlers) or super().follows_rank_0  # handlers take rank 0's state
+
     def sync(self) -> None:
+        root = self._find_root()
         for handler in self._handlers.values():
             handler.sync()
         others = {}
-        samplers = {}
         for name, value in self._values().items():
             if isinstance(value, torch.nn.Module):
-                _sync_module(value)
+                _sync_module(value, root.rank)
             elif isinstance(value, torch.optim.Optimizer) and not isinstance(value, torch.optim.LBFGS):
-                broadcast_optimizer_state(value, ROOT)
-            elif isinstance(value, ElasticSampler):
-                samplers[name] = value
-            else:
+                broadcast_optimizer_state(value, root.rank)
+            elif not isinstance(value, ElasticSampler):
                 others[name] = value
-        _unite(samplers)
-        self._sync_objects(others)
+        _unite(self._samplers(), root)
+        self._sync_objects(others, root.rank)
         self.save()
 
-    def reset(self) -> None:
-        _unite({name: value for name, value in self._values().items() if isinstance(value, ElasticSampler)})
+    def share(self) -> None:
+        _unite(self._samplers(), self._find_root())
+
+    def _samplers(self) -> dict[str, ElasticSampler]:
+        return {name: value for name, value in self._values().items() if isinstance(value, ElasticSampler)}
+
+    def _updates_of_all(self) -> tuple[int, int]:
+        """Tells all ranks what each has processed as well, since that would be lost with the rank."""
+        samplers = list(self._samplers().values())
+        if not samplers:
+            return super()._updates_of_all()
+        untold = [sampler.take_untold() for sampler in samplers]
+        told = allgather(torch.tensor(_encoded(self._own_updates(), untold), device="cpu"), name="elastic.updates")
+        updates = 0
+        for heard, indices in _decoded(told.tolist(), len(samplers)):
+            updates |= heard
+            for sampler, processed in zip(samplers, indices, strict=True):
+                sampler.hear(processed)
+        return updates & HOSTS_REMOVED, updates & HOSTS_ADDED
+
+
+@dataclass(frozen=True)
+class _Root:
+    """The rank whose state all get, and which ranks have its commit."""
+
+    rank: int
+    agrees: list[bool]
+
+
+def _encoded(updates: int, lists: list[list[int]]) -> list[int]:
+    """What one rank tells: ``updates``, and of each list its length and what is in it."""
+    return [updates, *(number for items in lists for number in (len(items), *items))]
+
+
+def _decoded(numbers: list[int], count: int) -> Iterator[tuple[int, list[list[int]]]]:
+    """What every rank has told, one behind the other, of ``count`` lists each."""
+    position = 0
+    while position < len(numbers):
+        updates, lists = numbers[position], []
+        position += 1
+        for _ in range(count):
+            end = position + 1 + numbers[position]
+            lists.append(numbers[position + 1 : end])
+            position = end
+        yield updates, lists
 
 
 def _has_state_dict(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _sync_module(module: torch.nn.Module) -> None:
+def _sync_module(module: torch.nn.Module, root: int) -> None:
     state = module.state_dict()
-    broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, ROOT)
+    broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, root)
     extra = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
     if extra:  # of modules with get_extra_state()
-        state.update(broadcast_object(extra, ROOT, name="elastic.extra_state"))
+        state.update(broadcast_object(extra, root, name="elastic.extra_state"))
         module.load_state_dict(state)
 
 
-def _unite(samplers: dict[str, ElasticSampler]) -> None:
-    """Each sampler goes on in rank 0's epoch, without what any rank has processed of it."""
+def _unite(samplers: dict[str, ElasticSampler], root: _Root) -> None:
+    """Each sampler goes on in the root's epoch, without what any rank that has its commit has processed of it."""
     if not samplers:
         return
     everywhere = allgather_object(
         {name: sampler.state_dict() for name, sampler in samplers.items()}, "elastic.samplers"
     )
     for name, sampler in samplers.items():
-        states = [state[name] for state in everywhere]
-        epoch = states[ROOT]["epoch"]
+        epoch = everywhere[root.rank][name]["epoch"]
+        states = [state[name] for state, agrees in zip(everywhere, root.agrees, strict=True) if agrees]
         processed = set().union(*(state["processed_indices"] for state in states if state["epoch"] == epoch))
         sampler.load_state_dict({"epoch": epoch, "processed_indices": processed})

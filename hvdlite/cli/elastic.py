@@ -1,0 +1,328 @@
+"""`hvdliterun --elastic` on this machine: ranks that end are left out or replaced, and the others go on.
+
+Each rank is a worker, a process with a number of its own. The roster says when those that wait become the next
+generation of ranks (`hvdlite.roster`); the job here starts, tells and ends the processes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from hvdlite.cli import ranks
+from hvdlite.cli.children import GRACE_S, Stops, how_ended, shell_status, sweep
+from hvdlite.config import WORKER, Config
+from hvdlite.launched import without_launcher
+from hvdlite.meeting_point import MeetingPoint, send
+from hvdlite.membership import ADDED
+from hvdlite.roster import Generation, Join, Roster
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before a seat gets another process, if the last one was never a rank
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """How many ranks a job may have while it runs.
+
+    Attributes:
+        least: with fewer it waits for others, and ends if none are to come.
+        restarts: how many processes may be started in place of those that have failed.
+    """
+
+    least: int
+    restarts: int
+
+
+def run_elastic(
+    argv: Sequence[str], count: int, environ: Mapping[str, str], elasticity: Elasticity, config: Config
+) -> int:
+    """Run ``count`` processes of ``argv`` until all have ended, and replace those that fail; returns the exit status.
+
+    That is 0 if the ranks of the last generation have ended so, else that of the failure from which the job has not
+    recovered, or 128 + n after signal n, to that rank or to this process. Streams and signals are as those of
+    `hvdlite.cli.ranks.run_ranks`.
+
+    Raises:
+        StartupError: a process cannot be started.
+    """
+    with Stops() as stops, closing(_Arrivals()) as arrivals, closing(MeetingPoint(arrivals.put)) as point:
+        inherited = {**without_launcher(environ), **point.environment}
+
+        def start(worker: int, seat: int) -> subprocess.Popen[bytes]:
+            return ranks.start(argv, seat, count, {**inherited, WORKER: str(worker)})
+
+        with ExitStack() as on_failure:
+            on_failure.callback(sweep, lambda: True)
+            job = _ElasticJob(start, count, elasticity, config, point, arrivals, stops)
+            on_failure.pop_all()
+        point.open()
+        status = job.run()
+        if stops:
+            status = stops.status
+        if status != 0:
+            sweep(lambda: len(stops) > 1)
+        return status
+
+
+class _Arrivals:
+    """Workers that have come to the meeting point, from its threads to the job's."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Join, socket.socket]] = SimpleQueue()
+        self.wake, self._waker = os.pipe()
+
+    def put(self, join: Join, link: socket.socket) -> None:
+        self._queue.put((join, link))
+        os.write(self._waker, b".")
+
+    def take(self) -> tuple[Join, socket.socket]:
+        os.read(self.wake, 1)
+        return self._queue.get()
+
+    def close(self) -> None:
+        os.close(self.wake)
+        os.close(self._waker)
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """A process that lives."""
+
+    seat: int
+    child: subprocess.Popen[bytes]
+
+
+class _ElasticJob:
+    """Workers from their start to their end. One thread, which sleeps until something happens or is due."""
+
+    def __init__(
+        self,
+        start: Callable[[int, int], subprocess.Popen[bytes]],
+        count: int,
+        elasticity: Elasticity,
+        config: Config,
+        point: MeetingPoint,
+        arrivals: _Arrivals,
+        stops: Stops,
+    ) -> None:
+        self._start = start
+        self._elasticity = elasticity
+        self._config = config
+        self._point = point
+        self._arrivals = arrivals
+        self._stops = stops
+        self._stops_seen = 0
+        self._roster = Roster(elasticity.least)
+        self._generation: Generation | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._links: dict[int, socket.socket] = {}
+        self._started = 0
+        self._restarts_left = elasticity.restarts
+        self._status = 0  # of the failure from which the job has not recovered yet
+        self._end_reason = ""  # set: nobody is started or let in any more
+        self._were_never_ranks: Counter[int] = Counter()  # processes in a row, by seat
+        self._due: dict[int, float] = {}  # when seats get another process
+        self._limits: dict[int, float] = {}  # when workers for whom others wait are ended
+        self._patience_ends = math.inf  # of those that wait for enough others
+        self._was_told = False  # members know that newcomers wait
+        self._next: tuple[float, signal.Signals] | None = None  # when those that live get which signal
+        self._selector = selectors.DefaultSelector()
+        for seat in range(count):
+            self._launch(seat)
+
+    def run(self) -> int:
+        """Returns the exit status, once all have ended."""
+        with self._selector as selector:
+            selector.register(self._stops.wake, selectors.EVENT_READ, self._heed_stops)
+            selector.register(self._arrivals.wake, selectors.EVENT_READ, self._take_arrival)
+            while self._workers:
+                for key, _ in selector.select(self._sleep_s()):
+                    key.data()
+                self._look()
+        for link in self._links.values():
+            link.close()
+        return self._status
+
+    # What happens.
+
+    def _launch(self, seat: int) -> None:
+        worker = self._started
+        self._started += 1
+        child = self._start(worker, seat)
+        self._workers[worker] = _Worker(seat, child)
+        self._roster.add(worker, seat)
+        ended = os.pidfd_open(child.pid)
+        self._selector.register(ended, selectors.EVENT_READ, lambda: self._note_end(worker, ended))
+
+    def _take_arrival(self) -> None:
+        join, link = self._arrivals.take()
+        if join.worker not in self._workers or join.worker in self._roster.waiting:
+            link.close()  # it has ended meanwhile; or a process that it has started says its number
+            return
+        if join.worker in self._links:
+            self._links.pop(join.worker).close()
+        self._links[join.worker] = link
+        self._roster.come(join)
+        if self._end_reason:
+            self._refuse([join.worker], self._end_reason)
+        elif join.failed is not None and self._generation is not None:
+            # Stopped, or stuck; or it ends just now.
+            self._limits[self._generation.workers[join.failed]] = time.monotonic() + self._config.failure_grace_s
+
+    def _note_end(self, number: int, ended: int) -> None:
+        self._selector.unregister(ended)
+        os.close(ended)
+        worker = self._workers.pop(number)
+        status = worker.child.wait()
+        name, was_rank = self._name(number), number in self._roster.members
+        self._roster.remove(number)
+        self._limits.pop(number, None)
+        if number in self._links:
+            self._links.pop(number).close()
+        self._point.rank_ended(number, how_ended(status))
+        if status != 0:
+            self._note_failure(name, worker, status, was_rank=was_rank)
+        elif was_rank or self._generation is None:
+            self._end(f"{name} has ended by itself, with exit status 0")
+
+    def _note_failure(self, name: str, worker: _Worker, status: int, *, was_rank: bool) -> None:
+        if self._stops or (self._end_reason and not was_rank):
+            return
+        self._status = self._status or shell_status(status)
+        self._say(f"{name} (pid {worker.child.pid}) {how_ended(status)}")
+        if self._end_reason:
+            self._end_within(self._config.failure_grace_s)
+            return
+        if self._restarts_left > 0:
+            self._restarts_left -= 1
+            self._due[worker.seat] = time.monotonic() + self._pause_s(worker.seat, was_rank=was_rank)
+        if self._generation is not None and not self._roster.members:
+            self._end("no rank is left that has the state")
+        elif len(self._workers) + len(self._due) < self._elasticity.least:
+            left, least, restarts = len(self._workers), self._elasticity.least, self._elasticity.restarts
+            self._end(f"{left} ranks are left of --min-np {least}, and no more may be started (--restarts {restarts})")
+
+    def _pause_s(self, seat: int, *, was_rank: bool) -> float:
+        """Before this seat gets another process: none, unless they fail one after the other."""
+        self._were_never_ranks[seat] = 0 if was_rank else self._were_never_ranks[seat] + 1
+        if was_rank:
+            return 0.0
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._were_never_ranks[seat] - 1))
+
+    # What follows from it.
+
+    def _look(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        for seat in [seat for seat, due_s in self._due.items() if due_s <= now]:
+            del self._due[seat]
+            self._launch(seat)
+        if self._next is not None and now >= self._next[0]:
+            self._signal(self._next[1])
+        generation = None if self._end_reason else self._roster.next_generation()
+        if generation is not None:
+            self._begin(generation)
+        if self._roster.knocks and not self._was_told:
+            self._was_told = True
+            self._tell(self._roster.members - self._roster.waiting.keys(), bytes([ADDED]))
+        self._set_limits(now)
+
+    def _begin(self, generation: Generation) -> None:
+        self._generation = generation
+        self._was_told = False
+        self._status = 0
+        answer = pickle.dumps(generation)
+        for number in generation.workers:
+            with suppress(OSError):  # it has ended just now
+                send(self._links[number], answer)
+        if generation.number > 1:
+            self._say(f"goes on with {len(generation.workers)} ranks")
+
+    def _set_limits(self, now: float) -> None:
+        """How long some wait for others."""
+        timeout_s = self._config.elastic_timeout_s
+        self._limits = {number: self._limits.get(number, now + timeout_s) for number in self._roster.late}
+        for number in [number for number, limit_s in self._limits.items() if limit_s <= now]:
+            self._say(f"{self._name(number)} did not come to the others after a failure, and is ended")
+            self._limits[number] = math.inf
+            self._workers[number].child.kill()
+        if not self._roster.is_short:
+            self._patience_ends = math.inf
+        elif self._patience_ends == math.inf:
+            self._patience_ends = now + timeout_s
+        elif now >= self._patience_ends:
+            self._end(f"too few ranks have come within {timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT)")
+
+    def _sleep_s(self) -> float | None:
+        """Until something is due; None: nothing is."""
+        moments = [*self._due.values(), *self._limits.values(), self._patience_ends]
+        if self._next is not None:
+            moments.append(self._next[0])
+        first = min(moments)
+        return None if first == math.inf else max(0.0, first - time.monotonic())
+
+    # The end.
+
+    def _end(self, reason: str) -> None:
+        """There are no more generations: who waits for one hears why, and who never was a rank is ended."""
+        if self._end_reason:
+            return
+        self._end_reason = reason
+        self._due.clear()
+        if self._status != 0:
+            self._say(f"the job ends: {reason}")
+            self._end_within(self._config.failure_grace_s)
+        self._refuse(list(self._roster.waiting), reason)
+        for number in self._roster.newcomers:
+            self._workers[number].child.terminate()
+
+    def _refuse(self, workers: Iterable[int], reason: str) -> None:
+        for number in workers:
+            with suppress(OSError):
+                send(self._links[number], pickle.dumps(reason))
+
+    def _end_within(self, seconds: float) -> None:
+        if self._next is None:
+            self._next = (time.monotonic() + seconds, signal.SIGTERM)
+
+    def _heed_stops(self) -> None:
+        os.read(self._stops.wake, 64)
+        if len(self._stops) > self._stops_seen:
+            self._end_reason = "hvdliterun was told to end"
+            self._due.clear()
+            self._signal(signal.SIGTERM if self._stops_seen == 0 else signal.SIGKILL)
+            self._stops_seen = len(self._stops)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers.values():
+            worker.child.send_signal(number)
+        self._next = (time.monotonic() + GRACE_S, signal.SIGKILL)
+
+    # Words.
+
+    def _tell(self, workers: Iterable[int], news: bytes) -> None:
+        for number in workers:
+            with suppress(OSError):
+                self._links[number].send(news, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+    def _name(self, number: int) -> str:
+        """What a worker is called: by its rank, if it is one."""
+        if self._generation is not None and number in self._generation.workers:
+            return f"rank {self._generation.workers.index(number)}"
+        return f"worker {number}, which is no rank yet,"
+
+    def _say(self, text: str) -> None:
+        if not self._stops:
+            print(f"hvdlite run: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,165 @@
+"""`hvdliterun --elastic`: ranks die, are stopped or leave; the others go on, and each sample counts once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launching import Result, launch
+
+# Gradients are counts of samples: the weights say how often each sample went into them. `MISHAP` happens in the worker
+# that was started as the second one, between backward and step of the sixth batch.
+TRAINING = """
+import os, signal, sys, time
+import torch
+import hvdlite.torch as hvd
+
+SAMPLES, BATCH = 240, 2
+
+hvd.init()
+me = int(os.environ["HVDLITE_WORKER"])
+weights = torch.nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
+optimizer = torch.optim.SGD([weights], lr=1.0)
+optimizer = hvd.DistributedOptimizer(optimizer, [("weights", weights)], op=hvd.Sum)
+model = torch.nn.ParameterList([weights])
+sampler = hvd.elastic.ElasticSampler(range(SAMPLES))
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0)
+committed = 0
+
+def say(*words):
+    print(*words, flush=True)
+
+def mishap():
+    {mishap}
+
+@hvd.elastic.run
+def train(state):
+    global committed
+    say("starts on rank", hvd.rank(), "of", hvd.size(), "at batch", state.batch, "as", os.getpid())
+    for number, batch in enumerate(torch.utils.data.DataLoader(range(SAMPLES), BATCH, sampler=sampler)):
+        optimizer.zero_grad()
+        (-weights[batch].sum()).backward()
+        if me == 1 and state.batch == 5:
+            say("mishap at", time.time())
+            mishap()
+        optimizer.step()
+        sampler.record_batch(number, BATCH)
+        state.batch += 1
+        state.commit()
+        while state.batch == 9 and hvd.size() < {least}:
+            time.sleep(0.05)
+            state.check_host_updates()
+
+try:
+    train(state)
+    say("counts", sorted(set(weights.tolist())), "rank", hvd.rank(), "of", hvd.size())
+except hvd.HorovodInternalError as error:
+    time.sleep(1.5)
+    say("saved batch", state.batch, "on rank", hvd.rank(), "after", error)
+    raise
+"""
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def run(mishap: str, *options: str, n: int = 3, least: int = 1, victim: int = 1, **settings: str) -> Result:
+    """Train on ``n`` ranks, of which worker ``victim`` comes to grief, and wait at batch 9 for ``least`` ranks."""
+    script = TRAINING.replace("{mishap}", mishap).replace("{least}", str(least)).replace("me == 1", f"me == {victim}")
+    return launch(n, script, mpi="none", options=["--elastic", *options], env=settings, timeout=200)
+
+
+@dataclass(frozen=True)
+class Start:
+    rank: int
+    size: int
+    batch: int
+    pid: int
+
+
+def starts(result: Result) -> list[Start]:
+    found = re.findall(r"starts on rank (\d+) of (\d+) at batch (\d+) as (\d+)", result.stdout)
+    return [Start(*map(int, numbers)) for numbers in found]
+
+
+def check_counts(result: Result, ranks: int) -> None:
+    """All ranks have ended with weights in which each sample is counted once."""
+    assert sorted(re.findall(r"counts (\[.*?\]) rank (\d+) of (\d+)", result.stdout)) == [
+        ("[1.0]", str(rank), str(ranks)) for rank in range(ranks)
+    ], result
+
+
+def test_survivors_of_a_killed_rank_go_on_and_count_each_sample_once() -> None:
+    result = run(KILLED, "--restarts", "0").check()
+    check_counts(result, 2)
+    assert {(start.size, start.batch) for start in starts(result)} == {(3, 0), (2, 5)}  # of the last commit
+    assert sorted(Counter(start.pid for start in starts(result)).values()) == [1, 2, 2]  # the same processes
+    assert "rank 1 (pid" in result.launcher_output and "goes on with 2 ranks" in result.launcher_output
+
+
+def test_a_new_process_takes_the_place_of_the_dead_one() -> None:
+    """At a commit of the others, who go on until it has come, and then with the state that they have by then."""
+    result = run(KILLED, n=2, least=2).check()
+    check_counts(result, 2)
+    assert {(start.size, start.batch) for start in starts(result)} == {(2, 0), (1, 5), (2, 9)}
+    assert len({start.pid for start in starts(result)}) == 3
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.thorough)])
+def test_too_few_wait_for_a_new_process(victim: int) -> None:
+    result = run(KILLED, "--min-np", "3", victim=victim).check()
+    check_counts(result, 3)
+    assert {(start.size, start.batch) for start in starts(result)} == {(3, 0), (3, 5)}
+
+
+@pytest.mark.thorough
+def test_a_stopped_rank_is_ended_and_left_out() -> None:
+    stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
+    limits = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6", "HVDLITE_FAILURE_GRACE_SECONDS": "2"}
+    result = run(stopped, "--restarts", "0", **limits).check()
+    check_counts(result, 2)
+    assert "rank 1 did not come to the others after a failure, and is ended" in result.launcher_output
+
+
+@pytest.mark.thorough
+def test_a_rank_that_raises_is_replaced() -> None:
+    result = run('raise ValueError("of the data")', "--min-np", "3").check()
+    check_counts(result, 3)
+    assert "rank 1 (pid" in result.launcher_output and "ended with exit status 1" in result.launcher_output
+
+
+def test_who_cannot_go_on_has_time_to_save() -> None:
+    """Rank 0, too, is no more, which otherwise saves for all."""
+    result = run(KILLED, "--min-np", "3", "--restarts", "0", victim=0)
+    assert result.returncode == 128 + 9 and not result.leftovers, result
+    for rank in (1, 2):
+        assert f"saved batch 5 on rank {rank} after hvd.elastic.run cannot go on: 2 ranks are left of --min-np 3" in (
+            result.ranks[rank].stdout
+        ), result
+
+
+def test_a_rank_that_leaves_ends_the_job() -> None:
+    result = run("sys.exit(0)", n=2)
+    assert result.returncode != 0 and not result.leftovers, result
+    assert "saved batch 5 on rank 0 after hvd.elastic.run cannot go on: rank 1 has ended by itself" in result.stdout
+    assert "exit status 0" in result.stdout
+
+
+FAILS_TWICE = """
+import pathlib, sys
+tries = pathlib.Path(sys.argv[1])
+tries.write_text(tries.read_text() + "." if tries.exists() else ".")
+sys.exit(0 if len(tries.read_text()) == 3 else 3)
+"""
+
+
+@pytest.mark.parametrize("mpi", ["none", pytest.param("mpirun", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("restarts", "status"), [(1, 3), (2, 0), (5, 0)])
+def test_a_job_that_fails_is_started_again(mpi: str, restarts: int, status: int, tmp_path: Path) -> None:
+    options = ["--restarts", str(restarts), *(["--mpi"] if mpi == "mpirun" else [])]
+    result = launch(1, FAILS_TWICE, str(tmp_path / "tries"), mpi="none", options=options)
+    assert result.returncode == status, result
+    assert len((tmp_path / "tries").read_text()) == min(restarts, 2) + 1
+    assert f"starts the job again (1 of {restarts} times)" in result.launcher_output
