@@ -17,8 +17,8 @@ from hvdlite.errors import (
 )
 from hvdlite.logs import configure_logging
 from hvdlite.membership import Membership
-from hvdlite.peers import start_deadline
-from hvdlite.process import InitArguments, ProcessHooks
+from hvdlite.peers import Peers, start_deadline
+from hvdlite.process import Companion, InitArguments, ProcessHooks
 from hvdlite.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -118,6 +118,18 @@ def _build(arguments: InitArguments, config: Config) -> None:
 def membership() -> Membership | None:
     """That of this process in an elastic job; None in others."""
     return _hooks.peers.membership
+
+
+def peers() -> Peers:
+    """The processes that were started together with this one."""
+    return _hooks.peers
+
+
+def accompany(companion: Companion) -> None:
+    """From here on ``companion`` ends with this process, or fails with it, as the default runtime does."""
+    with _hooks.lock:
+        _hooks.install()
+        _hooks.companions.add(companion)
 
 
 def shutdown() -> None:

@@ -181,7 +181,7 @@ class Runtime:
         """Stop on all ranks: what is in flight, there and here, fails with `ShutDownError`. May be called again.
 
         Args:
-            is_final: this process ends. Until `end_watch` it still learns of failures, and lets others see that it lives.
+            is_final: this process ends; until `end_watch` it still learns of failures, and others see that it lives.
         """
         if self.closed:
             return
