@@ -5,8 +5,8 @@
     python -m benchmarks --readme              # none: plots, and tables of READMEs and docs, of what is there
 
 Takes not quite 25 minutes on two cores that have nothing else to do. What goes across emulated hosts needs root; what
-is measured with MPICH, an environment that has it beside hvdlite (tests/run.py makes one); plots, matplotlib; what
-begins with gpu, a GPU.
+is measured with MPICH or Intel MPI, an environment that has it beside hvdlite (tests/run.py makes them); plots,
+matplotlib; what begins with gpu, a GPU.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class Program:
 
     Attributes:
         takes_turns: whether it has --rounds.
+        mpi: whose environment it needs, of `MPIS`; "" is this one.
     """
 
     arguments: tuple[str, ...]
     takes_turns: bool = True
-    needs_mpich: bool = False
+    mpi: str = ""
 
 
 def on_ranks(ranks: int, *program: str) -> tuple[str, ...]:
@@ -57,11 +58,17 @@ LARGE = ("allreduce.py", "--bytes", "67108864", "--rounds=4", "--calls=1", "--li
 SMALL = ("allreduce.py", "--bytes", "4", "16", "64", "256", "1024", "4096", "--rounds=10", "--ways")
 OWN = ("hvdlite backend", "hvd, in its slot", "hvd, elsewhere")
 FROM_16_KIB = [str(1 << shift) for shift in range(14, 29, 2)]
+FROM_4_B = [str(1 << shift) for shift in range(2, 29, 2)]
+MPIS = {"mpich": "MPICH", "intelmpi": "Intel MPI"}
 PROGRAMS = {
     "allreduce": Program(on_ranks(2, "allreduce.py")),
     "allreduce_mpich": Program(
         on_ranks(2, "allreduce.py", "--bytes", *FROM_16_KIB, "--ways", "memcpy", *OWN, "MPI", "MPI, pieces"),
-        needs_mpich=True,
+        mpi="mpich",
+    ),
+    "allreduce_intelmpi": Program(
+        on_ranks(2, "allreduce.py", "--bytes", *FROM_4_B, "--ways", "memcpy", *OWN, "MPI", "MPI, pieces"),
+        mpi="intelmpi",
     ),
     "slot": Program(on_ranks(4, "slot.py")),
     "latency": Program(on_ranks(2, "latency.py")),
@@ -85,17 +92,17 @@ PROGRAMS = {
 }
 
 
-def run(name: str, directory: Path, rounds: int | None, mpich_python: Path) -> int:
+def run(name: str, directory: Path, rounds: int | None, pythons: dict[str, Path]) -> int:
     """The exit status; `SKIPPED` of one that cannot run on this machine, which has said why."""
     program = PROGRAMS[name]
     print(f"\n==> {name}", flush=True)
-    if program.needs_mpich and not mpich_python.exists():
-        print(f"==> {name}: skipped: there is no {mpich_python}; --mpich-python names another", flush=True)
+    python = pythons[program.mpi]
+    if not python.exists():
+        print(f"==> {name}: skipped: there is no {python}; --{program.mpi}-python names another", flush=True)
         return SKIPPED
     start = time.monotonic()
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as many threads as cores, in all
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
-    python = mpich_python if program.needs_mpich else sys.executable
     report = os.path.relpath(directory / f"{name}.json", HERE)  # it ends up in the report, as part of the command
     command = [str(python), *program.arguments, f"--json={report}"]
     if program.takes_turns and rounds is not None:
@@ -123,8 +130,11 @@ def main() -> int:
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)}; default: all")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="directory of the reports")
     parser.add_argument("--rounds", type=int, help="of what takes turns; default: each program's own")
-    mpich = ROOT / ".venv-mpich" / "bin" / "python"
-    parser.add_argument("--mpich-python", type=Path, default=mpich, help="of an environment with MPICH and hvdlite")
+    for mpi, said in MPIS.items():
+        python = ROOT / f".venv-{mpi}" / "bin" / "python"
+        parser.add_argument(
+            f"--{mpi}-python", type=Path, default=python, help=f"of an environment with {said} and hvdlite"
+        )
     parser.add_argument("--readme", action="store_true", help="run nothing; refresh plots and tables of pages")
     options = parser.parse_args()
     unknown = {*options.programs} - PROGRAMS.keys()
@@ -136,7 +146,8 @@ def main() -> int:
     if options.readme:
         status = {name: 0 for name in chosen if (results / f"{name}.json").exists()}
     else:
-        status = {name: run(name, results, options.rounds, options.mpich_python.absolute()) for name in chosen}
+        pythons = {mpi: getattr(options, f"{mpi}_python").absolute() for mpi in MPIS} | {"": Path(sys.executable)}
+        status = {name: run(name, results, options.rounds, pythons) for name in chosen}
     done = [name for name in status if status[name] == 0]
     failed = [name for name in status if status[name] not in (0, SKIPPED)]
     reports = {name: json.loads((results / f"{name}.json").read_text()) for name in done}

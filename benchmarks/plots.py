@@ -72,6 +72,7 @@ def bandwidth(reports: dict[str, Report]) -> Figure:
         ("Open MPI, in pieces", VERMILION, ":", "allreduce", "MPI, pieces"),
         ("Open MPI, coll/sm", VERMILION, "-.", "allreduce", "MPI coll/sm"),
         ("MPICH", ORANGE, "-", "allreduce_mpich", "MPI"),
+        ("Intel MPI", ORANGE, ":", "allreduce_intelmpi", "MPI"),
         ("Gloo", GREEN, "-", "allreduce", "Gloo"),
     ):
         rows = [row for row in reports.get(source, {"rows": []})["rows"] if row["way"] == way]

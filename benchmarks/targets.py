@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,12 +91,14 @@ def _of(report: Report, way: str, nbytes: int) -> dict[str, Any] | None:
     return next((row for row in report["rows"] if row["way"] == way and row["bytes"] == nbytes), None)
 
 
-def _against(report: Report, own: str, peers: Collection[str], low: int) -> tuple[int, Estimate] | None:
-    """The size from ``low`` on where ``own`` is least ahead of the fastest of ``peers``, and how many times as fast."""
+def _against(
+    report: Report, own: str, peers: Collection[str], low: int, below: float = math.inf
+) -> tuple[int, Estimate] | None:
+    """The size in [low, below) where ``own`` is least ahead of the fastest of ``peers``; how many times as fast."""
     found = []
     for row in report["rows"]:
         ratios = [ratio for peer, ratio in row.get("times_as_fast", {}).items() if peer in peers]
-        if row["way"] == own and row["bytes"] >= low and ratios:
+        if row["way"] == own and low <= row["bytes"] < below and ratios:
             found.append((row["bytes"], min(ratios, key=lambda ratio: ratio["value"])))
     return min(found, key=lambda pair: pair[1]["value"], default=None)
 
@@ -125,6 +128,14 @@ def _memcpy(own: str, limit: float) -> Callable[[Reports], Iterator[Figure]]:
 def _backend(reports: Reports) -> Iterator[Figure]:
     yield from _faster(reports, BACKEND, MPI, 16 * KIB, 3.0, "one call")
     yield from _faster(reports, BACKEND, PIECES, 16 * KIB, None, "or in 4 MiB pieces")
+
+
+def _intel(reports: Reports) -> Iterator[Figure]:
+    for low, below, limit, called in ((4, 4 * KIB, 0.5, "below 4 KiB"), (4 * KIB, math.inf, 1.0, "from 4 KiB")):
+        report = reports.get("allreduce_intelmpi", {"rows": []})
+        found = _against(report, BACKEND, MPI, low, below)
+        if found is not None:
+            yield _figure(f"{called}, least at {size(found[0])}", found[1], limit, at_most=False)
 
 
 def _user(reports: Reports) -> Iterator[Figure]:
@@ -351,6 +362,7 @@ _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
     "allreduce of 64 MiB in its slot, against a memcpy on all ranks": _memcpy(IN_SLOT, 1.1),
     "the same from elsewhere: pack, reduce, unpack": _memcpy(ELSEWHERE, 3.0),
     "node backend, times as fast as MPI's best, 16 KiB to 256 MiB": _backend,
+    "node backend, times as fast as Intel MPI": _intel,
     "hvd.allreduce_, times as fast as MPI's best": _user,
     "hvd.allreduce_, times as fast as Gloo, 256 KiB to 256 MiB": _gloo,
     "16-bit floats of 64 MiB in their slot, bytes per second of float32's": _types,

@@ -298,6 +298,9 @@ class Beside:
     def finish(self) -> None:
         """Wait for them, and show what they printed; what has failed with so little time may try again."""
         self._is_awaited = True
+        for stage in self.stages:
+            if stage.child is not None:
+                promote(stage.child)
         self._thread.join()
         for number, (stage, printed) in enumerate(zip(self.stages, self._printed, strict=True), start=1):
             where = f"[beside, {number}/{len(self.stages)}]"
@@ -365,6 +368,13 @@ def run_once(
     elif status not in (0, 5) and not stage.counts["failed"]:  # 5: no test was selected
         stage.counts["failed"] = 1
         stage.failures = stage.failures or [f"ended with exit status {status}"]
+
+
+def promote(child: subprocess.Popen[bytes]) -> None:
+    """Let it have as much of the processors as anybody, if this user may say so."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PGRP, child.pid, 0)
+        Path(f"/proc/{child.pid}/autogroup").write_text("0")
 
 
 def try_again(stage: Stage, arguments: argparse.Namespace, number: str) -> None:

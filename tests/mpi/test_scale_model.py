@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from scale_check import TENSORS, compare, differences
 
+pytestmark = pytest.mark.any_mpi
+
 STEPS = 5  # three until the order is known to repeat, one in which it is frozen
 
 

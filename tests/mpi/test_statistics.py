@@ -22,6 +22,8 @@ from hvdlite.runtime import Runtime
 from hvdlite.topology import Topology
 from runtime_lab import LAYOUTS, TINY, Difference, Tensor, agree, allreduce, machines, running
 
+pytestmark = pytest.mark.any_mpi
+
 BUCKETS = {"first": 16, "second": 1024, "third": 5008}  # numel; whole cache lines of float32
 TREE = ["tree_messages_sent", "tree_bytes_sent", "tree_messages_received", "tree_bytes_received"]
 CACHED = 17  # bytes of a message that names its request by a number

@@ -16,7 +16,7 @@ from measure import estimate, in_turns, median_ratio
 from pages import allreduce_table, refresh, split_table, steps_table, targets_table
 from targets import Target, lines, targets
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 
 
 def exactly(value: float) -> dict[str, float]:
@@ -58,7 +58,7 @@ def test_allreduce_against_memcpy() -> None:
 
 def test_allreduce_against_the_fastest_mpi() -> None:
     reports = {"allreduce": OPEN_MPI, "allreduce_mpich": MPICH}
-    assert found(reports, "node backend") == {
+    assert found(reports, "node backend, times as fast as MPI") == {
         "one call, Open MPI, least at 4 MiB": (3.5, True),
         "one call, MPICH, least at 16 MiB": (2.75, False),
         "or in 4 MiB pieces, Open MPI, least at 4 MiB": (2.5, True),  # nothing is wanted of it
@@ -68,6 +68,15 @@ def test_allreduce_against_the_fastest_mpi() -> None:
     assert figures["hvd, in its slot, from 16 MiB, Open MPI, least at 16 MiB"] == (2.8, False)
     assert figures["hvd, elsewhere, from 4 MiB, MPICH, least at 16 MiB"] == (5.5 / 6, False)
     assert figures["hvd, elsewhere, from 4 MiB, Open MPI, least at 4 MiB"] == (7 / 6, True)
+
+
+def test_the_backend_against_intel_mpi() -> None:
+    report = allreduce([4, 4 * KIB], OWN, {"memcpy": 0.1, "MPI": 1.5})
+    report["rows"] += allreduce([MIB], OWN, {"MPI": 3.0})["rows"]
+    assert found({"allreduce_intelmpi": report}, "node backend, times as fast as Intel MPI") == {
+        "below 4 KiB, least at 4 B": (0.75, True),
+        "from 4 KiB, least at 4 KiB": (0.75, False),
+    }
 
 
 def test_allreduce_against_gloo_is_least_where_it_is_least() -> None:
@@ -268,12 +277,12 @@ def test_gpus() -> None:
 
 def test_tables_have_a_row_for_every_target() -> None:
     nothing = targets({})
-    assert len(nothing) == 30
+    assert len(nothing) == 31
     assert [row[0] for row in lines(nothing)] == [target.what for target in nothing]
     assert {target.verdict for target in nothing} == {"not measured"}
     some: list[Target] = targets({"allreduce": OPEN_MPI})
     table = targets_table(some).splitlines()
-    assert len(table) == 2 + 30
+    assert len(table) == 2 + 31
     assert table[2].endswith("| ≤ 1.1 | time / memcpy's: **1.25 (1.25, 1.25)** | NO |")
     assert table[3].endswith("| ≤ 3 | time / memcpy's: 3 (3, 3) | yes |")
 

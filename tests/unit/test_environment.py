@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -200,16 +201,40 @@ def stage_beside(runner: Any, program: str) -> tuple[Any, Any]:
     return stage, runner.Beside([stage], SimpleNamespace(this_python=False, second_try=True))
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_a_stage_beside_others_gets_what_they_leave(capfd: pytest.CaptureFixture[str]) -> None:
     runner = load("tests/run.py", "runner_under_test")
     stage, beside = stage_beside(runner, "import os, sys; print('nice:', os.nice(0)); sys.exit(3)")
     beside.start()
-    until = time.monotonic() + 60
-    while not stage.elapsed_s and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: stage.elapsed_s > 0)
     beside.finish()
     assert "nice: 19" in capfd.readouterr().out.splitlines()
     assert stage.counts == {"failed": 1} and stage.failures == ["exit status 3"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take back what nice has given away")
+def test_a_stage_that_others_wait_for_is_promoted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    runner = load("tests/run.py", "runner_under_test")
+    runs = tmp_path / "runs"
+    program = f"""
+import os, pathlib, time
+pathlib.Path({str(runs)!r}).touch()
+until = time.monotonic() + 60
+while os.nice(0) > 0 and time.monotonic() < until:
+    time.sleep(0.01)
+print("nice:", os.nice(0))
+"""
+    _, beside = stage_beside(runner, program)
+    beside.start()
+    wait_until(runs.exists)
+    beside.finish()
+    assert "nice: 0" in capfd.readouterr().out.splitlines()
 
 
 def test_a_stage_beside_others_is_ended_with_them() -> None:
