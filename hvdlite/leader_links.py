@@ -21,8 +21,9 @@ from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import Interface, select
 from hvdlite.proof import Caller, Secret, new_key
-from hvdlite.reception import SHORTAGES, Reception, listen_at
+from hvdlite.reception import Reception, listen_at
 from hvdlite.topology import Topology
+from hvdlite.wire import SHORTAGES
 
 _CLAIM = struct.Struct("<II")  # node index of the child, node index of the parent
 _TRY_S = 5.0  # how long a round of tries lasts before all addresses are tried anew
