@@ -16,6 +16,7 @@ from hvdlite.agreement import Bootstrap, exchange
 from hvdlite.config import Config
 from hvdlite.errors import HorovodVersionMismatchError, StartupError
 from hvdlite.health import Health
+from hvdlite.interfaces import select
 from hvdlite.leader_links import close_all, connect_leaders
 from hvdlite.node import discover
 from hvdlite.recorder import Recorder
@@ -82,6 +83,7 @@ def start_world(
         own = None if ranks is None or ranks.size == 1 else ranks.subset(range(ranks.size))
         if own is not None:
             undo.callback(own.close)  # all ranks fail here or none does, so all of them close it
+        spec = config.network_interfaces  # of this host, which may call its interfaces otherwise than rank 0's
         cards = exchange(own, lambda: _card(own, config, versions, news))
         config = cards[0].config
         _check_versions(cards)
@@ -92,9 +94,7 @@ def start_world(
         topology = Topology(0 if own is None else own.rank, nodes)
         links: dict[int, socket.socket] = {}
         if own is not None and len(nodes) > 1:
-            links = connect_leaders(
-                own, topology.leaders, topology, config.tree_fanout, config.network_interfaces, links_deadline_s
-            )
+            links = connect_leaders(own, topology.leaders, topology, config.tree_fanout, spec, links_deadline_s)
             undo.callback(close_all, links.values())
         neighbours = {topology.leaders[index]: link for index, link in links.items()}
         neighbours |= node.take_watch_links()
@@ -120,6 +120,7 @@ def _built(ranks: Bootstrap | None, health: Health, build: Callable[[], World]) 
 
 def _card(ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], news: Callable[[], Any]) -> Card:
     is_first = ranks is None or ranks.rank == 0
+    select(config.network_interfaces)  # a mistake is said at once, though one node needs no interface
     return Card(
         {"hvdlite": __version__, "Python": platform.python_version(), **versions},
         config,
