@@ -28,6 +28,7 @@ SmallAllreduce::SmallAllreduce(std::uintptr_t address, int rank, int size, std::
   if (address == 0 || address % kCacheLine != 0) {
     throw std::invalid_argument("SmallAllreduce: address must be a multiple of 64");
   }
+  turn_ = line(rank_).turn.load(std::memory_order_relaxed);
 }
 
 std::size_t SmallAllreduce::bytes_needed(int size) {

@@ -24,7 +24,8 @@ class SmallAllreduce {
  public:
   static constexpr std::uint64_t kMostBytes = 8 << 10;
 
-  // `address`: of `bytes_needed(size)` zeroed bytes, a multiple of 64. `abort_address`: ends every wait.
+  // `address`: of `bytes_needed(size)` zeroed bytes, a multiple of 64; or counts of all ranks that are alike, from
+  // which it goes on. `abort_address`: ends every wait.
   SmallAllreduce(std::uintptr_t address, int rank, int size, std::uintptr_t abort_address, int spin_us);
 
   static std::size_t bytes_needed(int size);

@@ -25,6 +25,7 @@ StreamBarrier::StreamBarrier(const DeviceStream& stream, std::uintptr_t page, in
   const cuda::Result result = driver().host_address(&on_device_, memory, 0);
   if (result != cuda::kSuccess) driver().host_unregister(memory);
   check(result, "cuMemHostGetDevicePointer");
+  met_ = *word_of(rank_);
 }
 
 StreamBarrier::~StreamBarrier() { let_go(); }

@@ -18,8 +18,8 @@ class StreamBarrier {
  public:
   static std::size_t bytes_needed(int size);
 
-  // `page`: zeroed, of `bytes_needed`, the same memory in all ranks; it and the stream must outlive this, the page also
-  // where `let_go` is false.
+  // `page`: zeroed, or with words that are alike, from which it goes on; of `bytes_needed`, the same memory in all
+  // ranks. It and the stream must outlive this, the page also where `let_go` is false.
   StreamBarrier(const DeviceStream& stream, std::uintptr_t page, int rank, int size);
   ~StreamBarrier();
   StreamBarrier(const StreamBarrier&) = delete;

@@ -89,6 +89,7 @@ def start_world(
         own = None if ranks is None or ranks.size == 1 else ranks.subset(range(ranks.size))
         if own is not None:
             undo.callback(own.close)  # all ranks fail here or none does, so all of them close it
+        spec = config.network_interfaces  # of this host, which may call its interfaces otherwise than rank 0's
         cards = exchange(own, lambda: _card(own, config, versions, news))
         config = cards[0].config
         _check_versions(cards)
@@ -100,9 +101,7 @@ def start_world(
         links: dict[int, socket.socket] = {}
         if own is not None and len(nodes) > 1:
             fanout = config.tree_fanout
-            links = connect_leaders(
-                own, topology.leaders, topology, fanout, config.network_interfaces, links_deadline_s
-            )
+            links = connect_leaders(own, topology.leaders, topology, fanout, spec, links_deadline_s)
             undo.callback(close_all, links.values())
             hostnames = [cards[leader].hostname for leader in topology.leaders]
             _try_links(own, links, topology, fanout, hostnames, links_deadline_s)
@@ -158,6 +157,7 @@ def _built(ranks: Bootstrap | None, health: Health, build: Callable[[], World]) 
 
 def _card(ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], news: Callable[[], Any]) -> Card:
     is_first = ranks is None or ranks.rank == 0
+    select(config.network_interfaces)  # a mistake is said at once, though one node needs no interface
     return Card(
         {"hvdlite": __version__, "Python": platform.python_version(), **versions},
         config,

@@ -21,8 +21,9 @@ from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import Interface, select
 from hvdlite.proof import Caller, Secret, new_key
-from hvdlite.reception import SHORTAGES, Reception, listen_at
+from hvdlite.reception import Reception, listen_at
 from hvdlite.topology import Topology
+from hvdlite.wire import SHORTAGES
 
 _CLAIM = struct.Struct("<II")  # node index of the child, node index of the parent
 _TRY_S = 5.0  # how long a round of tries lasts before all addresses are tried anew
@@ -96,7 +97,7 @@ def connect_leaders(
 
     Args:
         leaders: the places of the leaders among ``ranks``, by node index.
-        spec: interfaces to listen at, as `select` takes them.
+        spec: interfaces of this host to listen at, as `select` takes them.
 
     Raises:
         StartupError: one of them cannot be reached, or did not come in time.
@@ -108,9 +109,8 @@ def connect_leaders(
 
     def open_door() -> Door:
         nonlocal listener
-        interfaces = select(spec)  # where the setting is wrong, each host says so
         if topology.is_leader and children:
-            listener = on_failure.enter_context(closing(Listener(interfaces, key, own, children)))
+            listener = on_failure.enter_context(closing(Listener(select(spec), key, own, children)))
         return Door(socket.gethostname(), [] if listener is None else listener.addresses)
 
     def connect_neighbours() -> None:

@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from hvdlite.wire import SHORTAGE_S, SHORTAGES
+
 HOST = "127.0.0.1"  # the text names no secrets, but nobody else is asked to read it
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PATIENCE_S = 10.0  # for a request
+_MOST_AT_ONCE = 16  # connections, each of which has a thread and a descriptor of the rank
+
+
+class _Server(ThreadingHTTPServer):
+    """Any user of the machine may connect, as often as it likes; that must cost the rank little."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        super().__init__(*arguments)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                time.sleep(SHORTAGE_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread is to be had
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: who has left, or said nothing in time, is no news either."""
 
 
 class MetricsServer:
@@ -26,6 +67,8 @@ class MetricsServer:
 
     def __init__(self, port: int, text: Callable[[], str]) -> None:
         class Handler(BaseHTTPRequestHandler):
+            timeout = _PATIENCE_S
+
             def do_GET(self) -> None:
                 if self.path.split("?")[0] not in ("/", "/metrics"):
                     self.send_error(404)
@@ -40,7 +83,7 @@ class MetricsServer:
             def log_message(self, format: str, *args: Any) -> None:
                 """Nothing: a scrape is no news."""
 
-        self._server = ThreadingHTTPServer((HOST, port), Handler)
+        self._server = _Server((HOST, port), Handler)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="hvdlite metrics", daemon=True)

@@ -26,15 +26,14 @@ from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.memory.segment import Segment, create_memory_file
 from hvdlite.proof import Secret, new_key, prove
-from hvdlite.reception import SHORTAGES, Reception
-from hvdlite.wire import is_ours
+from hvdlite.reception import Reception
+from hvdlite.wire import SHORTAGE_S, SHORTAGES, is_ours
 
 _CLAIM = struct.Struct("<IB")  # rank, which of its connections
 _LINKS = 2  # of a rank: for memory, and for its sentinel
 _SIZE = struct.Struct("<Q")
 _ABORT_PAGE_BYTES = 4096
 _SLICE_S = 0.1  # how long a wait sleeps before it looks whether the job has failed
-_SHORTAGE_S = 0.05  # between two tries at a connection where descriptors or memory for it are short
 # What says that a socket is on another machine: nobody listens there, or this process is kept from it.
 _ELSEWHERE = frozenset({errno.ECONNREFUSED, errno.EACCES, errno.EPERM})
 
@@ -388,7 +387,7 @@ def _wait_out(error: OSError, deadline_s: float) -> None:
     # EAGAIN: the queue of that socket is full, of strangers perhaps, who are hung up on.
     if error.errno not in SHORTAGES | {errno.EAGAIN} or time.monotonic() > deadline_s:
         raise error
-    time.sleep(_SHORTAGE_S)
+    time.sleep(SHORTAGE_S)
 
 
 def _lead(porch: _Porch, ranks: tuple[int, ...], cores: int, deadline_s: float, timeout_s: float) -> Node:

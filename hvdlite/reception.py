@@ -6,7 +6,6 @@ the oldest are hung up on, and where the process is short of descriptors new one
 
 from __future__ import annotations
 
-import errno
 import os
 import selectors
 import socket
@@ -16,15 +15,12 @@ from collections.abc import Callable, Sequence
 
 from hvdlite.errors import StartupError
 from hvdlite.proof import Host, Secret
-from hvdlite.wire import is_ours
+from hvdlite.wire import SHORTAGE_S, SHORTAGES, is_ours
 
 PATIENCE_S = 10.0
 """How long a proof may take."""
 MOST_UNPROVEN = 128
 """Connections that have not proven themselves yet."""
-SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""What says that a socket cannot be had now, and nothing about who is at its other end."""
-_SHORTAGE_S = 0.05  # between two tries to take a connection where descriptors are short: the kernel calls at once again
 
 Admit = Callable[[socket.socket, bytes, bytes], bool]
 """Is given a proven connection, its claim, and the key of its session; whether it keeps the connection."""
@@ -119,7 +115,7 @@ class Reception:
             link, _ = listener.accept()
         except OSError as error:
             if error.errno in SHORTAGES and not self._resume_s:
-                self._resume_s = time.monotonic() + _SHORTAGE_S
+                self._resume_s = time.monotonic() + SHORTAGE_S
                 for other in self._listeners:
                     self._selector.unregister(other)
             return  # or whoever it was has left again

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
+
+SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""What says that a socket cannot be had now, and nothing about who is at its other end."""
+SHORTAGE_S = 0.05
+"""Between two tries then: a connection that waits to be taken calls again at once, and would take a core."""
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 

@@ -6,6 +6,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   sanitizers  the native code under GCC's sanitizers: its unit tests under AddressSanitizer and UndefinedBehavior-
            Sanitizer, ranks as threads under ThreadSanitizer, and for aarch64 under qemu; skipped where GCC or Debian
            has none; only if asked for by name
+  fuzz     every parser of bytes from elsewhere, 2 s each by Atheris, which it installs; only if asked for by name
   mpi      under mpirun with 1, 2 and 4 ranks on Open MPI and 2, 3 and 4 on MPICH, unless --ranks chooses them; what
            lies above MPI with 1, 2 and 4 ranks on Open MPI and with 3 on MPICH, unless --mpi chooses one; with --mpi
            for it, on Intel MPI too, with 2 and 3, where others run what calls MPI only; and what depends on who starts
@@ -54,11 +55,12 @@ sys.path.insert(0, str(ROOT / "tools"))
 import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
-AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2, "docs": 2}
+AT_ONCE = {"unit": 2, "sanitizers": 2, "fuzz": 2, "faults": 4, "hosts": 3, "examples": 2, "docs": 2}
 SUITES = (
     "lint",
     "unit",
     "sanitizers",
+    "fuzz",
     "mpi",
     "faults",
     "hosts",
@@ -74,7 +76,7 @@ WAITING = ("faults", "hosts", "examples")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
 # them between sessions first (sched(7), autogroup), where it is set to.
 LEFTOVERS = ("sh", "-c", '(echo 19 > /proc/self/autogroup) 2> /dev/null; exec nice -n 19 "$@"', "sh")
-BY_NAME = ("lint", "sanitizers", "docs", "browser", "slurm", "integrations")
+BY_NAME = ("lint", "sanitizers", "fuzz", "docs", "browser", "slurm", "integrations")
 # Programs that tests need, and Debian's packages that have them.
 DEBIAN = {
     "sanitizers": (
@@ -207,8 +209,7 @@ def find_pythons(arguments: argparse.Namespace) -> dict[str, Path]:
         arguments.mpi = [mpi for mpi in arguments.mpi if pythons[mpi].exists()]
         return pythons
     tools = ["dev"] if {"lint", "sanitizers"} & set(arguments.suites) else []
-    if "docs" in arguments.suites:
-        tools.append("docs")
+    tools += [suite for suite in ("docs", "fuzz") if suite in arguments.suites]
     if "browser" in arguments.suites:
         tools.append("report")
     if "integrations" in arguments.suites:

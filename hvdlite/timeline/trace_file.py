@@ -18,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -158,11 +159,23 @@ def read_trace(path: str) -> dict[str, Any]:
     with open(path, "rb") as file:
         try:
             trace = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{path} is not JSON, as a timeline would be: {error}") from error
-    if not isinstance(trace, dict) or trace.get("otherData", {}).get("hvdlite") != _FORMAT:
+    if not _is_trace(trace):
         raise TraceError(f"{path} is not a timeline of hvdlite, or of another version")
-    return trace
+    return trace  # type: ignore[no-any-return]
+
+
+def _is_trace(content: Any) -> bool:
+    """Whether it is all there that every trace of hvdlite has."""
+    if not isinstance(content, dict):
+        return False
+    about, events = content.get("otherData"), content.get("traceEvents")
+    if not isinstance(about, dict) or about.get("hvdlite") != _FORMAT or not isinstance(events, list):
+        return False
+    origin = about.get("origin_ns")
+    is_number = isinstance(origin, str) and re.fullmatch("[0-9]{1,20}", origin) is not None
+    return is_number and all(isinstance(event, dict) and isinstance(event.get("pid"), int) for event in events)
 
 
 def merge_traces(out: str, parts: Sequence[str]) -> int:

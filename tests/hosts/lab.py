@@ -196,8 +196,11 @@ class Lab:
         timeout: float = 60,
         options: Sequence[str] = (),
     ) -> Result:
-        """Run ``script`` with ``ranks_per_host[i]`` ranks on host ``i``, mpirun on host 0; see `launching.launch`."""
-        hosts = [Host(name, ranks) for name, ranks in zip(self.names, ranks_per_host, strict=True)]
+        """Run ``script`` with ``ranks_per_host[i]`` ranks on host ``i``, mpirun on host 0; see `launching.launch`.
+
+        Hosts beyond those of ``ranks_per_host`` have none.
+        """
+        hosts = [Host(self.names[i], ranks) for i, ranks in enumerate(ranks_per_host)]
         return launch(
             sum(ranks_per_host),
             script,

@@ -6,8 +6,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hvdlite import metrics_server
 from hvdlite.metrics import prometheus_text, serve
 from hvdlite.metrics_server import MetricsServer
 
@@ -42,6 +46,29 @@ def test_counts_are_counters_with_a_rank() -> None:
     assert found["hvdlite_info"][0]["size"] == "8"
     kinds = {family.name: family.type for family in text_string_to_metric_families(text)}
     assert kinds["hvdlite_submissions"] == "counter"
+
+
+def test_who_connects_and_says_nothing_takes_few_threads_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any user of the machine may; that must not take the descriptors and threads of a rank."""
+    monkeypatch.setattr(metrics_server, "_MOST_AT_ONCE", 3)
+    monkeypatch.setattr(metrics_server, "_PATIENCE_S", 0.5)
+    server = MetricsServer(0, lambda: "a 1\n")
+    before = threading.active_count()
+    silent = [socket.create_connection((server._server.server_address[0], server.port)) for _ in range(20)]
+    for link in silent:
+        link.settimeout(20)
+        with suppress(ConnectionResetError):
+            assert link.recv(1) == b""  # the last are hung up on at once, the first three after a while
+        assert threading.active_count() <= before + 3
+        link.close()
+    for _ in range(100):  # the last thread may be on its way out
+        with suppress(urllib.error.URLError, ConnectionError), get(server.port) as answer:
+            assert samples(answer.read().decode()) == {"a": ({}, 1.0)}
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("no answer")
+    server.close()
 
 
 def test_the_server_answers_this_machine_only_and_ends() -> None:

@@ -1,0 +1,240 @@
+"""Every parser of bytes that come from elsewhere, as a function of bytes: it returns where it took them or refused them
+in its own words, and raises where it did neither.
+
+A target has seeds, valid inputs that show a fuzzer the way in. Inputs that once made a target raise are files of
+cases/<target>.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import socket
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+
+from hvdlite import remote_call
+from hvdlite.cli.job import read_hostfile
+from hvdlite.config import Config
+from hvdlite.coordinator.control_page import ByteStream
+from hvdlite.coordinator.messages import (
+    Claim,
+    Decoder,
+    Encoder,
+    EndOfBatch,
+    Fault,
+    Message,
+    Notice,
+    PlanMessage,
+    Response,
+    Verb,
+)
+from hvdlite.coordinator.tree import Tree
+from hvdlite.errors import CollectiveError, ConfigError
+from hvdlite.interfaces import Interface, select
+from hvdlite.operations.barrier import Barrier
+from hvdlite.proof import Caller, Host, Secret
+from hvdlite.timeline.trace_file import TraceError, TraceFile, merge_traces
+
+Target = Callable[[bytes], None]
+BARRIER = Barrier("barrier")
+MESSAGES: Sequence[Message] = (
+    Claim(BARRIER, 0),
+    Claim(BARRIER, 1, (0, 2), ((1, 2), (3,))),
+    Response(BARRIER, 1, ((1, 2), (3,))),
+    EndOfBatch(),
+    Fault(("barrier", 3), "ranks contradict one another"),
+    Notice({"kind": "shutdown", "rank": 1}),
+    PlanMessage(Verb.READY, 1 << 40),
+)
+CASES = Path(__file__).resolve().parent / "cases"
+KEY = bytes(range(32))
+SECRET = Secret(KEY, b"fuzz", 8)
+
+
+class Fuzzed(NamedTuple):
+    take: Target
+    seeds: list[bytes]
+
+
+def parts(data: bytes) -> Iterator[bytes]:
+    """``data`` in pieces, of lengths that its own bytes say."""
+    start = 0
+    while start < len(data):
+        end = start + 1 + data[start] % 37
+        yield data[start:end]
+        start = end
+
+
+def decoder(data: bytes) -> None:
+    """A stream says the same however it is cut, up to where it makes no sense; nothing but a request is unpickled."""
+    whole: list[Message] = []
+    pieces: list[Message] = []
+    with mock.patch.object(pickle, "loads", return_value=BARRIER):  # a pickle is code: who sends one is proven
+        for messages, cut in ((whole, [data]), (pieces, list(parts(data)))):
+            own = Decoder()
+            with suppress(ValueError, LookupError, TypeError, AssertionError):  # which end the job, in order
+                for piece in cut:
+                    for message in own.feed(piece):
+                        messages.append(message)
+    assert repr(whole) == repr(pieces)
+
+
+def requests(data: bytes) -> None:
+    """What an encoder with few or many slots writes a decoder reads, whatever names and sizes requests have."""
+    encoder, decoder = Encoder(data[0] % 5 if data else 1), Decoder()
+    sent: list[Message] = []
+    for number, piece in enumerate(parts(data)):
+        name = piece.decode("utf-8", "surrogateescape") if number % 2 else piece.hex()[:4]
+        sizes = tuple((byte, byte << 50) for byte in piece[:3])
+        sent.append(Claim(Barrier(name), number, tuple(piece[:2]) or None, sizes))
+        sent.append(Response(Barrier(name), -number, sizes))
+        sent.append(Fault((name, number), name))
+    for message in sent:
+        encoder.send(message)
+    read = [message for piece in parts(bytes(encoder.outbox)) for message in decoder.feed(piece)]
+    assert read == sent, (read, sent)
+
+
+def tree(data: bytes) -> None:
+    """A neighbour's bytes are messages with their length before them, and the rest has yet to come."""
+    own, other = socket.socketpair()
+    with own, other:
+        links = Tree({1: own}, 1, (), lambda: None)
+        expected, rest = [], data[: 1 << 16]
+        while len(rest) >= 4 and len(rest) - 4 >= (length := struct.unpack_from("<I", rest)[0]):
+            expected.append((1, rest[4 : 4 + length]))
+            rest = rest[4 + length :]
+        came = []
+        with suppress(CollectiveError):
+            for piece in parts(data[: 1 << 16]):
+                other.sendall(piece)
+                came += list(links.receive())
+        assert came == expected
+
+
+def hello(data: bytes) -> None:
+    """Nobody proves anything without the key, on either side, and nothing is read beyond the proof."""
+    own, other = socket.socketpair()
+    with own, other:
+        host, caller = Host(SECRET, own), Caller(SECRET, other, bytes(8))
+        with suppress(ConnectionError):
+            for piece in parts(data):
+                host.feed(piece[: host.wanted_bytes])
+        assert not host.is_proven and not host.session
+        with suppress(ConnectionError):
+            caller.answer(data[: caller.answer_bytes].ljust(caller.answer_bytes, b"\0"))
+            raise AssertionError(data)
+
+
+def call_messages(data: bytes) -> None:
+    """Of `hvdlite.run`: what has no HMAC of the session is an error, before memory is taken for it."""
+    own, other = socket.socketpair()
+    with own, other:
+        other.sendall(data[: 1 << 14])
+        other.shutdown(socket.SHUT_WR)
+        with suppress(OSError):
+            remote_call._Messages(own, KEY, b"host").receive()
+            raise AssertionError(data)
+
+
+def byte_stream(data: bytes) -> None:
+    """What goes in comes out at every reader, whatever is written and read in turns; words that make no sense give
+    no more than the stream holds."""
+    capacity, readers = 32, 2
+    memory = np.zeros(ByteStream.bytes_needed(readers, capacity), np.uint8)
+    first, *others = (ByteStream(memory.data, memory.ctypes.data, readers, capacity) for _ in range(1 + readers))
+    written, read, outbox = bytearray(), [bytearray() for _ in others], bytearray()
+    for piece in parts(data):
+        written += piece
+        outbox += piece
+        first.write(outbox)
+        reader = piece[0] % readers
+        read[reader] += others[reader].read(reader)
+    while outbox or any(len(one) < len(written) for one in read):
+        first.write(outbox)
+        for reader, other in enumerate(others):
+            read[reader] += other.read(reader)
+    assert all(one == written for one in read)
+    memory[: 64 * (1 + readers)] = np.resize(np.frombuffer(data or b"\0", np.uint8), 64 * (1 + readers))
+    for reader, other in enumerate(others):
+        with suppress(OverflowError, TypeError):
+            assert len(other.read(reader)) <= 2 * capacity
+
+
+def trace(data: bytes) -> None:
+    """A file that is no trace is refused, by those who read it, merge it, or begin a new one in its place."""
+    with tempfile.TemporaryDirectory(dir=_memory()) as directory:
+        path, out = Path(directory, "trace.json"), Path(directory, "out.json")
+        path.write_bytes(data)
+        with suppress(TraceError):
+            merge_traces(str(out), [str(path)])
+            json.loads(out.read_bytes())
+        file = TraceFile(str(path), 7)
+        file.open([b'{"ph":"M","pid":0,"name":"process_name"}'])
+        file.append([b'{"ph":"X","pid":0,"name":"a"}'])
+        file.complete()
+        assert json.loads(path.read_bytes())["traceEvents"][-1]["name"] == "a"
+
+
+def hostfile(data: bytes) -> None:
+    """Names that mpirun and ssh take for nothing else."""
+    with tempfile.TemporaryDirectory(dir=_memory()) as directory:
+        path = Path(directory, "hosts")
+        path.write_bytes(data)
+        with suppress(ConfigError):
+            for host in read_hostfile(str(path)):
+                assert host.name[0] != "-" and host.name.isascii() and not set(host.name) & set(" ,:/$`;\\\"'\n\0")
+                assert 0 < host.slots < 1_000_000
+
+
+def settings(data: bytes) -> None:
+    """Settings and interfaces, as users write them."""
+    text = data.decode("utf-8", "surrogateescape")
+    for names in ("FUSION_THRESHOLD", "START_TIMEOUT", "IDLE_SECONDS", "AUTOTUNE", "LOG_LEVEL", "CYCLE_TIME"):
+        with suppress(ConfigError):
+            config = Config.from_env({f"HVDLITE_{names}": text})
+            assert 0 < config.start_timeout_s <= 1e9 and config.idle_s > 0 and 0 <= config.cycle_ms <= 1e9
+    with suppress(ConfigError):
+        select(text, [Interface("eth0", "192.0.2.1", up=True, loopback=False)])
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+def _said(capacity: int) -> bytes:
+    encoder = Encoder(capacity)
+    for message in itertools.chain(MESSAGES, MESSAGES):
+        encoder.send(message)
+    return bytes(encoder.outbox)
+
+
+_EVENTS = [{"ph": "X", "pid": 0, "name": "a"}]
+_TRACE = {"otherData": {"hvdlite": "timeline 1", "origin_ns": "7"}, "traceEvents": _EVENTS}
+
+TARGETS = {
+    "decoder": Fuzzed(decoder, [_said(0), _said(8)]),
+    "requests": Fuzzed(requests, [bytes(range(100)), b"\3layer.weight\xff"]),
+    "tree": Fuzzed(tree, [b"".join(struct.pack("<I", n) + bytes(n) for n in (0, 5, 40))]),
+    "hello": Fuzzed(hello, [bytes(24 + 32), bytes(48)]),
+    "call_messages": Fuzzed(call_messages, [struct.pack("<Q", 3) + bytes(32) + b"abc" + bytes(32)]),
+    "byte_stream": Fuzzed(byte_stream, [bytes(range(200))]),
+    "trace": Fuzzed(trace, [json.dumps(_TRACE).encode()]),
+    "hostfile": Fuzzed(hostfile, [b"node0 slots=2 # a\nuser@node1:4\n\n-o\n"]),
+    "settings": Fuzzed(settings, [b"1e9", b"^=eth0,ib", b"-inf", b"true"]),
+}
+
+
+def cases(name: str) -> list[bytes]:
+    """What once made target ``name`` raise."""
+    return [path.read_bytes() for path in sorted(CASES.glob(f"{name}/*"))]

@@ -1,0 +1,46 @@
+"""Every parser takes or refuses what comes from elsewhere: seeds, what once went wrong, what Atheris finds."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from targets import TARGETS, cases
+
+SECONDS = 2
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds_and_what_once_went_wrong(name: str) -> None:
+    target = TARGETS[name]
+    for data in [b"", *target.seeds, *cases(name)]:
+        target.take(data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_seeds_with_mistakes(name: str) -> None:
+    """The same inputs every time: bytes that are changed, left out, doubled, or come from another seed."""
+    generator = random.Random(name)
+    target = TARGETS[name]
+    for _ in range(100):
+        data = bytearray(generator.choice(target.seeds))
+        for _ in range(generator.randrange(1, 4)):
+            at = generator.randrange(len(data) + 1)
+            end = min(len(data), at + generator.choice([1, 1, 4, 20]))
+            new = [generator.randbytes(end - at), b"", bytes(data[at:end]) * 2, b"\xff" * 8, b"\0" * 4]
+            data[at:end] = generator.choice(new)
+        target.take(bytes(data))
+
+
+@pytest.mark.skipif(find_spec("atheris") is None, reason="Atheris is not installed (pip install '.[fuzz]')")
+@pytest.mark.parametrize("name", TARGETS)
+def test_atheris_finds_nothing(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "fuzz.py"), name, str(SECONDS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{done.stderr[-4000:]}\n{[p.read_bytes() for p in tmp_path.iterdir() if p.is_file()]}"
