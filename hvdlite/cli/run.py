@@ -17,7 +17,7 @@ from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
-from hvdlite.config import CALL_KEY, Config
+from hvdlite.config import CALL_KEY, DOCTOR, Config
 from hvdlite.doctor import before_mpi
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.version import __version__
@@ -128,7 +128,11 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             print(_shell_line({**settings, **command.environment}, command.argv), file=sys.stderr, flush=True)
         environ |= command.environment
         if "verbose" in arguments.switches:
-            shown = [name for name in sorted(environ) if name.startswith(("HVDLITE_", "HOROVOD_")) and name != CALL_KEY]
+            shown = [
+                name
+                for name in sorted(environ)
+                if name.startswith(("HVDLITE_", "HOROVOD_")) and name not in (CALL_KEY, DOCTOR)
+            ]
             print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
         if "dry-run" in arguments.switches:
             return 0
