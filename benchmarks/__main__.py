@@ -75,6 +75,7 @@ PROGRAMS = {
     "train_step": Program(on_ranks(2, "train_step.py")),
     "one_rank": Program(("train_step.py", "--threads=1", "--seconds=10")),
     "timeline_cost": Program(on_ranks(2, "timeline_cost.py")),
+    "checks_cost": Program(on_ranks(2, "checks_cost.py")),
     "costs": Program(on_ranks(2, "costs.py"), takes_turns=False),
     "costs_hosts": Program(across(2, 1, "costs.py", "--what", "idle", "waiting"), takes_turns=False),
     "hosts_2x2": Program(across(2, 2, *LARGE, "TCP", *OWN, "MPI", "MPI, pieces", "Gloo")),

@@ -221,6 +221,13 @@ def _timeline(reports: Reports) -> Iterator[Figure]:
         yield _figure(model, found["relative"], 1.02)
 
 
+def _checks(reports: Reports) -> Iterator[Figure]:
+    """Of state, at every 10th step: ten times what it costs at every 100th."""
+    for model, found in reports.get("checks_cost", {}).get("models", {}).items():
+        yield _figure(f"{model}, NaN and Inf", found["numerics"], None)
+        yield _figure(f"{model}, state every 10 steps", found["state, every 10"], 1.10)
+
+
 # Costs.
 
 _WHERE = {"costs": "one node", "costs_hosts": "two hosts"}
@@ -380,6 +387,7 @@ _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
     "4 hosts, 4 B to 4 KiB": _small,
     "2 hosts, 1 Gbit/s: communication hidden behind backward": _hidden,
     "step with the timeline on / off": _timeline,
+    "step with checks / without": _checks,
     "tensor parallelism: all-gather and matmul / the matmul alone": _split(
         "tensor_parallel", "all-gather, matmul", ("dtype",)
     ),

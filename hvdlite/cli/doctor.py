@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ from hvdlite.cli import check_build
 from hvdlite.config import Config
 from hvdlite.doctor import before_mpi, job, machine, report
 from hvdlite.errors import StartupError
-
-_AFTER_YOU_S = 2.0  # the first host speaks for all, and ends the job, if it has found something
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for a bug report or a program")
     parser.add_argument("--no-check", action="store_true", help="on one machine: start no ranks, and measure nothing")
     options = parser.parse_args(argv)
-    if launched.this_process() is not None:
+    process = launched.this_process()
+    if process is not None and process.size > 1:
         return _of_job(as_json=options.json)
     found = machine.examine()
     if not options.no_check:
@@ -42,9 +40,8 @@ def main(argv: Sequence[str]) -> int:
 def _of_job(*, as_json: bool) -> int:
     try:
         config = Config.from_env()
-        host, obstacles = before_mpi.look_around(job.addresses_of(config))
+        obstacles = before_mpi.look_around(job.addresses_of(config))
         if obstacles:
-            time.sleep(_AFTER_YOU_S if host else 0.0)
             found = {"problems": [finding.text for finding in obstacles]}
             _print(found, "" if as_json else report.verdict(found))
             return 1

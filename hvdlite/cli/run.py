@@ -22,7 +22,7 @@ from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts,
 from hvdlite.cli.launcher_watch import Expected
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
-from hvdlite.config import CALL_KEY, Config
+from hvdlite.config import CALL_KEY, DOCTOR, Config
 from hvdlite.doctor import before_mpi
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.version import __version__
@@ -145,7 +145,11 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             print(_shell_line({**settings, **command.environment}, command.argv), file=sys.stderr, flush=True)
         environ |= command.environment
         if "verbose" in arguments.switches:
-            shown = [name for name in sorted(environ) if name.startswith(("HVDLITE_", "HOROVOD_")) and name != CALL_KEY]
+            shown = [
+                name
+                for name in sorted(environ)
+                if name.startswith(("HVDLITE_", "HOROVOD_")) and name not in (CALL_KEY, DOCTOR)
+            ]
             print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
         if "dry-run" in arguments.switches:
             return 0

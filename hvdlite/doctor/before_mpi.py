@@ -18,6 +18,7 @@ from hvdlite.doctor.network import Address, Link, Station, Try, ask_for_door, ne
 
 _FIRST_PORT, _PORTS = 32768, 28232  # of those that programs get from the kernel
 _WAIT_S = 8.0  # for the ranks of other hosts
+_AFTER_YOU_S = 2.0  # the first host speaks for all, and ends the job, if it has found something
 _ENOUGH = 3  # findings
 
 
@@ -27,28 +28,30 @@ def invitation(hosts: Sequence[str]) -> dict[str, str]:
     return {DOCTOR: f"{port} {new_token().hex()} {' '.join(hosts)}"}
 
 
-def look_around(addresses: Sequence[Address]) -> tuple[int, list[Finding]]:
-    """(place of this host, what stands in the way of MPI), on the first rank of a host; (0, nothing) on others.
+def look_around(addresses: Sequence[Address]) -> list[Finding]:
+    """What stands in the way of MPI, as the first rank of a host finds it; nothing on others.
 
     Args:
         addresses: of this host.
     """
     told = other_variable(DOCTOR).split()
     if not told:
-        return 0, []
+        return []
     port, token, names = int(told[0]), bytes.fromhex(told[1]), told[2:]
     try:
         station = Station(socket.gethostname(), addresses, port, token)
     except OSError:  # another rank of this host was the first
-        return 0, []
+        return []
     with closing(station):
         own, links = _try_all(station, names, port, token, time.monotonic() + _WAIT_S)
         found = [finding for finding in of_links(names, links) if finding.is_problem][:_ENOUGH]
-        if not found:
+        if found:
+            time.sleep(_AFTER_YOU_S if own else 0.0)
+        else:
             # In MPI_Init this process would not answer those that have more to try.
             station.say_farewell(names, port)
             station.wait_for_farewells(len(names), _WAIT_S)
-        return own, found
+        return found
 
 
 def _try_all(

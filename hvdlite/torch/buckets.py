@@ -26,6 +26,8 @@ class DenseBucket(Bucket):
 class LooseBucket(DenseBucket):
     """Gradients where autograd has left them, each a tensor to the coordinator."""
 
+    loads_views = True
+
     def load(self) -> None:
         views = dense_views(self.slots)
         self.loaded = views, views

@@ -210,12 +210,14 @@ class Bucket(ABC):
         active: how many slots the bucket counts on.
         missing: how many of the active slots have no complete gradient yet; kept by `Arrival`.
         loaded: the gradients as `load` found them, until the bucket is submitted.
+        loads_views: whether these are (inputs, outputs), and the inputs have the elements of all gradients.
         pending: the operation, from submission to the end of the step.
         submitted_ns: when, while a timeline is recorded.
     """
 
     home: Home | None = None
     loaded: Any = None
+    loads_views = False
     pending: UnderWay | None = None
     submitted_ns = 0
 

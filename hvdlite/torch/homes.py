@@ -38,6 +38,8 @@ class BlockBucket(DenseBucket):
         block: `block_bytes` of the small gradients; private memory of the host if None.
     """
 
+    loads_views = True
+
     def __init__(self, name: str, slots: Sequence[Slot], memory: Memory, block: Region | None = None) -> None:
         self._large, self._small = _by_size(slots)
         super().__init__(name, [*self._large, *self._small])

@@ -18,7 +18,8 @@ from hvdlite import _native
 from hvdlite.config import Config
 from hvdlite.dtypes import DType
 from hvdlite.errors import NumericsError
-from hvdlite.torch.gradients import Slot
+from hvdlite.memory.views import TensorView
+from hvdlite.torch.gradients import Bucket
 from hvdlite.torch.reduce_options import ReduceOptions
 from hvdlite.torch.tensor_view import dtype_of
 
@@ -69,13 +70,24 @@ class GradientCheck:
     def end_step(self) -> None:
         self._step += 1
 
-    def look(self, slots: Sequence[Slot]) -> None:
-        """At the gradients of ``slots`` as they are.
+    def look(self, bucket: Bucket) -> None:
+        """At the gradients of ``bucket``, which is loaded.
 
         Raises:
             NumericsError: one is not finite, and `raises`; names it.
         """
-        self.look_at([(slot.name, slot.param) for slot in slots if slot.active])
+        # Small gradients are in one block by now, and to look at each would take longer than to add them up.
+        if not bucket.loads_views or not self._are_fine(bucket.loaded[0]):
+            self.look_at([(slot.name, slot.param) for slot in bucket.slots if slot.active])
+
+    def _are_fine(self, views: Sequence[TensorView]) -> bool:
+        """Whether all elements are; False where nobody knows."""
+        stored = [view for view in views if view.address]
+        dtypes = {view.dtype for view in stored}
+        if len(dtypes) > 1 or any(view.device is not None for view in stored):
+            return False
+        addresses, numels = [view.address for view in stored], [view.numel for view in stored]
+        return not stored or _native.first_beyond(addresses, numels, dtypes.pop(), self._limit) < 0
 
     def look_at(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """`look`, at the gradients of parameters with their names."""

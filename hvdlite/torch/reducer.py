@@ -128,7 +128,7 @@ class GradientReducer:
     def _load(self, bucket: Bucket) -> None:
         bucket.load()
         if self._numerics is not None:
-            self._numerics.look(bucket.slots)
+            self._numerics.look(bucket)
 
     def _submit(self, bucket: Bucket, *, background: bool = True) -> None:
         """Hand ``bucket`` to the coordinator thread; or to this one, if it waits for it at once."""

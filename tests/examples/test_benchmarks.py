@@ -235,6 +235,13 @@ def test_timeline_cost(launch: Launch, tmp_path: Path) -> None:
     assert report["models"]["400 tiny parameters"]["events_per_step"] > 4
 
 
+@pytest.mark.thorough
+def test_checks_cost(launch: Launch, tmp_path: Path) -> None:
+    short = ("--rounds=2", "--seconds=0.1", "--models", "400 tiny parameters")
+    report = run(launch, 2, "checks_cost.py", tmp_path / "c.json", *short)
+    assert report["models"]["400 tiny parameters"]["numerics"]
+
+
 def test_allreduce_across_hosts(tmp_path: Path) -> None:
     """How many bytes cross, and how long they take beside what the link allows."""
     path = tmp_path / "a.json"

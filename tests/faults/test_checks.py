@@ -27,7 +27,9 @@ finally:
 """
 
 
-@pytest.mark.parametrize(("n", "value", "what"), [(2, "nan", "NaN"), (3, "inf", "Inf")])
+@pytest.mark.parametrize(
+    ("n", "value", "what"), [(2, "nan", "NaN"), pytest.param(3, "inf", "Inf", marks=pytest.mark.thorough)]
+)
 def test_the_rank_that_has_it_ends_the_job(n: int, value: str, what: str) -> None:
     result = run(PROGRAM, value, n=n, env={"HVDLITE_CHECK_NUMERICS": "raise"}, alone=True)
     assert result.returncode != 0 and not result.leftovers, result

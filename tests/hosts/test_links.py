@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -42,14 +43,14 @@ def shape(lab: Lab, host: int, rate: str) -> None:
 
 def test_a_slow_link_at_the_start(hosts: Hosts) -> None:
     lab = hosts(4, rate="1gbit")
-    done = lab.run(2, *"tc qdisc change dev eth0 root tbf rate 1gbit burst 256kb latency 400ms".split())
     hub = ["nsenter", "-t", str(lab._hub.pid), "--net"]  # type: ignore[union-attr]
     slow = "tc qdisc change dev host2 root tbf rate 20mbit burst 64kb latency 400ms".split()  # what it receives
-    assert done.returncode == 0 and lab.run(0, *hub, *slow).returncode == 0
+    assert lab.run(0, *hub, *slow).returncode == 0
     result = lab.launch(START, ranks_per_host=[1, 1, 1, 1]).check()
     assert result.stdout.count("started") == 4
     said = [line for line in result.stderr.splitlines() if "the link from" in line]
-    assert len(said) == 1 and "hvdlite [0] WARNING: the link from node0 to node2 carries 0.02 Gbit/s" in said[0], result
+    assert len(said) == 1, result
+    assert re.search(r"hvdlite \[0\] WARNING: the link from node0 to node2 carries 0\.0[12]\d* Gbit/s", said[0]), result
 
 
 @pytest.mark.thorough
@@ -81,7 +82,9 @@ def test_a_link_that_becomes_slow(hosts: Hosts, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_frames_that_are_lost_end_the_start(hosts: Hosts) -> None:
     lab = hosts(3)
-    for host in (0, 2):
-        assert lab.run(host, "ip", "link", "set", "eth0", "mtu", "9000").returncode == 0
-    result = lab.launch(START, ranks_per_host=[1, 1, 1], timeout=90)
-    assert result.returncode != 0 and "started" not in result.stdout
+    for host in (1, 2):
+        assert lab.run(host, "ip", "link", "set", "eth0", "mtu", "9000", "gso_max_segs", "1").returncode == 0
+    variables = {"HVDLITE_TREE_FANOUT": "1"}  # so that these two are neighbours
+    result = lab.launch(START, ranks_per_host=[1, 1, 1], env=variables, timeout=90)
+    assert "started" not in result.stdout
+    assert "between node1 and node2 a few bytes pass" in result.stderr, result

@@ -140,6 +140,29 @@ def test_adasum() -> None:
             step(module, optimizer)
 
 
+def test_elastic_code_goes_back_to_its_last_commit() -> None:
+    with running(CHECK_EVERY="1", LOG_LEVEL="error"):
+        module = model()
+        optimizer = wrap(module, torch.optim.SGD)
+        state = hvd.elastic.TorchState(model=module, optimizer=optimizer, number=0)
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            while state.number < 4:
+                if state.number == 2 and not flipped and is_last():
+                    flipped.append(True)
+                    flip_parameter(module, optimizer)
+                step(module, optimizer)
+                state.number += 1
+                state.commit()
+
+        flipped: list[bool] = []
+        train(state)
+        assert state.number == 4 and len(flipped) == is_last()
+        weights = hvd.allgather(module[0].weight.detach().unsqueeze(0))
+        assert all(torch.equal(other, weights[0]) for other in weights)
+
+
 def test_a_rank_that_has_joined_is_not_compared() -> None:
     with running(CHECK_EVERY="1"):
         module = model()

@@ -17,6 +17,7 @@ ADDRESS = "address,undefined,float-cast-overflow"
 UNIT_TESTS = [
     "test_native_reduce.py",
     "test_native_pack.py",
+    "test_native_scan.py",
     "test_native_staged_allreduce.py",
     "test_native_instruction_sets.py",
     "test_native_signal.py",
