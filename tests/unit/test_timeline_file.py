@@ -260,3 +260,11 @@ def test_other_files_are_not_taken_for_traces(tmp_path: Path, content: bytes) ->
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"trace\.json is not"):
         read_trace(str(path))
+
+
+def test_a_file_that_nobody_could_begin_is_no_other_jobs(tmp_path: Path) -> None:
+    """A full file system has room for the name alone."""
+    path = tmp_path / "trace.json"
+    path.touch()
+    with pytest.raises(TraceError, match="is empty: no rank could begin it, as where its file system is full"):
+        TraceFile(str(path), 1).append([b"{}"])
