@@ -118,6 +118,7 @@ def test_a_rank_that_does_not_start_is_not_waited_for_for_ever() -> None:
         "A rank did not start",
         "HVDLITE_NETWORK_INTERFACES",
         "HVDLITE_START_TIMEOUT",
+        "no connection of this rank is stuck",
     ]:
         assert words in result.stderr, result
     assert "went on" not in result.stdout
