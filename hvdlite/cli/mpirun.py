@@ -67,7 +67,8 @@ def identify(path: str) -> Mpirun:
         StartupError: none of `Mpi`.
     """
     try:
-        environ = {**environment.variables(), **_search_path(path, environment.variables())}
+        own = environment.variables()
+        environ = {**own, **_home(own), **_search_path(path, own)}
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, env=environ)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StartupError(f"{path} --version does not work: {error}") from error
@@ -92,14 +93,30 @@ def _search_path(path: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {} if directory in found.split(os.pathsep) else {"PATH": f"{directory}{os.pathsep}{found}"}
 
 
+def _home(environ: Mapping[str, str]) -> dict[str, str]:
+    """HOME, where it is missing, as for some services and containers: Open MPI's mpirun does not even start."""
+    return {} if environ.get("HOME") else {"HOME": os.path.expanduser("~")}
+
+
+def _check_temporary_files(environ: Mapping[str, str]) -> None:
+    directory = environ.get("TMPDIR") or "/tmp"
+    if not os.access(directory, os.W_OK):
+        raise ConfigError(
+            f"Open MPI's mpirun keeps files in {directory}, which cannot be written: set TMPDIR to a directory that can"
+        )
+
+
 def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command:
     """The command for ``launch``, with what neither the user's options nor the environment decide.
 
     Raises:
         ConfigError: ``launch.interfaces`` matches no interface; hosts as this mpirun cannot have them; arguments for
-            ssh among the options, and in ``launch.ssh``.
+            ssh among the options, and in ``launch.ssh``; no directory for temporary files.
     """
     added = _search_path(mpirun.path, environ) if mpirun.mpi is Mpi.INTEL else {}
+    if mpirun.mpi is Mpi.OPEN_MPI:
+        _check_temporary_files(environ)
+        added |= _home(environ)
     if launch.interfaces:
         added["HVDLITE_NETWORK_INTERFACES"] = launch.interfaces
     if launch.interfaces or launch.host_count > 1:

@@ -114,8 +114,10 @@ class Negotiation:
         """(key, what it is for people, since when) of everything incomplete, the oldest first."""
         items = []
         for (name, sequence), gathering in self._gathering.items():
-            kind = next(iter(gathering.claims)).label
-            label = f"{kind} '{name}'" if sequence < 0 else f"{kind} '{name}.{sequence}'"
+            request = next(iter(gathering.claims))
+            label = f"{request.label} '{name}'" if sequence < 0 else f"{request.label} '{name}.{sequence}'"
+            if contents := request.contents:
+                label += f" of {contents}"
             items.append(((name, sequence), label, gathering.since_s))
         return sorted(items, key=lambda item: item[2])
 

@@ -18,6 +18,8 @@ NAMED = -1
 Key = tuple[str, int]
 """(name, sequence): what ranks must agree on to mean the same operation."""
 
+_NAMES = 4  # of tensors, that a message lists
+
 Sizes = tuple[int, ...]
 """What may differ per rank: dimension 0 of every tensor of an allgather, rows for every rank of an alltoall."""
 
@@ -127,6 +129,16 @@ class Request:
     def subject(self) -> str:
         """What it is about, for people: its only tensor, or its name."""
         return self.tensors[0].name if len(self.tensors) == 1 else self.name
+
+    @property
+    def contents(self) -> str:
+        """The tensors in it, for people, as "a, b and 7 more"; empty where its name says it all."""
+        names = [spec.name for spec in self.tensors if spec.name != self.name]
+        if not names or names[0] == f"{self.name}.0":
+            return ""
+        if len(names) > _NAMES + 1:
+            return f"{', '.join(names[:_NAMES])} and {len(names) - _NAMES} more"
+        return ", ".join(names)
 
 
 def rank_list(ranks: Sequence[int]) -> str:

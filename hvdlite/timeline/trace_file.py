@@ -109,6 +109,8 @@ class TraceFile:
     def _ours(self) -> Iterator[int]:
         with _locked(self.path, os.O_RDWR) as descriptor:
             if not self._is_ours(descriptor):
+                if os.fstat(descriptor).st_size == 0:
+                    raise TraceError(f"{self.path} is empty: no rank could begin it, as where its file system is full")
                 raise TraceError(f"{self.path} was replaced, by another job perhaps")
             yield descriptor
 

@@ -117,3 +117,26 @@ def test_what_waits_in_a_part_of_one_node_is_reported_too() -> None:
     result = run(PARTIAL, machines="0011", env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "1"}).check()
     assert "allreduce 'of rank 2 only' has waited" in result.stderr
     assert " s for ranks 0, 1 and 3 (1 of 4 are ready)" in result.stderr
+
+
+BUCKETS = """
+import torch
+import hvdlite.torch as hvd
+
+hvd.init()
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for number in range(4):
+    if number == 3 and hvd.rank() == 1:
+        time.sleep(2.5)
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+say("done")
+"""
+
+
+def test_a_bucket_that_waits_is_known_by_its_parameters() -> None:
+    result = run(BUCKETS, n=2, mpi="none", env={"HVDLITE_STALL_CHECK_TIME_SECONDS": "1"}).check()
+    (warning,) = [line for line in result.stderr.splitlines() if "StallWarning" in line]
+    assert "' of 1.bias to 0.weight (4 parameters) has waited " in warning, warning

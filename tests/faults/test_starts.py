@@ -118,6 +118,7 @@ def test_a_rank_that_does_not_start_is_not_waited_for_for_ever() -> None:
         "A rank did not start",
         "HVDLITE_NETWORK_INTERFACES",
         "HVDLITE_START_TIMEOUT",
+        "no connection of this rank is stuck",
     ]:
         assert words in result.stderr, result
     assert "went on" not in result.stdout
@@ -243,7 +244,37 @@ def test_a_program_alone_needs_no_mpi(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting another /dev/shm needs root")
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting another file system needs root")
+
+
+@NEEDS_ROOT
+def test_mpich_in_a_dev_shm_that_is_too_small_is_refused() -> None:
+    """It would crash without a word."""
+    enter = ("unshare", "--mount", "sh", "-ec", 'mount -t tmpfs -o size=64k tmpfs /dev/shm; exec "$@"', "sh")
+    result = launch(3, PREAMBLE + INIT, enter=enter, timeout=45, mpi="mpich")
+    check_refused(result, "StartupError: MPICH needs 18 MiB of /dev/shm for 3 ranks", "0.0625 MiB", "--shm-size=1g")
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich", "none"])
+def test_neither_home_nor_user_has_to_be_set(tmp_path: Path, mpi: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + INIT)
+    environ = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    options = ["--mpi"] if mpi != "none" else []
+    command = [python_of(mpi), "-m", "hvdlite", "run", *options, "-np", "2", str(script)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.count("went on")) == (0, 2), done.stdout + done.stderr
+
+
+def test_a_directory_for_temporary_files_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    command = [python_of("openmpi"), "-m", "hvdlite", "run", "--mpi", "-np", "2", "true"]
+    done = subprocess.run(command, env={**os.environ, "TMPDIR": nowhere}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"keeps files in {nowhere}, which cannot be written: set TMPDIR" in done.stderr
+
+
+@NEEDS_ROOT
 def test_a_small_dev_shm_is_enough() -> None:
     """64 MB is what a container gets by default; what hvdlite shares is not there, however large."""
     fill = "buffer = allocate(hvdlite.runtime().group, 200 << 20); buffer.memory[:] = 1; step()"

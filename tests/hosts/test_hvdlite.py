@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lab import Lab
-from launching import Result
+from launching import Result, mpirun_of, python_of
 
 Hosts = Callable[..., Lab]
 
@@ -121,6 +123,24 @@ def test_hosts_that_share_a_name_are_told_apart(hosts: Hosts, mpi: str) -> None:
         assert identities(result) == [(0, 2, 0, 2, True), (1, 2, 0, 2, True), (0, 2, 1, 2, True), (1, 2, 1, 2, True)]
     else:
         assert identities(result) == [(0, 2, 0, 2, False), (1, 2, 0, 1, False), (0, 1, 1, 2, False)]
+
+
+def test_hosts_that_share_a_name_work_under_a_plain_mpirun(hosts: Hosts, tmp_path: Path) -> None:
+    """Of Open MPI, whose collectives would hang, and which `Lab.launch` tells so."""
+    lab = hosts(2, same_hostname="worker")
+    python = python_of("openmpi")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import hvdlite\nhvdlite.init()\nprint('node', hvdlite.cross_rank(), 'of', hvdlite.cross_size())\n"
+    )
+    search = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    variables = {**lab.launch_environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
+    words = [f"{name}={value}" for name, value in variables.items()]
+    options = "--allow-run-as-root --oversubscribe --bind-to none --mca mpi_yield_when_idle 1 --host node0:2,node1:2"
+    front = [mpirun_of(python).path, *options.split(), "-x", "PYTHONPATH", "-np", "4"]
+    done = lab.run(0, "env", *words, *front, python, str(script), timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")[:4]) == ["node 0 of 2"] * 2 + ["node 1 of 2"] * 2, done.stdout
 
 
 @pytest.mark.parametrize("variable", ["HVDLITE_NETWORK_INTERFACES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])

@@ -121,6 +121,14 @@ def test_events_that_just_fill_a_page(tmp_path: Path, length: int) -> None:
     assert file.events() == [*INTRODUCTION, *events, span("end")]
 
 
+def test_a_file_that_nobody_could_begin_is_no_other_jobs(tmp_path: Path) -> None:
+    """A full file system has room for the name alone."""
+    path = tmp_path / "trace.json"
+    path.touch()
+    with pytest.raises(TraceError, match="is empty: no rank could begin it, as where its file system is full"):
+        TraceFile(str(path), 1).append([b"{}"])
+
+
 def test_ranks_of_a_node_share_a_file_and_what_was_there_before_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "trace.json"
     old = TraceFile(str(path), 1)
