@@ -78,6 +78,10 @@ class Membership:
         finally:
             self._carrier.timeout_s = usual_s
 
+    def statistics(self) -> dict[str, int]:
+        """What this rank has done in the group so far; see `hvdlite.statistics`."""
+        return self.world.own_statistics()
+
     # The end.
 
     @property

@@ -51,6 +51,8 @@ class NetworkCarrier(Carrier):
         self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
     ) -> None:
         self.meet(call)
+        self._engine.executed.buckets += 1
+        self._engine.executed.reduced_bytes += layout.nbytes
         tensors = self._memory.tensors(inputs, layout.numels, layout.offsets)
         results = self._memory.tensors(outputs, layout.numels, layout.offsets)
         staging = self._engine.chunk(layout.wire_dtype)
@@ -63,6 +65,8 @@ class NetworkCarrier(Carrier):
     ) -> None:
         """Piece by piece; block r of the staging memory is the next piece of what rank r gets."""
         self.meet(call)
+        self._engine.executed.buckets += 1
+        self._engine.executed.reduced_bytes += layout.nbytes * self._size
         memory, dtype, numel = self._memory, layout.dtype, layout.numels[0]
         per_line = ALIGNMENT // dtype.itemsize
         staging = self._engine.staging(dtype)
