@@ -6,9 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hvdlite.torch as hvd
 from distributed_lab import NODES, RANK, SIZE, of_rank, process_group, told
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
+]
 LAST = SIZE - 1
 
 
@@ -117,3 +122,38 @@ def test_other_devices_have_other_backends() -> None:
         assert tensor[0] == SIZE
     with process_group(), pytest.raises(ValueError, match="the tensor is on meta, and hvdlite has those of the host"):
         dist.all_reduce(torch.ones(3, device="meta"))
+
+
+@pytest.mark.parametrize("hvdlite_first", [True, False])
+def test_beside_hvdlite(hvdlite_first: bool) -> None:
+    if hvdlite_first:
+        hvd.init()
+    with process_group():
+        if not hvdlite_first:
+            hvd.init()
+        try:
+            assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
+            upper = dist.new_group(range(SIZE // 2, SIZE))
+            members = hvd.ProcessSet.from_group(upper)
+            assert (members is not None) == (RANK >= SIZE // 2)
+            works = dist.all_reduce(torch.ones(100), async_op=True), hvd.allreduce_async(torch.ones(100), op=hvd.Sum)
+            works[0].wait()
+            assert hvd.synchronize(works[1])[0] == SIZE
+            if members is not None:
+                assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=members)[0] == SIZE - SIZE // 2
+            everybody = hvd.global_process_set.process_group()
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=everybody)
+            assert tensor[0] == SIZE
+        finally:
+            hvd.shutdown()
+        dist.barrier()
+
+
+def test_statistics_count_what_a_group_has_reduced() -> None:
+    with process_group() as group:
+        before = group.statistics()
+        dist.all_reduce(torch.ones(100))
+        after = group.statistics()
+        assert after["reduced_bytes"] - before["reduced_bytes"] == 400
+        assert after["buckets"] - before["buckets"] == 1
