@@ -12,7 +12,7 @@ from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
 from hvdlite.distributed.post import Post
-from hvdlite.errors import CollectiveError, HorovodInternalError, ShutDownError, is_known_everywhere
+from hvdlite.errors import HorovodInternalError, ShutDownError, StallError, is_known_everywhere
 from hvdlite.world import World
 
 
@@ -102,7 +102,7 @@ class Membership:
         health, grace_s = self.world.health, self.world.config.failure_grace_s
         if not self.lane.close(grace_s):
             health.report(
-                CollectiveError(
+                StallError(
                     f"process group {self.name}: a rank has ended while calls were under way for which it had waited "
                     f"{grace_s:g} s (HVDLITE_FAILURE_GRACE_SECONDS)"
                 )

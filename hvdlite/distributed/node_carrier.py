@@ -126,7 +126,7 @@ class NodeCarrier(Carrier):
         if status == _native.OrderedExchange.DEPARTED:
             gone = rank_list([self._ranks[place] for place in self._exchange.departed()])
             self._fail(
-                CollectiveError(
+                StallError(
                     f"{call} of process group {self._name}: {gone} has left the group, by destroy_process_group() or "
                     "at its end, so this call cannot be completed"
                 )
@@ -139,7 +139,8 @@ class NodeCarrier(Carrier):
         late = rank_list([self._ranks[place] for place in self._exchange.late()])
         return f"{call} of process group {self._name}: {late}"
 
-    def _fail(self, error: CollectiveError) -> None:
+    def _fail(self, error: StallError) -> None:
+        """The group is of no use any more, on all ranks; these live, and may go on without it."""
         self._world.health.report(error)
         raise error
 
