@@ -7,12 +7,13 @@ those on odd levels answer, and then the other way round, so that the time does 
 from __future__ import annotations
 
 import socket
-import statistics
 import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+
+import numpy as np
 
 from hvdlite.errors import StartupError
 from hvdlite.topology import Topology
@@ -75,7 +76,7 @@ def slow_link(tried: Sequence[Tried], hostnames: Sequence[str]) -> str | None:
     """A sentence on the slowest link, if it is much slower than the others."""
     if len(tried) < _FEW_LINKS:
         return None
-    usual = statistics.quantiles((link.gbit_per_s for link in tried), n=4)[2]
+    usual = float(np.quantile([link.gbit_per_s for link in tried], 0.75))
     slowest = min(tried, key=lambda link: link.gbit_per_s)
     if slowest.gbit_per_s > min(usual / _SLOW, _SLOW_GBIT_PER_S):
         return None

@@ -188,7 +188,7 @@ def test_what_comes_next_is_begun_once_all_before_is_done() -> None:
 @pytest.mark.parametrize(("alone", "verb"), [(True, Verb.RELEASE), (False, Verb.FREEZE)])
 def test_what_was_fused_goes_on_being_told_to_all(alone: bool, verb: Verb) -> None:
     """Ranks that see for themselves what all are ready for run it one by one."""
-    leader = PlanLeader([(0,)], [], OrderWatch(longest=10), may_run_free=True)
+    leader = PlanLeader([(0,)], [], OrderWatch(longest=10), may_run_free=lambda request: True)
     for name in "abababa":
         leader.saw(Response(submission(name).request, NAMED), alone=alone or name == "a")
     assert leader.propose(is_idle=True) == PlanMessage(Verb.HOLD)
