@@ -41,7 +41,7 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
-  --elastic                   ranks that die are replaced, and others go on; under mpirun they may save (docs/elastic.md)
+  --elastic                   ranks that die are replaced, others go on; under mpirun they may save (docs/elastic.md)
   --min-np N                  the same, and wait where fewer than N ranks are left (default: 1)
   --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
   --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
