@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from hvdlite import environment
 from hvdlite.cli import check_build, elastic, horovodrun, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
+from hvdlite.cli.discovery import slots_of
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
@@ -39,6 +41,7 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --elastic                   ranks that die are replaced, and the others go on (docs/elastic.md); under mpirun they may
                               save first, and --restarts starts the job again
   --min-np N                  the same, and wait where fewer than N ranks are left (default: 1)
+  --host-discovery-script S   the same; S prints how many ranks this machine may have: localhost:4. --max-np N at most
   --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
   --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
   --check-build               print what this hvdlite has and stop; --version its version
@@ -78,7 +81,7 @@ _SWITCHES = frozenset({"dry-run", "verbose", "elastic"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
     """
     np n num-proc H host hosts hostfile machinefile f network-interfaces network-interface mpirun output-filename
-    config-file min-np min-num-proc restarts
+    config-file min-np min-num-proc max-np max-num-proc restarts host-discovery-script slots-per-host
     """.split()
 )
 
@@ -99,6 +102,9 @@ class Arguments:
     mpirun: str = ""
     output: str = ""
     least: int | None = None
+    most: int | None = None
+    discovery: str = ""
+    slots_per_host: int = 1
     restarts: int | None = None
     switches: set[str] = field(default_factory=set)  # those given of _SWITCHES
     options: list[str] = field(default_factory=list)
@@ -107,7 +113,7 @@ class Arguments:
 
     @property
     def is_elastic(self) -> bool:
-        return "elastic" in self.switches or self.least is not None
+        return "elastic" in self.switches or self.least is not None or bool(self.discovery)
 
 
 def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
@@ -175,7 +181,11 @@ def _elasticity(arguments: Arguments, launch: Launch) -> elastic.Elasticity:
     least = 1 if arguments.least is None else arguments.least
     if least > launch.ranks:
         raise ConfigError(f"--min-np {least} is more than -np {launch.ranks}")
-    return elastic.Elasticity(least, _ELASTIC_RESTARTS if arguments.restarts is None else arguments.restarts)
+    if arguments.most is not None and arguments.most < launch.ranks:
+        raise ConfigError(f"--max-np {arguments.most} is less than -np {launch.ranks}")
+    restarts = _ELASTIC_RESTARTS if arguments.restarts is None else arguments.restarts
+    look = partial(slots_of, arguments.discovery, arguments.slots_per_host) if arguments.discovery else None
+    return elastic.Elasticity(least, restarts, arguments.most, look)
 
 
 def _run_again(once: Callable[[], int], restarts: int) -> int:
@@ -278,6 +288,12 @@ def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
         arguments.interfaces = ",".join(filter(None, [arguments.interfaces, value]))
     elif name in ("min-np", "min-num-proc"):
         arguments.least = _count(option, value)
+    elif name in ("max-np", "max-num-proc"):
+        arguments.most = _count(option, value)
+    elif name == "slots-per-host":
+        arguments.slots_per_host = _count(option, value)
+    elif name == "host-discovery-script":
+        arguments.discovery = os.path.abspath(value)
     elif name == "restarts":
         arguments.restarts = _count(option, value, least=0)
     elif name == "output-filename":
