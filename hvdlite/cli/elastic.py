@@ -24,13 +24,18 @@ from queue import SimpleQueue
 from hvdlite.cli import ranks
 from hvdlite.cli.children import GRACE_S, Stops, sweep
 from hvdlite.cli.discovery import Discovery
-from hvdlite.config import WORKER, Config
+from hvdlite.config import MEETING_POINT, WORKER, Config
 from hvdlite.errors import ConfigError
 from hvdlite.launched import without_launcher
 from hvdlite.meeting_point import MeetingPoint, send
 from hvdlite.membership import ADDED, REMOVED
 from hvdlite.roster import Generation, Join, Roster
+from hvdlite.wire import process_of
 
+_TWICE = (
+    "a program that a rank has started calls hvd.init() as well, which makes it a rank of its own. Start that without "
+    f"{WORKER} and {MEETING_POINT} in its environment"
+)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before a seat gets another process, if the last one was never a rank
 
 
@@ -160,6 +165,7 @@ class _ElasticJob:
         self._patience_ends = math.inf  # of those that wait for enough others
         self._told = 0  # news of which members know
         self._seats = count
+        self._processes: dict[int, int] = {}  # by worker, which may be below the one that was started
         self._leaving: set[int] = set()  # workers that end, or are to end at the next commit
         self._next: tuple[float, signal.Signals] | None = None  # when those that live get which signal
         self._selector = selectors.DefaultSelector()
@@ -204,8 +210,12 @@ class _ElasticJob:
             link.close()
             self._dismiss(join.worker)
             return
-        if join.worker not in self._workers or join.worker in self._roster.waiting:
-            link.close()  # it has ended meanwhile; or a process that it has started says its number
+        if join.worker not in self._workers:  # it has ended meanwhile
+            link.close()
+            return
+        if self._processes.setdefault(join.worker, process_of(link)) != process_of(link):
+            with link, suppress(OSError):
+                send(link, pickle.dumps(_TWICE))
             return
         if join.worker in self._links:
             self._links.pop(join.worker).close()

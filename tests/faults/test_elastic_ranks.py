@@ -188,6 +188,27 @@ def test_ranks_come_and_go_as_a_script_says(tmp_path: Path) -> None:
     assert result.stdout == "has seen [2, 3, 1]\n"
 
 
+STARTS_A_PROGRAM = """
+import os, subprocess, sys
+import torch
+import hvdlite.torch as hvd
+
+if len(sys.argv) > 1:
+    hvd.init()
+hvd.init()
+done = subprocess.run([sys.executable, __file__, "child"], capture_output=True, text=True)
+assert done.returncode != 0 and "a program that a rank has started calls hvd.init() as well" in done.stderr, done.stderr
+assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+print("goes on")
+"""
+
+
+@pytest.mark.thorough
+def test_a_program_that_a_rank_starts_is_no_rank() -> None:
+    result = launch(2, STARTS_A_PROGRAM, mpi="none", options=["--elastic"], timeout=200).check()
+    assert result.stdout == "goes on\n" * 2
+
+
 FAILS_TWICE = """
 import pathlib, sys
 tries = pathlib.Path(sys.argv[1])
