@@ -25,7 +25,7 @@ from hvdlite.cli import ranks
 from hvdlite.cli.children import GRACE_S, Stops, sweep
 from hvdlite.cli.discovery import Discovery
 from hvdlite.config import MEETING_POINT, WORKER, Config
-from hvdlite.errors import ConfigError
+from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import without_launcher
 from hvdlite.meeting_point import MeetingPoint, send
 from hvdlite.membership import ADDED, REMOVED
@@ -177,7 +177,7 @@ class _ElasticJob:
         with self._selector as selector:
             selector.register(self._stops.wake, selectors.EVENT_READ, self._heed_stops)
             selector.register(self._arrivals.wake, selectors.EVENT_READ, self._take_arrival)
-            while self._workers:
+            while self._workers or self._due:
                 for key, _ in selector.select(self._sleep_s()):
                     key.data()
                 self._look()
@@ -236,7 +236,7 @@ class _ElasticJob:
         self._due = {seat: due_s for seat, due_s in self._due.items() if seat < wanted}
         for seat in range(wanted):
             if seat not in taken and seat >= self._seats:
-                self._launch(seat)
+                self._due[seat] = time.monotonic()
         self._seats = wanted
         too_many = [n for n, worker in self._workers.items() if worker.seat >= wanted and n not in self._leaving]
         self._leaving.update(too_many)
@@ -244,10 +244,10 @@ class _ElasticJob:
             self._dismiss(number)
 
     def _dismiss(self, number: int) -> None:
-        """It is no rank any more, and ends; nobody takes its place."""
+        """It is no rank any more, and has nothing that others lack; nobody takes its place."""
         self._leaving.add(number)
         self._roster.remove(number)
-        self._workers[number].child.terminate()
+        self._workers[number].child.kill()
 
     def _note_end(self, number: int, ended: int) -> None:
         self._selector.unregister(ended)
@@ -298,7 +298,11 @@ class _ElasticJob:
         now = time.monotonic()
         for seat in [seat for seat, due_s in self._due.items() if due_s <= now]:
             del self._due[seat]
-            self._launch(seat)
+            try:
+                self._launch(seat)
+            except StartupError as error:  # the machine is short of processes or memory
+                self._say(str(error))
+                self._due[seat] = now + self._pause_s(seat, was_rank=False)
         if self._next is not None and now >= self._next[0]:
             self._signal(self._next[1])
         generation = None if self._end_reason else self._roster.next_generation()
