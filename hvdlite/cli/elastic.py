@@ -264,8 +264,10 @@ class _ElasticJob:
             self._leaving.remove(number)
         elif status != 0:
             self._note_failure(name, worker, status, was_rank=was_rank)
-        elif was_rank or self._generation is None:
+        elif was_rank:
             self._end(f"{name} has ended by itself, with exit status 0")
+        elif self._were_never_ranks.pop(worker.seat, 0) and self._generation is None:
+            self._status = 0  # it has succeeded in the place of one that has failed
 
     def _note_failure(self, name: str, worker: _Worker, status: int, *, was_rank: bool) -> None:
         if self._stops or (self._end_reason and not was_rank):

@@ -217,6 +217,12 @@ sys.exit(0 if len(tries.read_text()) == 3 else 3)
 """
 
 
+def test_the_only_rank_is_replaced_before_it_begins(tmp_path: Path) -> None:
+    options = ["--elastic", "--restarts", "2"]
+    result = launch(1, FAILS_TWICE, str(tmp_path / "tries"), mpi="none", options=options).check()
+    assert result.launcher_output.count("ended with exit status 3") == 2
+
+
 @pytest.mark.parametrize("mpi", ["none", pytest.param("mpirun", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("restarts", "status"), [(1, 3), (2, 0), (5, 0)])
 def test_a_job_that_fails_is_started_again(mpi: str, restarts: int, status: int, tmp_path: Path) -> None:
