@@ -17,9 +17,20 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 
 def is_ours(link: socket.socket) -> bool:
     """Whether the process at the other end of a unix socket is of this user: abstract names are no secret."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(credentials)
-    return bool(user == os.geteuid())
+    return _peer(link)[1] == os.geteuid()
+
+
+def process_of(link: socket.socket) -> int:
+    """The process at the other end of a unix socket."""
+    return _peer(link)[0]
+
+
+def _peer(link: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end."""
+    process, user, group = _CREDENTIALS.unpack(
+        link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return process, user, group
 
 
 def read_exactly(link: socket.socket, length: int) -> bytes:

@@ -23,12 +23,19 @@ from queue import SimpleQueue
 
 from hvdlite.cli import ranks
 from hvdlite.cli.children import GRACE_S, Stops, how_ended, shell_status, sweep
-from hvdlite.config import WORKER, Config
+from hvdlite.cli.discovery import Discovery
+from hvdlite.config import MEETING_POINT, WORKER, Config
+from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import without_launcher
 from hvdlite.meeting_point import MeetingPoint, send
-from hvdlite.membership import ADDED
+from hvdlite.membership import ADDED, REMOVED
 from hvdlite.roster import Generation, Join, Roster
+from hvdlite.wire import process_of
 
+_TWICE = (
+    "a program that a rank has started calls hvd.init() as well, which makes it a rank of its own. Start that without "
+    f"{WORKER} and {MEETING_POINT} in its environment"
+)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before a seat gets another process, if the last one was never a rank
 
 
@@ -39,10 +46,18 @@ class Elasticity:
     Attributes:
         least: with fewer it waits for others, and ends if none are to come.
         restarts: how many processes may be started in place of those that have failed.
+        most: so many ranks at most, where they may become more.
+        look: how many this machine may have now; None: as many as in the beginning.
     """
 
     least: int
     restarts: int
+    most: int | None = None
+    look: Callable[[], int] | None = None
+
+    def wanted(self, slots: int) -> int:
+        """How many ranks there are to be on so many slots."""
+        return max(self.least, slots if self.most is None else min(slots, self.most))
 
 
 def run_elastic(
@@ -57,7 +72,7 @@ def run_elastic(
     Raises:
         StartupError: a process cannot be started.
     """
-    with Stops() as stops, closing(_Arrivals()) as arrivals, closing(MeetingPoint(arrivals.put)) as point:
+    with Stops() as stops, closing(_Arrivals()) as arrivals, closing(MeetingPoint(arrivals.put_worker)) as point:
         inherited = {**without_launcher(environ), **point.environment}
 
         def start(worker: int, seat: int) -> subprocess.Popen[bytes]:
@@ -68,7 +83,11 @@ def run_elastic(
             job = _ElasticJob(start, count, elasticity, config, point, arrivals, stops)
             on_failure.pop_all()
         point.open()
-        status = job.run()
+        with ExitStack() as on_end:
+            if elasticity.look is not None:
+                discovery = on_end.enter_context(closing(Discovery(elasticity.look, arrivals.put)))
+                discovery.start()
+            status = job.run()
         if stops:
             status = stops.status
         if status != 0:
@@ -76,18 +95,26 @@ def run_elastic(
         return status
 
 
+_Arrival = tuple[Join, socket.socket] | int | ConfigError
+"""A worker with the connection to answer on; or what the look at the slots of this machine has come to."""
+
+
 class _Arrivals:
-    """Workers that have come to the meeting point, from its threads to the job's."""
+    """From threads to the job's: that of the meeting point, to which workers come, and that which looks at slots."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Join, socket.socket]] = SimpleQueue()
+        self._queue: SimpleQueue[_Arrival] = SimpleQueue()
         self.wake, self._waker = os.pipe()
 
-    def put(self, join: Join, link: socket.socket) -> None:
-        self._queue.put((join, link))
-        os.write(self._waker, b".")
+    def put(self, arrival: _Arrival) -> None:
+        self._queue.put(arrival)
+        with suppress(OSError):  # the job is over
+            os.write(self._waker, b".")
 
-    def take(self) -> tuple[Join, socket.socket]:
+    def put_worker(self, join: Join, link: socket.socket) -> None:
+        self.put((join, link))
+
+    def take(self) -> _Arrival:
         os.read(self.wake, 1)
         return self._queue.get()
 
@@ -136,7 +163,10 @@ class _ElasticJob:
         self._due: dict[int, float] = {}  # when seats get another process
         self._limits: dict[int, float] = {}  # when workers for whom others wait are ended
         self._patience_ends = math.inf  # of those that wait for enough others
-        self._was_told = False  # members know that newcomers wait
+        self._told = 0  # news of which members know
+        self._seats = count
+        self._processes: dict[int, int] = {}  # by worker, which may be below the one that was started
+        self._leaving: set[int] = set()  # workers that end, or are to end at the next commit
         self._next: tuple[float, signal.Signals] | None = None  # when those that live get which signal
         self._selector = selectors.DefaultSelector()
         for seat in range(count):
@@ -147,7 +177,7 @@ class _ElasticJob:
         with self._selector as selector:
             selector.register(self._stops.wake, selectors.EVENT_READ, self._heed_stops)
             selector.register(self._arrivals.wake, selectors.EVENT_READ, self._take_arrival)
-            while self._workers:
+            while self._workers or self._due:
                 for key, _ in selector.select(self._sleep_s()):
                     key.data()
                 self._look()
@@ -167,9 +197,25 @@ class _ElasticJob:
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._note_end(worker, ended))
 
     def _take_arrival(self) -> None:
-        join, link = self._arrivals.take()
-        if join.worker not in self._workers or join.worker in self._roster.waiting:
-            link.close()  # it has ended meanwhile; or a process that it has started says its number
+        arrival = self._arrivals.take()
+        if isinstance(arrival, ConfigError):
+            self._say(f"{arrival}; the job goes on with the ranks that it has")
+        elif isinstance(arrival, int):
+            self._note_slots(arrival)
+        else:
+            self._let_in(*arrival)
+
+    def _let_in(self, join: Join, link: socket.socket) -> None:
+        if join.worker in self._leaving:
+            link.close()
+            self._dismiss(join.worker)
+            return
+        if join.worker not in self._workers:  # it has ended meanwhile
+            link.close()
+            return
+        if self._processes.setdefault(join.worker, process_of(link)) != process_of(link):
+            with link, suppress(OSError):
+                send(link, pickle.dumps(_TWICE))
             return
         if join.worker in self._links:
             self._links.pop(join.worker).close()
@@ -180,6 +226,28 @@ class _ElasticJob:
         elif join.failed is not None and self._generation is not None:
             # Stopped, or stuck; or it ends just now.
             self._limits[self._generation.workers[join.failed]] = time.monotonic() + self._config.failure_grace_s
+
+    def _note_slots(self, slots: int) -> None:
+        """There may be more ranks, or are to be fewer: those on the last seats leave, members at the next commit."""
+        if self._end_reason:
+            return
+        wanted = self._elasticity.wanted(slots)
+        taken = {worker.seat for number, worker in self._workers.items() if number not in self._leaving} | {*self._due}
+        self._due = {seat: due_s for seat, due_s in self._due.items() if seat < wanted}
+        for seat in range(wanted):
+            if seat not in taken and seat >= self._seats:
+                self._due[seat] = time.monotonic()
+        self._seats = wanted
+        too_many = [n for n, worker in self._workers.items() if worker.seat >= wanted and n not in self._leaving]
+        self._leaving.update(too_many)
+        for number in (self._roster.newcomers | self._roster.waiting.keys()) & set(too_many):
+            self._dismiss(number)
+
+    def _dismiss(self, number: int) -> None:
+        """It is no rank any more, and has nothing that others lack; nobody takes its place."""
+        self._leaving.add(number)
+        self._roster.remove(number)
+        self._workers[number].child.kill()
 
     def _note_end(self, number: int, ended: int) -> None:
         self._selector.unregister(ended)
@@ -192,10 +260,14 @@ class _ElasticJob:
         if number in self._links:
             self._links.pop(number).close()
         self._point.rank_ended(number, how_ended(status))
-        if status != 0:
+        if number in self._leaving:
+            self._leaving.remove(number)
+        elif status != 0:
             self._note_failure(name, worker, status, was_rank=was_rank)
-        elif was_rank or self._generation is None:
+        elif was_rank:
             self._end(f"{name} has ended by itself, with exit status 0")
+        elif self._were_never_ranks.pop(worker.seat, 0) and self._generation is None:
+            self._status = 0  # it has succeeded in the place of one that has failed
 
     def _note_failure(self, name: str, worker: _Worker, status: int, *, was_rank: bool) -> None:
         if self._stops or (self._end_reason and not was_rank):
@@ -228,20 +300,25 @@ class _ElasticJob:
         now = time.monotonic()
         for seat in [seat for seat, due_s in self._due.items() if due_s <= now]:
             del self._due[seat]
-            self._launch(seat)
+            try:
+                self._launch(seat)
+            except StartupError as error:  # the machine is short of processes or memory
+                self._say(str(error))
+                self._due[seat] = now + self._pause_s(seat, was_rank=False)
         if self._next is not None and now >= self._next[0]:
             self._signal(self._next[1])
         generation = None if self._end_reason else self._roster.next_generation()
         if generation is not None:
             self._begin(generation)
-        if self._roster.knocks and not self._was_told:
-            self._was_told = True
-            self._tell(self._roster.members - self._roster.waiting.keys(), bytes([ADDED]))
+        news = ADDED * self._roster.knocks | REMOVED * bool(self._leaving & self._roster.members)
+        if news & ~self._told:
+            self._tell(self._roster.members - self._roster.waiting.keys(), bytes([news & ~self._told]))
+            self._told |= news
         self._set_limits(now)
 
     def _begin(self, generation: Generation) -> None:
         self._generation = generation
-        self._was_told = False
+        self._told = 0
         self._status = 0
         answer = pickle.dumps(generation)
         for number in generation.workers:
@@ -286,7 +363,7 @@ class _ElasticJob:
             self._end_within(self._config.failure_grace_s)
         self._refuse(list(self._roster.waiting), reason)
         for number in self._roster.newcomers:
-            self._workers[number].child.terminate()
+            self._dismiss(number)
 
     def _refuse(self, workers: Iterable[int], reason: str) -> None:
         for number in workers:

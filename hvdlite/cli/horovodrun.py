@@ -76,10 +76,7 @@ def _switch(names: str, setting: str = "", value: str = "", key: str = "", note:
 
 
 _NO_GLOO = "hvdlite communicates by shared memory and MPI, without Gloo; one machine needs neither, several need MPI"
-_NO_ELASTIC = (
-    "the hosts of a job do not change while it runs; with --elastic it runs with the ranks of -np, and replaces those "
-    "that die"
-)
+_NO_ELASTIC = "not used: --restarts says how many processes may be started in place of those that fail"
 _NO_JSRUN = (
     "hvdliterun does not run jsrun, but hvdlite knows what jsrun starts: jsrun -n RANKS -a 1 -c CORES python train.py "
     "(-g 1: a GPU each)"
@@ -131,12 +128,9 @@ OPTIONS = (
     _switch("no-hierarchical-allgather", key="not params.hierarchical_allgather", note=_NO_CHOICE),
     _switch("torus-allreduce", note=_NO_CHOICE),
     _switch("no-torus-allreduce", note=_NO_CHOICE),
-    Option("max-np max-num-proc", note=_NO_ELASTIC),
-    Option("slots-per-host", note=_NO_ELASTIC),
     Option("elastic-timeout", "ELASTIC_TIMEOUT"),
     Option("reset-limit", note=_NO_ELASTIC),
     Option("blacklist-cooldown-range", arity=2, note=_NO_ELASTIC),
-    Option("host-discovery-script", refused=True, note="hosts are not discovered; give them with -H or -hostfile"),
     Option("num-nccl-streams", key="library_options.num_nccl_streams", note=_NO_SETTING),
     Option("thread-affinity", key="library_options.thread_affinity", note=_NO_SETTING),
     Option("ccl-bgt-affinity", key="library_options.ccl_bgt_affinity", note=_NO_SETTING),

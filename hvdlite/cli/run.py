@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hvdlite import environment
 from hvdlite.cli import check_build, elastic, horovodrun, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.children import how_ended, shell_status
+from hvdlite.cli.discovery import slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.cli.launcher_watch import Expected
@@ -31,7 +33,6 @@ USAGE = """\
 usage: python -m hvdlite run -np N [options] [any option of mpirun] program [arguments]
 
 The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and every option of mpirun's take mpirun.
-
   -np N, -n N, --num-proc N   number of ranks; by default all slots of the hosts
   -H, --host a:2,b:2          hosts and their slots; by default those of Slurm, LSF, PBS or an MPIJob, or this machine
   --hostfile FILE             the same, a host a line: "a slots=2" or "a:2"
@@ -42,16 +43,17 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
   --elastic                   ranks that die are replaced, others go on; under mpirun they may save (docs/elastic.md)
-  --min-np N                  the same, and wait where fewer than N ranks are left (default: 1)
+  --min-np N, --max-np N      the same, and how many ranks there are at least (1), and at most
+  --host-discovery-script S   the same; S prints how many ranks this machine may have: localhost:4
   --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
-  --dry-run                   print the command and stop; --verbose also prints the settings that the ranks see
-  --doctor                    examine the hosts and the network between them, and start no program; --doctor --json
-  --check-build               print what this hvdlite has and stop; --version its version
+  --dry-run; --verbose        print the command and stop; print the settings that the ranks see as well
+  --doctor [--json]           examine the hosts and the network between them, and stop
+  --check-build; --version    print what this hvdlite has, or its version, and stop
   --                          what follows is the program
 
 horovodrun's options (--fusion-threshold-mb --timeline-filename --no-stall-check --config-file ...) make hvdlite's
-settings; what hvdlite does not have gets a sentence.
-A program that ends in .py is run by this Python. The exit status is that of the rank that failed first, or mpirun's.
+settings; others get a sentence. A program that ends in .py is run by this Python. The exit status is that of the rank
+that failed first, or mpirun's.
 """
 
 # mpirun's options that take no argument, and those that take two; all others take one. Of Open MPI 4, 5 and MPICH.
@@ -83,7 +85,7 @@ _SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json", "elastic"}) | _QU
 _WITH_ARGUMENT = frozenset(
     """
     np n num-proc H host hosts hostfile machinefile f network-interfaces network-interface mpirun output-filename
-    config-file min-np min-num-proc restarts
+    config-file min-np min-num-proc max-np max-num-proc restarts host-discovery-script slots-per-host
     """.split()
 )
 
@@ -104,6 +106,9 @@ class Arguments:
     mpirun: str = ""
     output: str = ""
     least: int | None = None
+    most: int | None = None
+    discovery: str = ""
+    slots_per_host: int = 1
     restarts: int | None = None
     switches: set[str] = field(default_factory=set)  # those given of _SWITCHES
     options: list[str] = field(default_factory=list)
@@ -112,7 +117,7 @@ class Arguments:
 
     @property
     def is_elastic(self) -> bool:
-        return "elastic" in self.switches or self.least is not None
+        return "elastic" in self.switches or self.least is not None or bool(self.discovery)
 
 
 def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
@@ -186,7 +191,11 @@ def _elasticity(arguments: Arguments, launch: Launch) -> elastic.Elasticity:
     least = 1 if arguments.least is None else arguments.least
     if least > launch.ranks:
         raise ConfigError(f"--min-np {least} is more than -np {launch.ranks}")
-    return elastic.Elasticity(least, _ELASTIC_RESTARTS if arguments.restarts is None else arguments.restarts)
+    if arguments.most is not None and arguments.most < launch.ranks:
+        raise ConfigError(f"--max-np {arguments.most} is less than -np {launch.ranks}")
+    restarts = _ELASTIC_RESTARTS if arguments.restarts is None else arguments.restarts
+    look = partial(slots_of, arguments.discovery, arguments.slots_per_host) if arguments.discovery else None
+    return elastic.Elasticity(least, restarts, arguments.most, look)
 
 
 def _run_again(once: Callable[[], int], restarts: int) -> int:
@@ -315,6 +324,12 @@ def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
         arguments.interfaces = ",".join(filter(None, [arguments.interfaces, value]))
     elif name in ("min-np", "min-num-proc"):
         arguments.least = _count(option, value)
+    elif name in ("max-np", "max-num-proc"):
+        arguments.most = _count(option, value)
+    elif name == "slots-per-host":
+        arguments.slots_per_host = _count(option, value)
+    elif name == "host-discovery-script":
+        arguments.discovery = os.path.abspath(value)
     elif name == "restarts":
         arguments.restarts = _count(option, value, least=0)
     elif name == "output-filename":

@@ -107,7 +107,8 @@ def test_a_new_process_takes_the_place_of_the_dead_one() -> None:
     assert len({start.pid for start in starts(result)}) == 3
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("victim", [0, 2])
 def test_too_few_wait_for_a_new_process(victim: int) -> None:
     result = run(KILLED, "--min-np", "3", victim=victim).check()
     check_counts(result, 3)
@@ -140,11 +141,72 @@ def test_who_cannot_go_on_has_time_to_save() -> None:
         ), result
 
 
+@pytest.mark.thorough
 def test_a_rank_that_leaves_ends_the_job() -> None:
     result = run("sys.exit(0)", n=2)
     assert result.returncode != 0 and not result.leftovers, result
     assert "saved batch 5 on rank 0 after hvd.elastic.run cannot go on: rank 1 has ended by itself" in result.stdout
     assert "exit status 0" in result.stdout
+
+
+GROWING = """
+import os, sys, time
+import torch
+import hvdlite.torch as hvd
+
+hvd.init()
+state = hvd.elastic.ObjectState(sizes=[])
+
+def give(slots):
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(str(slots))
+    os.replace(sys.argv[1] + ".new", sys.argv[1])
+
+@hvd.elastic.run
+def train(state):
+    while state.sizes != [2, 3, 1]:
+        size = int(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="size").item())
+        if size not in state.sizes:
+            state.sizes = [*state.sizes, size]
+        if hvd.rank() == 0:
+            give({1: 4, 2: 1}.get(len(state.sizes), 1))
+        time.sleep(0.05)
+        state.commit()
+
+train(state)
+print("has seen", state.sizes)
+"""
+
+
+def test_ranks_come_and_go_as_a_script_says(tmp_path: Path) -> None:
+    slots, script = tmp_path / "slots", tmp_path / "discover.sh"
+    slots.write_text("2")
+    script.write_text(f"#!/bin/sh\necho localhost:$(cat {slots})\n")
+    script.chmod(0o755)
+    options = ["--host-discovery-script", str(script), "--max-np", "3"]
+    result = launch(2, GROWING, str(slots), mpi="none", options=options, timeout=200).check()
+    assert result.stdout == "has seen [2, 3, 1]\n"
+
+
+STARTS_A_PROGRAM = """
+import os, subprocess, sys
+import torch
+import hvdlite.torch as hvd
+
+if len(sys.argv) > 1:
+    hvd.init()
+hvd.init()
+done = subprocess.run([sys.executable, __file__, "child"], capture_output=True, text=True)
+assert done.returncode != 0 and "a program that a rank has started calls hvd.init() as well" in done.stderr, done.stderr
+assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+print("goes on")
+"""
+
+
+@pytest.mark.thorough
+def test_a_program_that_a_rank_starts_is_no_rank() -> None:
+    result = launch(2, STARTS_A_PROGRAM, mpi="none", options=["--elastic"], timeout=200).check()
+    assert result.stdout == "goes on\n" * 2
 
 
 FAILS_TWICE = """
@@ -153,6 +215,12 @@ tries = pathlib.Path(sys.argv[1])
 tries.write_text(tries.read_text() + "." if tries.exists() else ".")
 sys.exit(0 if len(tries.read_text()) == 3 else 3)
 """
+
+
+def test_the_only_rank_is_replaced_before_it_begins(tmp_path: Path) -> None:
+    options = ["--elastic", "--restarts", "2"]
+    result = launch(1, FAILS_TWICE, str(tmp_path / "tries"), mpi="none", options=options).check()
+    assert result.launcher_output.count("ended with exit status 3") == 2
 
 
 @pytest.mark.parametrize("mpi", ["none", pytest.param("mpirun", marks=pytest.mark.thorough)])

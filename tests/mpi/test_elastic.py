@@ -105,6 +105,44 @@ def test_ranks_can_share_what_is_left_without_a_sync() -> None:
     assert state.epoch == hvd.rank()
 
 
+def test_a_commit_tells_all_what_each_has_processed() -> None:
+    """It would be lost with the rank."""
+    size = hvd.size()
+    one, two = (hvd.elastic.ElasticSampler(range(6 * size), shuffle=False) for _ in range(2))
+    state = hvd.elastic.TorchState(one=one, two=two)
+    one.record_batch(0, 2)
+    if hvd.rank() == 0:
+        two.record_indices([5])
+    state.commit()
+    for _ in range(2):
+        assert (one.processed_indices, two.processed_indices) == (set(range(2 * size)), {5})
+        one.record_batch(2, 1)
+        state.check_host_updates()  # is no commit
+        assert one.processed_num == 3 * size
+        state.restore()
+    one.record_batch(2, 1)
+    state.commit()
+    assert one.processed_num == 3 * size
+
+
+def test_all_get_the_state_of_the_newest_commit() -> None:
+    """As if a rank had died in a commit, which only the last rank has come through."""
+    last = hvd.size() - 1
+    sampler = hvd.elastic.ElasticSampler(range(20))
+    state = hvd.elastic.TorchState(torch.nn.Linear(1, 1), sampler=sampler, number=0)
+    state.commit()
+    state.number = hvd.rank()
+    sampler.record_indices([hvd.rank()])
+    assert state.model is not None
+    torch.nn.init.constant_(state.model.weight, hvd.rank())
+    if hvd.rank() == last:
+        state._commits += 1
+    state.sync()
+    assert (state.number, state.model.weight.item(), sampler.processed_indices) == (last, last, {last})
+    state.commit()
+    state.sync()  # all have come as far now
+
+
 def test_an_update_that_one_rank_heard_of_interrupts_all() -> None:
     state = hvd.elastic.ObjectState(epoch=0)
     for told in range(hvd.size()):

@@ -373,7 +373,7 @@ def test_the_elastic_loop_with_functions_of_one_s_own() -> None:
         state.batch = 7
         raise hvdlite.RankFailedError(1, "rank 1 died")
 
-    with pytest.raises(hvdlite.RankFailedError):
+    with pytest.raises(hvdlite.UnrecoverableError, match="rank 1 died"):
         run_fn(die, lambda: resets.append(1))(state)
     assert state.batch == 1
 

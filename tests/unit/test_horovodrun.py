@@ -76,8 +76,8 @@ def test_no_name_stands_twice() -> None:
     [
         ("--gloo", "--gloo: hvdlite communicates by shared memory and MPI"),
         ("--autotune-gaussian-process-noise 0.5", "--autotune-gaussian-process-noise: hvdlite compares measured"),
-        ("--max-num-proc 4", "--max-np: the hosts of a job do not change"),
-        ("--blacklist-cooldown-range 60 300", "--blacklist-cooldown-range: the hosts of a job"),
+        ("--reset-limit 4", "--reset-limit: not used: --restarts says"),
+        ("--blacklist-cooldown-range 60 300", "--blacklist-cooldown-range: not used"),
         ("--hierarchical-allreduce", "--hierarchical-allreduce: hvdlite chooses"),
         ("--torus-allreduce", "--torus-allreduce: hvdlite chooses"),
         ("--num-nccl-streams 2", "no such setting"),
@@ -91,8 +91,6 @@ def test_what_is_not_here_is_said(words: str, text: str) -> None:
 
 
 def test_what_cannot_be_done_without_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--host-discovery-script: hosts are not discovered; give them with -H"):
-        parse("--host-discovery-script", "find.sh")
     with pytest.raises(ConfigError, match="--jsrun: hvdliterun does not run jsrun, .* jsrun -n RANKS -a 1 -c CORES"):
         parse("--jsrun")
 

@@ -1,0 +1,79 @@
+"""Horovod's script that says which hosts a job may use: called every second, for the slots of this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Callable
+
+from hvdlite.cli.job import Host, is_this_machine
+from hvdlite.errors import ConfigError
+
+_EVERY_S = 1.0
+_LIMIT_S = 30.0  # for one call
+
+
+def slots_of(script: str, slots_per_host: int) -> int:
+    """How many ranks this machine may have, by a call of ``script``, which prints a host a line: "a:2" or "a".
+
+    Args:
+        slots_per_host: of a host without a number.
+
+    Raises:
+        ConfigError: the script cannot be run, fails, or prints what is no host, or another machine.
+    """
+    try:
+        done = subprocess.run(
+            [script], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"--host-discovery-script {script}: {error}") from error
+    hosts = [_host(line.strip(), slots_per_host) for line in done.stdout.splitlines() if line.strip()]
+    others = [host.name for host in hosts if not is_this_machine(host)]
+    if others:
+        raise ConfigError(
+            f"--host-discovery-script {script} names {others[0]}: ranks may come and go on this machine only"
+        )
+    return sum(host.slots for host in hosts)
+
+
+def _host(line: str, slots_per_host: int) -> Host:
+    name, _, slots = line.partition(":")
+    if slots and not slots.isdigit():
+        raise ConfigError(f"--host-discovery-script: {line!r} is not a host; print host:slots, a host a line")
+    return Host(name, int(slots or slots_per_host))
+
+
+class Discovery:
+    """Looks at the slots of this machine on a thread of its own, until it is closed.
+
+    Args:
+        look: returns them.
+        on_change: called with them when they are others than before; of what ``look`` raises, with the error.
+    """
+
+    def __init__(self, look: Callable[[], int], on_change: Callable[[int | ConfigError], object]) -> None:
+        self._look = look
+        self._on_change = on_change
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hvdlite-discovery", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(_EVERY_S)  # a script that takes longer ends by its limit, or with this process
+
+    def _run(self) -> None:
+        last: int | str | None = None
+        while not self._is_over.wait(_EVERY_S):
+            try:
+                found: int | ConfigError = self._look()
+            except ConfigError as error:
+                found = error
+            known = found if isinstance(found, int) else str(found)
+            if known != last:
+                last = known
+                self._on_change(found)

@@ -1,0 +1,69 @@
+"""What `--host-discovery-script` may print, and what is made of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvdlite.cli import discovery
+from hvdlite.cli.discovery import Discovery, slots_of
+from hvdlite.cli.elastic import Elasticity
+from hvdlite.errors import ConfigError
+
+
+def script(directory: Path, body: str) -> str:
+    path = directory / "discover.sh"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "slots"), [("echo localhost:4", 4), ("echo localhost", 3), ("echo 127.0.0.1:1; hostname", 4), ("true", 0)]
+)
+def test_slots_of_this_machine(tmp_path: Path, body: str, slots: int) -> None:
+    assert slots_of(script(tmp_path, body), 3) == slots
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("echo localhost:2; echo elsewhere:2", "names elsewhere: ranks may come and go on this machine only"),
+        ("echo localhost:many", "'localhost:many' is not a host"),
+        ("exit 3", "exit status 3"),
+    ],
+)
+def test_what_makes_no_sense_is_said(tmp_path: Path, body: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        slots_of(script(tmp_path, body), 1)
+    with pytest.raises(ConfigError, match="No such file"):
+        slots_of(str(tmp_path / "missing"), 1)
+
+
+def test_only_changes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_EVERY_S", 0.001)
+    answers = iter([2, 2, 3, ConfigError("broken"), ConfigError("broken"), 3, 1])
+    told: list[int | str] = []
+    is_over = threading.Event()
+
+    def look() -> int:
+        answer = next(answers, None)
+        if answer is None:
+            is_over.set()
+            return 1
+        if isinstance(answer, ConfigError):
+            raise answer
+        return answer
+
+    looker = Discovery(look, lambda found: told.append(found if isinstance(found, int) else str(found)))
+    looker.start()
+    assert is_over.wait(10)
+    looker.close()
+    assert told == [2, 3, "broken", 3, 1]
+
+
+def test_how_many_ranks_are_wanted() -> None:
+    assert [Elasticity(2, 0, most=4).wanted(slots) for slots in range(6)] == [2, 2, 2, 3, 4, 4]
+    assert Elasticity(1, 0).wanted(9) == 9
