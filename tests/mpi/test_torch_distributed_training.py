@@ -52,7 +52,9 @@ class Groups:
         own, reference = train(self.hvdlite), train(self.gloo)
         assert own.keys() == reference.keys()
         for name, value in own.items():
-            torch.testing.assert_close(value, reference[name], **tolerances, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                value, reference[name], **tolerances, msg=lambda text, name=name: f"{name}: {text}"
+            )
             everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
             dist.all_gather(everywhere, value, group=self.gloo)
             assert all(torch.equal(other, value) for other in everywhere), name
