@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +84,21 @@ def test_split_gpt_has_the_losses_of_one_process(launch: Launch, tmp_path: Path)
         assert state.keys() == states[0].keys()
         for name, value in state.items():
             torch.testing.assert_close(value, states[0][name], rtol=1e-2, atol=1e-2)
+
+
+def test_a_sharded_gpt_goes_on_with_another_number_of_ranks(launch: Launch, tmp_path: Path) -> None:
+    """Under mpirun, under hvdliterun, and under torchrun."""
+    script, checkpoints = EXAMPLES / "05_fsdp2.py", f"--checkpoints={tmp_path / 'gpt'}"
+    small = ("--batch-size=6", "--context=16", "--width=32", "--layers=1", "--heads=2")
+    whole = launch(2, script, "--steps=20", *small).check()
+    launch(3, script, "--steps=10", checkpoints, *small, mpi="none").check()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, str(script), "--steps=20", checkpoints, *small]
+    resumed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "on rank 0 of 2, from step 10" in resumed
+    assert final_loss(resumed) == final_loss(whole.stdout)
+    assert float(final_loss(resumed)) < 5.3  # ln(256) = 5.5 knows nothing
 
 
 def test_gpt_writes_a_timeline_of_all_ranks(launch: Launch, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ Prints a line of JSON for every case that `torch.testing._internal.distributed.d
 are named: {"case", "outcome": "passed" | "failed" | "skipped", "reason", "seconds"}.
 
 Cases are gated by the name of the backend: `BACKEND != "gloo"`, `BACKEND not in {"nccl", "mpi"}`. Where a case asks for
-Gloo, or for MPI, it is wanted for hvdlite too, so torch's module is loaded twice, and a case that is skipped over what is
-like Gloo is tried over what is like MPI. What is gated by GPUs or by the number of ranks stays gated.
+Gloo, or for MPI, it is wanted for hvdlite too, so torch's module is loaded twice, and a case that is skipped over what
+is like Gloo is tried over what is like MPI. What is gated by GPUs or by the number of ranks stays gated.
 
 The ranks of a case are forked from this process, which has imported torch already and computes nothing. torch starts
 a fresh interpreter for each, which takes longer than most cases.
@@ -72,6 +72,7 @@ def forked(module: ModuleType) -> type[unittest.TestCase]:
     class Forked(module.TestDistBackend, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         def setUp(self) -> None:
             super().setUp()
+            sys.modules[CASES] = module  # where ranks look for the classes of what they unpickle
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
         def tearDown(self) -> None:

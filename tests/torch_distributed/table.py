@@ -79,7 +79,7 @@ def page(table: dict[str, object]) -> str:
     for ranks, cases in every.items():
         for case, found in cases.items():
             if case not in lost(table):
-                by_case[case, *found["hvdlite"]].append(ranks)
+                by_case[(case, *found["hvdlite"])].append(ranks)
     for (case, outcome, reason), ranks in by_case.items():
         grouped[outcome, reason, ", ".join(ranks)].append(case)
     rows = [
@@ -90,10 +90,10 @@ def page(table: dict[str, object]) -> str:
         [
             "# torch's own tests of backends",
             "",
-            f"torch {table['torch']} has tests of backends, `torch.testing._internal.distributed.distributed_test`. What follows",
-            "is what became of them; `python tests/torch_distributed/table.py` writes this page. Many are gated by the",
-            "name of the backend: a case that asks for Gloo or for MPI runs over hvdlite too, and a case with a group of",
-            "ranks 1 and 2 runs with 3 and 4 ranks, where torch asks for 8. GPUs stay GPUs.",
+            f"torch {table['torch']} has tests of backends, `torch.testing._internal.distributed.distributed_test`. What",
+            "follows is what became of them; `python tests/torch_distributed/table.py` writes this page. Many are gated",
+            "by the name of the backend: a case that asks for Gloo or for MPI runs over hvdlite too, and a case with a",
+            "group of ranks 1 and 2 runs with 3 and 4 ranks, where torch asks for 8. GPUs stay GPUs.",
             "",
             "| ranks | pass over Gloo | pass over hvdlite | cases |",
             "|---|---|---|---|",
