@@ -16,6 +16,7 @@
 #include "elements.h"
 #include "instruction_set.h"
 #include "nccl_bindings.h"
+#include "ordered_exchange.h"
 #include "pack.h"
 #include "prepared_allreduce.h"
 #include "ready_counts.h"
@@ -235,6 +236,51 @@ void register_plans(py::module_& m) {
       });
 }
 
+void register_ordered_exchange(py::module_& m) {
+  using Result = OrderedExchange::Result;
+  using Parts = std::vector<OrderedExchange::Part>;
+  py::class_<OrderedExchange> exchange(m, "OrderedExchange");
+  exchange.attr("OK") = static_cast<int>(Result::kOk);
+  exchange.attr("TIMEOUT") = static_cast<int>(Result::kTimeout);
+  exchange.attr("ABORTED") = static_cast<int>(Result::kAborted);
+  exchange.attr("CONTRADICTION") = static_cast<int>(Result::kContradiction);
+  exchange.attr("DEPARTED") = static_cast<int>(Result::kDeparted);
+  exchange
+      .def(py::init<std::uintptr_t, int, int, std::uintptr_t, int, std::uint64_t>(), "address"_a, "rank"_a, "size"_a,
+           "abort_address"_a, "spin_us"_a, "window_bytes"_a)
+      .def_static("bytes_needed", &OrderedExchange::bytes_needed, "size"_a, "window_bytes"_a)
+      .def(
+          "meet",
+          [](OrderedExchange& self, std::uint64_t card, double timeout_s) {
+            return static_cast<int>(self.meet(card, timeout_s));
+          },
+          "card"_a, "timeout_s"_a, WithoutGil())
+      .def(
+          "alltoall",
+          [](OrderedExchange& self, std::uint64_t card, const Parts& departures, const Parts& arrivals,
+             double timeout_s) { return static_cast<int>(self.alltoall(card, departures, arrivals, timeout_s)); },
+          "card"_a, "departures"_a, "arrivals"_a, "timeout_s"_a, WithoutGil())
+      .def(
+          "spread",
+          [](OrderedExchange& self, std::uint64_t card, OrderedExchange::Part departure, const Parts& arrivals,
+             double timeout_s) { return static_cast<int>(self.spread(card, departure, arrivals, timeout_s)); },
+          "card"_a, "departure"_a, "arrivals"_a, "timeout_s"_a, WithoutGil())
+      .def(
+          "reduce_scatter",
+          [](OrderedExchange& self, std::uint64_t card, const Addresses& inputs, std::uintptr_t output,
+             std::uint64_t numel, int dtype, int op, double prescale, double postscale, double timeout_s) {
+            const auto type = static_cast<DType>(dtype);
+            const Reducer reducer(type, static_cast<Op>(op), prescale, postscale);
+            return static_cast<int>(self.reduce_scatter(card, inputs, output, numel, type, reducer, timeout_s));
+          },
+          "card"_a, "inputs"_a, "output"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "timeout_s"_a,
+          WithoutGil())
+      .def("leave", &OrderedExchange::leave)
+      .def("late", &OrderedExchange::late)
+      .def("departed", &OrderedExchange::departed)
+      .def("wake_all", &OrderedExchange::wake_all, WithoutGil());
+}
+
 void register_deadline(py::module_& m) {
   py::class_<Deadline>(m, "Deadline")
       .def(py::init<double, std::string, int>(), "seconds"_a, "message"_a, "exit_code"_a)
@@ -259,6 +305,7 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_signal(m);
   hvdlite::register_small_allreduce(m);
   hvdlite::register_plans(m);
+  hvdlite::register_ordered_exchange(m);
   hvdlite::register_deadline(m);
   hvdlite::register_socket_bell(m);
   hvdlite::register_device(m);

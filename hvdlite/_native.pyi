@@ -132,6 +132,62 @@ class SmallAllreduce:
     def wake_all(self) -> None:
         """Make every sleeper look at its abort word."""
 
+class OrderedExchange:
+    """Collectives of the ranks of a node that make the same calls in the same order. Source: csrc/ordered_exchange.cpp.
+
+    A call ends with `OK`; with `CONTRADICTION` on all ranks, where they showed different cards or mean different sizes,
+    and nothing was done; with `TIMEOUT`, after which the same call, made again, goes on waiting; with `DEPARTED` where a
+    rank that has to come has left; or with `ABORTED`. Parts are (address, bytes), one per rank.
+    """
+
+    OK: ClassVar[int]
+    TIMEOUT: ClassVar[int]
+    ABORTED: ClassVar[int]
+    CONTRADICTION: ClassVar[int]
+    DEPARTED: ClassVar[int]
+
+    def __init__(
+        self, address: int, rank: int, size: int, abort_address: int, spin_us: int, window_bytes: int
+    ) -> None:
+        """``address``: of `bytes_needed` zeroed bytes; ``abort_address``: a 32-bit word, non-zero ends every wait."""
+    @staticmethod
+    def bytes_needed(size: int, window_bytes: int) -> int: ...
+    def meet(self, card: int, timeout_s: float) -> int:
+        """Wait for all ranks. ``card``, here and below: 64 bits that say which collective this is, alike on all."""
+    def alltoall(
+        self,
+        card: int,
+        departures: Sequence[tuple[int, int]],
+        arrivals: Sequence[tuple[int, int]],
+        timeout_s: float,
+    ) -> int:
+        """departures[r] goes to rank r, arrivals[s] comes from rank s."""
+    def spread(
+        self, card: int, departure: tuple[int, int], arrivals: Sequence[tuple[int, int]], timeout_s: float
+    ) -> int:
+        """The same bytes go to all ranks; each takes those of the ranks whose arrival is not empty."""
+    def reduce_scatter(
+        self,
+        card: int,
+        inputs: Sequence[int],
+        output: int,
+        numel: int,
+        dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        timeout_s: float,
+    ) -> int:
+        """``numel`` elements at inputs[r] are this rank's part of what rank r gets at ``output``."""
+    def leave(self) -> None:
+        """From here on whoever waits for this rank learns that it will not come."""
+    def late(self) -> list[int]:
+        """The ranks for which the last call has waited in vain."""
+    def departed(self) -> list[int]:
+        """Those of `late` that have left."""
+    def wake_all(self) -> None:
+        """Make every sleeper look at its abort word."""
+
 class ReadyCounts:
     """How much of a frozen plan each of ``size`` ranks is ready for. Source: csrc/ready_counts.cpp."""
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from hvdlite.config import Config
 from hvdlite.errors import NotInitializedError, ShutDownError, StartupError
 from hvdlite.logs import configure_logging
-from hvdlite.peers import start_deadline
-from hvdlite.process import InitArguments, ProcessHooks
+from hvdlite.peers import Peers, start_deadline
+from hvdlite.process import Companion, InitArguments, ProcessHooks
 from hvdlite.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -74,6 +74,18 @@ def _start(arguments: InitArguments) -> None:
         raise
     finally:
         deadline.cancel()
+
+
+def peers() -> Peers:
+    """The processes that were started together with this one."""
+    return _hooks.peers
+
+
+def accompany(companion: Companion) -> None:
+    """From here on ``companion`` ends with this process, or fails with it, as the default runtime does."""
+    with _hooks.lock:
+        _hooks.install()
+        _hooks.companions.add(companion)
 
 
 def shutdown() -> None:

@@ -11,12 +11,13 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from hvdlite import mpi, tracebacks
-from hvdlite.errors import RankFailedError, StartupError, is_known_everywhere
+from hvdlite.errors import HorovodInternalError, RankFailedError, StartupError, is_known_everywhere
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.runtime import Runtime
@@ -34,6 +35,22 @@ class InitArguments(NamedTuple):
 
     comm: MPI.Intracomm | Sequence[int] | None
     versions: Mapping[str, str] | None
+
+
+class Companion(Protocol):
+    """What ends with a process, beside the default runtime."""
+
+    @property
+    def failure(self) -> HorovodInternalError | None: ...
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks what has ended this one."""
+
+    def close(self) -> None:
+        """End in order; may be called again."""
+
+    def abandon_in_child(self) -> None:
+        """Called in a forked child: let go of what only the parent may use."""
 
 
 class ProcessHooks:
@@ -55,6 +72,7 @@ class ProcessHooks:
         peers: the processes that were started together with this one.
         runtime: the default one; None before init() and after shutdown().
         arguments: of the init() that has succeeded last.
+        companions: what else ends with the process, as long as somebody keeps it.
     """
 
     def __init__(self) -> None:
@@ -62,6 +80,7 @@ class ProcessHooks:
         self.peers = Peers()
         self.runtime: Runtime | None = None
         self.arguments: InitArguments | None = None
+        self.companions: weakref.WeakSet[Companion] = weakref.WeakSet()
         self._pid: int | None = None
         self._failed = False
         self._previous_hook = sys.__excepthook__
@@ -96,6 +115,8 @@ class ProcessHooks:
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not self.in_child:
             self._failed = True
+            for companion in self.companions:
+                companion.fail(error)
             # What hvdlite raised every rank knows already.
             if self.runtime is not None and not (is_known_everywhere(error) or isinstance(error, StartupError)):
                 if _is_said_elsewhere(self.runtime, error):
@@ -113,6 +134,9 @@ class ProcessHooks:
         if self.in_child:
             return
         runtime = self.runtime
+        for companion in list(self.companions):
+            companion.close()
+            self._failed |= companion.failure is not None
         patience_s = math.inf
         if runtime is not None:
             runtime.close("its process ended")
@@ -131,11 +155,17 @@ class ProcessHooks:
 
     def _at_worker_exit(self) -> None:
         """Of a process of multiprocessing, which ends without atexit, and shows errors itself."""
-        if self.in_child or self.runtime is None:
+        if self.in_child:
             return
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):
             error = error.__context__ if error.code else None  # torch.multiprocessing.spawn catches, and exits
+        for companion in list(self.companions):
+            if error is not None:
+                companion.fail(error)
+            companion.close()
+        if self.runtime is None:
+            return
         if error is not None and not is_known_everywhere(error):
             self.runtime.fail(error)
         self.runtime.close("its process ended")
@@ -144,6 +174,8 @@ class ProcessHooks:
         self.lock = threading.RLock()  # a thread of the parent's may have held the other one
         if self.runtime is not None:
             self.runtime.abandon_in_child()
+        for companion in list(self.companions):
+            companion.abandon_in_child()
 
 
 def _is_said_elsewhere(runtime: Runtime, error: BaseException) -> bool:

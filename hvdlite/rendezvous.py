@@ -52,17 +52,28 @@ class RendezvousRanks:
     Args:
         name: what no other ranks at ``place`` are called.
         timeout_s: how long the ranks may take from here on, where they build a world.
+        waits_in: what errors call the wait.
     """
 
     comm = None
 
-    def __init__(self, place: Place, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        place: Place,
+        name: str,
+        ranks: Sequence[int],
+        rank: int,
+        timeout_s: float,
+        *,
+        waits_in: str = "hvd.init()",
+    ) -> None:
         self.rank = ranks.index(rank)
         self.size = len(ranks)
         self._place = place
         self._name = name
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
+        self._waits_in = waits_in
         self._deadline_s = time.monotonic() + timeout_s
         self._gathered = 0
         self._subsets: Counter[tuple[int, ...]] = Counter()
@@ -80,7 +91,7 @@ class RendezvousRanks:
         try:
             return [pickle.loads(d) for d in self._place.gather(key, self._ranks, own, pickle.dumps(value), left_s)]
         except MissingError as error:
-            raise StartupError(f"rank {own} has waited in hvd.init(), but {error}") from None
+            raise StartupError(f"rank {own} has waited in {self._waits_in}, but {error}") from None
 
     def subset(self, ranks: Sequence[int], /) -> RendezvousRanks:
         """See `hvdlite.agreement.Bootstrap`. A rank that has made the same subset before makes another one."""
@@ -88,7 +99,8 @@ class RendezvousRanks:
         members = tuple(self._ranks[rank] for rank in ranks)
         self._subsets[members] += 1
         name = f"{self._name}/{','.join(map(str, members))}#{self._subsets[members]}"
-        return RendezvousRanks(self._place, name, members, self._ranks[self.rank], self._timeout_s)
+        own = self._ranks[self.rank]
+        return RendezvousRanks(self._place, name, members, own, self._timeout_s, waits_in=self._waits_in)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -14,7 +14,31 @@ from hvdlite.rendezvous import MissingError
 _TRIES_SHARE = 1 / 3  # torch tries to connect once more, after up to twice as long as it has tried before
 
 
-class InStore:
+class InGivenStore:
+    """A `hvdlite.rendezvous.Place` in ``store``, which is one of torch.distributed."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+        """See `hvdlite.rendezvous.Place`."""
+        names = {other: f"{key}/{other}" for other in ranks}
+        try:
+            self._store.set(names[rank], data)
+            try:
+                self._store.wait(list(names.values()), timedelta(seconds=timeout_s))
+            except RuntimeError:
+                missing = [other for other in ranks if not self._store.check([names[other]])]
+                if missing:
+                    raise MissingError.late(missing, timeout_s) from None
+            return [bytes(self._store.get(name)) for name in names.values()]  # not all stores have multi_get
+        except StartupError:
+            raise
+        except RuntimeError as error:
+            raise StartupError(f"the store of torch.distributed, where ranks meet, is gone: {error}") from error
+
+
+class InStore(InGivenStore):
     """A `hvdlite.rendezvous.Place` in the store that torch's own ``env://`` would take.
 
     torchrun keeps that store itself, and a part of it for each restart of the ranks; elsewhere rank 0 does, for
@@ -51,21 +75,4 @@ class InStore:
                 f"MASTER_PORT={port}, where ranks meet: {str(error).splitlines()[0].rstrip('.')}. If the start is only "
                 "slow, raise HVDLITE_START_TIMEOUT (seconds)"
             ) from error
-        self._store = distributed.PrefixStore(f"hvdlite/{attempt}", store)
-
-    def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
-        """See `hvdlite.rendezvous.Place`."""
-        names = {other: f"{key}/{other}" for other in ranks}
-        try:
-            self._store.set(names[rank], data)
-            try:
-                self._store.wait(list(names.values()), timedelta(seconds=timeout_s))
-            except RuntimeError:
-                missing = [other for other in ranks if not self._store.check([names[other]])]
-                if missing:
-                    raise MissingError.late(missing, timeout_s) from None
-            return [bytes(part) for part in self._store.multi_get(list(names.values()))]
-        except StartupError:
-            raise
-        except RuntimeError as error:
-            raise StartupError(f"the store of torch.distributed, where ranks meet, is gone: {error}") from error
+        super().__init__(distributed.PrefixStore(f"hvdlite/{attempt}", store))

@@ -256,6 +256,13 @@ class World:
             self.coordinator.refuse(ShutDownError(own_text))  # whoever was the first to end the world
         self.release()
 
+    def end(self) -> None:
+        """End on this rank alone, of a world that was never started: whoever calls its backend has stopped doing so."""
+        if self.health.failure is None:
+            self.has_ended = True
+            self._shared.close()
+        self.release()
+
     def release(self) -> None:
         """Close what this rank can close for itself: all that is left after a failure."""
         for subset in self.subsets.values():

@@ -1,0 +1,91 @@
+// Collectives of ranks of one node that all make the same calls in the same order, so that nothing is negotiated.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "elements.h"
+#include "reduce.h"
+#include "signal.h"
+
+namespace hvdlite {
+
+// Each rank has two windows in shared memory, a count of the steps for which it has filled one, and a card that says
+// which collective it has come for. A collective takes one step for each piece that a window holds: a rank fills its
+// window, counts, waits until all ranks have counted as far, looks at their cards, and reads their windows.
+//
+// The windows take turns. Whoever fills one for step n + 2 has seen all counts of step n + 1, and a rank counts there
+// when it has read the windows of step n. So one wait per step is enough, and whoever sends fills one window while the
+// others read the one before.
+//
+// Before a rank has read or written anything for a collective it has seen the cards of all. So ranks that contradict one
+// another find out together, and each has done the same number of steps.
+//
+// A count is stored with release order after what it stands for, and loaded with acquire order before that is read.
+// Counts on which somebody sleeps are Dekker's pattern, see SmallAllreduce.
+class OrderedExchange {
+ public:
+  // kTimeout: ranks are late; the same call, made again, goes on waiting. All others but kOk and kContradiction end it.
+  // kContradiction: ranks have come for different collectives, or mean different sizes; nothing was done, on all ranks.
+  // kDeparted: a rank that has to come has left.
+  enum class Result : int { kOk = 0, kTimeout = 1, kAborted = 2, kContradiction = 3, kDeparted = 4 };
+
+  using Part = std::pair<std::uintptr_t, std::uint64_t>;  // address, bytes
+
+  // `address`: of `bytes_needed` zeroed bytes, a multiple of 64. `abort_address`: ends every wait.
+  OrderedExchange(std::uintptr_t address, int rank, int size, std::uintptr_t abort_address, int spin_us,
+                  std::uint64_t window_bytes);
+
+  static std::size_t bytes_needed(int size, std::uint64_t window_bytes);
+
+  // Of all methods: `card` is what all ranks have to show. One part per rank, in the order of ranks.
+
+  Result meet(std::uint64_t card, double timeout_s);
+  // departures[r] goes to rank r, arrivals[s] comes from rank s.
+  Result alltoall(std::uint64_t card, const std::vector<Part>& departures, const std::vector<Part>& arrivals,
+                  double timeout_s);
+  // The same bytes go to all; a rank takes them from those whose arrival is not empty.
+  Result spread(std::uint64_t card, Part departure, const std::vector<Part>& arrivals, double timeout_s);
+  // inputs[r] is what this rank gives to the result of rank r, which is `output` here.
+  Result reduce_scatter(std::uint64_t card, const std::vector<std::uintptr_t>& inputs, std::uintptr_t output,
+                        std::uint64_t numel, DType dtype, const Reducer& reducer, double timeout_s);
+
+  // From here on whoever waits for this rank learns that it will not come.
+  void leave();
+  // The ranks for which the last call has waited in vain; of these, those that have left.
+  std::vector<int> late() const;
+  std::vector<int> departed() const;
+  // Makes every sleeper look at the abort word.
+  void wake_all() const;
+
+ private:
+  struct Line;
+
+  Line& line(std::uint32_t rank) const;
+  std::uint64_t* sizes(std::uint32_t rank) const;
+  std::uintptr_t window(std::uint32_t rank) const;
+  bool has_counted(std::uint32_t rank) const;
+  bool all_have_counted() const;
+  bool sizes_agree() const;
+  std::uint64_t longest() const;
+  template <class Fill>
+  Result step(std::uint64_t card, std::uint64_t longest, Clock::time_point until, Fill fill);
+  template <class Fill, class Read>
+  Result pieces(std::uint64_t card, std::uint64_t longest, std::uint64_t piece_bytes, double timeout_s, Fill fill,
+                Read read);
+  Result await_all(Clock::time_point until);
+
+  std::uintptr_t address_;
+  Word* abort_;
+  std::chrono::microseconds spin_;
+  std::uint32_t rank_;
+  std::uint32_t size_;
+  std::uint64_t window_bytes_;
+  std::uint32_t turn_ = 0;   // counts steps; may wrap
+  bool counted_ = false;     // for step `turn_`, whose wait a timeout has ended
+  std::uint64_t piece_ = 0;  // of the collective that a timeout has ended
+};
+
+}  // namespace hvdlite

@@ -1,0 +1,66 @@
+"""Tensors of torch.distributed's calls as contiguous memory, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+
+from hvdlite.distributed.carrier import Part
+from hvdlite.dtypes import DType
+from hvdlite.memory.layout import Layout
+from hvdlite.torch.tensor_view import check_memory
+
+
+def block_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` without its history, where it lies contiguously on the host; else a contiguous copy.
+
+    Raises:
+        ValueError: it is sparse, or has no memory.
+    """
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"this call takes dense tensors, not {tensor.layout}; pass tensor.to_dense()")
+    if type(tensor) is not torch.Tensor:
+        check_memory(tensor, "process group hvdlite")
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def blocks_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`block_of` each."""
+    return [block_of(tensor) for tensor in tensors]
+
+
+def put_back(tensors: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> None:
+    """Give ``tensors`` the contents of their ``blocks``, which share their memory where they are contiguous."""
+    for tensor, block in zip(tensors, blocks, strict=True):
+        if tensor.data_ptr() != block.data_ptr():
+            tensor.detach().copy_(block)
+
+
+def part_of(block: torch.Tensor) -> Part:
+    """All of it."""
+    return block.data_ptr(), block.numel() * block.element_size()
+
+
+def shares_of(block: torch.Tensor, sizes: Sequence[int]) -> list[Part]:
+    """``block`` cut into parts of ``sizes`` bytes, in order."""
+    address = block.data_ptr()
+    parts = []
+    for nbytes in sizes:
+        parts.append((address, nbytes))
+        address += nbytes
+    return parts
+
+
+@lru_cache(maxsize=1024)
+def layout_of(numels: tuple[int, ...], dtype: DType) -> Layout:
+    """Of blocks of so many elements."""
+    return Layout.of(list(numels), dtype, dtype)
+
+
+def numel_of(block: torch.Tensor) -> int:
+    """Elements as they are reduced: a complex one is two."""
+    return 2 * block.numel() if block.is_complex() else block.numel()

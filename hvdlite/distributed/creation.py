@@ -1,0 +1,100 @@
+"""How a process group begins: its ranks find one another in the store that torch gives to each group."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hvdlite import default_runtime, launched, mpi
+from hvdlite.agreement import Bootstrap
+from hvdlite.bootstrap import start_world
+from hvdlite.config import Config
+from hvdlite.distributed.membership import Membership
+from hvdlite.distributed.process_group import HvdliteProcessGroup
+from hvdlite.launched import Meeting
+from hvdlite.recorder import Recorder
+from hvdlite.rendezvous import RendezvousRanks
+from hvdlite.torch_store import InGivenStore
+
+
+def create(options: Any) -> HvdliteProcessGroup:
+    """The process group that ``options``, torch's DistributedBackendOptions, describe. Its ranks alone call this.
+
+    Raises:
+        StartupError: a rank did not come in time, or ranks cannot reach one another; says what to do.
+    """
+    rank, size, name = options.group_rank, options.group_size, options.group_id
+    ranks = list(options.global_ranks_in_group) or list(range(size))
+    timeout_s = options.timeout.total_seconds()
+    config = replace(Config.from_env(), collective_timeout_s=timeout_s)
+    bootstrap = None if size == 1 else _meet(options.store, name, rank, size, timeout_s, config)
+    recorder = default_runtime.runtime().recorder if default_runtime.is_initialized() else Recorder()
+    start = start_world(
+        bootstrap,
+        config,
+        recorder,
+        versions={"torch": torch.__version__},
+        news=lambda: None,
+        on_notice=lambda content: None,
+    )
+    membership = Membership(start.world, name, ranks, timeout_s)
+    default_runtime.accompany(membership)
+    return HvdliteProcessGroup(membership, options.store)
+
+
+class _Where(NamedTuple):
+    """What a rank says of itself in the store.
+
+    Attributes:
+        machine: ranks for which it differs share no memory.
+        by_mpi: it was started by a launcher of MPI, or has started MPI.
+        world_rank: in COMM_WORLD, if MPI runs.
+    """
+
+    machine: tuple[str, str, int]
+    by_mpi: bool
+    world_rank: int | None
+
+
+def _meet(store: Any, name: str, rank: int, size: int, timeout_s: float, config: Config) -> Bootstrap:
+    """The ranks of a group. By the store, which takes milliseconds; by MPI where they need it to reach one another."""
+    # A store may outlive a group, whose name another one gets then.
+    turn = (store.add("hvdlite/members", 1) - 1) // size
+    place = InGivenStore(store)
+    by_mpi = _was_started_by_mpi()
+
+    def gather(key: str, told: _Where) -> list[_Where]:
+        data = place.gather(f"hvdlite/{turn}/{key}", range(size), rank, pickle.dumps(told), timeout_s)
+        return [pickle.loads(part) for part in data]
+
+    where = gather("where", _Where(_machine(), by_mpi, mpi.world_rank()))
+    if len({each.machine for each in where}) == 1 or not all(each.by_mpi for each in where):
+        start_s = config.start_timeout_s
+        waits_in = f"the start of process group {name}"
+        return RendezvousRanks(place, f"hvdlite/{turn}", range(size), rank, start_s, waits_in=waits_in)
+    world = mpi.world(config, launched.this_process())
+    assert world is not None
+    numbers = [each.world_rank for each in gather("MPI", _Where(_machine(), by_mpi, world.rank))]
+    return world.subset(_known(numbers))
+
+
+def _known(numbers: Sequence[int | None]) -> list[int]:
+    return [number for number in numbers if number is not None]
+
+
+def _was_started_by_mpi() -> bool:
+    process = launched.this_process()
+    return mpi.was_imported() or (process is not None and process.launcher.meeting is Meeting.MPI)
+
+
+def _machine() -> tuple[str, str, int]:
+    """Abstract sockets, by which ranks pass memory, belong to a network namespace of one boot of one kernel."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname(), boot, os.stat("/proc/self/ns/net").st_ino

@@ -1,0 +1,91 @@
+"""In which order, and on which thread, the calls of a process group are done."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from queue import SimpleQueue
+from typing import Protocol
+
+
+class Task(Protocol):
+    """Something to be done once."""
+
+    def perform(self) -> None:
+        """Do it; what goes wrong is kept for whoever waits for it."""
+
+    def is_completed(self) -> bool: ...
+
+
+class Lane:
+    """Does tasks one at a time, in the order in which they came.
+
+    Whoever waits for a task does it, and what comes before it, unless another thread is at it. The lane's own thread is
+    started by the first task that nobody waits for, and sleeps when there is nothing to do.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: deque[Task] = deque()
+        self._turn = threading.Lock()  # held by whoever takes tasks from the queue and does them
+        self._doer: int | None = None  # the thread that holds it
+        self._news: SimpleQueue[bool] = SimpleQueue()  # whether to go on, once for each task that was added
+        self._thread: threading.Thread | None = None
+
+    def do(self, task: Task) -> bool:
+        """Do ``task`` now if nothing is before it; whether it was done. Otherwise it was added."""
+        if not self._tasks and self._turn.acquire(blocking=False):
+            self._doer = threading.get_ident()
+            try:
+                if not self._tasks:  # otherwise another thread has added some meanwhile
+                    task.perform()
+                    return True
+            finally:
+                self._doer = None
+                self._turn.release()
+        self.add(task)
+        return False
+
+    def add(self, task: Task) -> None:
+        """Do ``task`` later."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._tasks.append(task)
+        self._news.put(True)
+
+    def assist(self, task: Task) -> None:
+        """Do what there is up to ``task``, unless another thread is doing something.
+
+        A thread that is at it itself, and waits for another task in a callback, goes on with that.
+        """
+        is_doer = self._doer == threading.get_ident()
+        if not is_doer and not self._turn.acquire(blocking=False):
+            return
+        self._doer = threading.get_ident()
+        try:
+            while self._tasks and not task.is_completed():
+                self._tasks.popleft().perform()
+        finally:
+            if not is_doer:
+                self._doer = None
+                self._turn.release()
+
+    def close(self, timeout_s: float) -> bool:
+        """Do what there is, and end the thread, unless it is the caller; whether it has ended in time."""
+        if self._thread is None:
+            return True
+        self._news.put(False)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._news.get():
+            with self._turn:
+                self._doer = threading.get_ident()
+                try:
+                    if self._tasks:
+                        self._tasks.popleft().perform()
+                finally:
+                    self._doer = None

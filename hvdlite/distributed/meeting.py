@@ -1,0 +1,65 @@
+"""Where processes meet that mpirun or hvdliterun has started, and that torch was told nothing of."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlparse
+
+import torch.distributed as dist
+
+from hvdlite import default_runtime, environment, launched
+from hvdlite.config import Config
+from hvdlite.errors import StartupError
+from hvdlite.interfaces import select
+from hvdlite.launched import Meeting
+
+_TRY_S = 2.0  # an address that leads nowhere
+
+
+def meets_without_variables(url: str) -> bool:
+    """Whether ``env://`` finds none of its variables, in a process of a launcher that has another meeting place."""
+    given = environment.variables().keys() | {name.upper() for name in parse_qs(urlparse(url).query)}
+    if given & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}:
+        return False
+    process = launched.this_process()
+    return process is not None and process.launcher.meeting in (Meeting.MPI, Meeting.POINT)
+
+
+def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """What a handler of torch's rendezvous yields: store, rank and size. The store lives in the first process.
+
+    Raises:
+        StartupError: the processes do not find one another; says what to do.
+    """
+    config = Config.from_env()
+    with default_runtime.peers().of(None, config) as ranks:
+        if ranks is None or ranks.size == 1:
+            yield dist.HashStore(), 0, 1
+            return
+        if ranks.rank == 0:
+            store = dist.TCPStore("0.0.0.0", 0, ranks.size, True, timeout, wait_for_workers=False)
+            addresses = [interface.address for interface in select(config.network_interfaces)]
+            ranks.allgather(((socket.gethostname(), addresses), store.port))
+        else:
+            (hostname, addresses), port = ranks.allgather(None)[0]
+            here = ["127.0.0.1"] if hostname == socket.gethostname() else []
+            host = _first_that_answers([*here, *addresses], port, hostname)
+            store = dist.TCPStore(host, port, ranks.size, False, timeout, wait_for_workers=False)
+        yield store, ranks.rank, ranks.size
+    raise RuntimeError("ranks of mpirun and hvdliterun meet once; start the job anew")
+
+
+def _first_that_answers(hosts: list[str], port: int, hostname: str) -> str:
+    for host in hosts:
+        try:
+            socket.create_connection((host, port), _TRY_S).close()
+        except OSError:
+            continue
+        return host
+    raise StartupError(
+        f"rank 0, on {hostname}, cannot be reached at port {port} of any of its addresses ({', '.join(hosts)}). Name an "
+        "interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, and check firewalls between them."
+    )

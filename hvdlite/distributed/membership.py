@@ -1,0 +1,91 @@
+"""This process's membership in a process group: all that the group owns here, from its creation to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hvdlite.distributed.collectives import Collectives
+from hvdlite.distributed.lane import Lane
+from hvdlite.distributed.node_carrier import NodeCarrier
+from hvdlite.errors import CollectiveError, HorovodInternalError, ShutDownError, is_known_everywhere
+from hvdlite.world import World
+
+
+class Membership:
+    """A world of the group's own, whose backend is called in the order in which the program calls the group.
+
+    Args:
+        world: built, and not started: no coordinator is needed where all ranks make the same calls in the same order.
+        name: of the group, for people.
+        ranks: what the program calls the ranks of the group.
+        timeout_s: the longest wait for a rank.
+    """
+
+    def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+        self.world = world
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.rank, self.size = world.topology.rank, len(world.topology.ranks)
+        self.lane = Lane(f"hvdlite-group-{name}")
+        self._carrier = NodeCarrier(world, name, ranks, timeout_s)
+        self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
+        self._is_closed = False
+
+    def check(self) -> None:
+        """Raise the reason once the group is of no use any more."""
+        if self._is_closed:
+            raise ShutDownError(f"process group {self.name} was destroyed on this rank, or belongs to another process")
+        self.world.check()
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """From here on."""
+        self._carrier.timeout_s = timeout_s
+
+    @contextmanager
+    def timeout(self, timeout_s: float | None) -> Iterator[None]:
+        """In the ``with`` block; None: as ever."""
+        usual_s = self._carrier.timeout_s
+        try:
+            if timeout_s is not None:
+                self._carrier.timeout_s = timeout_s
+            yield
+        finally:
+            self._carrier.timeout_s = usual_s
+
+    # The end.
+
+    @property
+    def failure(self) -> HorovodInternalError | None:
+        """Why the group failed, if it did."""
+        return self.world.health.failure
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks what has ended this one."""
+        if not self._is_closed and not is_known_everywhere(error):
+            self.world.health.report(error)
+
+    def close(self) -> None:
+        """Leave the group, after what is under way; other ranks need not. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        health, grace_s = self.world.health, self.world.config.failure_grace_s
+        if not self.lane.close(grace_s):
+            health.report(
+                CollectiveError(
+                    f"process group {self.name}: a rank has ended while calls were under way for which it had waited "
+                    f"{grace_s:g} s (HVDLITE_FAILURE_GRACE_SECONDS)"
+                )
+            )
+            self.lane.close(grace_s)
+        health.expect_end()
+        self._carrier.leave()
+        self.world.end()
+        health.close()
+
+    def abandon_in_child(self) -> None:
+        """Called in a forked child: let go of what only the parent may use."""
+        self._is_closed = True
+        self.world.abandon(ShutDownError(f"process group {self.name} belongs to the process that has forked this one"))
+        self.world.health.release()

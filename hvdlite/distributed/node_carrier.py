@@ -1,0 +1,147 @@
+"""All ranks on one node: a call is one native call, which finds out by itself whether ranks contradict one another."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from hvdlite import _native
+from hvdlite.collectives.select import spin_us
+from hvdlite.coordinator.request import rank_list
+from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
+from hvdlite.distributed.carrier import Carrier, Part
+from hvdlite.dtypes import Reduction
+from hvdlite.errors import CollectiveError, StallError
+from hvdlite.memory.layout import ALIGNMENT, Layout
+from hvdlite.world import World
+
+_LOG = logging.getLogger("hvdlite")
+_TELL = 0x7465_6C6C  # the card of ranks that tell one another what they have come for
+
+
+class NodeCarrier(Carrier):
+    """See `hvdlite.distributed.carrier.Carrier`. Collective to build.
+
+    Args:
+        world: of these ranks, whose backend nobody else uses.
+        name: of the group, for people.
+        ranks: what errors call the ranks of the group.
+        timeout_s: the longest wait for a rank.
+    """
+
+    def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+        node, config = world.node, world.config
+        self._world = world
+        self._backend, self._engine = world.engine.backend, world.engine
+        self._name = name
+        self._ranks = tuple(ranks)
+        self._stall_s = math.inf if config.stall_check_disable else config.stall_check_time_s or math.inf
+        self.timeout_s = timeout_s
+        window_bytes = max(config.chunk_bytes, node.local_size * ALIGNMENT)
+        self._segment = node.share(_native.OrderedExchange.bytes_needed(node.local_size, window_bytes))
+        self._exchange = _native.OrderedExchange(
+            self._segment.address,
+            node.local_rank,
+            node.local_size,
+            node.abort_address,
+            spin_us(config, node),
+            window_bytes,
+        )
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait for a rank."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._patience_s = min(timeout_s, self._stall_s)
+
+    def meet(self, call: Call) -> None:
+        status = self._exchange.meet(call.card, self._patience_s)
+        if status:
+            self._settle(call, status, lambda limit_s: self._exchange.meet(call.card, limit_s))
+
+    def allreduce(
+        self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
+    ) -> None:
+        self.meet(call)
+        tensors = self._engine.memory.tensors(inputs, layout.numels, layout.offsets)
+        results = tensors if inputs == outputs else self._engine.memory.tensors(outputs, layout.numels, layout.offsets)
+        staging = self._engine.chunk(layout.wire_dtype)
+        self._backend.allreduce_tensors(
+            tensors, results, layout, reduction, staging=staging, label=call.operation
+        ).wait()
+
+    def reduce_scatter(
+        self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction
+    ) -> None:
+        arguments = (inputs, output, layout.numels[0], layout.dtype, *reduction)
+        status = self._exchange.reduce_scatter(call.card, *arguments, self._patience_s)
+        if status:
+            again = self._exchange.reduce_scatter
+            self._settle(call, status, lambda limit_s: again(call.card, *arguments, limit_s))
+
+    def spread(self, call: Call, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int]) -> None:
+        status = self._exchange.spread(call.card, departure, arrivals, self._patience_s)
+        if status:
+            again = self._exchange.spread
+            self._settle(call, status, lambda limit_s: again(call.card, departure, arrivals, limit_s))
+
+    def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
+        status = self._exchange.alltoall(call.card, departures, arrivals, self._patience_s)
+        if status:
+            again = self._exchange.alltoall
+            self._settle(call, status, lambda limit_s: again(call.card, departures, arrivals, limit_s))
+
+    def leave(self) -> None:
+        self._exchange.leave()
+
+    def _settle(self, call: Call, status: int, again: Callable[[float], int]) -> None:
+        """Go on waiting where ranks are only late, and return when it is done; else raise."""
+        since_s = time.monotonic() - self._patience_s
+        while status == _native.OrderedExchange.TIMEOUT:
+            waited_s = time.monotonic() - since_s
+            left_s = self._timeout_s - waited_s
+            if left_s <= 0:
+                self._fail(StallError(f"{self._late(call)} did not come within the timeout of {self._timeout_s:g} s"))
+            _LOG.warning("%s has not come for %.0f s", self._late(call), waited_s)
+            status = again(min(left_s, self._patience_s))
+        if status == _native.OrderedExchange.CONTRADICTION:
+            raise contradiction(self._name, self._tell(call), self._ranks)
+        if status == _native.OrderedExchange.DEPARTED:
+            gone = rank_list([self._ranks[place] for place in self._exchange.departed()])
+            self._fail(
+                CollectiveError(
+                    f"{call} of process group {self._name}: {gone} has left the group, by destroy_process_group() or "
+                    "at its end, so this call cannot be completed"
+                )
+            )
+        if status == _native.OrderedExchange.ABORTED:
+            self._world.check()
+            raise CollectiveError(f"{call} of process group {self._name} was ended while this rank waited")
+
+    def _late(self, call: Call) -> str:
+        late = rank_list([self._ranks[place] for place in self._exchange.late()])
+        return f"{call} of process group {self._name}: {late}"
+
+    def _fail(self, error: CollectiveError) -> None:
+        self._world.health.report(error)
+        raise error
+
+    def _tell(self, call: Call) -> list[bytes]:
+        """What all ranks have come for."""
+        own = ctypes.create_string_buffer(call.text, TEXT_BYTES)
+        told = [ctypes.create_string_buffer(TEXT_BYTES) for _ in self._ranks]
+        arrivals = [(ctypes.addressof(text), TEXT_BYTES) for text in told]
+        departure = (ctypes.addressof(own), TEXT_BYTES)
+        status = self._exchange.spread(_TELL, departure, arrivals, self._timeout_s)
+        if status:
+            raise CollectiveError(
+                f"{call} of process group {self._name}: the ranks contradict one another, and did not say how"
+            )
+        return [text.raw for text in told]

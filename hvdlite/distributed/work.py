@@ -1,0 +1,147 @@
+"""What a call of a process group returns: torch's Work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from hvdlite.distributed.lane import Lane
+from hvdlite.errors import CollectiveError
+
+
+class GroupWork(Work):
+    """A call on its way, and its end.
+
+    Args:
+        run: does it.
+        result: what the future holds, once it is done.
+        title: what profilers and errors call it.
+    """
+
+    def __init__(self, run: Callable[[], object], result: list[torch.Tensor], title: str) -> None:
+        super().__init__()
+        self._run: Callable[[], object] | None = run
+        self._result = result
+        self._title = title
+        self._lane: Lane | None = None
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._source = -1
+        self._lock = threading.Lock()  # guards _is_done against who wants to be told
+        self._end: threading.Event | None = None
+        self._future: Future[Any] | None = None
+
+    # For whoever begins and does it.
+
+    def begin(self, lane: Lane, *, is_awaited: bool) -> None:
+        """Have it done by ``lane``.
+
+        Args:
+            is_awaited: the caller waits for it; raises what has gone wrong.
+        """
+        self._lane = lane
+        if not is_awaited:
+            lane.add(self)
+        elif not lane.do(self):
+            self.wait()
+        elif self._error is not None:
+            raise self._error
+
+    def perform(self) -> None:
+        """Do it now."""
+        assert self._run is not None
+        error: BaseException | None = None
+        try:
+            self._run()
+        except BaseException as raised:
+            error = raised
+        self.finish(error)
+
+    def finish(self, error: BaseException | None = None, source: int = -1) -> None:
+        """It is over.
+
+        Args:
+            source: the rank that has sent what was received.
+        """
+        with self._lock:
+            if self._is_done:
+                return
+            self._error, self._source = error, source
+            self._run = None  # and with it what was kept alive
+            self._is_done = True
+            end, future = self._end, self._future
+        if end is not None:
+            end.set()
+        if future is not None:
+            _settle(future, self._result, error)
+
+    # torch's interface.
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return once it is done; raise what has gone wrong.
+
+        Raises:
+            CollectiveError: it is not done within ``timeout``, and goes on.
+        """
+        if not self._is_done:
+            seconds = timeout.total_seconds() if timeout else 0.0
+            if seconds <= 0 and self._lane is not None:
+                self._lane.assist(self)
+            if not self._ended().wait(seconds if seconds > 0 else None):
+                raise CollectiveError(f"{self._title} is not done after the timeout of {seconds:g} s of its wait()")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._is_done
+
+    def is_success(self) -> bool:
+        return self._is_done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Holds the tensors once it is done; callbacks run on the thread that does it."""
+        with self._lock:
+            future = self._future
+            if future is not None:
+                return future
+            future = self._future = Future()
+            is_done = self._is_done
+        if is_done:
+            _settle(future, self._result, self._error)
+        return future
+
+    def _ended(self) -> threading.Event:
+        with self._lock:
+            if self._end is None:
+                self._end = threading.Event()
+                if self._is_done:
+                    self._end.set()
+            return self._end
+
+
+def _settle(future: Future[Any], result: list[torch.Tensor], error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

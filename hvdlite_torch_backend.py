@@ -1,0 +1,44 @@
+"""Tells torch.distributed of its backend ``hvdlite``; torch calls `register` at the end of ``import torch``.
+
+A module of its own, since it runs in every process that imports torch: hvdlite itself is imported by the first process
+group.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+NAME = "hvdlite"
+
+
+def register() -> None:
+    """Make ``dist.init_process_group("hvdlite")`` work. Does nothing when called again, or without torch.distributed."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    # torch asks this table where processes meet that were told nothing else; there is no public way to go between.
+    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    handlers["env"] = _Meet(handlers["env"])
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    from hvdlite.distributed.creation import create
+
+    return create(options)
+
+
+class _Meet:
+    """What ``env://`` does, also where mpirun or hvdliterun has set none of its variables."""
+
+    def __init__(self, by_variables: Any) -> None:
+        self._by_variables = by_variables
+
+    def __call__(self, url: str, *args: Any, **keywords: Any) -> Any:
+        from hvdlite.distributed.meeting import meets_without_variables, stores
+
+        if meets_without_variables(url):
+            return stores(*args, **keywords)
+        return self._by_variables(url, *args, **keywords)
