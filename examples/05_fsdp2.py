@@ -84,8 +84,10 @@ def mean(loss: torch.Tensor) -> float:
 
 
 class Checkpoints:
-    """A directory with a checkpoint for each number of steps: each rank writes its shards, and reads what its own shards
-    are made of, whoever wrote that."""
+    """A directory with a checkpoint for each number of steps.
+
+    Each rank writes its shards, and reads what its own shards are made of, whoever wrote that.
+    """
 
     def __init__(self, path: Path, model: GPT, optimizer: torch.optim.Optimizer) -> None:
         self.path, self.model, self.optimizer = path, model, optimizer

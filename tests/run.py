@@ -12,6 +12,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   faults   tests that start mpirun and hvdliterun themselves and kill ranks, on both MPIs and without
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
+  torch_distributed  torch's own tests of backends, over hvdlite: some; with --thorough all, for some ten minutes
   browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
   docs     programs and commands on the pages, and the site that is built of them; only if asked for by name
   slurm    jobs under a real Slurm of one node, Debian's, likewise
@@ -47,7 +48,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
-AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2, "docs": 2}
+AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2, "torch_distributed": 2, "docs": 2}
 SUITES = (
     "lint",
     "unit",
@@ -56,6 +57,7 @@ SUITES = (
     "faults",
     "hosts",
     "examples",
+    "torch_distributed",
     "docs",
     "browser",
     "slurm",
