@@ -136,7 +136,7 @@ class ProcessHooks:
         runtime = self.runtime
         for companion in list(self.companions):
             companion.close()
-            self._failed |= companion.failure is not None
+            self._failed |= companion.failure is not None and mpi.is_running()
         patience_s = math.inf
         if runtime is not None:
             runtime.close("its process ended")

@@ -6,6 +6,7 @@ import os
 import pickle
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from hvdlite import default_runtime, launched, mpi
 from hvdlite.agreement import Bootstrap
 from hvdlite.bootstrap import start_world
 from hvdlite.config import Config
+from hvdlite.distributed.doors import Entrance
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.launched import Meeting
@@ -35,16 +37,23 @@ def create(options: Any) -> HvdliteProcessGroup:
     timeout_s = options.timeout.total_seconds()
     config = replace(Config.from_env(), collective_timeout_s=timeout_s)
     bootstrap = None if size == 1 else _meet(options.store, name, rank, size, timeout_s, config)
-    recorder = default_runtime.runtime().recorder if default_runtime.is_initialized() else Recorder()
-    start = start_world(
-        bootstrap,
-        config,
-        recorder,
-        versions={"torch": torch.__version__},
-        news=lambda: None,
-        on_notice=lambda content: None,
-    )
-    membership = Membership(start.world, name, ranks, timeout_s)
+    entrance = Entrance(config.network_interfaces, from_other_nodes=bootstrap is not None and bootstrap.comm is not None)
+    with ExitStack() as on_failure:
+        on_failure.callback(entrance.close)
+        doors = [entrance.door] if bootstrap is None else bootstrap.allgather(entrance.door)
+        recorder = default_runtime.runtime().recorder if default_runtime.is_initialized() else Recorder()
+        start = start_world(
+            bootstrap,
+            config,
+            recorder,
+            versions={"torch": torch.__version__},
+            news=lambda: None,
+            on_notice=lambda content: None,
+        )
+        on_failure.pop_all()
+    if bootstrap is not None:
+        bootstrap.close()  # the world has its own; after a failure other ranks may not come here
+    membership = Membership(start.world, name, ranks, timeout_s, entrance, doors)
     default_runtime.accompany(membership)
     return HvdliteProcessGroup(membership, options.store)
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hvdlite.distributed.collectives import Collectives
+from hvdlite.distributed.doors import Door, Entrance
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.node_carrier import NodeCarrier
+from hvdlite.distributed.post import Post
 from hvdlite.errors import CollectiveError, HorovodInternalError, ShutDownError, is_known_everywhere
 from hvdlite.world import World
 
@@ -20,9 +22,19 @@ class Membership:
         name: of the group, for people.
         ranks: what the program calls the ranks of the group.
         timeout_s: the longest wait for a rank.
+        entrance: for messages to this rank.
+        doors: of all ranks.
     """
 
-    def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        ranks: Sequence[int],
+        timeout_s: float,
+        entrance: Entrance,
+        doors: Sequence[Door],
+    ) -> None:
         self.world = world
         self.name = name
         self.ranks = tuple(ranks)
@@ -30,7 +42,14 @@ class Membership:
         self.lane = Lane(f"hvdlite-group-{name}")
         self._carrier = NodeCarrier(world, name, ranks, timeout_s)
         self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
+        self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health)
+        world.health.add(self.post)
         self._is_closed = False
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait for a rank."""
+        return self._carrier.timeout_s
 
     def check(self) -> None:
         """Raise the reason once the group is of no use any more."""
@@ -79,6 +98,7 @@ class Membership:
                 )
             )
             self.lane.close(grace_s)
+        self.post.close(grace_s)
         health.expect_end()
         self._carrier.leave()
         self.world.end()
@@ -87,5 +107,6 @@ class Membership:
     def abandon_in_child(self) -> None:
         """Called in a forked child: let go of what only the parent may use."""
         self._is_closed = True
+        self.post.release()
         self.world.abandon(ShutDownError(f"process group {self.name} belongs to the process that has forked this one"))
         self.world.health.release()

@@ -17,6 +17,7 @@ from torch.autograd.profiler import record_function
 
 from hvdlite.distributed.collectives import Run, in_turn
 from hvdlite.distributed.membership import Membership
+from hvdlite.distributed.post import ANY
 from hvdlite.distributed.work import GroupWork
 
 Tensors = list[torch.Tensor]
@@ -188,6 +189,21 @@ class HvdliteProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     all_to_all_single = alltoall_base
 
+    # Messages.
+
+    def send(self, tensors: Tensors, to: int, tag: int = 0) -> GroupWork:
+        work = self._new_work("send", tensors)
+        self.membership.post.send(tensors[0], to, tag, work, self.membership.timeout_s)
+        return work
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
+        work = self._new_work("recv" if source != ANY else "recvAnySource", tensors)
+        self.membership.post.receive(tensors[0], source, tag, work, self.membership.timeout_s)
+        return work
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
+        return self.recv(tensors, ANY, tag)
+
     # Meetings.
 
     def barrier(self, opts: Any = None, **_: Any) -> GroupWork:
@@ -217,19 +233,20 @@ class HvdliteProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _begin(self, title: str, run: Run, result: Any, opts: Any) -> GroupWork:
         """Have it done, at once where the caller waits."""
+        work = self._new_work(title, result, run)
+        is_awaited = opts is not None and not getattr(opts, "asyncOp", True)
+        work.begin(self.membership.lane, is_awaited=is_awaited)
+        return work
+
+    def _new_work(self, title: str, result: Any, run: Run | None = None) -> GroupWork:
         self.membership.check()
         work = GroupWork(run, result, f"{NAME}:{title}")
         self._done += 1
-        is_awaited = opts is not None and not getattr(opts, "asyncOp", True)
         if self._coalesced is not None:
             self._coalesced.append(work)
-        if not _profiler_enabled():
-            work.begin(self.membership.lane, is_awaited=is_awaited)
-            return work
-        with record_function(f"{NAME}:{title}") as shown:
-            if not is_awaited:
+        if _profiler_enabled():
+            with record_function(f"{NAME}:{title}") as shown:
                 shown._call_end_callbacks_on_future(work.get_future())
-            work.begin(self.membership.lane, is_awaited=is_awaited)
         return work
 
 

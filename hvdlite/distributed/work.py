@@ -19,14 +19,14 @@ class GroupWork(Work):
     """A call on its way, and its end.
 
     Args:
-        run: does it.
+        run: does it; None where others call `finish`.
         result: what the future holds, once it is done.
         title: what profilers and errors call it.
     """
 
-    def __init__(self, run: Callable[[], object], result: list[torch.Tensor], title: str) -> None:
+    def __init__(self, run: Callable[[], object] | None, result: list[torch.Tensor], title: str) -> None:
         super().__init__()
-        self._run: Callable[[], object] | None = run
+        self._run = run
         self._result = result
         self._title = title
         self._lane: Lane | None = None
