@@ -10,10 +10,10 @@ import json
 import sys
 from typing import Any
 
-import hvdlite.distributed  # noqa: F401 (registers the backend)
 import torch
 import torch.distributed as dist
 
+import hvdlite.distributed  # noqa: F401 (registers the backend)
 from small_problem import Rows, flat, loss_of, network
 
 EPOCHS = 2

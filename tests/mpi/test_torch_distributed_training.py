@@ -20,7 +20,6 @@ fsdp = pytest.importorskip("torch.distributed.fsdp")
 if not hasattr(fsdp, "fully_shard"):
     pytest.skip("fully_shard is public from torch 2.6 on", allow_module_level=True)
 
-import hvdlite.distributed  # noqa: E402, F401 (registers the backend)
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
@@ -31,6 +30,8 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
     SequenceParallel,
     parallelize_module,
 )
+
+import hvdlite.distributed  # noqa: E402, F401 (registers the backend)
 
 pytestmark = [pytest.mark.any_mpi]
 
