@@ -13,7 +13,7 @@ NAME = "hvdlite"
 
 
 def register() -> None:
-    """Make ``dist.init_process_group("hvdlite")`` work. Does nothing when called again, or without torch.distributed."""
+    """Make ``dist.init_process_group("hvdlite")`` work; again, or without torch.distributed, does nothing."""
     import torch.distributed as dist
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:

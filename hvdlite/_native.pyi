@@ -136,8 +136,8 @@ class OrderedExchange:
     """Collectives of the ranks of a node that make the same calls in the same order. Source: csrc/ordered_exchange.cpp.
 
     A call ends with `OK`; with `CONTRADICTION` on all ranks, where they showed different cards or mean different sizes,
-    and nothing was done; with `TIMEOUT`, after which the same call, made again, goes on waiting; with `DEPARTED` where a
-    rank that has to come has left; or with `ABORTED`. Parts are (address, bytes), one per rank.
+    and nothing was done; with `TIMEOUT`, after which the same call, made again, goes on waiting; with `DEPARTED` where
+    a rank that has to come has left; or with `ABORTED`. Parts are (address, bytes), one per rank.
     """
 
     OK: ClassVar[int]

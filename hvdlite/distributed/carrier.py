@@ -38,7 +38,7 @@ class Carrier(ABC):
     def allreduce(
         self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
     ) -> None:
-        """Reduce tensors at ``inputs``, as they lie in ``layout``, into ``outputs``; where that is 0, for others only."""
+        """Reduce tensors at ``inputs``, as they lie in ``layout``, into ``outputs``; not where that is 0."""
 
     @abstractmethod
     def reduce_scatter(

@@ -1,7 +1,7 @@
 """Every collective of torch.distributed on a `Carrier`: what ranks agree on, and which memory it touches.
 
-Each function looks at the tensors, and returns what does the work; that runs later, perhaps on another thread. Ranks and
-roots are places in the group. Memory that is not contiguous passes through a copy.
+Each method looks at the tensors, and returns what does the work; that runs later, perhaps on another thread. Ranks
+and roots are places in the group. Memory that is not contiguous passes through a copy.
 """
 
 from __future__ import annotations
@@ -83,9 +83,7 @@ class Collectives:
         places = [address for address, _ in shares_of(block, [nbytes] * self._size)]
         return self._reduce_scatter("reduce_scatter_tensor", output, [block], places, op)
 
-    def _reduce_scatter(
-        self, name: str, output: torch.Tensor, keep: Tensors, places: list[int], op: ReduceOp
-    ) -> Run:
+    def _reduce_scatter(self, name: str, output: torch.Tensor, keep: Tensors, places: list[int], op: ReduceOp) -> Run:
         way = way_of(op, output.dtype, self._engine)
         call = call_on(name, output.shape, output.dtype, way.name)
         result = block_of(output)
@@ -308,5 +306,3 @@ def _only_dtype(tensors: Tensors) -> torch.dtype:
 def _expect(condition: bool, otherwise: str) -> None:
     if not condition:
         raise ValueError(f"process group hvdlite: {otherwise}")
-
-

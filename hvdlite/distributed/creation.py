@@ -37,7 +37,9 @@ def create(options: Any) -> HvdliteProcessGroup:
     timeout_s = options.timeout.total_seconds()
     config = replace(Config.from_env(), collective_timeout_s=timeout_s)
     bootstrap = None if size == 1 else _meet(options.store, name, rank, size, timeout_s, config)
-    entrance = Entrance(config.network_interfaces, from_other_nodes=bootstrap is not None and bootstrap.comm is not None)
+    entrance = Entrance(
+        config.network_interfaces, from_other_nodes=bootstrap is not None and bootstrap.comm is not None
+    )
     with ExitStack() as on_failure:
         on_failure.callback(entrance.close)
         doors = [entrance.door] if bootstrap is None else bootstrap.allgather(entrance.door)

@@ -1,4 +1,4 @@
-"""How the ranks of a process group connect to one another for messages: within a node by unix sockets, across by TCP."""
+"""How ranks of a process group connect to one another for messages: in a node by unix sockets, across by TCP."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Entrance:
             listener.setblocking(False)
 
     def admit(self, listener: socket.socket) -> tuple[int, socket.socket] | None:
-        """The rank that comes, and the link to it; None where it is none of ours, or comes only to see when we leave."""
+        """Who comes, and the link; None where it is none of ours, or comes only to see when we leave."""
         link, _ = listener.accept()
         try:
             link.settimeout(_TRY_S)

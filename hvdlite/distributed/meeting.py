@@ -60,6 +60,6 @@ def _first_that_answers(hosts: list[str], port: int, hostname: str) -> str:
             continue
         return host
     raise StartupError(
-        f"rank 0, on {hostname}, cannot be reached at port {port} of any of its addresses ({', '.join(hosts)}). Name an "
-        "interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, and check firewalls between them."
+        f"rank 0, on {hostname}, cannot be reached at port {port} of any of its addresses ({', '.join(hosts)}). Name "
+        "an interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, and check firewalls between them."
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
 from hvdlite.distributed.doors import Door, Entrance
 from hvdlite.distributed.lane import Lane
+from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
 from hvdlite.distributed.post import Post
 from hvdlite.errors import CollectiveError, HorovodInternalError, ShutDownError, is_known_everywhere
@@ -40,7 +42,11 @@ class Membership:
         self.ranks = tuple(ranks)
         self.rank, self.size = world.topology.rank, len(world.topology.ranks)
         self.lane = Lane(f"hvdlite-group-{name}")
-        self._carrier = NodeCarrier(world, name, ranks, timeout_s)
+        self._carrier: Carrier
+        if len(world.topology.nodes) == 1:
+            self._carrier = NodeCarrier(world, name, ranks, timeout_s)
+        else:
+            self._carrier = NetworkCarrier(world, name, ranks)
         self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
         self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health)
         world.health.add(self.post)

@@ -134,9 +134,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        runs = [
-            self._collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)
-        ]
+        runs = [self._collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
         return self._begin("all_gather", in_turn(runs), outputs, opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
@@ -151,8 +149,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         runs = [
-            self._collectives.all_gather_single(output, tensor)
-            for output, tensor in zip(outputs, inputs, strict=True)
+            self._collectives.all_gather_single(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
         ]
         return self._begin("_all_gather_base", in_turn(runs), outputs, opts)
 
@@ -219,7 +216,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         works, self._coalesced = self._coalesced or [], None
-        together = GroupWork(in_turn([work.wait for work in works]), [], "coalesced")  # type: ignore[list-item]
+        together = GroupWork(in_turn([work.synchronize for work in works]), [], "coalesced")
         together.perform()
         return together
 

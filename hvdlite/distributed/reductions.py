@@ -27,7 +27,12 @@ _BITWISE: tuple[tuple[TorchOp, str, Combine], ...] = (
     (TorchOp.BOR, "BOR", torch.bitwise_or),
     (TorchOp.BXOR, "BXOR", torch.bitwise_xor),
 )
-_OF_BOOL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN, ReduceOp.MIN: ReduceOp.MIN, ReduceOp.MAX: ReduceOp.MAX}
+_OF_BOOL = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+    ReduceOp.MAX: ReduceOp.MAX,
+}
 
 
 class Way(NamedTuple):

@@ -1,0 +1,143 @@
+"""Ranks of several nodes: by the world's backend, through staging memory, after an allreduce that compares cards."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
+from hvdlite.distributed.carrier import Carrier, Part
+from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.engine import Engine
+from hvdlite.memory.layout import ALIGNMENT, Layout, align_up, windows
+from hvdlite.world import World
+
+_MAX = Reduction(ReduceOp.MAX)
+
+
+class NetworkCarrier(Carrier):
+    """See `hvdlite.distributed.carrier.Carrier`. Waits for ranks are the backend's, and as long as its.
+
+    Args:
+        world: of these ranks, whose backend nobody else uses.
+        name: of the group, for people.
+        ranks: what errors call the ranks of the group.
+    """
+
+    def __init__(self, world: World, name: str, ranks: Sequence[int]) -> None:
+        self._engine: Engine = world.engine
+        self._memory, self._backend = world.engine.memory, world.engine.backend
+        self._rank, self._size = world.engine.rank, world.engine.size
+        self._name = name
+        self._ranks = tuple(ranks)
+        self.timeout_s = world.config.collective_timeout_s
+
+    def meet(self, call: Call) -> None:
+        """The greatest card and the smallest one are the same."""
+        card = call.card >> 1  # as a positive 64-bit integer
+        own = np.array([card, -card], np.int64)
+        part = self._engine.staging(DType.INT64).narrow(0, 2)
+        self._memory.copy(part.address, own.ctypes.data, own.nbytes)
+        self._backend.allreduce(part, _MAX, label=call.operation).wait()
+        found = np.empty(2, np.int64)
+        self._memory.copy(found.ctypes.data, part.address, found.nbytes)
+        if found[0] != -found[1]:
+            raise contradiction(self._name, self._tell(call), self._ranks)
+
+    def allreduce(
+        self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
+    ) -> None:
+        self.meet(call)
+        tensors = self._memory.tensors(inputs, layout.numels, layout.offsets)
+        results = self._memory.tensors(outputs, layout.numels, layout.offsets)
+        staging = self._engine.chunk(layout.wire_dtype)
+        self._backend.allreduce_tensors(
+            tensors, results, layout, reduction, staging=staging, label=call.operation
+        ).wait()
+
+    def reduce_scatter(
+        self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction
+    ) -> None:
+        """Piece by piece; block r of the staging memory is the next piece of what rank r gets."""
+        self.meet(call)
+        memory, dtype, numel = self._memory, layout.dtype, layout.numels[0]
+        per_line = ALIGNMENT // dtype.itemsize
+        staging = self._engine.staging(dtype)
+        for begin, end in windows(numel, staging.numel // self._size // per_line * per_line):
+            step, count = align_up(end - begin, per_line), end - begin
+            starts = [step * rank for rank in range(self._size)]
+            part = staging.narrow(0, self._size * step)
+            pieces = [address + begin * dtype.itemsize for address in inputs]
+            memory.pack(memory.tensors(pieces, [count] * self._size, starts), dtype, part, 0)
+            blocks = [[(start, start + count)] for start in starts]
+            self._backend.reduce_scatter(part, blocks, reduction, label=call.operation).wait()
+            result = memory.tensors([output + begin * dtype.itemsize], [count], [0])
+            memory.unpack(part.narrow(starts[self._rank], starts[self._rank] + step), 0, result, dtype)
+
+    def spread(self, call: Call, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int]) -> None:
+        self.meet(call)
+        self._spread(departure, arrivals, nbytes, call.operation)
+
+    def _spread(self, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int], label: str) -> None:
+        """An allgather of bytes, as much at a time as the staging memory holds."""
+        memory, staging = self._memory, self._engine.staging(DType.UINT8)
+        bounds = [0, *accumulate(nbytes)]
+        places = [address if size else 0 for address, size in arrivals]  # nobody wants what goes to 0
+        results = memory.tensors(places, list(nbytes), bounds[:-1])
+        own = memory.tensors([departure[0]], [departure[1]], [0])
+        for begin, end in windows(bounds[-1], staging.numel):
+            part = staging.narrow(0, end - begin)
+            clipped = [min(max(bound, begin), end) - begin for bound in bounds]
+            blocks = [[(start, stop)] if stop > start else [] for start, stop in pairwise(clipped)]
+            for start, stop in blocks[self._rank]:
+                memory.pack(own, DType.UINT8, part.narrow(start, stop), begin + start - bounds[self._rank])
+            self._backend.allgather(part, blocks, label=label).wait()
+            memory.unpack(part, begin, results, DType.UINT8)
+
+    def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
+        self.meet(call)
+        sizes = self._all_sizes([size for _, size in departures], [size for _, size in arrivals])
+        sends, wants = sizes[:, : self._size], sizes[:, self._size :]
+        if not np.array_equal(sends, wants.T):
+            raise contradiction(self._name, self._tell(call), self._ranks)
+        source, target = _gathered(departures), _room_for(arrivals)
+        self._engine.exchange.exchange(
+            ctypes.addressof(source), ctypes.addressof(target), sends.tolist(), call.operation, (source, target)
+        )
+        offset = ctypes.addressof(target)
+        for address, nbytes in arrivals:
+            self._memory.copy(address, offset, nbytes)
+            offset += nbytes
+
+    def _all_sizes(self, sends: Sequence[int], wants: Sequence[int]) -> np.ndarray:
+        """(ranks, what each sends to each and wants of each)."""
+        own = np.array([*sends, *wants], np.int64)
+        table = np.empty((self._size, 2 * self._size), np.int64)
+        rows = [(row.ctypes.data, row.nbytes) for row in table]
+        self._spread((own.ctypes.data, own.nbytes), rows, [own.nbytes] * self._size, "sizes of an all_to_all")
+        return table
+
+    def _tell(self, call: Call) -> list[bytes]:
+        """What all ranks have come for."""
+        own = ctypes.create_string_buffer(call.text, TEXT_BYTES)
+        told = [ctypes.create_string_buffer(TEXT_BYTES) for _ in self._ranks]
+        arrivals = [(ctypes.addressof(text), TEXT_BYTES) for text in told]
+        self._spread((ctypes.addressof(own), TEXT_BYTES), arrivals, [TEXT_BYTES] * self._size, call.operation)
+        return [text.raw for text in told]
+
+
+def _room_for(parts: Sequence[Part]) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * max(1, sum(nbytes for _, nbytes in parts)))()
+
+
+def _gathered(parts: Sequence[Part]) -> ctypes.Array[ctypes.c_char]:
+    """``parts``, one behind the other."""
+    memory = _room_for(parts)
+    offset = ctypes.addressof(memory)
+    for address, nbytes in parts:
+        ctypes.memmove(offset, address, nbytes)
+        offset += nbytes
+    return memory
