@@ -15,6 +15,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdlite import launched
+
+process = launched.this_process()
+if process is None or process.size == 1:
+    pytest.skip("one rank has nobody to communicate with", allow_module_level=True)
 pytest.importorskip("torch.distributed.tensor", reason="DTensor is public from torch 2.5 on")
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 if not hasattr(fsdp, "fully_shard"):
@@ -33,7 +38,7 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
 
 import hvdlite.distributed  # noqa: E402, F401 (registers the backend)
 
-pytestmark = [pytest.mark.any_mpi]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 
 WIDTH = 12
 STEPS = 3
