@@ -196,25 +196,32 @@ def print_report(report: dict[str, Any]) -> None:
         for row in report["collectives"]
     ]
     print("\n" + table(["collective", "bytes", "hvdlite us", "Gloo us", "times as fast"], rows))
-    for title, found in (("DDP", report["ddp"]), ("FSDP2", report["fsdp2"])):
-        rows = [
-            [
-                each["model"],
-                *(f"{way['median_ms']:.1f} ({label})" for label, way in each["ways"].items()),
-                show(each["step"], 3),
-                show(each["exposed"], 2) if "exposed" in each else "",
-            ]
-            for each in found
+    print_steps("DDP", report["ddp"], {"step": 3, "exposed": 2})
+    print_steps("FSDP2", report["fsdp2"], {"step": 3})
+
+
+def print_steps(title: str, found: Sequence[dict[str, Any]], ratios: dict[str, int]) -> None:
+    """``ratios``: what is compared with Gloo's, and digits."""
+    if not found:
+        return
+    header = [title, *(f"{label}, ms" for label in found[0]["ways"]), *(f"{what} / Gloo's" for what in ratios)]
+    rows = [
+        [
+            each["model"],
+            *(f"{way['median_ms']:.1f}" for way in each["ways"].values()),
+            *(show(each[what], digits) for what, digits in ratios.items()),
         ]
-        ways = list(found[0]["ways"]) if found else []
-        print("\n" + table([title, *(f"{label}, ms" for label in ways), "step / Gloo's", "exposed / Gloo's"], rows))
+        for each in found
+    ]
+    print("\n" + table(header, rows), flush=True)
 
 
 def main() -> None:
     parser = parser_for(__doc__, rounds=7, of="each collective")
     parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, metavar="N", help="default: 4 B to 64 MiB")
     names = [task.name for task in MODELS]
-    parser.add_argument("--models", nargs="*", choices=names, default=names, help="of DDP (default: all)")
+    text = "of DDP (default: all; with more ranks than cores those whose step is short)"
+    parser.add_argument("--models", nargs="*", choices=names, metavar="MODEL", help=text)
     parser.add_argument("--seconds", type=float, default=6.0, help="for each model, about (default: %(default)s)")
     parser.add_argument("--step-rounds", type=int, help="blocks of steps (default: by what --seconds allows)")
     options = parser.parse_args()
@@ -230,7 +237,9 @@ def main() -> None:
         for nbytes in options.bytes
     ]
     limits = (options.step_rounds, options.seconds)
-    found = [measure_ddp(task, groups, comm, *limits) for task in MODELS if task.name in options.models]
+    usual = MODELS if comm.size <= len(os.sched_getaffinity(0)) else SHORT
+    chosen = [task for task in MODELS if (task in usual if options.models is None else task.name in options.models)]
+    found = [measure_ddp(task, groups, comm, *limits) for task in chosen]
     sharded = [measure_fsdp2(task, groups, comm, *limits) for task in MODELS if task.name == SHARDED]
     if comm.rank == 0:
         report = {"benchmark": "torch_distributed", **facts, "threads": torch.get_num_threads()}
