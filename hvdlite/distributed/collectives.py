@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import reduce as fold
+from functools import partial, reduce as fold
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -38,7 +39,7 @@ class Collectives:
 
     # Reductions.
 
-    def all_reduce(self, tensors: Tensors, op: ReduceOp, root: int | None = None) -> Run:
+    def all_reduce(self, tensors: Tensors, op: Any, root: int | None = None) -> Run:
         """Of several tensors of one type at once.
 
         Args:
@@ -66,7 +67,7 @@ class Collectives:
 
         return run
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: ReduceOp) -> Run:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Any) -> Run:
         """inputs[r] is for rank r; they may differ in size, as those of other ranks do."""
         if any(tensor.shape != inputs[0].shape for tensor in inputs):
             return self._reduce_scatter_uneven(output, inputs, op)
@@ -74,7 +75,7 @@ class Collectives:
         blocks = blocks_of(inputs)
         return self._reduce_scatter("reduce_scatter", output, blocks, [b.data_ptr() for b in blocks], op)
 
-    def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp) -> Run:
+    def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, op: Any) -> Run:
         """Shares of ``whole`` are for the ranks, in order."""
         _expect(whole.dtype == output.dtype, "input and output are of different types")
         _expect(whole.numel() == self._size * output.numel(), "the input is not `world size` times the output")
@@ -83,7 +84,7 @@ class Collectives:
         places = [address for address, _ in shares_of(block, [nbytes] * self._size)]
         return self._reduce_scatter("reduce_scatter_tensor", output, [block], places, op)
 
-    def _reduce_scatter(self, name: str, output: torch.Tensor, keep: Tensors, places: list[int], op: ReduceOp) -> Run:
+    def _reduce_scatter(self, name: str, output: torch.Tensor, keep: Tensors, places: list[int], op: Any) -> Run:
         way = way_of(op, output.dtype, self._engine)
         call = call_on(name, output.shape, output.dtype, way.name)
         result = block_of(output)
@@ -99,11 +100,10 @@ class Collectives:
                 layout = layout_of((numel_of(result),), way.dtype)
                 self._carrier.reduce_scatter(call, places, result.data_ptr(), layout, way.reduction)
             put_back([output], [result])
-            del keep[:0]  # the inputs live until here
 
-        return run
+        return partial(_holding, keep, run)
 
-    def _reduce_scatter_uneven(self, output: torch.Tensor, inputs: Tensors, op: ReduceOp) -> Run:
+    def _reduce_scatter_uneven(self, output: torch.Tensor, inputs: Tensors, op: Any) -> Run:
         _expect(inputs[self._rank].numel() == output.numel(), "the output is not as large as the input of this rank")
         results = [tensor.clone() for tensor in inputs]
         runs = [self.all_reduce([tensor], op, root) for root, tensor in enumerate(results)]
@@ -123,8 +123,8 @@ class Collectives:
         self._carrier.spread(call, part_of(block), shares_of(table, nbytes), nbytes)
         return block if root is not None and root != self._rank else _combined(table, way)
 
-    def _all_reduce_sparse(self, tensor: torch.Tensor, op: ReduceOp) -> Run:
-        _expect(op == ReduceOp.SUM, "sparse tensors can only be added up, by ReduceOp.SUM")
+    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> Run:
+        _expect(bool(op == ReduceOp.SUM), "sparse tensors can only be added up, by ReduceOp.SUM")
         call = call_on("all_reduce of a sparse tensor", tensor.shape, tensor.dtype)
 
         def run() -> None:
@@ -237,9 +237,8 @@ class Collectives:
         def run() -> None:
             self._carrier.alltoall(call, departures, arrivals)
             put_back([output], [result])
-            blocks.clear()  # they live until here
 
-        return run
+        return partial(_holding, blocks, run)
 
     def all_to_all(self, outputs: Tensors, inputs: Tensors) -> Run:
         _expect(len(outputs) == len(inputs) == self._size, "one input and one output for each rank are needed")
@@ -250,9 +249,8 @@ class Collectives:
         def run() -> None:
             self._carrier.alltoall(call, departures, arrivals)
             put_back(outputs, results)
-            blocks.clear()  # they live until here
 
-        return run
+        return partial(_holding, blocks, run)
 
     def all_to_all_single(
         self, output: torch.Tensor, whole: torch.Tensor, output_rows: Sequence[int], input_rows: Sequence[int]
@@ -266,9 +264,8 @@ class Collectives:
         def run() -> None:
             self._carrier.alltoall(call, departures, arrivals)
             put_back([output], [result])
-            block.numel()  # it lives until here
 
-        return run
+        return partial(_holding, [block], run)
 
     def _shares(self, tensor: torch.Tensor, rows: Sequence[int], what: str) -> list[int]:
         """Bytes of each rank's share of ``tensor``."""
@@ -290,6 +287,11 @@ def in_turn(runs: Sequence[Run]) -> Run:
             each()
 
     return run
+
+
+def _holding(memory: Tensors, run: Run) -> None:
+    """``run``, which needs ``memory`` until it is done."""
+    run()
 
 
 def _combined(table: torch.Tensor, way: Way) -> torch.Tensor:

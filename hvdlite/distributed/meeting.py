@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from hvdlite import default_runtime, environment, launched
 from hvdlite.config import Config
@@ -28,7 +28,7 @@ def meets_without_variables(url: str) -> bool:
     return process is not None and process.launcher.meeting in (Meeting.MPI, Meeting.POINT)
 
 
-def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Store, int, int]]:
     """What a handler of torch's rendezvous yields: store, rank and size. The store lives in the first process.
 
     Raises:
@@ -37,17 +37,17 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
     config = Config.from_env()
     with default_runtime.peers().of(None, config) as ranks:
         if ranks is None or ranks.size == 1:
-            yield dist.HashStore(), 0, 1
+            yield HashStore(), 0, 1
             return
         if ranks.rank == 0:
-            store = dist.TCPStore("0.0.0.0", 0, ranks.size, True, timeout, wait_for_workers=False)
+            store = TCPStore("0.0.0.0", 0, ranks.size, True, timeout, wait_for_workers=False)
             addresses = [interface.address for interface in select(config.network_interfaces)]
             ranks.allgather(((socket.gethostname(), addresses), store.port))
         else:
             (hostname, addresses), port = ranks.allgather(None)[0]
             here = ["127.0.0.1"] if hostname == socket.gethostname() else []
             host = _first_that_answers([*here, *addresses], port, hostname)
-            store = dist.TCPStore(host, port, ranks.size, False, timeout, wait_for_workers=False)
+            store = TCPStore(host, port, ranks.size, False, timeout, wait_for_workers=False)
         yield store, ranks.rank, ranks.size
     raise RuntimeError("ranks of mpirun and hvdliterun meet once; start the job anew")
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import _profiler_enabled
+from torch._C._autograd import _profiler_enabled
+from torch._C._distributed_c10d import Store
 from torch.autograd.profiler import record_function
 
 from hvdlite.distributed.collectives import Run, in_turn
@@ -24,11 +25,11 @@ Tensors = list[torch.Tensor]
 NAME = "hvdlite"
 
 
-class HvdliteProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+class HvdliteProcessGroup(dist.ProcessGroup):
     """The ranks of ``membership``."""
 
-    def __init__(self, membership: Membership, store: dist.Store) -> None:
-        super().__init__(membership.rank, membership.size)
+    def __init__(self, membership: Membership, store: Store) -> None:
+        super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]  # the only form for subclasses
         self.membership = membership
         self._store = store
         self._collectives = membership.collectives
@@ -62,7 +63,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     _set_group_name = setGroupName
     group_name = property(getGroupName)
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
     @property

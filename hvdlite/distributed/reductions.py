@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp as TorchOp
@@ -15,14 +15,14 @@ from hvdlite.torch.tensor_view import dtype_of
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # By comparison: what options hold has no usable hash.
-_OPS = (
+_OPS: tuple[tuple[Any, str, ReduceOp], ...] = (
     (TorchOp.SUM, "SUM", ReduceOp.SUM),
     (TorchOp.AVG, "AVG", ReduceOp.AVERAGE),
     (TorchOp.MIN, "MIN", ReduceOp.MIN),
     (TorchOp.MAX, "MAX", ReduceOp.MAX),
     (TorchOp.PRODUCT, "PRODUCT", ReduceOp.PRODUCT),
 )
-_BITWISE: tuple[tuple[TorchOp, str, Combine], ...] = (
+_BITWISE: tuple[tuple[Any, str, Combine], ...] = (
     (TorchOp.BAND, "BAND", torch.bitwise_and),
     (TorchOp.BOR, "BOR", torch.bitwise_or),
     (TorchOp.BXOR, "BXOR", torch.bitwise_xor),
@@ -51,7 +51,7 @@ class Way(NamedTuple):
     combine: Combine | None = None
 
 
-def way_of(op: TorchOp, dtype: torch.dtype, engine: Engine) -> Way:
+def way_of(op: Any, dtype: torch.dtype, engine: Engine) -> Way:
     """How to reduce tensors of ``dtype`` by ``op``.
 
     Raises:
@@ -65,6 +65,8 @@ def way_of(op: TorchOp, dtype: torch.dtype, engine: Engine) -> Way:
             if dtype.is_floating_point or dtype.is_complex:
                 raise ValueError(f"ReduceOp.{name} takes integers and bool, not {dtype}")
             return Way(name, None, Reduction(), combine)
+    if op != TorchOp.PREMUL_SUM:
+        raise ValueError(f"process group hvdlite knows no {op}")
     factor = _factor(op)
     if dtype is torch.bool or not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"ReduceOp.PREMUL_SUM takes floats, not {dtype}")
@@ -87,7 +89,7 @@ def _real(dtype: torch.dtype) -> DType:
     return dtype_of(dtype.to_real() if dtype.is_complex else dtype)
 
 
-def _factor(op: TorchOp) -> float:
+def _factor(op: Any) -> float:
     """That of a PREMUL_SUM, which torch shows since 2.13 and lets pickle see before."""
     state = getattr(op, "factor", None)
     if state is None:
