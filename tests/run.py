@@ -48,7 +48,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
-AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2, "torch_distributed": 2, "docs": 2}
+AT_ONCE = {"unit": 2, "sanitizers": 2, "faults": 4, "hosts": 3, "examples": 2, "docs": 2}
 SUITES = (
     "lint",
     "unit",

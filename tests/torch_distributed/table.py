@@ -1,11 +1,12 @@
-"""The table of torch's own cases that do not pass: python tests/torch_distributed/table.py
+"""The table of torch's own cases that do not pass: python tests/torch_distributed/table.py [--only BACKEND]
 
 Runs all of them over Gloo and over hvdlite with 2, 3 and 4 ranks, for some ten minutes, and writes outcomes.json, which
-tests compare with, and docs/torch-distributed-cases.md, which people read.
+tests compare with, and docs/torch-distributed-cases.md, which people read. With --only the other backend's stay.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ ROOT = HERE.parents[1]
 OUTCOMES = HERE / "outcomes.json"
 PAGE = ROOT / "docs" / "torch-distributed-cases.md"
 RANKS = (2, 3, 4)
+BACKENDS = ("gloo", "hvdlite")
 # Why a case does not pass over hvdlite that passes over Gloo. There must be a line for each such case.
 EXPLAINED: dict[str, str] = {}
 
@@ -47,44 +49,67 @@ def torch_release() -> str:
     return ".".join(torch.__version__.split("+")[0].split(".")[:2])
 
 
-def read() -> dict[str, dict[str, Outcome]]:
-    """By number of ranks, the cases that do not pass over hvdlite.
+@dataclass
+class Table:
+    """What became of the cases, by number of ranks and backend; those that are not named in ``not_passed`` pass."""
 
-    Raises:
-        ValueError: the table is of another torch.
-    """
-    table = json.loads(OUTCOMES.read_text())
-    if table["torch"] != torch_release():
-        raise ValueError(f"the table of cases is of torch {table['torch']}")
-    return {
-        ranks: {case: Outcome(*found["hvdlite"]) for case, found in cases.items()}
-        for ranks, cases in table["not passed"].items()
-    }
+    torch: str
+    cases: dict[str, int]
+    not_passed: dict[str, dict[str, dict[str, Outcome]]]
+
+    @classmethod
+    def read(cls) -> Table:
+        table = json.loads(OUTCOMES.read_text())
+        not_passed = {
+            ranks: {
+                backend: {case: Outcome(*outcome) for case, outcome in found.items()}
+                for backend, found in backends.items()
+            }
+            for ranks, backends in table["not passed"].items()
+        }
+        return cls(table["torch"], table["cases"], not_passed)
+
+    def write(self) -> None:
+        not_passed = {
+            ranks: {
+                backend: {case: [each.outcome, each.reason] for case, each in found.items()}
+                for backend, found in backends.items()
+            }
+            for ranks, backends in self.not_passed.items()
+        }
+        table = {"torch": self.torch, "cases": self.cases, "not passed": not_passed}
+        OUTCOMES.write_text(json.dumps(table, indent=1) + "\n")
+
+    def lost(self) -> set[str]:
+        """Cases that pass over Gloo with some number of ranks, and not over hvdlite."""
+        return {case for found in self.not_passed.values() for case in found["hvdlite"].keys() - found["gloo"].keys()}
+
+    def gained(self) -> int:
+        """How many cases pass over hvdlite and not over Gloo, with any number of ranks."""
+        return len(
+            {case for found in self.not_passed.values() for case in found["gloo"].keys() - found["hvdlite"].keys()}
+        )
 
 
-def lost(table: dict[str, object]) -> set[str]:
-    """Cases that pass over Gloo, and not over hvdlite."""
-    every = table["not passed"]
-    assert isinstance(every, dict)
-    return {case for cases in every.values() for case, found in cases.items() if found["gloo"][0] == "passed"}
-
-
-def page(table: dict[str, object]) -> str:
-    every, passed = table["not passed"], table["passed"]
-    assert isinstance(every, dict) and isinstance(passed, dict)
-    counts = [f"| {ranks} | {n['gloo']} | {n['hvdlite']} | {n['cases']} |" for ranks, n in passed.items()]
-    differ = [f"| `{case}` | {EXPLAINED[case]} |" for case in sorted(lost(table))]
-    grouped: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    by_case: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for ranks, cases in every.items():
-        for case, found in cases.items():
-            if case not in lost(table):
-                by_case[(case, *found["hvdlite"])].append(ranks)
-    for (case, outcome, reason), ranks in by_case.items():
-        grouped[outcome, reason, ", ".join(ranks)].append(case)
+def page(table: Table) -> str:
+    lost = table.lost()
+    counts = [
+        f"| {ranks} | {table.cases[ranks] - len(found['gloo'])} | {table.cases[ranks] - len(found['hvdlite'])} "
+        f"| {table.cases[ranks]} |"
+        for ranks, found in table.not_passed.items()
+    ]
+    differ = [f"| `{case}` | {EXPLAINED[case]} |" for case in sorted(lost)]
+    with_ranks: dict[tuple[str, Outcome], list[str]] = defaultdict(list)
+    for ranks, backends in table.not_passed.items():
+        for case, found in backends["hvdlite"].items():
+            if case not in lost:
+                with_ranks[case, found].append(ranks)
+    alike: dict[tuple[Outcome, str], list[str]] = defaultdict(list)
+    for (case, found), numbers in with_ranks.items():
+        alike[found, ", ".join(numbers)].append(case)
     rows = [
-        f"| {outcome}: {reason.replace('|', '/')} | {ranks} | {', '.join(f'`{case}`' for case in cases)} |"
-        for (outcome, reason, ranks), cases in sorted(grouped.items())
+        f"| {found.outcome}: {found.reason} | {ranks} | {', '.join(f'`{case}`' for case in cases)} |"
+        for (found, ranks), cases in sorted(alike.items(), key=lambda each: (each[0][0].outcome, -len(each[1])))
     ]
     return "\n".join(
         [
@@ -94,6 +119,7 @@ def page(table: dict[str, object]) -> str:
             "What follows is what became of them; `python tests/torch_distributed/table.py` writes this page. Many are",
             "gated by the name of the backend: a case that asks for Gloo or for MPI runs over hvdlite too, and a case",
             "with a group of ranks 1 and 2 runs with 3 and 4 ranks, where torch asks for 8. GPUs stay GPUs.",
+            f"{table.gained()} cases that are skipped or fail over Gloo pass over hvdlite.",
             "",
             "| ranks | pass over Gloo | pass over hvdlite | cases |",
             "|---|---|---|---|",
@@ -113,28 +139,25 @@ def page(table: dict[str, object]) -> str:
     )
 
 
-def measure() -> dict[str, object]:
-    passed, not_passed = {}, {}
-    for ranks in RANKS:
-        gloo, own = run("gloo", ranks), run("hvdlite", ranks)
-        count = {"gloo": gloo, "hvdlite": own}
-        passed[str(ranks)] = {
-            **{name: sum(each.outcome == "passed" for each in found.values()) for name, found in count.items()},
-            "cases": len(own),
-        }
-        not_passed[str(ranks)] = {
-            case: {"hvdlite": [found.outcome, found.reason], "gloo": [gloo[case].outcome, gloo[case].reason]}
-            for case, found in own.items()
-            if found.outcome != "passed"
-        }
-    return {"torch": torch_release(), "passed": passed, "not passed": not_passed}
+def measure(backends: Sequence[str], before: Table | None) -> Table:
+    """``before``: where what is not measured comes from."""
+    table = Table(torch_release(), {}, {})
+    for ranks in map(str, RANKS):
+        table.not_passed[ranks] = {} if before is None else dict(before.not_passed[ranks])
+        for backend in backends:
+            found = run(backend, int(ranks))
+            table.cases[ranks] = len(found)
+            table.not_passed[ranks][backend] = {case: each for case, each in found.items() if each.outcome != "passed"}
+    return table
 
 
 def main() -> int:
-    table = measure()
-    OUTCOMES.write_text(json.dumps(table, indent=1) + "\n")
-    unexplained = lost(table) - EXPLAINED.keys()
-    if unexplained:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=BACKENDS, help="leave the other backend's outcomes as they are")
+    only = parser.parse_args().only
+    table = measure([only], Table.read()) if only else measure(BACKENDS, None)
+    table.write()
+    if unexplained := table.lost() - EXPLAINED.keys():
         print(f"EXPLAINED lacks {', '.join(sorted(unexplained))}; see {OUTCOMES}", file=sys.stderr)
         return 1
     PAGE.write_text(page(table))
