@@ -26,6 +26,8 @@ class Peers:
 
     def __init__(self) -> None:
         self._without_mpi: RendezvousRanks | None = None
+        self.told: Bootstrap | None = None
+        """What the program has told torch.distributed, which no launcher knows."""
 
     @contextmanager
     def of(self, comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Iterator[Bootstrap | None]:
@@ -66,7 +68,7 @@ class Peers:
         process = launched.this_process()
         by_mpi = _meet_by_mpi(process)
         if not by_mpi and (process is None or process.size == 1):
-            return None
+            return self.told
         if _is_worker(process):  # it has its parent's environment, and would wait for what the parent has got already
             raise StartupError(
                 f"hvd.init() was called in a child process of rank {launched.launched_rank()} (a DataLoader worker, "

@@ -55,9 +55,18 @@ def create(options: Any) -> HvdliteProcessGroup:
         on_failure.pop_all()
     if bootstrap is not None:
         bootstrap.close()  # the world has its own; after a failure other ranks may not come here
+    if not options.global_ranks_in_group:  # of all ranks
+        default_runtime.peers().told = _without_launcher(options.store, rank, size, config)
     membership = Membership(start.world, name, ranks, timeout_s, entrance, doors)
     default_runtime.accompany(membership)
     return HvdliteProcessGroup(membership, options.store)
+
+
+def _without_launcher(store: Any, rank: int, size: int, config: Config) -> Bootstrap | None:
+    """Where hvd.init() meets, if these ranks have no launcher, but were told of a store by the program."""
+    if size == 1:
+        return None
+    return RendezvousRanks(InGivenStore(store), "hvdlite/runtime", range(size), rank, config.start_timeout_s)
 
 
 class _Where(NamedTuple):

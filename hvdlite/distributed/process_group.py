@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.autograd.profiler import record_function
 
 from hvdlite.distributed.collectives import Run, in_turn
+from hvdlite.distributed.devices import OtherDevices, by_device
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.post import ANY
 from hvdlite.distributed.work import GroupWork
@@ -32,6 +33,8 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]  # the only form for subclasses
         self.membership = membership
         self._store = store
+        timeout = timedelta(seconds=membership.timeout_s)
+        self.other_devices = OtherDevices(store, membership.rank, membership.size, timeout)
         self._collectives = membership.collectives
         self._group_name = ""
         self._coalesced: list[GroupWork] | None = None
@@ -84,6 +87,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     # Reductions.
 
+    @by_device
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any, **keywords: Any) -> GroupWork:
         listed = _listed(tensors)
         op = _op(opts, keywords)
@@ -91,6 +95,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    @by_device
     def reduce(
         self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = dist.ReduceOp.SUM, *_: Any, **keywords: Any
     ) -> GroupWork:
@@ -99,6 +104,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         run = self._collectives.all_reduce(listed, getattr(opts, "reduceOp", op), root)
         return self._begin("reduce", run, listed, opts)
 
+    @by_device
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any, **keywords: Any) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -109,11 +115,13 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         ]
         return self._begin("reduce_scatter", in_turn(runs), outputs, opts)
 
+    @by_device
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @by_device
     def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> GroupWork:
         op = _op(opts, {})
         runs = [
@@ -126,28 +134,33 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     # Movements.
 
+    @by_device
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any, **keywords: Any) -> GroupWork:
         listed = _listed(tensors)
         root = _root(opts, keywords)
         runs = [self._collectives.broadcast(tensor, root) for tensor in listed]
         return self._begin("broadcast", in_turn(runs), listed, opts)
 
+    @by_device
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         runs = [self._collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
         return self._begin("all_gather", in_turn(runs), outputs, opts)
 
+    @by_device
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         """outputs[rank][i] is what ``rank`` has as inputs[i]."""
         by_input = [list(listed) for listed in zip(*outputs, strict=True)]
         return self.allgather(by_input, inputs, opts)
 
+    @by_device
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GroupWork:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single
 
+    @by_device
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         runs = [
             self._collectives.all_gather_single(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
@@ -156,6 +169,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @by_device
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **keywords: Any) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -163,6 +177,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         run = self._collectives.gather(listed, inputs[0], _root(opts, keywords))
         return self._begin("gather", run, listed, opts)
 
+    @by_device
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **keywords: Any) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -170,9 +185,11 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         run = self._collectives.scatter(outputs[0], listed, _root(opts, keywords))
         return self._begin("scatter", run, outputs, opts)
 
+    @by_device
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **_: Any) -> GroupWork:
         return self._begin("all_to_all", self._collectives.all_to_all(outputs, inputs), outputs, opts)
 
+    @by_device
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -189,16 +206,19 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     # Messages.
 
+    @by_device
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> GroupWork:
         work = self._new_work("send", tensors)
         self.membership.post.send(tensors[0], to, tag, work, self.membership.timeout_s)
         return work
 
+    @by_device
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
         work = self._new_work("recv" if source != ANY else "recvAnySource", tensors)
         self.membership.post.receive(tensors[0], source, tag, work, self.membership.timeout_s)
         return work
 
+    @by_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
         return self.recv(tensors, ANY, tag)
 
@@ -224,10 +244,10 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     # The end.
 
     def shutdown(self) -> None:
+        self.other_devices.close()
         self.membership.close()
 
-    def abort(self) -> None:
-        self.membership.close()
+    abort = shutdown
 
     def _begin(self, title: str, run: Run, result: Any, opts: Any) -> GroupWork:
         """Have it done, at once where the caller waits."""

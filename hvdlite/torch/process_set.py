@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 import hvdlite
 from hvdlite import mpi
 from hvdlite.group import Group
@@ -71,6 +73,47 @@ class ProcessSet:
         """Whether the job has a process set of its number and its ranks."""
         return self.process_set_id is not None and hvdlite.runtime().group_number(self.ranks) == self.process_set_id
 
+    @classmethod
+    def from_group(cls, group: dist.ProcessGroup | None) -> ProcessSet | None:
+        """The process set of the ranks of a process group of torch.distributed; all ranks of the job call it.
+
+        Each gives a group of its own, as ranks of a DeviceMesh have; what is not registered yet is.
+
+        Args:
+            group: None, or what torch returns to those who are no members: this rank has none.
+
+        Returns:
+            None where this rank has no group.
+
+        Raises:
+            ValueError: torch.distributed and hvdlite have other ranks.
+        """
+        _check_same_ranks()
+        is_member = isinstance(group, dist.ProcessGroup)
+        own = sorted(dist.get_process_group_ranks(group)) if is_member else None
+        given: list[list[int] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(given, own)
+        for ranks in dict.fromkeys(tuple(ranks) for ranks in given if ranks is not None):
+            if hvdlite.runtime().group_number(ranks) is None:
+                add_process_set(list(ranks))
+        return None if own is None else _of_ranks(own)
+
+    def process_group(self, **options: Any) -> dist.ProcessGroup | None:
+        """A new process group of torch.distributed, of these ranks; all ranks of the job call it.
+
+        Args:
+            options: of ``dist.new_group``; the backend is hvdlite unless named.
+
+        Returns:
+            None where this rank is no member.
+
+        Raises:
+            ValueError: torch.distributed and hvdlite have other ranks.
+        """
+        _check_same_ranks()
+        group = dist.new_group(self.ranks, **{"backend": "hvdlite", **options})
+        return group if self.included() else None
+
     def next_number(self) -> int:
         """0, 1, 2, ...: for names of what every member makes in the same order."""
         return self.group().next_number()
@@ -125,6 +168,16 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set = _GlobalProcessSet()
+
+
+def _check_same_ranks() -> None:
+    if not dist.is_initialized():
+        raise ValueError('torch.distributed does not run: call dist.init_process_group("hvdlite") first')
+    if (dist.get_rank(), dist.get_world_size()) != (hvdlite.rank(), hvdlite.size()):
+        raise ValueError(
+            f"this is rank {dist.get_rank()} of {dist.get_world_size()} to torch.distributed, but rank "
+            f"{hvdlite.rank()} of {hvdlite.size()} to hvdlite; start both on the same ranks"
+        )
 
 
 def _of_ranks(ranks: list[int]) -> ProcessSet:

@@ -1,0 +1,109 @@
+"""Tensors that are not on the host: what ``"cpu:hvdlite,cuda:nccl"`` names for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+from torch.distributed import distributed_c10d as c10d
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_OTHER_NAMES = {  # of torch before 2.13
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+}
+
+
+class OtherDevices:
+    """The process groups of torch's own kind that have the tensors of other devices; each is made by its first call."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._groups: dict[str, Any] = {}
+
+    def group_of(self, device: torch.device, group: dist.ProcessGroup) -> Any:
+        """What ``group`` was told to use for ``device``.
+
+        Raises:
+            ValueError: nothing.
+        """
+        if device.type not in self._groups:
+            self._groups[device.type] = self._made(device, self._backend_name(device, group))
+        return self._groups[device.type]
+
+    def _backend_name(self, device: torch.device, group: dist.ProcessGroup) -> str:
+        config = c10d._world.pg_backend_config.get(group, "")
+        named = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
+        name = named.get(device.type, "hvdlite")
+        if name == "hvdlite":
+            raise ValueError(
+                f"process group hvdlite: the tensor is on {device}, and hvdlite has those of the host. Name a backend "
+                f'for it, as in init_process_group("cpu:hvdlite,cuda:nccl"), or use hvdlite.torch, which takes CUDA '
+                "tensors"
+            )
+        return name
+
+    def _made(self, device: torch.device, name: str) -> Any:
+        store = PrefixStore(f"hvdlite/{device.type}", self._store)
+        if name == "nccl":
+            options: Any = c10d.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            backend = c10d.ProcessGroupNCCL(store, self._rank, self._size, options)
+            kind = dist.ProcessGroup.BackendType.NCCL
+        else:
+            plugin = dist.Backend._plugins[name.upper()]
+            kind = dist.ProcessGroup.BackendType.CUSTOM
+            if plugin.extended_api:
+                options = _DistributedBackendOptions()
+                options.store, options.group_rank, options.group_size = store, self._rank, self._size
+                options.timeout, options.group_id, options.global_ranks_in_group = self._timeout, name, []
+                backend = plugin.creator_fn(options, None)
+            else:
+                backend = plugin.creator_fn(store, self._rank, self._size, self._timeout)
+        group = dist.ProcessGroup(store, self._rank, self._size)
+        group._set_default_backend(kind)
+        group._register_backend(device, kind, backend)
+        return group
+
+    def close(self) -> None:
+        """End those that there are."""
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()
+
+
+def _first_tensor(*arguments: Any) -> torch.Tensor | None:
+    for found in arguments:
+        while isinstance(found, (list, tuple)) and found:
+            found = found[0]
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
+
+
+def by_device(method: Method) -> Method:
+    """A call of a process group that goes by the device of its first tensor."""
+    name = method.__name__
+
+    @wraps(method)
+    def call(self: Any, tensors: Any, *args: Any, **keywords: Any) -> Any:
+        first = _first_tensor(tensors, *args[:1])
+        if first is None or first.is_cpu:
+            return method(self, tensors, *args, **keywords)
+        group = self.other_devices.group_of(first.device, self)
+        theirs = name if hasattr(group, name) else _OTHER_NAMES[name]
+        return getattr(group, theirs)(tensors, *args, **keywords)
+
+    return cast(Method, call)
