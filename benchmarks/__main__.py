@@ -4,7 +4,7 @@
     python -m benchmarks allreduce latency     # only these
     python -m benchmarks --readme              # none: plots, and tables of READMEs and docs, of what is there
 
-Takes not quite 25 minutes on two cores that have nothing else to do. What goes across emulated hosts needs root; what
+Takes half an hour on two cores that have nothing else to do. What goes across emulated hosts needs root; what
 is measured with MPICH, an environment that has it beside hvdlite (tests/run.py makes one); plots, matplotlib; what
 begins with gpu, a GPU.
 """
