@@ -141,7 +141,8 @@ class Collectives:
             total = torch.sparse_coo_tensor(
                 torch.cat(indices, dim=1), torch.cat(values), tensor.shape, dtype=tensor.dtype, check_invariants=False
             ).coalesce()
-            tensor.detach().copy_(total)
+            with torch.no_grad():
+                tensor.copy_(total)  # a detached one would change its own indices
 
         return run
 

@@ -1,0 +1,64 @@
+"""Process groups over hvdlite in tests: ranks that meet without being told anything, on any grouping into nodes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hvdlite.distributed
+from conftest import WORLD
+from hvdlite import mpi
+from hvdlite.distributed import creation
+from machines_lab import Machines, machines
+
+assert hvdlite.distributed  # registers the backend
+RANK, SIZE = WORLD.rank, WORLD.size
+NODES: list[Machines] = [(0,) * SIZE]
+if mpi.was_imported() and SIZE > 1:
+    NODES += [tuple(rank * 2 // SIZE for rank in range(SIZE)), tuple(range(SIZE))]
+    NODES = list(dict.fromkeys(NODES))
+CHUNK = 2048  # bytes; small, so that long paths run on little data
+SIZES = [0, 1, 7, 63, 64, 65, 511, 512, 513, 1024, 2049, 5003]
+
+
+@contextmanager
+def process_group(
+    machine_of: Machines = NODES[0], timeout_s: float = 60.0, backend: str = "hvdlite", *, is_small: bool = True
+) -> Iterator[dist.ProcessGroup]:
+    """torch's default group."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_small:
+            for name in ("CHUNK_BYTES", "STAGING_BYTES", "SEGMENT_BYTES"):
+                patch.setenv(f"HVDLITE_{name}", str(CHUNK))
+        patch.setattr(creation, "_machine", lambda: (str(machine_of[RANK]), "", 0))
+        with machines(machine_of):
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        logging.getLogger("hvdlite").setLevel(logging.CRITICAL)  # the others learn of a failure that a test provokes
+        dist.destroy_process_group()
+        logging.getLogger("hvdlite").setLevel(logging.NOTSET)
+
+
+def told(value: object) -> list[object]:
+    """Every rank's ``value``, by other means than those that are tested."""
+    return WORLD.allgather(value)
+
+
+def of_rank(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What ``rank`` contributes: integers that are exact in every type, also added up."""
+    return ((torch.arange(numel) + rank) % 7).to(dtype)
+
+
+def total(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return sum((of_rank(rank, numel, torch.int64) for rank in range(SIZE)), torch.zeros(numel, dtype=torch.int64)).to(
+        dtype
+    )

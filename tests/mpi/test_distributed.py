@@ -1,0 +1,223 @@
+"""The collectives of torch.distributed over hvdlite, on any grouping of the ranks into nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce as fold
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told, total
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning", "ignore:Sparse invariant checks")
+REDUCED = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+LAST = SIZE - 1
+
+
+@pytest.fixture(scope="module", params=NODES, ids=str)
+def group(request: pytest.FixtureRequest) -> Iterator[dist.ProcessGroup]:
+    with process_group(request.param) as group:
+        yield group
+
+
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+def test_reductions(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    for numel in SIZES:
+        tensor = of_rank(RANK, numel, dtype)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, total(numel, dtype)), numel
+        everybody = torch.stack([of_rank(rank, numel) for rank in range(SIZE)])
+        for op, expected in ((dist.ReduceOp.MIN, everybody.amin(0)), (dist.ReduceOp.MAX, everybody.amax(0))):
+            tensor = of_rank(RANK, numel, dtype)
+            dist.all_reduce(tensor, op)
+            assert torch.equal(tensor, expected.to(dtype)), (numel, op)
+        tensor = of_rank(RANK, numel, dtype)
+        dist.reduce(tensor, LAST)
+        assert RANK != LAST or torch.equal(tensor, total(numel, dtype)), numel
+        whole = of_rank(RANK, numel * SIZE, dtype)
+        share = torch.empty(numel, dtype=dtype)
+        expected = total(numel * SIZE, dtype)[numel * RANK : numel * (RANK + 1)]
+        dist.reduce_scatter_tensor(share, whole)
+        assert torch.equal(share, expected), numel
+        dist.reduce_scatter(share.zero_(), list(whole.split(numel)) if numel else [share] * SIZE)
+        assert torch.equal(share, expected), numel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.int16], ids=str)
+def test_movements(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    for numel in SIZES:
+        mine, theirs = of_rank(RANK, numel, dtype), [of_rank(rank, numel, dtype) for rank in range(SIZE)]
+        tensor = mine.clone()
+        dist.broadcast(tensor, LAST)
+        assert torch.equal(tensor, theirs[LAST]), numel
+        found = [torch.empty(numel, dtype=dtype) for _ in range(SIZE)]
+        dist.all_gather(found, mine)
+        assert all(map(torch.equal, found, theirs)), numel
+        block = torch.empty(SIZE, numel, dtype=dtype)
+        dist.all_gather_into_tensor(block, mine.view(1, numel))
+        assert torch.equal(block, torch.stack(theirs)), numel
+        found = [torch.empty(numel, dtype=dtype) for _ in range(SIZE)]
+        dist.gather(mine, found if RANK == LAST else None, LAST)
+        assert RANK != LAST or all(map(torch.equal, found, theirs)), numel
+        dist.scatter(tensor, theirs if RANK == LAST else None, LAST)
+        assert torch.equal(tensor, mine), numel
+        exchanged = torch.empty(SIZE * numel, dtype=dtype)
+        dist.all_to_all_single(exchanged, of_rank(RANK, SIZE * numel, dtype))
+        parts = [of_rank(rank, SIZE * numel, dtype)[RANK * numel : (RANK + 1) * numel] for rank in range(SIZE)]
+        assert torch.equal(exchanged, torch.cat(parts)), numel
+
+
+def test_uneven_shares(group: dist.ProcessGroup) -> None:
+    found = [torch.empty(rank * 300) for rank in range(SIZE)]
+    dist.all_gather(found, of_rank(RANK, RANK * 300))
+    assert all(torch.equal(part, of_rank(rank, rank * 300)) for rank, part in enumerate(found))
+    rows = [(RANK + rank) % 3 * 200 for rank in range(SIZE)]  # to each rank, and from it
+    output = torch.empty(sum(rows), 2)
+    dist.all_to_all_single(output, torch.full((sum(rows), 2), float(RANK)), rows, rows)
+    assert torch.equal(output, torch.cat([torch.full((count, 2), float(rank)) for rank, count in enumerate(rows)]))
+    outputs = [torch.empty(count) for count in rows]
+    dist.all_to_all(outputs, [torch.full((count,), float(RANK)) for count in rows])
+    assert all((output == rank).all() for rank, output in enumerate(outputs))
+    share = torch.empty(RANK * 10)
+    dist.reduce_scatter(share, [torch.ones(rank * 10) for rank in range(SIZE)])
+    assert torch.equal(share, torch.full((RANK * 10,), float(SIZE)))
+
+
+def test_other_reductions(group: dist.ProcessGroup) -> None:
+    for op, combine in (
+        (dist.ReduceOp.BAND, torch.bitwise_and),
+        (dist.ReduceOp.BOR, torch.bitwise_or),
+        (dist.ReduceOp.BXOR, torch.bitwise_xor),
+    ):
+        tensor = of_rank(RANK, 20, torch.int32)
+        dist.all_reduce(tensor, op)
+        assert torch.equal(tensor, fold(combine, [of_rank(rank, 20, torch.int32) for rank in range(SIZE)]))
+        whole, share = of_rank(RANK, SIZE * 3, torch.int32), torch.empty(3, dtype=torch.int32)
+        dist.reduce_scatter_tensor(share, whole, op)
+        parts = [of_rank(rank, SIZE * 3, torch.int32)[RANK * 3 : RANK * 3 + 3] for rank in range(SIZE)]
+        assert torch.equal(share, fold(combine, parts))
+    tensor = torch.full((3,), RANK + 1.0)
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(2.0))
+    assert torch.equal(tensor, torch.full((3,), float(SIZE * (SIZE + 1))))
+    tensor = torch.full((3,), RANK + 1.0)
+    dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    assert torch.equal(tensor, torch.full((3,), (SIZE + 1) / 2))
+    tensor = torch.full((3,), 2.0)
+    dist.all_reduce(tensor, dist.ReduceOp.PRODUCT)
+    assert torch.equal(tensor, torch.full((3,), 2.0**SIZE))
+    flags = torch.tensor([True, False, RANK == 0])
+    dist.all_reduce(flags)
+    assert flags.tolist() == [True, False, True]
+    flags = torch.tensor([True, False, RANK == 0])
+    dist.all_reduce(flags, dist.ReduceOp.MIN)
+    assert flags.tolist() == [True, False, SIZE == 1]
+    numbers = torch.full((3,), complex(1, RANK))
+    dist.all_reduce(numbers)
+    assert torch.equal(numbers, torch.full((3,), complex(SIZE, SIZE * LAST / 2)))
+
+
+def test_memory_that_is_not_contiguous(group: dist.ProcessGroup) -> None:
+    tensor = of_rank(RANK, 12).view(3, 4).t()
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor, total(12).view(3, 4).t())
+    tensor = of_rank(RANK, 12).view(3, 4).t()
+    dist.broadcast(tensor, LAST)
+    assert torch.equal(tensor, of_rank(LAST, 12).view(3, 4).t())
+    block = torch.zeros(4, SIZE).t()
+    dist.all_gather_into_tensor(block, of_rank(RANK, 8)[::2].view(1, 4))
+    assert torch.equal(block, torch.stack([of_rank(rank, 8)[::2] for rank in range(SIZE)]))
+
+
+def test_sparse_tensors_add_up(group: dist.ProcessGroup) -> None:
+    tensor = torch.sparse_coo_tensor([[0, RANK]], torch.ones(2), (SIZE,))
+    dist.all_reduce(tensor)
+    assert tensor.to_dense().tolist() == [SIZE + 1.0] + [1.0] * (SIZE - 1)
+
+
+def test_several_tensors_at_once(group: dist.ProcessGroup) -> None:
+    tensors = [of_rank(RANK, numel) for numel in (3, 0, 700)]
+    with dist._coalescing_manager():
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    assert all(torch.equal(tensor, total(tensor.numel())) for tensor in tensors)
+    outputs = [torch.empty(SIZE * numel) for numel in (3, 700)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for output in outputs:
+            dist.all_gather_into_tensor(output, of_rank(RANK, output.numel() // SIZE))
+    manager.wait()
+    for output in outputs:
+        numel = output.numel() // SIZE
+        assert torch.equal(output, torch.cat([of_rank(rank, numel) for rank in range(SIZE)]))
+
+
+def test_calls_that_nobody_waits_for_are_done_in_order(group: dist.ProcessGroup) -> None:
+    tensor = torch.ones(1000)
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(6)]
+    future = works[3].get_future().then(lambda done: done.value()[0].numel())
+    works[5].wait()
+    assert all(work.is_completed() and work.is_success() for work in works)
+    assert torch.equal(tensor, torch.full((1000,), float(SIZE**6)))
+    assert future.wait() == 1000
+    assert works[0].exception() is None
+
+
+def test_a_callback_may_call_the_group(group: dist.ProcessGroup) -> None:
+    first, second = torch.ones(5), torch.ones(5)
+
+    def then(done: torch.futures.Future[list[torch.Tensor]]) -> float:
+        dist.all_reduce(second)
+        return float(done.value()[0][0] + second[0])
+
+    assert dist.all_reduce(first, async_op=True).get_future().then(then).wait() == 2 * SIZE
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody to contradict")
+def test_contradictions_are_named_on_all_ranks(group: dist.ProcessGroup) -> None:
+    odd = RANK == LAST
+
+    def shape() -> None:
+        dist.all_reduce(torch.ones(4 if odd else 3))
+
+    def dtype() -> None:
+        dist.all_reduce(torch.ones(3, dtype=torch.float64 if odd else torch.float32))
+
+    def op() -> None:
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)
+
+    def root() -> None:
+        dist.broadcast(torch.ones(3), 0 if odd else LAST)
+
+    def order() -> None:
+        dist.barrier() if odd else dist.all_reduce(torch.ones(3))
+
+    def sizes() -> None:
+        rows = [3 if odd else 2] * SIZE
+        dist.all_to_all_single(torch.ones(2 * SIZE), torch.ones(sum(rows)), [2] * SIZE, rows)
+
+    for way, text in (
+        (shape, f"shape is (3,) on rank{'' if SIZE == 2 else 's'} 0"),
+        (dtype, f"but torch.float64 on rank {LAST}"),
+        (op, f"but MAX on rank {LAST}"),
+        (root, f"but 0 on rank {LAST}"),
+        (order, f"but barrier() on rank {LAST}"),
+        (sizes, "other sizes of one another than they send"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            way()
+        texts = told(str(caught.value))
+        assert len(set(texts)) == 1, texts
+        assert text in str(caught.value)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor[0] == SIZE  # the group is as good as before
+
+
+def test_objects_and_subgroups(group: dist.ProcessGroup) -> None:
+    found: list[object] = [None] * SIZE
+    dist.all_gather_object(found, {"rank": RANK, "text": "x" * 3000 * RANK})
+    assert [entry["rank"] for entry in found] == list(range(SIZE))  # type: ignore[index]
+    listed = [RANK, "kept"] if RANK == 0 else [None, None]
+    dist.broadcast_object_list(listed, 0)
+    assert listed == [0, "kept"]
