@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -38,9 +39,16 @@ def run(backend: str, ranks: int, cases: Sequence[str] = (), limit_s: float = 90
     """What became of ``cases``, by default of all."""
     command = [sys.executable, str(HERE / "backend_cases.py"), backend, str(ranks), *cases]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s)
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    child = subprocess.Popen(command, env=environ, text=True, start_new_session=True, **pipes)
+    try:
+        said, errors = child.communicate(timeout=limit_s)
+    finally:
+        if child.returncode is None:
+            os.killpg(child.pid, signal.SIGKILL)  # and the ranks of the case that takes so long
+            child.communicate()
+    assert child.returncode == 0, errors
+    found = [json.loads(line) for line in said.splitlines()]
     return {each["case"]: Outcome(each["outcome"], each["reason"]) for each in found}
 
 
@@ -115,7 +123,7 @@ def page(table: Table) -> str:
         [
             "# torch's own tests of backends",
             "",
-            f"torch {table['torch']} has tests of backends, `torch.testing._internal.distributed.distributed_test`.",
+            f"torch {table.torch} has tests of backends, `torch.testing._internal.distributed.distributed_test`.",
             "What follows is what became of them; `python tests/torch_distributed/table.py` writes this page. Many are",
             "gated by the name of the backend: a case that asks for Gloo or for MPI runs over hvdlite too, and a case",
             "with a group of ranks 1 and 2 runs with 3 and 4 ranks, where torch asks for 8. GPUs stay GPUs.",
