@@ -21,6 +21,7 @@ from hvdlite.distributed.doors import Entrance
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.launched import Meeting
+from hvdlite.logs import configure_logging
 from hvdlite.recorder import Recorder
 from hvdlite.rendezvous import RendezvousRanks
 from hvdlite.torch_store import InGivenStore
@@ -36,6 +37,7 @@ def create(options: Any) -> HvdliteProcessGroup:
     ranks = list(options.global_ranks_in_group) or list(range(size))
     timeout_s = options.timeout.total_seconds()
     config = replace(Config.from_env(), collective_timeout_s=timeout_s)
+    configure_logging(config, ranks[rank])
     bootstrap = None if size == 1 else _meet(options.store, name, rank, size, timeout_s, config)
     entrance = Entrance(
         config.network_interfaces, from_other_nodes=bootstrap is not None and bootstrap.comm is not None

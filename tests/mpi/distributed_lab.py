@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -43,9 +42,7 @@ def process_group(
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
     finally:
-        logging.getLogger("hvdlite").setLevel(logging.CRITICAL)  # the others learn of a failure that a test provokes
         dist.destroy_process_group()
-        logging.getLogger("hvdlite").setLevel(logging.NOTSET)
 
 
 def told(value: object) -> list[object]:

@@ -1,0 +1,61 @@
+"""A rank of a process group of torch.distributed that dies, raises, or forgets to end: the others end, and say why."""
+
+from __future__ import annotations
+
+import pytest
+
+from fault_lab import check_end, run
+
+SCRIPT = """
+import torch, torch.distributed as dist
+import hvdlite.distributed
+
+kind = sys.argv[1]
+dist.init_process_group("hvdlite")
+rank = dist.get_rank()
+dist.barrier()
+large = torch.ones(1_000_000)
+
+def die():
+    say("dying at", time.time())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if kind == "in a collective":
+    if rank == 1:
+        threading.Timer(0.3, die).start()
+    while True:
+        dist.all_reduce(large, async_op=True).wait()
+if kind == "in a message":
+    if rank == 1:
+        time.sleep(0.2)
+        die()
+    dist.recv(large, 1)
+if kind == "by an exception":
+    if rank == 1:
+        say("dying at", time.time())
+        raise KeyError("oh")
+    dist.all_reduce(large)
+if kind == "forgetting":
+    group = dist.new_group(range(dist.get_world_size()))
+    dist.all_reduce(large, async_op=True).get_future().then(lambda done: None)
+    dist.isend(torch.ones(3), (rank + 1) % dist.get_world_size(), group=group)
+    dist.irecv(torch.ones(3), (rank - 1) % dist.get_world_size(), group=group)
+say("end")
+"""
+
+
+@pytest.mark.parametrize("kind", ["in a collective", "in a message"])
+def test_a_killed_rank_is_named(kind: str) -> None:
+    check_end(run(SCRIPT, kind, n=3, mpi="none"), "rank 1 (pid", "died without a word")
+
+
+def test_an_exception_reaches_the_others() -> None:
+    check_end(run(SCRIPT, "by an exception", n=3, mpi="none"), "rank 1 raised KeyError: 'oh'")
+
+
+@pytest.mark.parametrize("mpi", ["none", "current"])
+def test_a_program_that_forgets_destroy_process_group_ends_in_order(mpi: str) -> None:
+    result = run(SCRIPT, "forgetting", n=3, mpi=mpi)
+    assert result.returncode == 0, result
+    assert result.stdout == "end\n" * 3
+    assert not result.leftovers
