@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,10 +140,11 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def step_times(
-    ways: dict[str, Way], comm: MPI.Comm, rounds: int | None, seconds_in_all: float
+    ways: dict[str, Way], check: Callable[[], None], comm: MPI.Comm, rounds: int | None, seconds_in_all: float
 ) -> dict[str, np.ndarray]:
-    """(rounds,): the median step of each block, in ms."""
+    """(rounds,): the median step of each block, in ms. ``check`` is called once all have taken a few steps."""
     step_s = [float(np.median(block(way, comm, CHECKED, led=False))) for way in ways.values()]
+    check()
     led = comm.bcast(min(step_s) < LONG_S)
     steps = 3 if led else 1
     fit = round(seconds_in_all / ((steps + led) * sum(step_s)))
@@ -166,23 +168,18 @@ def measure_ddp(
     task: Task, groups: Groups, comm: MPI.Comm, rounds: int | None, seconds_in_all: float
 ) -> dict[str, Any]:
     ways: dict[str, Way] = {label: ddp(label, group)(task, comm) for label, group in groups.items()}
-    alone = Alone(task, comm)
-    block(ways[HVDLITE], comm, CHECKED, led=False)
-    block(ways[GLOO], comm, CHECKED, led=False)
-    check_equal([*ways.values()], comm)
-    times = step_times({alone.label: alone, **ways}, comm, rounds, seconds_in_all)
-    exposed = estimate(exposed_ratio, times[HVDLITE], times[GLOO], times[alone.label])
+    check = partial(check_equal, [*ways.values()], comm)
+    times = step_times({Alone.label: Alone(task, comm), **ways}, check, comm, rounds, seconds_in_all)
+    exposed = estimate(exposed_ratio, times[HVDLITE], times[GLOO], times[Alone.label])
     return {**facts_of(task, times), "exposed": exposed}
 
 
 def measure_fsdp2(
     task: Task, groups: Groups, comm: MPI.Comm, rounds: int | None, seconds_in_all: float
 ) -> dict[str, Any]:
-    ways = {label: fsdp2(label, group)(task, comm) for label, group in groups.items()}
-    for way in ways.values():
-        block(way, comm, CHECKED, led=False)
-    check_shards_equal([*ways.values()])
-    return facts_of(task, step_times(ways, comm, rounds, seconds_in_all))
+    ways: dict[str, Way] = {label: fsdp2(label, group)(task, comm) for label, group in groups.items()}
+    check = partial(check_shards_equal, [*ways.values()])
+    return facts_of(task, step_times(ways, check, comm, rounds, seconds_in_all))
 
 
 def print_report(report: dict[str, Any]) -> None:
