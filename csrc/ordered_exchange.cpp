@@ -161,7 +161,8 @@ OrderedExchange::Result OrderedExchange::meet(std::uint64_t card, double timeout
 
 OrderedExchange::Result OrderedExchange::alltoall(std::uint64_t card, const std::vector<Part>& departures,
                                                   const std::vector<Part>& arrivals, double timeout_s) {
-  if (departures.size() != size_ || arrivals.size() != size_) throw std::invalid_argument("one part per rank is needed");
+  if (departures.size() != size_ || arrivals.size() != size_)
+    throw std::invalid_argument("one part per rank is needed");
   const std::uint64_t slot = window_bytes_ / size_ / kCacheLine * kCacheLine;
   const auto fill = [&](std::uint64_t k) {
     for (std::uint32_t rank = 0; rank < size_; ++rank) {

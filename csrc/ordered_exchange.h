@@ -20,8 +20,8 @@ namespace hvdlite {
 // when it has read the windows of step n. So one wait per step is enough, and whoever sends fills one window while the
 // others read the one before.
 //
-// Before a rank has read or written anything for a collective it has seen the cards of all. So ranks that contradict one
-// another find out together, and each has done the same number of steps.
+// Before a rank has read or written anything for a collective it has seen the cards of all. So ranks that contradict
+// one another find out together, and each has done the same number of steps.
 //
 // A count is stored with release order after what it stands for, and loaded with acquire order before that is read.
 // Counts on which somebody sleeps are Dekker's pattern, see SmallAllreduce.

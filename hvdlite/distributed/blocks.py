@@ -25,7 +25,9 @@ def block_of(tensor: torch.Tensor) -> torch.Tensor:
         check_memory(tensor, "process group hvdlite")
     if tensor.requires_grad:
         tensor = tensor.detach()
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    if tensor.is_complex():
+        tensor = tensor.resolve_conj()
+    return tensor.resolve_neg().contiguous()
 
 
 def blocks_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

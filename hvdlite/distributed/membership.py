@@ -12,7 +12,7 @@ from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
 from hvdlite.distributed.post import Post
-from hvdlite.errors import CollectiveError, HorovodInternalError, ShutDownError, is_known_everywhere
+from hvdlite.errors import HorovodInternalError, ShutDownError, StallError, is_known_everywhere
 from hvdlite.world import World
 
 
@@ -78,6 +78,10 @@ class Membership:
         finally:
             self._carrier.timeout_s = usual_s
 
+    def statistics(self) -> dict[str, int]:
+        """What this rank has done in the group so far; see `hvdlite.statistics`."""
+        return self.world.own_statistics()
+
     # The end.
 
     @property
@@ -98,7 +102,7 @@ class Membership:
         health, grace_s = self.world.health, self.world.config.failure_grace_s
         if not self.lane.close(grace_s):
             health.report(
-                CollectiveError(
+                StallError(
                     f"process group {self.name}: a rank has ended while calls were under way for which it had waited "
                     f"{grace_s:g} s (HVDLITE_FAILURE_GRACE_SECONDS)"
                 )

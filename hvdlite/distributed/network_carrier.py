@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -12,10 +14,28 @@ from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
 from hvdlite.distributed.carrier import Carrier, Part
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.engine import Engine
+from hvdlite.errors import CollectiveError, StallError
 from hvdlite.memory.layout import ALIGNMENT, Layout, align_up, windows
 from hvdlite.world import World
 
 _MAX = Reduction(ReduceOp.MAX)
+
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def _told(method: Method) -> Method:
+    """A method after whose failure no rank waits for the others any more."""
+
+    @wraps(method)
+    def call(self: NetworkCarrier, *args: Any) -> None:
+        try:
+            method(self, *args)
+        except CollectiveError as error:
+            self.health.report(StallError(str(error)))  # the first that is reported counts, of the cause as a rule
+            raise
+
+    return cast(Method, call)
 
 
 class NetworkCarrier(Carrier):
@@ -28,6 +48,7 @@ class NetworkCarrier(Carrier):
     """
 
     def __init__(self, world: World, name: str, ranks: Sequence[int]) -> None:
+        self.health = world.health
         self._engine: Engine = world.engine
         self._memory, self._backend = world.engine.memory, world.engine.backend
         self._rank, self._size = world.engine.rank, world.engine.size
@@ -35,6 +56,7 @@ class NetworkCarrier(Carrier):
         self._ranks = tuple(ranks)
         self.timeout_s = world.config.collective_timeout_s
 
+    @_told
     def meet(self, call: Call) -> None:
         """The greatest card and the smallest one are the same."""
         card = call.card >> 1  # as a positive 64-bit integer
@@ -47,10 +69,13 @@ class NetworkCarrier(Carrier):
         if found[0] != -found[1]:
             raise contradiction(self._name, self._tell(call), self._ranks)
 
+    @_told
     def allreduce(
         self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
     ) -> None:
         self.meet(call)
+        self._engine.executed.buckets += 1
+        self._engine.executed.reduced_bytes += layout.nbytes
         tensors = self._memory.tensors(inputs, layout.numels, layout.offsets)
         results = self._memory.tensors(outputs, layout.numels, layout.offsets)
         staging = self._engine.chunk(layout.wire_dtype)
@@ -58,11 +83,14 @@ class NetworkCarrier(Carrier):
             tensors, results, layout, reduction, staging=staging, label=call.operation
         ).wait()
 
+    @_told
     def reduce_scatter(
         self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction
     ) -> None:
         """Piece by piece; block r of the staging memory is the next piece of what rank r gets."""
         self.meet(call)
+        self._engine.executed.buckets += 1
+        self._engine.executed.reduced_bytes += layout.nbytes * self._size
         memory, dtype, numel = self._memory, layout.dtype, layout.numels[0]
         per_line = ALIGNMENT // dtype.itemsize
         staging = self._engine.staging(dtype)
@@ -77,6 +105,7 @@ class NetworkCarrier(Carrier):
             result = memory.tensors([output + begin * dtype.itemsize], [count], [0])
             memory.unpack(part.narrow(starts[self._rank], starts[self._rank] + step), 0, result, dtype)
 
+    @_told
     def spread(self, call: Call, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int]) -> None:
         self.meet(call)
         self._spread(departure, arrivals, nbytes, call.operation)
@@ -97,6 +126,7 @@ class NetworkCarrier(Carrier):
             self._backend.allgather(part, blocks, label=label).wait()
             memory.unpack(part, begin, results, DType.UINT8)
 
+    @_told
     def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
         self.meet(call)
         sizes = self._all_sizes([size for _, size in departures], [size for _, size in arrivals])

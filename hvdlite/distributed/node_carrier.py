@@ -16,6 +16,7 @@ from hvdlite.distributed.carrier import Carrier, Part
 from hvdlite.dtypes import Reduction
 from hvdlite.errors import CollectiveError, StallError
 from hvdlite.memory.layout import ALIGNMENT, Layout
+from hvdlite.recorder import Lane
 from hvdlite.world import World
 
 _LOG = logging.getLogger("hvdlite")
@@ -36,6 +37,7 @@ class NodeCarrier(Carrier):
         node, config = world.node, world.config
         self._world = world
         self._backend, self._engine = world.engine.backend, world.engine
+        self._recorder = world.recorder
         self._name = name
         self._ranks = tuple(ranks)
         self._stall_s = math.inf if config.stall_check_disable else config.stall_check_time_s or math.inf
@@ -70,6 +72,8 @@ class NodeCarrier(Carrier):
         self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
     ) -> None:
         self.meet(call)
+        self._engine.executed.buckets += 1
+        self._engine.executed.reduced_bytes += layout.nbytes
         tensors = self._engine.memory.tensors(inputs, layout.numels, layout.offsets)
         results = tensors if inputs == outputs else self._engine.memory.tensors(outputs, layout.numels, layout.offsets)
         staging = self._engine.chunk(layout.wire_dtype)
@@ -81,19 +85,25 @@ class NodeCarrier(Carrier):
         self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction
     ) -> None:
         arguments = (inputs, output, layout.numels[0], layout.dtype, *reduction)
-        status = self._exchange.reduce_scatter(call.card, *arguments, self._patience_s)
+        self._engine.executed.buckets += 1
+        self._engine.executed.reduced_bytes += layout.nbytes * len(inputs)
+        with self._recorder.span(Lane.NODE_REDUCE_SCATTER, call.operation, layout.nbytes, layout.dtype.label):
+            status = self._exchange.reduce_scatter(call.card, *arguments, self._patience_s)
         if status:
             again = self._exchange.reduce_scatter
             self._settle(call, status, lambda limit_s: again(call.card, *arguments, limit_s))
 
     def spread(self, call: Call, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int]) -> None:
-        status = self._exchange.spread(call.card, departure, arrivals, self._patience_s)
+        lane = Lane.BROADCAST if call.operation == "broadcast" else Lane.ALLGATHER
+        with self._recorder.span(lane, call.operation, departure[1]):
+            status = self._exchange.spread(call.card, departure, arrivals, self._patience_s)
         if status:
             again = self._exchange.spread
             self._settle(call, status, lambda limit_s: again(call.card, departure, arrivals, limit_s))
 
     def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
-        status = self._exchange.alltoall(call.card, departures, arrivals, self._patience_s)
+        with self._recorder.span(Lane.ALLTOALL, call.operation):
+            status = self._exchange.alltoall(call.card, departures, arrivals, self._patience_s)
         if status:
             again = self._exchange.alltoall
             self._settle(call, status, lambda limit_s: again(call.card, departures, arrivals, limit_s))
@@ -116,7 +126,7 @@ class NodeCarrier(Carrier):
         if status == _native.OrderedExchange.DEPARTED:
             gone = rank_list([self._ranks[place] for place in self._exchange.departed()])
             self._fail(
-                CollectiveError(
+                StallError(
                     f"{call} of process group {self._name}: {gone} has left the group, by destroy_process_group() or "
                     "at its end, so this call cannot be completed"
                 )
@@ -129,7 +139,8 @@ class NodeCarrier(Carrier):
         late = rank_list([self._ranks[place] for place in self._exchange.late()])
         return f"{call} of process group {self._name}: {late}"
 
-    def _fail(self, error: CollectiveError) -> None:
+    def _fail(self, error: StallError) -> None:
+        """The group is of no use any more, on all ranks; these live, and may go on without it."""
         self._world.health.report(error)
         raise error
 

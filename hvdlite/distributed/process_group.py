@@ -85,6 +85,10 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self.membership.set_timeout(timeout.total_seconds())
 
+    def statistics(self) -> dict[str, int]:
+        """What this rank has done in this group so far, by the names of `hvdlite.statistics`."""
+        return self.membership.statistics()
+
     # Reductions.
 
     @by_device

@@ -36,6 +36,7 @@ class GroupWork(Work):
         self._lock = threading.Lock()  # guards _is_done against who wants to be told
         self._end: threading.Event | None = None
         self._future: Future[Any] | None = None
+        self._trigger: Future[None] | None = None
 
     # For whoever begins and does it.
 
@@ -75,11 +76,12 @@ class GroupWork(Work):
             self._error, self._source = error, source
             self._run = None  # and with it what was kept alive
             self._is_done = True
-            end, future = self._end, self._future
+            end, trigger = self._end, self._trigger
+            self._trigger = None
         if end is not None:
             end.set()
-        if future is not None:
-            _settle(future, self._result, error)
+        if trigger is not None:
+            trigger.set_result(None)
 
     # torch's interface.
 
@@ -125,11 +127,19 @@ class GroupWork(Work):
             future = self._future
             if future is not None:
                 return future
-            future = self._future = Future()
+            trigger: Future[None] = Future()
+            # C++ sees the error of a callback as one; what Future.set_exception sets it takes for a result.
+            future = self._future = trigger.then(self._outcome)
+            self._trigger = trigger
             is_done = self._is_done
         if is_done:
-            _settle(future, self._result, self._error)
+            trigger.set_result(None)
         return future
+
+    def _outcome(self, trigger: Future[None]) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     def _ended(self) -> threading.Event:
         with self._lock:
@@ -138,10 +148,3 @@ class GroupWork(Work):
                 if self._is_done:
                     self._end.set()
             return self._end
-
-
-def _settle(future: Future[Any], result: list[torch.Tensor], error: BaseException | None) -> None:
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

@@ -44,7 +44,7 @@ say("end")
 """
 
 
-@pytest.mark.parametrize("kind", ["in a collective", "in a message"])
+@pytest.mark.parametrize("kind", ["in a collective", pytest.param("in a message", marks=pytest.mark.thorough)])
 def test_a_killed_rank_is_named(kind: str) -> None:
     check_end(run(SCRIPT, kind, n=3, mpi="none"), "rank 1 (pid", "died without a word")
 
@@ -53,7 +53,7 @@ def test_an_exception_reaches_the_others() -> None:
     check_end(run(SCRIPT, "by an exception", n=3, mpi="none"), "rank 1 raised KeyError: 'oh'")
 
 
-@pytest.mark.parametrize("mpi", ["none", "current"])
+@pytest.mark.parametrize("mpi", ["none", pytest.param("current", marks=pytest.mark.thorough)])
 def test_a_program_that_forgets_destroy_process_group_ends_in_order(mpi: str) -> None:
     result = run(SCRIPT, "forgetting", n=3, mpi=mpi)
     assert result.returncode == 0, result

@@ -11,7 +11,10 @@ import torch.distributed as dist
 
 from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told, total
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning", "ignore:Sparse invariant checks")
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning", "ignore:Sparse invariant checks"),
+]
 REDUCED = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 LAST = SIZE - 1
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
+import hvdlite.torch as hvd
 from distributed_lab import NODES, RANK, SIZE, of_rank, process_group, told
+from hvdlite import mpi
+from hvdlite.errors import ShutDownError, StartupError
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
+]
 LAST = SIZE - 1
 
 
@@ -117,3 +128,85 @@ def test_other_devices_have_other_backends() -> None:
         assert tensor[0] == SIZE
     with process_group(), pytest.raises(ValueError, match="the tensor is on meta, and hvdlite has those of the host"):
         dist.all_reduce(torch.ones(3, device="meta"))
+
+
+@pytest.mark.parametrize("hvdlite_first", [True, False])
+def test_beside_hvdlite(hvdlite_first: bool) -> None:
+    if hvdlite_first:
+        hvd.init()
+    with process_group():
+        if not hvdlite_first:
+            hvd.init()
+        try:
+            assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
+            upper = dist.new_group(range(SIZE // 2, SIZE))
+            members = hvd.ProcessSet.from_group(upper)
+            assert (members is not None) == (RANK >= SIZE // 2)
+            works = dist.all_reduce(torch.ones(100), async_op=True), hvd.allreduce_async(torch.ones(100), op=hvd.Sum)
+            works[0].wait()
+            assert hvd.synchronize(works[1])[0] == SIZE
+            if members is not None:
+                assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=members)[0] == SIZE - SIZE // 2
+            everybody = hvd.global_process_set.process_group()
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=everybody)
+            assert tensor[0] == SIZE
+        finally:
+            hvd.shutdown()
+        dist.barrier()
+
+
+def test_statistics_count_what_a_group_has_reduced() -> None:
+    with process_group() as group:
+        before = group.statistics()
+        dist.all_reduce(torch.ones(100))
+        after = group.statistics()
+        assert after["reduced_bytes"] - before["reduced_bytes"] == 400
+        assert after["buckets"] - before["buckets"] == 1
+
+
+def test_a_forked_child_has_no_part_in_it() -> None:
+    with process_group():
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor, async_op=True).wait()
+        child = os.fork()
+        if child == 0:
+            try:
+                dist.all_reduce(tensor)
+            except ShutDownError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        dist.all_reduce(tensor)
+        assert tensor[0] == SIZE**2
+
+
+def test_nothing_is_left_of_a_group() -> None:
+    def used() -> tuple[int, set[str]]:
+        gc.collect()
+        names = {thread.name for thread in threading.enumerate() if thread.name.startswith("hvdlite")}
+        return len(os.listdir("/proc/self/fd")), names
+
+    def use() -> None:
+        with process_group():
+            dist.all_reduce(torch.ones(10), async_op=True).wait()
+            work = dist.isend(torch.ones(3), (RANK + 1) % SIZE)
+            dist.irecv(torch.empty(3), (RANK - 1) % SIZE).wait()
+            work.wait()
+            dist.new_group(range(SIZE))
+
+    use()
+    before = used()
+    for _ in range(3):
+        use()
+    after = used()
+    assert after[1] == before[1]
+    assert after[0] <= before[0] + 3, (before, after)  # a store that ends later
+
+
+@pytest.mark.skipif(SIZE == 1 or mpi.was_imported(), reason="ranks reach one another")
+def test_several_nodes_without_mpi_are_refused_with_the_way_out() -> None:
+    way_out = "between those hvdlite needs MPI. Start them with `hvdliterun -np"
+    with pytest.raises(StartupError, match=way_out), process_group(tuple(range(SIZE))):
+        pass
+    assert not dist.is_initialized()

@@ -1,0 +1,99 @@
+"""What process groups are made of: the order of calls, what ranks say that contradict one another, the entry point."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvdlite.distributed.call import call_on, call_without_shape, contradiction
+from hvdlite.distributed.lane import Lane
+from hvdlite.distributed.work import GroupWork
+from hvdlite.errors import CollectiveError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_tasks_are_done_in_order_by_whoever_waits_or_the_thread() -> None:
+    lane, done = Lane("test"), []
+    works = [GroupWork(lambda n=n: done.append(n), [], str(n)) for n in range(200)]  # type: ignore[misc]
+    for number, work in enumerate(works):
+        work.begin(lane, is_awaited=number % 7 == 0)
+        if number % 5 == 0:
+            work.wait()
+            assert work.is_success()
+    works[-1].wait()
+    assert done == list(range(200))
+    assert lane.close(10)
+
+
+def test_who_waits_does_nothing_that_comes_later() -> None:
+    lane, gate = Lane("test"), threading.Event()
+    first, second = GroupWork(lambda: None, [], "first"), GroupWork(gate.wait, [], "second")
+    first.begin(lane, is_awaited=False)
+    second.begin(lane, is_awaited=False)
+    first.wait()  # would wait for ever with the second
+    assert not second.is_completed()
+    gate.set()
+    second.wait()
+    assert lane.close(10)
+
+
+def test_a_wait_has_a_limit_and_an_error_is_kept() -> None:
+    lane, gate = Lane("test"), threading.Event()
+    slow = GroupWork(gate.wait, [], "slow")
+    slow.begin(lane, is_awaited=False)
+    with pytest.raises(CollectiveError, match="slow is not done after the timeout of 0.05 s"):
+        slow.wait(timedelta(seconds=0.05))
+    wrong = GroupWork(lambda: 1 / 0, [], "wrong")
+    wrong.begin(lane, is_awaited=False)
+    gate.set()
+    with pytest.raises(ZeroDivisionError):
+        wrong.wait()
+    assert isinstance(wrong.exception(), ZeroDivisionError)
+    assert not wrong.is_success()
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
+        wrong.get_future().wait()
+    assert lane.close(10)
+
+
+def test_a_lane_without_work_sleeps() -> None:
+    lane = Lane("test")
+    GroupWork(lambda: None, [], "one").begin(lane, is_awaited=False)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+    assert lane.close(10)
+
+
+def test_contradictions_name_what_differs() -> None:
+    float32, float64 = torch.float32, torch.float64
+    same = [call_on("all_reduce", torch.Size([2, 3]), float32, "SUM")] * 2
+    other = call_on("all_reduce", torch.Size([2, 3]), float64, "SUM")
+    assert same[0].card != other.card
+    text = str(contradiction("0", [call.text for call in (*same, other)], [4, 5, 9]))
+    assert "dtype is torch.float32 on ranks 4 and 5 but torch.float64 on rank 9" in text
+    assert "shape is" not in text
+    text = str(contradiction("0", [same[0].text, call_without_shape("barrier").text], [0, 1]))
+    assert "they call all_reduce((2, 3), torch.float32, SUM) on rank 0 but barrier() on rank 1" in text
+
+
+def test_importing_torch_registers_the_backend_and_imports_nothing_of_hvdlite() -> None:
+    script = (
+        "import importlib.metadata as m, sys\n"
+        "entry = m.EntryPoint('hvdlite', 'hvdlite_torch_backend:register', 'torch.backends')\n"
+        "found = m.entry_points\n"
+        "m.entry_points = lambda **k: [entry] if k.get('group') == 'torch.backends' else found(**k)\n"
+        "import torch, torch.distributed as dist\n"
+        "assert 'hvdlite' in dist.Backend.backend_list\n"
+        "assert 'hvdlite' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=ROOT)
+    assert 'hvdlite = "hvdlite_torch_backend:register"' in (ROOT / "pyproject.toml").read_text()
