@@ -6,7 +6,7 @@ import os
 import pickle
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +20,14 @@ from hvdlite.config import Config
 from hvdlite.distributed.doors import Entrance
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.process_group import HvdliteProcessGroup
+from hvdlite.errors import StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
 from hvdlite.recorder import Recorder
 from hvdlite.rendezvous import RendezvousRanks
 from hvdlite.torch_store import InGivenStore
+
+_FAREWELL_S = 2.0
 
 
 def create(options: Any) -> HvdliteProcessGroup:
@@ -33,6 +36,16 @@ def create(options: Any) -> HvdliteProcessGroup:
     Raises:
         StartupError: a rank did not come in time, or ranks cannot reach one another; says what to do.
     """
+    try:
+        return _created(options)
+    except StartupError:
+        with suppress(StartupError):  # a rank that has the store stays until the others have heard why
+            everybody = range(options.group_size)
+            InGivenStore(options.store).gather("hvdlite/failed", everybody, options.group_rank, b"-", _FAREWELL_S)
+        raise
+
+
+def _created(options: Any) -> HvdliteProcessGroup:
     rank, size, name = options.group_rank, options.group_size, options.group_id
     ranks = list(options.global_ranks_in_group) or list(range(size))
     timeout_s = options.timeout.total_seconds()

@@ -20,6 +20,7 @@ from hvdlite.recorder import Lane
 from hvdlite.world import World
 
 _LOG = logging.getLogger("hvdlite")
+_CHUNKS = 2  # of which a window has room: more bytes for a wait than an allreduce takes, and still in cache
 _TELL = 0x7465_6C6C  # the card of ranks that tell one another what they have come for
 
 
@@ -42,7 +43,7 @@ class NodeCarrier(Carrier):
         self._ranks = tuple(ranks)
         self._stall_s = math.inf if config.stall_check_disable else config.stall_check_time_s or math.inf
         self.timeout_s = timeout_s
-        window_bytes = max(config.chunk_bytes, node.local_size * ALIGNMENT)
+        window_bytes = max(_CHUNKS * config.chunk_bytes, node.local_size * ALIGNMENT)
         self._segment = node.share(_native.OrderedExchange.bytes_needed(node.local_size, window_bytes))
         self._exchange = _native.OrderedExchange(
             self._segment.address,
