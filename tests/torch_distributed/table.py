@@ -44,6 +44,14 @@ class Outcome:
     outcome: str
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.outcome}: {self.reason}"
+
+    @classmethod
+    def parse(cls, text: str) -> Outcome:
+        outcome, _, reason = text.partition(": ")
+        return cls(outcome, reason)
+
 
 def run(backend: str, ranks: int, cases: Sequence[str] = (), limit_s: float = 900) -> dict[str, Outcome]:
     """What became of ``cases``, by default of all."""
@@ -80,7 +88,7 @@ class Table:
         table = json.loads(OUTCOMES.read_text())
         not_passed = {
             ranks: {
-                backend: {case: Outcome(*outcome) for case, outcome in found.items()}
+                backend: {case: Outcome.parse(text) for case, text in found.items()}
                 for backend, found in backends.items()
             }
             for ranks, backends in table["not passed"].items()
@@ -89,10 +97,7 @@ class Table:
 
     def write(self) -> None:
         not_passed = {
-            ranks: {
-                backend: {case: [each.outcome, each.reason] for case, each in found.items()}
-                for backend, found in backends.items()
-            }
+            ranks: {backend: {case: str(each) for case, each in found.items()} for backend, found in backends.items()}
             for ranks, backends in self.not_passed.items()
         }
         table = {"torch": self.torch, "cases": self.cases, "not passed": not_passed}
@@ -126,7 +131,7 @@ def page(table: Table) -> str:
     for (case, found), numbers in with_ranks.items():
         alike[found, ", ".join(numbers)].append(case)
     rows = [
-        f"| {found.outcome}: {found.reason} | {ranks} | {', '.join(f'`{case}`' for case in cases)} |"
+        f"| {found} | {ranks} | {', '.join(f'`{case}`' for case in cases)} |"
         for (found, ranks), cases in sorted(alike.items(), key=lambda each: (each[0][0].outcome, -len(each[1])))
     ]
     return "\n".join(
