@@ -146,9 +146,7 @@ class OrderedExchange:
     CONTRADICTION: ClassVar[int]
     DEPARTED: ClassVar[int]
 
-    def __init__(
-        self, address: int, rank: int, size: int, abort_address: int, spin_us: int, window_bytes: int
-    ) -> None:
+    def __init__(self, address: int, rank: int, size: int, abort_address: int, spin_us: int, window_bytes: int) -> None:
         """``address``: of `bytes_needed` zeroed bytes; ``abort_address``: a 32-bit word, non-zero ends every wait."""
     @staticmethod
     def bytes_needed(size: int, window_bytes: int) -> int: ...
