@@ -4,7 +4,7 @@
     python -m benchmarks allreduce latency     # only these
     python -m benchmarks --readme              # none: plots, and tables of READMEs and docs, of what is there
 
-Takes not quite 25 minutes on two cores that have nothing else to do. What goes across emulated hosts needs root; what
+Takes half an hour on two cores that have nothing else to do. What goes across emulated hosts needs root; what
 is measured with MPICH or Intel MPI, an environment that has it beside hvdlite (tests/run.py makes them); plots,
 matplotlib; what begins with gpu, a GPU.
 """
@@ -26,7 +26,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
 from measure import table  # noqa: E402 (the line above makes it importable)
-from pages import allreduce_table, refresh, split_table, steps_table, targets_table  # noqa: E402
+from pages import allreduce_table, collectives_table, refresh, split_table, steps_table, targets_table  # noqa: E402
 from targets import lines, targets  # noqa: E402
 
 SKIPPED = 77  # the exit status of what cannot run here
@@ -84,6 +84,8 @@ PROGRAMS = {
     "overlap": Program(across(2, 1, "overlap.py")),
     "tensor_parallel": Program(on_ranks(2, "tensor_parallel.py")),
     "tensor_parallel_layer": Program(on_ranks(2, "tensor_parallel_layer.py")),
+    "torch_distributed": Program(on_ranks(2, "torch_distributed.py")),
+    "torch_distributed_4": Program(on_ranks(4, "torch_distributed.py")),
     "scale_model": Program(("scale_model.py",), takes_turns=False),
     "gpu": Program(("gpu.py", "pack", "step")),
     "gpu_node_2": Program(on_ranks(2, "gpu.py", "node")),
@@ -164,6 +166,9 @@ def main() -> int:
         for name in ("tensor_parallel", "tensor_parallel_layer"):
             if name in reports:
                 refresh(ROOT / "docs" / "tensor_parallel.md", name, split_table(reports[name]))
+        for name in ("torch_distributed", "torch_distributed_4"):
+            if name in reports:
+                refresh(ROOT / "docs" / "torch-distributed.md", name, collectives_table(reports[name]))
     print(f"{len(done)} programs in {time.monotonic() - start:.0f} s" + "".join(f"; {name} failed" for name in failed))
     return 1 if failed else 0
 

@@ -104,6 +104,21 @@ def split_table(report: Report) -> str:
     return _table(["time over its compute alone", "wanted", *(SPLIT_WAYS[way] for way in ways)], rows)
 
 
+def collectives_table(report: Report) -> str:
+    """How many times as fast as over Gloo a call or a step of torch.distributed is."""
+    sizes = list(dict.fromkeys(row["bytes"] for row in report["collectives"]))
+    rows: dict[str, list[str]] = {}
+    for row in report["collectives"]:
+        rows.setdefault(row["collective"], []).append(f"{row['times_as_fast']['value']:.1f}")
+    steps = [
+        [f"{kind}: {found['model']}", *(_two_digits(found["ways"][way]["median_ms"]) for way in ("hvdlite", "Gloo"))]
+        for kind, key in (("DDP", "ddp"), ("FSDP2", "fsdp2"))
+        for found in report[key]
+    ]
+    first = _table(["times as fast as Gloo", *map(size, sizes)], [[name, *cells] for name, cells in rows.items()])
+    return f"{first}\n\n{_table(['step, ms', 'hvdlite', 'Gloo'], steps)}"
+
+
 def _ratio(row: dict[str, Any]) -> str:
     ratio = row["over_alone"]["value"]
     return f"**{ratio:.3f}**" if "limit" in row and ratio > row["limit"] else f"{ratio:.3f}"

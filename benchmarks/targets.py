@@ -328,6 +328,37 @@ def _best_unfused(reports: Reports) -> Iterator[Figure]:
             yield _figure(f"{what}, time / {worst['best_unfused']}, most at {shape}", worst["over_unfused"], 1.0)
 
 
+# torch.distributed.
+
+_TORCH_REPORTS = {"torch_distributed": "2 ranks", "torch_distributed_4": "4 ranks"}
+
+
+def _torch_collectives(reports: Reports) -> Iterator[Figure]:
+    for name, ranks in _TORCH_REPORTS.items():
+        rows = [row for row in reports.get(name, {}).get("collectives", ()) if row["bytes"] >= 256 * KIB]
+        if rows:
+            worst = min(rows, key=lambda row: row["times_as_fast"]["value"])
+            label = f"{ranks}, least of {worst['collective']} at {size(worst['bytes'])}"
+            yield _figure(label, worst["times_as_fast"], 5.0, at_most=False)
+
+
+def _torch_latency(reports: Reports) -> Iterator[Figure]:
+    for name, ranks in _TORCH_REPORTS.items():
+        rows = [row for row in reports.get(name, {}).get("collectives", ()) if row["bytes"] == 4]
+        if rows:
+            worst = min(rows, key=lambda row: row["times_as_fast"]["value"])
+            yield _figure(f"{ranks}, most of {worst['collective']}", _inverse(worst["times_as_fast"]), 0.2)
+
+
+def _torch_steps(key: str, what: str, limit: float) -> Callable[[Reports], Iterator[Figure]]:
+    def figures(reports: Reports) -> Iterator[Figure]:
+        for name, ranks in _TORCH_REPORTS.items():
+            for found in reports.get(name, {}).get(key, ()):
+                yield _figure(f"{ranks}, {found['model']}", found[what], limit)
+
+    return figures
+
+
 # GPUs.
 
 _GPU_REPORTS = {"gpu_node_2": "2 ranks", "gpu_node_4": "4 ranks"}
@@ -401,6 +432,10 @@ _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
         "tensor_parallel_layer", "backward", ("dtype", "form")
     ),
     "tensor parallelism, against the best unfused way": _best_unfused,
+    "torch.distributed: collectives from 256 KiB, times as fast as Gloo": _torch_collectives,
+    "torch.distributed: time of 4 B / Gloo's": _torch_latency,
+    "torch.distributed: exposed communication of DDP / that over Gloo": _torch_steps("ddp", "exposed", 0.35),
+    "torch.distributed: step of FSDP2 / that over Gloo": _torch_steps("fsdp2", "step", 0.8),
     "GPU: bandwidth of pack and unpack / that of a copy": _gpu_pack,
     "GPU: step with 1 rank / plain torch's": _gpu_step,
     "GPU: allreduce within a node / a copy of as many bytes on all ranks": _gpu_node,

@@ -14,6 +14,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   faults   tests that start mpirun and hvdliterun themselves and kill ranks, on both MPIs and without
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
   examples the programs of examples/, and the benchmarks on little data
+  torch_distributed  torch's own tests of backends, over hvdlite: some; with --thorough all, for some ten minutes
   browser  pages that hvdlite writes, in Debian's Chromium, which it installs where it may; skipped where there is none
   docs     programs and commands on the pages, and the site that is built of them; only if asked for by name
   slurm    jobs under a real Slurm of one node, Debian's, likewise
@@ -65,6 +66,7 @@ SUITES = (
     "faults",
     "hosts",
     "examples",
+    "torch_distributed",
     "docs",
     "browser",
     "slurm",

@@ -33,7 +33,8 @@ NOT_HERE = {
 }
 OTHER_HOSTS = re.compile(r"hvdliterun (?=.*-H \w+:\d)")
 # The program that a page's commands call train.py: the first one of a page.
-TRAIN = {"README.md": "docs/from-horovod.md", "docs/elastic.md": "docs/elastic.md"}
+_OWN = ("docs/elastic.md", "docs/torch-distributed.md")
+TRAIN = {"README.md": "docs/from-horovod.md", **{page: page for page in _OWN}}
 
 
 def key(block: Block) -> tuple[str, str] | None:

@@ -93,6 +93,17 @@ def test_costs(launch: Launch, tmp_path: Path) -> None:
     assert report["memory"]["400 tiny parameters"]["gradient_bytes"] == 844800
 
 
+@pytest.mark.thorough
+def test_torch_distributed(launch: Launch, tmp_path: Path) -> None:
+    few = ("--rounds=1", "--step-rounds=1", "--bytes", "4", "4096", "--models", "400 tiny parameters")
+    report = run(launch, 2, "torch_distributed.py", tmp_path / "t.json", *few)
+    assert {row["bytes"] for row in report["collectives"]} == {4, 4096}
+    assert {"all_reduce", "all_gather", "send and receive"} <= {row["collective"] for row in report["collectives"]}
+    assert all(row["times_as_fast"]["value"] > 0 for row in report["collectives"])
+    (ddp,), (fsdp2,) = report["ddp"], report["fsdp2"]
+    assert set(ddp["ways"]) == {"no communication", "hvdlite", "Gloo"} and set(fsdp2["ways"]) == {"hvdlite", "Gloo"}
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_train_step(launch: Launch, tmp_path: Path, ranks: int) -> None:
     options = ("--rounds=1", "--steps=1", "--models", "400 tiny parameters")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +84,31 @@ def test_split_gpt_has_the_losses_of_one_process(launch: Launch, tmp_path: Path)
         assert state.keys() == states[0].keys()
         for name, value in state.items():
             torch.testing.assert_close(value, states[0][name], rtol=1e-2, atol=1e-2)
+
+
+SHARDED = ("--batch-size=6", "--context=16", "--width=32", "--layers=1", "--heads=2")
+
+
+def test_a_sharded_gpt_learns(launch: Launch, tmp_path: Path) -> None:
+    options = ("--steps=30", "--lr=0.01", f"--checkpoints={tmp_path}", *SHARDED)
+    said = launch(2, EXAMPLES / "05_fsdp2.py", *options, mpi="none", timeout=240).check().ranks[0].stdout
+    assert "29,600 parameters, 14,800 of them on rank 0 of 2" in said
+    assert float(final_loss(said)) < 4  # ln(256) = 5.5 knows nothing
+    assert sorted(path.name for path in (tmp_path / "30").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.thorough
+def test_a_sharded_gpt_goes_on_with_another_number_of_ranks(launch: Launch, tmp_path: Path) -> None:
+    """Under mpirun, under hvdliterun, and under torchrun."""
+    script, checkpoints = EXAMPLES / "05_fsdp2.py", f"--checkpoints={tmp_path / 'gpt'}"
+    whole = launch(2, script, "--steps=20", *SHARDED, timeout=240).check()
+    launch(3, script, "--steps=10", checkpoints, *SHARDED, mpi="none", timeout=240).check()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*torchrun, str(script), "--steps=20", checkpoints, *SHARDED]
+    resumed = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=True).stdout
+    assert "on rank 0 of 2, from step 10" in resumed
+    assert float(final_loss(resumed)) == pytest.approx(float(final_loss(whole.stdout)), abs=2e-3)
 
 
 def test_gpt_writes_a_timeline_of_all_ranks(launch: Launch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from beside_compute import Row, compare, report, rounds_within
 from measure import estimate, in_turns, median_ratio
-from pages import allreduce_table, refresh, split_table, steps_table, targets_table
+from pages import allreduce_table, collectives_table, refresh, split_table, steps_table, targets_table
 from targets import Target, lines, targets
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -119,6 +119,41 @@ def model(name: str, own: float, mpi: float, step: float, exposed: float, ddp_ms
             "simple MPI": {"way": "MPI", "step": exactly(step)},
         },
     }
+
+
+def torch_report(**faster: float) -> dict[str, Any]:
+    """Of torch.distributed: how many times as fast as Gloo each collective is, at 4 B and at 1 MiB."""
+    collectives = [
+        {"collective": name, "bytes": nbytes, "times_as_fast": exactly(times * (2 if nbytes == 4 else 1))}
+        for name, times in faster.items()
+        for nbytes in (4, MIB)
+    ]
+    ways = {"hvdlite": {"median_ms": 4.0}, "Gloo": {"median_ms": 8.0}}
+    step = {"model": "transformer", "ways": ways, "step": exactly(0.5)}
+    return {"collectives": collectives, "ddp": [step | {"exposed": exactly(0.25)}], "fsdp2": [step]}
+
+
+def test_torch_distributed_against_gloo() -> None:
+    reports = {
+        "torch_distributed": torch_report(reduce=6.0, gather=4.0),
+        "torch_distributed_4": torch_report(reduce=2.0),
+    }
+    assert found(reports, "torch.distributed: collectives") == {
+        "2 ranks, least of gather at 1 MiB": (4.0, False),
+        "4 ranks, least of reduce at 1 MiB": (2.0, False),
+    }
+    assert found(reports, "torch.distributed: time of 4 B") == {
+        "2 ranks, most of gather": (1 / 8, True),
+        "4 ranks, most of reduce": (1 / 4, False),
+    }
+    assert found(reports, "torch.distributed: exposed")["4 ranks, transformer"] == (0.25, True)
+    assert found(reports, "torch.distributed: step of FSDP2")["2 ranks, transformer"] == (0.5, True)
+
+
+def test_the_table_of_collectives() -> None:
+    rows = collectives_table(torch_report(reduce=6.0)).splitlines()
+    assert rows[0] == "| times as fast as Gloo | 4 B | 1 MiB |" and rows[2] == "| reduce | 12.0 | 6.0 |"
+    assert rows[-2:] == ["| DDP: transformer | 4 | 8 |", "| FSDP2: transformer | 4 | 8 |"]
 
 
 def test_steps() -> None:
@@ -277,12 +312,12 @@ def test_gpus() -> None:
 
 def test_tables_have_a_row_for_every_target() -> None:
     nothing = targets({})
-    assert len(nothing) == 31
+    assert len(nothing) == 36
     assert [row[0] for row in lines(nothing)] == [target.what for target in nothing]
     assert {target.verdict for target in nothing} == {"not measured"}
     some: list[Target] = targets({"allreduce": OPEN_MPI})
     table = targets_table(some).splitlines()
-    assert len(table) == 2 + 31
+    assert len(table) == 2 + 36
     assert table[2].endswith("| ≤ 1.1 | time / memcpy's: **1.25 (1.25, 1.25)** | NO |")
     assert table[3].endswith("| ≤ 3 | time / memcpy's: 3 (3, 3) | yes |")
 
