@@ -97,6 +97,7 @@ class Job:
             text=True,
         )
         self.members: set[int] = set()  # of the last generation that has said so
+        self.stopped: set[int] = set()
         self.sizes: Counter[int] = Counter()
         self.epochs = 0
         self.wrong: list[str] = []
@@ -164,6 +165,8 @@ def strike(job: Job, chance: random.Random, spared: int) -> str:
             os.kill(pid, number)
         except ProcessLookupError:
             return ""
+        if number == signal.SIGSTOP:
+            job.stopped.add(pid)
     return kind
 
 
@@ -177,7 +180,7 @@ def run(minutes: float, ranks: int, seed: int) -> list[str]:
         ends = time.monotonic() + 60 * minutes
         while time.monotonic() < ends and job.process.poll() is None:
             time.sleep(chance.uniform(*PAUSE_S))
-            members = sorted(job.members)
+            members = sorted(job.members - job.stopped)  # a stopped one cannot keep the state for the others
             if len(members) > 1 and (kind := strike(job, chance, chance.choice(members))):
                 mishaps[kind] += 1
                 if kind in ("killed", "two killed"):

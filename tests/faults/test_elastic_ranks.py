@@ -118,7 +118,7 @@ def test_too_few_wait_for_a_new_process(victim: int) -> None:
 @pytest.mark.thorough
 def test_a_stopped_rank_is_ended_and_left_out() -> None:
     stopped = "os.kill(os.getpid(), signal.SIGSTOP)"
-    limits = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6", "HVDLITE_FAILURE_GRACE_SECONDS": "2"}
+    limits = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "8", "HVDLITE_FAILURE_GRACE_SECONDS": "2"}
     result = run(stopped, "--restarts", "0", **limits).check()
     check_counts(result, 2)
     assert "rank 1 did not come to the others after a failure, and is ended" in result.launcher_output
