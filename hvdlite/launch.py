@@ -15,7 +15,7 @@ from typing import IO, Any, NoReturn
 
 from hvdlite import environment, launched
 from hvdlite.config import Config
-from hvdlite.errors import RankFailedError, StartupError, is_known_everywhere
+from hvdlite.errors import ConfigError, RankFailedError, StartupError, is_known_everywhere
 from hvdlite.interfaces import select
 from hvdlite.remote_call import CallServer, Outcome, pack
 
@@ -72,6 +72,11 @@ def run(
     words = [*(["-np", str(num_proc)] if num_proc is not None else []), *(["-H", hosts] if hosts else []), *options]
     # Parsed here too, so that a mistake is an exception.
     arguments = front.parse([*words, "--", sys.executable])
+    if arguments.is_elastic:
+        raise ConfigError(
+            "hvdlite.run returns what each rank returns, so no rank can be replaced: leave out --elastic, --min-np and "
+            "--host-discovery-script, or start a program by `hvdliterun --elastic` (docs/elastic.md)"
+        )
     launch = front.launch_of(arguments, environ)
     config = Config.from_env({**environ, **arguments.effects.settings})
     addresses = [] if launch.is_local else [a for interface in select(launch.interfaces) for a in interface.addresses]

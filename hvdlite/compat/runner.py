@@ -47,7 +47,7 @@ def run(
     Raises:
         ValueError: ``hosts`` and ``hostfile``, or ``use_gloo`` and ``use_mpi``, are given together.
         RuntimeError: whatever a rank raised, or did not start for; `hvdlite.run` raises what the rank raised.
-        StartupError: ``host_discovery_script`` is given; hosts are not discovered.
+        ConfigError: ``host_discovery_script`` or ``min_num_proc`` is given: ranks are not replaced.
     """
     if hosts is not None and hostfile is not None:
         raise ValueError("horovod.run: give hosts or hostfile, not both")

@@ -244,7 +244,7 @@ mpi_args network_interface network_interfaces executable np min_np max_np
 
 def test_arguments_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(inspect.signature(runner.run).parameters) == ARGUMENTS_OF_RUN.split()
-    with pytest.raises(ConfigError, match="--host-discovery-script: hosts are not discovered"):
+    with pytest.raises(ConfigError, match="no rank can be replaced"):
         runner.run(print, num_proc=2, host_discovery_script="hosts.sh")
     monkeypatch.setattr(hvdlite, "run", lambda *args, options, **others: options)
     assert runner.run(print) == []
