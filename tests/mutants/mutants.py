@@ -58,6 +58,37 @@ MUTANTS = [
         "return word & kCountMask;",
         "unit/test_control_page.py",
     ),
+    # Plans that run free across nodes: what has begun is executed only if it was not dropped.
+    Mutant(
+        f"{_COORDINATOR}readiness.py",
+        "(not is_held and self._early.has_begun and self._early.has_come())",
+        "(self._early.has_begun and self._early.has_come())",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}readiness.py",
+        "        if plan.told == plan.done < plan.ready:\n            plan.told = plan.done + 1\n",
+        "        if plan.told < plan.ready:\n            plan.told = plan.ready\n",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_leader.py",
+        "any(node.count > count or node.is_begun for node in nodes)",
+        "any(node.is_begun for node in nodes)",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}coordinator.py",
+        "                self._owner.early.drop(reaction.begun)\n",
+        "",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COLLECTIVES}early.py",
+        "return self._exchange is None and _native.load64(self._turns.address) >= self._turn",
+        "return self._exchange is None",
+        "4 mpi/test_prepared.py",
+    ),
     # Plans that run free: when an operation is due, what ends them, and what becomes of what has begun.
     Mutant(
         f"{_COORDINATOR}plan_member.py",
@@ -91,8 +122,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COORDINATOR}plan_leader.py",
-        "self._may_run_free and watch.came_alone(period)",
-        "self._may_run_free",
+        "may is not None and watch.came_alone(period) and all(",
+        "may is not None and all(",
         _PLANS,
     ),
     Mutant(
