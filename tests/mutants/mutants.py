@@ -138,7 +138,7 @@ MUTANTS = [
         "0) * kMostBytes",
         _THREADS,
     ),
-    Mutant("csrc/small_allreduce.cpp", "turn_ += has_begun_ ? 1 : 2;", "turn_ += has_begun_ ? 0 : 1;", _THREADS),
+    Mutant("csrc/small_allreduce.cpp", "turn_ += has_begun_ ? 1 : 2;", "turn_ += 2;", _THREADS),
     Mutant(
         "csrc/small_allreduce.cpp",
         "own.turn.store(turn_, std::memory_order_seq_cst);",
