@@ -34,6 +34,7 @@ TORCH = ("torch==2.13.0", "torch")
 SOURCES = (
     "csrc",
     "hvdlite",
+    "hvdlite_torch_backend.py",
     "setup.py",
     "pyproject.toml",
     "README.md",

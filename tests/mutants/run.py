@@ -26,7 +26,18 @@ from mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
-COPIED = ("csrc", "hvdlite", "tests", "setup.py", "pyproject.toml", "README.md", "docs", "tools", "examples")
+COPIED = (
+    "csrc",
+    "hvdlite",
+    "hvdlite_torch_backend.py",
+    "tests",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "docs",
+    "tools",
+    "examples",
+)
 
 
 class Tree:
