@@ -73,7 +73,7 @@ SUITES = (
     "integrations",
 )
 # Suites that need processors and no clock, and those beside which they run: starts, waits and ends of processes.
-BESIDE = ("lint", "sanitizers")
+BESIDE = ("lint", "sanitizers", "fuzz")
 WAITING = ("faults", "hosts", "examples")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
 # them between sessions first (sched(7), autogroup), where it is set to.
