@@ -184,9 +184,7 @@ def allows_threads() -> bool:
 
 def ends_with_hvdlite() -> bool:
     """Whether MPI runs, and nobody but hvdlite ends it."""
-    import mpi4py
-
-    return is_running() and mpi4py.rc.finalize is False
+    return is_running() and sys.modules["mpi4py"].rc.finalize is False
 
 
 def finalize(timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:

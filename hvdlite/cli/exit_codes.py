@@ -8,15 +8,16 @@ import signal
 from collections.abc import Sequence
 
 _MARK = b"[mpiexec@"
-_LINE = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*)\n")
+_LINES = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*\n(?:\[[^\]\n]*\] [\d, ]*\n)*)")
+"""One for all hosts, or one for each."""
 _OF_LAUNCHER = (signal.SIGKILL, signal.SIGTERM)  # which it sends to the others once a rank has failed
 
 
 class ExitCodes:
-    """Takes mpirun's line out of what passes through.
+    """Takes mpirun's lines out of what passes through; they are the last that it says.
 
     Attributes:
-        codes: of all ranks, as `os.waitstatus_to_exitcode` has them; empty where the line has not come.
+        codes: of all ranks, as `os.waitstatus_to_exitcode` has them; empty where the lines have not come.
     """
 
     def __init__(self) -> None:
@@ -25,8 +26,11 @@ class ExitCodes:
 
     def take_from(self, piece: bytes) -> bytes:
         """What is to be passed on by now; an empty ``piece`` is the end, and leaves nothing behind."""
-        data = _LINE.sub(self._note, self._held + piece)
-        kept = _start_of_line(data) if piece else len(data)
+        data = self._held + piece
+        if not piece:
+            self._held = b""
+            return _LINES.sub(self._note, data)
+        kept = _start_of_lines(data)
         self._held = data[kept:]
         return data[:kept]
 
@@ -36,10 +40,10 @@ class ExitCodes:
         return b""
 
 
-def _start_of_line(data: bytes) -> int:
-    """Where in ``data`` the line may begin whose end has not come."""
-    found = data.rfind(_MARK)
-    if found >= 0 and b"\n" not in data[found:]:
+def _start_of_lines(data: bytes) -> int:
+    """Where in ``data`` they may begin."""
+    found = data.find(_MARK)
+    if found >= 0:
         return found
     lengths = (n for n in range(len(_MARK) - 1, 0, -1) if data.endswith(_MARK[:n]))
     return len(data) - next(lengths, 0)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
-from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, how_ended, shell_status, sweep
+from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, how_ended, is_stopped, shell_status, sweep
 from hvdlite.cli.job import Command, Launch, thread_settings
 from hvdlite.errors import StartupError
 from hvdlite.launched import told, without_launcher
@@ -134,6 +134,8 @@ class _Job:
             self._end_within(self._grace_s)
         elif self.status != 0 and rank == 0:
             self._end_within(_LAST_WORDS_S)
+        if self.status != 0 and all(is_stopped(other.pid) for other in self._living.values()):
+            self._end_within(0.0)  # nobody is left who could save anything
 
     def _end_within(self, seconds: float) -> None:
         """Unless they are to end earlier anyway."""

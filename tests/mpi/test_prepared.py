@@ -28,7 +28,7 @@ WINDOW = 128 << 10
 REPEATS = 20
 """More than it takes until an order is frozen."""
 ONE_MACHINE: Machines = (0,) * WORLD.size
-ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 1, 2), (0, 0, 1)], 4: [(0, 0, 1, 1)]}
+ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)], 4: [(0, 0, 1, 1)]}
 
 pytestmark = [
     pytest.mark.any_mpi,

@@ -1,4 +1,4 @@
-"""MPICH's line on the exit codes of its ranks: taken out of what passes through, and understood."""
+"""MPICH's lines on the exit codes of its ranks: taken out of what passes through, and understood."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 OUTPUT = b"step 1\nstep 2 \r[50%]\n[mpiexec@vm] Exit codes: [vm] 0,768 [other] 9\nYOUR APPLICATION TERMINATED\n[mpiexec"
 
 
+@pytest.mark.parametrize("between_hosts", [b" ", b"\n"])
 @pytest.mark.parametrize("length", [1, 2, 7, 30, len(OUTPUT)])
-def test_the_line_is_taken_out_wherever_pieces_end(length: int) -> None:
+def test_the_lines_are_taken_out_wherever_pieces_end(length: int, between_hosts: bytes) -> None:
     codes = ExitCodes()
-    passed = b"".join(codes.take_from(OUTPUT[i : i + length]) for i in range(0, len(OUTPUT), length))
+    output = OUTPUT.replace(b" [other]", between_hosts + b"[other]")
+    passed = b"".join(codes.take_from(output[i : i + length]) for i in range(0, len(output), length))
     passed += codes.take_from(b"")
     assert passed == b"step 1\nstep 2 \r[50%]\nYOUR APPLICATION TERMINATED\n[mpiexec"
     assert codes.codes == [0, 3, -9]
