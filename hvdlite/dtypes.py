@@ -95,5 +95,9 @@ class Reduction(NamedTuple):
     prescale: float = 1.0
     postscale: float = 1.0
 
+    def split(self) -> tuple[Reduction, Reduction]:
+        """(within the nodes, then between them)."""
+        return self._replace(postscale=1.0), self._replace(prescale=1.0)
+
 
 SUM = Reduction()

@@ -19,7 +19,7 @@ class EarlyOperations:
 
     def takes(self, request: Request) -> bool:
         """Up to the bytes that the backend takes at once."""
-        return request.early_bytes is not None and 0 < request.early_bytes <= self._early.most_bytes
+        return request.early_bytes is not None and self._early.takes(request.early_bytes)
 
     def begin(self, submission: Submission) -> None:
         """By its operation."""

@@ -52,6 +52,7 @@ class EarlyAllreduce:
         node: of this node's ranks, where there are several.
         place: of `MOST_BYTES`.
         turns: whose first word is the number of exchanges whose result has come to this node.
+        nodes: how many there are.
         ranks: of this node, by their names for people.
         spin_us: how long ranks of a node look for one another before they sleep.
         timeout_s: the longest wait for other ranks.
@@ -69,12 +70,14 @@ class EarlyAllreduce:
         turns: Segment,
         memory: Memory,
         *,
+        nodes: int,
         ranks: Sequence[int],
         spin_us: int,
         timeout_s: float,
         check: Callable[[], None],
     ) -> None:
         self.most_bytes = 0
+        self._nodes = nodes
         self._leaders = leaders
         self._node = node
         self._others: list[list[Range]] = [[] for _ in ranks[1:]]
@@ -92,9 +95,13 @@ class EarlyAllreduce:
         self._label = ""
         self._began_ns = 0
 
-    def configure(self, config: Config, nodes: int) -> None:
+    def configure(self, config: Config) -> None:
         """Take over what of ``config`` may change between two operations; the same on every rank."""
-        self.most_bytes = min(MOST_BYTES, at_once_bytes(config.small_bytes, config.segment_bytes, nodes))
+        self.most_bytes = min(MOST_BYTES, at_once_bytes(config.small_bytes, config.segment_bytes, self._nodes))
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether it does allreduces of so many bytes in the type that travels."""
+        return 0 < nbytes <= self.most_bytes
 
     @property
     def has_begun(self) -> bool:
@@ -116,7 +123,7 @@ class EarlyAllreduce:
             self._memory.pack(inputs, layout.dtype, part, 0)
         across = reduction
         if self._node is not None:
-            in_node, across = reduction._replace(postscale=1.0), reduction._replace(prescale=1.0)
+            in_node, across = reduction.split()
             self._node.reduce_scatter(part, self._all_to_leader(part), in_node, stays_open=True, label=label).wait()
         if self._leaders is not None:
             self._exchange = self._leaders.begin_allreduce(part, across, label)
@@ -213,12 +220,16 @@ class AcrossNodes(Backend):
         label: str = "",
     ) -> Completion:
         early = self.early
-        if early is None or not 0 < layout.nbytes <= early.most_bytes:
+        if early is None or not early.takes(layout.nbytes):
             return super().allreduce_tensors(inputs, outputs, layout, reduction, staging=staging, label=label)
         if not early.has_begun:
             early.begin(inputs, layout, reduction, label)
         early.finish(outputs, layout)
         return DONE
+
+    def configure(self, config: Config) -> None:
+        if self.early is not None:
+            self.early.configure(config)
 
     def prepare_allreduce(
         self,
@@ -230,7 +241,7 @@ class AcrossNodes(Backend):
         label: str,
     ) -> PreparedCall | None:
         early = self.early
-        if early is None or not 0 < layout.nbytes <= early.most_bytes:
+        if early is None or not early.takes(layout.nbytes):
             return None
         return _PreparedCall(early, counts, layout, reduction, patience_s, label)
 

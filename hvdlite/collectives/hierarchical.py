@@ -74,7 +74,7 @@ class HierarchicalBackend(AcrossNodes):
         in the node and then on the rail. What is large is cut into parts: while one is between the nodes, the next is
         reduced within each node, and the one before is gathered there.
         """
-        in_node, across = _split(reduction)
+        in_node, across = reduction.split()
         rails = self._rails(buf.nbytes)
         cross = self._cross if self._node.rank < rails else None
         count = parts_of(buf.nbytes, rails, self._part_bytes, self._share_bytes)
@@ -107,7 +107,7 @@ class HierarchicalBackend(AcrossNodes):
 
         With n nodes and k rails a rank sends (n-1)/n * nbytes/k to other nodes.
         """
-        in_node, across = _split(reduction)
+        in_node, across = reduction.split()
         itemsize = buf.dtype.itemsize
         rails = self._rails(itemsize * _total(blocks))
         shares = [self._shares(blocks, rails, rail, itemsize) for rail in range(rails)]
@@ -158,13 +158,12 @@ class HierarchicalBackend(AcrossNodes):
         self._node.prepare(buf)
 
     def configure(self, config: Config) -> None:
+        super().configure(config)
         self._one_rail_bytes = config.small_bytes
         self._rails_limit = config.rails or self._most_rails
         self._share_bytes = limits_of(config.small_bytes, len(self._nodes)).halving_bytes
         if self._cross is not None:
             self._cross.configure(config)
-        if self.early is not None:
-            self.early.configure(config, len(self._nodes))
 
     def supports(self, dtype: DType) -> bool:
         return self._node.supports(dtype)
@@ -198,11 +197,6 @@ class HierarchicalBackend(AcrossNodes):
         """Blocks of this node's ranks, of which those beyond the rails have none."""
         blocks = list(by_rail)
         return blocks + [[]] * (self._node.size - len(blocks))
-
-
-def _split(reduction: Reduction) -> tuple[Reduction, Reduction]:
-    """(in the node, across nodes)."""
-    return reduction._replace(postscale=1.0), reduction._replace(prescale=1.0)
 
 
 def _total(blocks: Sequence[Sequence[Range]]) -> int:

@@ -64,10 +64,9 @@ class RingBackend(AcrossNodes):
         self._use(segment_bytes, limits)
 
     def configure(self, config: Config) -> None:
+        super().configure(config)
         self._bound.close()
         self._use(config.segment_bytes, limits_of(config.small_bytes, self.size))
-        if self.early is not None:
-            self.early.configure(config, self.size)
 
     def _use(self, segment_bytes: int, limits: Limits) -> None:
         self._message_bytes = max(ALIGNMENT, min(segment_bytes * self._adder.segments, LARGEST_MESSAGE_BYTES))

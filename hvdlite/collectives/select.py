@@ -84,12 +84,13 @@ def build_backend(
         memory.allocate(MOST_BYTES),
         node.share(ALIGNMENT),
         memory,
+        nodes=len(nodes),
         ranks=node.ranks,
         spin_us=spin_us(config, node),
         timeout_s=config.collective_timeout_s,
         check=check,
     )
-    backend.early.configure(config, len(nodes))
+    backend.early.configure(config)
     return backend
 
 

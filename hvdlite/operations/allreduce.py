@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hvdlite.collectives.early import EarlyAllreduce
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.engine import Engine
@@ -122,15 +123,17 @@ class Allreduce(ReducingOperation):
         return None if layout is None else layout.nbytes
 
     def begin_early(self, engine: Engine, submission: Submission) -> None:
-        layout, early = self.only_layout, engine.early
-        assert layout is not None and early is not None, self
-        reduction = engine.resolved(self.reduction, layout.wire_dtype)
+        early, layout, reduction = self._early(engine)
         early.begin(engine.tensors(submission.inputs, layout), layout, reduction, submission.label)
 
     def drop_early(self, engine: Engine) -> None:
-        layout, early = self.only_layout, engine.early
-        assert layout is not None and early is not None, self
-        early.drop(layout, engine.resolved(self.reduction, layout.wire_dtype), self.name)
+        early, layout, reduction = self._early(engine)
+        early.drop(layout, reduction, self.name)
+
+    def _early(self, engine: Engine) -> tuple[EarlyAllreduce, Layout, Reduction]:
+        layout = self.only_layout
+        assert layout is not None and engine.early is not None, self
+        return engine.early, layout, engine.resolved(self.reduction, layout.wire_dtype)
 
     def _reduce(
         self,
