@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -100,6 +102,49 @@ def children_of(pid: int) -> list[int]:
         with suppress(OSError):  # the process has ended
             found += [int(word) for word in task.read_text().split()]
     return found
+
+
+class Ending:
+    """When processes get which signal: TERM in a while, or as this process is told to stop; and KILL after that.
+
+    Args:
+        living: those that get it.
+    """
+
+    def __init__(self, stops: Stops, living: Callable[[], Iterable[subprocess.Popen[bytes]]]) -> None:
+        self._stops = stops
+        self._living = living
+        self._stops_seen = 0
+        self._next = math.inf, signal.SIGTERM
+
+    @property
+    def due_s(self) -> float:
+        """When `send_if_due` has something to do, by the monotonic clock."""
+        return self._next[0]
+
+    def within(self, seconds: float) -> None:
+        """They get TERM, unless they are to end earlier anyway."""
+        due_s, number = self._next
+        if number == signal.SIGTERM:
+            self._next = min(due_s, time.monotonic() + seconds), number
+
+    def send_if_due(self) -> None:
+        due_s, number = self._next
+        if time.monotonic() >= due_s:
+            self._send(number)
+
+    def heed_stops(self) -> bool:
+        """TERM for the first stop, KILL for another; whether there was one that was not heeded."""
+        if len(self._stops) == self._stops_seen:
+            return False
+        self._send(signal.SIGTERM if self._stops_seen == 0 else signal.SIGKILL)
+        self._stops_seen = len(self._stops)
+        return True
+
+    def _send(self, number: signal.Signals) -> None:
+        for child in self._living():
+            child.send_signal(number)
+        self._next = time.monotonic() + GRACE_S, signal.SIGKILL
 
 
 def shell_status(code: int) -> int:

@@ -10,7 +10,6 @@ import math
 import os
 import pickle
 import selectors
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from hvdlite.cli import ranks
-from hvdlite.cli.children import GRACE_S, Stops, how_ended, shell_status, sweep
+from hvdlite.cli.children import Ending, Stops, how_ended, shell_status, sweep
 from hvdlite.cli.discovery import Discovery
 from hvdlite.config import MEETING_POINT, WORKER, Config
 from hvdlite.errors import ConfigError, StartupError
@@ -150,7 +149,6 @@ class _ElasticJob:
         self._point = point
         self._arrivals = arrivals
         self._stops = stops
-        self._stops_seen = 0
         self._roster = Roster(elasticity.least)
         self._generation: Generation | None = None
         self._workers: dict[int, _Worker] = {}
@@ -167,7 +165,7 @@ class _ElasticJob:
         self._seats = count
         self._processes: dict[int, int] = {}  # by worker, which may be below the one that was started
         self._leaving: set[int] = set()  # workers that end, or are to end at the next commit
-        self._next: tuple[float, signal.Signals] | None = None  # when those that live get which signal
+        self._ending = Ending(stops, lambda: (worker.child for worker in self._workers.values()))
         self._selector = selectors.DefaultSelector()
         for seat in range(count):
             self._launch(seat)
@@ -275,7 +273,7 @@ class _ElasticJob:
         self._status = self._status or shell_status(status)
         self._say(f"{name} (pid {worker.child.pid}) {how_ended(status)}")
         if self._end_reason:
-            self._end_within(self._config.failure_grace_s)
+            self._ending.within(self._config.failure_grace_s)
             return
         if self._restarts_left > 0:
             self._restarts_left -= 1
@@ -305,8 +303,7 @@ class _ElasticJob:
             except StartupError as error:  # the machine is short of processes or memory
                 self._say(str(error))
                 self._due[seat] = now + self._pause_s(seat, was_rank=False)
-        if self._next is not None and now >= self._next[0]:
-            self._signal(self._next[1])
+        self._ending.send_if_due()
         generation = None if self._end_reason else self._roster.next_generation()
         if generation is not None:
             self._begin(generation)
@@ -344,10 +341,7 @@ class _ElasticJob:
 
     def _sleep_s(self) -> float | None:
         """Until something is due; None: nothing is."""
-        moments = [*self._due.values(), *self._limits.values(), self._patience_ends]
-        if self._next is not None:
-            moments.append(self._next[0])
-        first = min(moments)
+        first = min([*self._due.values(), *self._limits.values(), self._patience_ends, self._ending.due_s])
         return None if first == math.inf else max(0.0, first - time.monotonic())
 
     # The end.
@@ -360,7 +354,7 @@ class _ElasticJob:
         self._due.clear()
         if self._status != 0:
             self._say(f"the job ends: {reason}")
-            self._end_within(self._config.failure_grace_s)
+            self._ending.within(self._config.failure_grace_s)
         self._refuse(list(self._roster.waiting), reason)
         for number in self._roster.newcomers:
             self._dismiss(number)
@@ -370,22 +364,11 @@ class _ElasticJob:
             with suppress(OSError):
                 send(self._links[number], pickle.dumps(reason))
 
-    def _end_within(self, seconds: float) -> None:
-        if self._next is None:
-            self._next = (time.monotonic() + seconds, signal.SIGTERM)
-
     def _heed_stops(self) -> None:
         os.read(self._stops.wake, 64)
-        if len(self._stops) > self._stops_seen:
+        if self._ending.heed_stops():
             self._end_reason = "hvdliterun was told to end"
             self._due.clear()
-            self._signal(signal.SIGTERM if self._stops_seen == 0 else signal.SIGKILL)
-            self._stops_seen = len(self._stops)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for worker in self._workers.values():
-            worker.child.send_signal(number)
-        self._next = (time.monotonic() + GRACE_S, signal.SIGKILL)
 
     # Words.
 

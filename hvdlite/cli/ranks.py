@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -11,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
-from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, how_ended, is_stopped, shell_status, sweep
+from hvdlite.cli.children import Ending, Stops, end_with_parent, how_ended, is_stopped, shell_status, sweep
 from hvdlite.cli.job import Command, Launch, thread_settings
 from hvdlite.errors import StartupError
 from hvdlite.launched import told, without_launcher
@@ -96,8 +97,7 @@ class _Job:
         self._point = point
         self._stops = stops
         self._grace_s = grace_s
-        self._stops_seen = 0
-        self._next: tuple[float, signal.Signals] | None = None  # when those that live get which signal
+        self._ending = Ending(stops, self._living.values)
 
     def wait(self) -> int:
         """Returns `status`."""
@@ -106,7 +106,8 @@ class _Job:
             for rank, child in self._living.items():
                 selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, rank)
             while self._living:
-                timeout = None if self._next is None else max(0.0, self._next[0] - time.monotonic())
+                due_s = self._ending.due_s
+                timeout = None if due_s == math.inf else max(0.0, due_s - time.monotonic())
                 ended = {}
                 for key, _ in selector.select(timeout):
                     if key.data is None:
@@ -118,9 +119,8 @@ class _Job:
                 # Who was killed has not ended because of others, nor who chose a status; who has raised may have.
                 for rank in sorted(ended, key=lambda rank: (ended[rank] >= 0, ended[rank] == 1, rank)):
                     self._note_end(rank, ended[rank])
-                self._heed_stops()
-                if self._next is not None and time.monotonic() >= self._next[0]:
-                    self._signal(self._next[1])
+                self._ending.heed_stops()
+                self._ending.send_if_due()
         return self.status
 
     def _note_end(self, rank: int, status: int) -> None:
@@ -131,24 +131,8 @@ class _Job:
             self.status = shell_status(status)
             if not self._stops:
                 print(f"hvdlite run: rank {rank} (pid {child.pid}) {how}", file=sys.stderr, flush=True)
-            self._end_within(self._grace_s)
+            self._ending.within(self._grace_s)
         elif self.status != 0 and rank == 0:
-            self._end_within(_LAST_WORDS_S)
+            self._ending.within(_LAST_WORDS_S)
         if self.status != 0 and all(is_stopped(other.pid) for other in self._living.values()):
-            self._end_within(0.0)  # nobody is left who could save anything
-
-    def _end_within(self, seconds: float) -> None:
-        """Unless they are to end earlier anyway."""
-        term = (time.monotonic() + seconds, signal.SIGTERM)
-        if self._next is None or self._next[1] == signal.SIGTERM:
-            self._next = min(self._next or term, term)
-
-    def _heed_stops(self) -> None:
-        if len(self._stops) > self._stops_seen:
-            self._signal(signal.SIGTERM if self._stops_seen == 0 else signal.SIGKILL)
-            self._stops_seen = len(self._stops)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for child in self._living.values():
-            child.send_signal(number)
-        self._next = (time.monotonic() + GRACE_S, signal.SIGKILL)
+            self._ending.within(0.0)  # nobody is left who could save anything
