@@ -16,12 +16,10 @@ hops as the tree is deep, and to ``on_failure`` of its own process, once.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -30,12 +28,19 @@ from dataclasses import dataclass, field
 
 from hvdlite import _native
 from hvdlite.launched import LauncherProcess
+from hvdlite.sentinel_messages import (
+    HEARTBEAT,
+    DamagedError,
+    Failed,
+    Goodbye,
+    Inbox,
+    frame,
+    read,
+    shortened,
+    written,
+)
 
 _LOG = logging.getLogger("hvdlite")
-_LENGTH = struct.Struct("<I")
-_HEARTBEAT = b""
-_MAX_TEXT = 20_000  # a traceback; the head and the tail of a longer one tell the story
-_MAX_BYTES = 6 * _MAX_TEXT + 1000  # of a message: JSON writes a control character as \u0000
 _FAREWELL_S = 1.0  # how long close() waits for a neighbour that does not take everything
 
 
@@ -46,7 +51,7 @@ class _Neighbour:
     where: str  # 'pid 4242 on node0'
     link: socket.socket
     heard_s: float
-    inbox: bytearray = field(default_factory=bytearray)
+    inbox: Inbox = field(default_factory=Inbox)
     said_goodbye: bool = False
 
 
@@ -85,7 +90,7 @@ class Sentinel:
         for neighbour in self._neighbours:
             neighbour.link.setblocking(True)
         sockets = [neighbour.link.fileno() for neighbour in self._neighbours]
-        self._voice = _native.Heartbeat(sockets, self._interval_s, _frame(_HEARTBEAT)) if sockets else None
+        self._voice = _native.Heartbeat(sockets, self._interval_s, frame(HEARTBEAT)) if sockets else None
         if self._neighbours or self._launcher_end is not None:
             self._thread.start()
 
@@ -97,7 +102,7 @@ class Sentinel:
         """Say goodbye and stop watching: from here on nobody takes this rank's silence for its death."""
         if self._thread.is_alive():
             for neighbour in self._neighbours:
-                self._send(neighbour, {"goodbye": self._rank})
+                self._send(neighbour, Goodbye(self._rank))
             if self._voice is not None:
                 self._voice.close(_FAREWELL_S)
             self._waker.close()
@@ -158,23 +163,18 @@ class Sentinel:
                 self._spread(*self._death_of(neighbour), neighbour)
             return False
         neighbour.heard_s = time.monotonic()
-        neighbour.inbox += data
-        while len(neighbour.inbox) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(neighbour.inbox)
-            if length > _MAX_BYTES:
-                self._spread(
-                    neighbour.rank,
-                    f"rank {neighbour.rank} ({neighbour.where}) sends what is no message of hvdlite, so whether it "
-                    "lives cannot be told any more: its memory, or the network, is damaged.",
-                    neighbour,
-                )
-                return False
-            if len(neighbour.inbox) < _LENGTH.size + length:
-                break
-            body = bytes(neighbour.inbox[_LENGTH.size : _LENGTH.size + length])
-            del neighbour.inbox[: _LENGTH.size + length]
-            if body != _HEARTBEAT:
-                self._obey(neighbour, body)
+        try:
+            for body in neighbour.inbox.feed(data):
+                if body != HEARTBEAT:
+                    self._obey(neighbour, body)
+        except DamagedError:
+            self._spread(
+                neighbour.rank,
+                f"rank {neighbour.rank} ({neighbour.where}) sends what is no message of hvdlite, so whether it "
+                "lives cannot be told any more: its memory, or the network, is damaged.",
+                neighbour,
+            )
+            return False
         return True
 
     def _death_of(self, neighbour: _Neighbour) -> tuple[int, str]:
@@ -189,16 +189,13 @@ class Sentinel:
         )
 
     def _obey(self, neighbour: _Neighbour, body: bytes) -> None:
-        try:
-            message = json.loads(body)
-            if "goodbye" in message:
-                neighbour.said_goodbye = True
-                return
-            rank, text = int(message["failed"]), str(message["text"])
-        except (ValueError, TypeError, KeyError):
+        message = read(body)
+        if message is None:
             _LOG.warning("rank %d has sent %d bytes that are no message; they are ignored", neighbour.rank, len(body))
-            return
-        self._spread(rank, text, neighbour)
+        elif isinstance(message, Goodbye):
+            neighbour.said_goodbye = True
+        else:
+            self._spread(message.rank, message.text, neighbour)
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
@@ -226,23 +223,18 @@ class Sentinel:
             if self._failed:
                 return
             self._failed = True
-        if len(text) > _MAX_TEXT:
-            text = f"{text[: _MAX_TEXT // 2]}\n[...]\n{text[-_MAX_TEXT // 2 :]}"
+        text = shortened(text)
         for neighbour in self._neighbours:
             if neighbour is not learned_from:
-                self._send(neighbour, {"failed": rank, "text": text})
+                self._send(neighbour, Failed(rank, text))
         self._on_failure(rank, text)
 
-    def _send(self, neighbour: _Neighbour, message: dict[str, object]) -> None:
+    def _send(self, neighbour: _Neighbour, message: Goodbye | Failed) -> None:
         """Never waits: a neighbour that does not read must not hold up the others, nor this thread."""
         assert self._voice is not None
-        self._voice.send(neighbour.index, _frame(json.dumps(message, ensure_ascii=False).encode(errors="replace")))
-        if "goodbye" in message:
+        self._voice.send(neighbour.index, written(message))
+        if isinstance(message, Goodbye):
             self._voice.rest(neighbour.index)
-
-
-def _frame(body: bytes) -> bytes:
-    return _LENGTH.pack(len(body)) + body
 
 
 def _end_of(pid: int) -> int | None:

@@ -43,6 +43,7 @@ from hvdlite.errors import CollectiveError, ConfigError
 from hvdlite.interfaces import Interface, select
 from hvdlite.operations.barrier import Barrier
 from hvdlite.proof import Caller, Host, Secret
+from hvdlite.sentinel_messages import DamagedError, Failed, Goodbye, Inbox, read, shortened, written
 from hvdlite.timeline.trace_file import TraceError, TraceFile, merge_traces
 
 Target = Callable[[bytes], None]
@@ -136,6 +137,27 @@ def hello(data: bytes) -> None:
             raise AssertionError(data)
 
 
+def sentinel(data: bytes) -> None:
+    """A neighbour's bytes are the same messages however they are cut, up to where they make no sense; what was
+    understood can be passed on."""
+    whole: list[bytes] = []
+    pieces: list[bytes] = []
+    for bodies, cut in ((whole, [data]), (pieces, list(parts(data)))):
+        inbox = Inbox()
+        with suppress(DamagedError):
+            for piece in cut:
+                bodies.extend(inbox.feed(piece))
+    assert whole == pieces[: len(whole)] and len(pieces) == len(whole)
+    for body in (data, *whole):
+        message = read(body)
+        if isinstance(message, Failed):
+            (passed_on,) = Inbox().feed(written(Failed(message.rank, shortened(message.text))))
+            again = read(passed_on)
+            assert isinstance(again, Failed) and again.rank == message.rank
+        elif isinstance(message, Goodbye):
+            assert read(written(message)[4:]) == message
+
+
 def call_messages(data: bytes) -> None:
     """Of `hvdlite.run`: what has no HMAC of the session is an error, before memory is taken for it."""
     own, other = socket.socketpair()
@@ -222,11 +244,14 @@ def _said(capacity: int) -> bytes:
 _EVENTS = [{"ph": "X", "pid": 0, "name": "a"}]
 _TRACE = {"otherData": {"hvdlite": "timeline 1", "origin_ns": "7"}, "traceEvents": _EVENTS}
 
+_SAID_BY_SENTINEL = bytes(4) + written(Failed(3, "ValueError: \ud800 nan")) + bytes(4) + written(Goodbye(1))
+
 TARGETS = {
     "decoder": Fuzzed(decoder, [_said(0), _said(8)]),
     "requests": Fuzzed(requests, [bytes(range(100)), b"\3layer.weight\xff"]),
     "tree": Fuzzed(tree, [b"".join(struct.pack("<I", n) + bytes(n) for n in (0, 5, 40))]),
     "hello": Fuzzed(hello, [bytes(24 + 32), bytes(48)]),
+    "sentinel": Fuzzed(sentinel, [_SAID_BY_SENTINEL, _SAID_BY_SENTINEL[8:], b'{"failed": Infinity, "text": ""}']),
     "call_messages": Fuzzed(call_messages, [struct.pack("<Q", 3) + bytes(32) + b"abc" + bytes(32)]),
     "byte_stream": Fuzzed(byte_stream, [bytes(range(200))]),
     "trace": Fuzzed(trace, [json.dumps(_TRACE).encode()]),

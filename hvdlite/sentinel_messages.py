@@ -1,0 +1,87 @@
+"""What sentinels tell one another, as bytes: frames of a length and JSON. An empty frame is a heartbeat."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+HEARTBEAT = b""
+MAX_TEXT = 20_000  # a traceback; the head and the tail of a longer one tell the story
+_LENGTH = struct.Struct("<I")
+_MAX_BYTES = 6 * MAX_TEXT + 1000  # of a message: JSON writes a control character as \u0000
+
+
+class Goodbye(NamedTuple):
+    """``rank`` has ended in order."""
+
+    rank: int
+
+
+class Failed(NamedTuple):
+    """``rank`` has failed, for the reason ``text``."""
+
+    rank: int
+    text: str
+
+
+class DamagedError(ValueError):
+    """A stream that makes no sense from here on."""
+
+
+class Inbox:
+    """Bytes of one neighbour, as they come."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are complete now, heartbeats too.
+
+        Raises:
+            DamagedError: a length that no message has.
+        """
+        self._bytes += data
+        while len(self._bytes) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            if length > _MAX_BYTES:
+                raise DamagedError(f"a message of {length} bytes")
+            end = _LENGTH.size + length
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield body
+
+
+def read(body: bytes) -> Goodbye | Failed | None:
+    """The message of a body that is no heartbeat; None where it is none."""
+    try:
+        message = json.loads(body)
+        if not isinstance(message, dict):
+            return None
+        if "goodbye" in message:
+            return Goodbye(int(message["goodbye"]))
+        return Failed(int(message["failed"]), str(message["text"]))
+    # Infinity is no int, and 100,000 brackets are too deep for the parser.
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
+def written(message: Goodbye | Failed) -> bytes:
+    """The frame of ``message``."""
+    if isinstance(message, Goodbye):
+        told: dict[str, object] = {"goodbye": message.rank}
+    else:
+        told = {"failed": message.rank, "text": message.text}
+    return frame(json.dumps(told, ensure_ascii=False).encode(errors="replace"))
+
+
+def shortened(text: str) -> str:
+    """Its head and its tail, where it is longer than a message may be."""
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"
+
+
+def frame(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
