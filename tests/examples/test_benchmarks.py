@@ -71,6 +71,7 @@ def test_tensor_parallel(launch: Launch, tmp_path: Path) -> None:
     assert {row["way"] for row in rows if "limit" in row} == {"hvdlite, chosen"}
 
 
+@pytest.mark.thorough  # test_tensor_parallel measures the same exchanges
 def test_a_tensor_parallel_layer(launch: Launch, tmp_path: Path) -> None:
     path = tmp_path / "tensor_parallel_layer.json"
     small = ("--rows=8", "--context=4", "--hidden=16", "--rounds=1")
@@ -192,6 +193,7 @@ def test_pauses(launch: Launch, tmp_path: Path) -> None:
     assert all(share >= 0 for share in report["share_of_a_core"].values())
 
 
+@pytest.mark.thorough  # test_all_of_them_and_their_targets runs it as well
 def test_latency(launch: Launch, tmp_path: Path) -> None:
     report = run(launch, 2, "latency.py", tmp_path / "l.json", "--rounds=2", "--calls=5", "--count=10")
     assert set(report["blocking, 4 B"]) == {"hvd.allreduce", "hvd.allreduce_", "MPI", "Gloo"}

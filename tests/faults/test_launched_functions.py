@@ -214,12 +214,14 @@ def start(*words: str, mark: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_an_unedited_program_for_horovod(tmp_path: Path, mark: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "options"), [("without MPI", []), pytest.param("by MPI", ["--mpi"], marks=pytest.mark.thorough)]
+)
+def test_an_unedited_program_for_horovod(tmp_path: Path, mark: str, way: str, options: list[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(HOROVOD)
-    for way, options in [("without MPI", []), ("by MPI", ["--mpi"])]:
-        program = [sys.executable, "-m", "hvdlite", "horovod", str(script), "ready", way]
-        assert start("run", "-np", "2", *options, *program, mark=mark).stdout.count("ready of 2") == 2
+    program = [sys.executable, "-m", "hvdlite", "horovod", str(script), "ready", way]
+    assert start("run", "-np", "2", *options, *program, mark=mark).stdout.count("ready of 2") == 2
 
 
 def test_an_unedited_test_file_for_horovod(tmp_path: Path, mark: str) -> None:

@@ -176,7 +176,8 @@ def test_run_fails_when_a_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
         f"pathlib.Path({str(started)!r}).touch()\ntime.sleep(60)\n"
     )
     command = [python_of("openmpi"), "-m", "hvdlite", "run", "-H", "node0:1,node1:1", str(script)]
-    environ = {**os.environ, **lab.launch_environment}
+    # mpirun's keepalive follows the heartbeats.
+    environ = {**os.environ, **lab.launch_environment, "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "4"}
     with subprocess.Popen([*lab.enter(0), *command], env=environ, stderr=subprocess.PIPE, text=True) as job:
         while not started.exists():
             assert job.poll() is None

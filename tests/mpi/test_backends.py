@@ -54,7 +54,7 @@ OPS = [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT]
 
 
 def on_any_mpi(kinds: Iterable[str]) -> list[Any]:
-    return [pytest.param(kind, marks=pytest.mark.any_mpi) for kind in kinds]
+    return [pytest.param(kind, marks=[pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]) for kind in kinds]
 
 
 @pytest.fixture(scope="module")

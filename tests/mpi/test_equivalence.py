@@ -11,7 +11,7 @@ import torch
 
 import hvdlite.torch as hvd
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 STEPS = 20
 BATCH = 4  # per rank and pass

@@ -20,7 +20,7 @@ from hvdlite.tensor_parallel.carrier import Rows
 from hvdlite.timeline.report import SPLIT_LAYERS
 from tensor_parallel_lab import WORDS, Transformer, batch, close, integers
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
