@@ -188,6 +188,7 @@ class Node:
 
     def close(self) -> None:
         """Close the sockets; segments live on with their users."""
+        self.check = lambda: None  # it may refer to this node
         for link in (*self._links.values(), *self._watch_links.values()):
             link.close()
 

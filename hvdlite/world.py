@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdlite.agreement import Bootstrap
@@ -78,6 +80,10 @@ class World:
         subsets: of which this process is a member, by number.
         joins: how often all ranks have joined.
         has_ended: no operation will be done any more, as the world was closed or has failed.
+        check: raises the reason once the job has failed.
+
+    Nothing that it owns keeps it alive once it has ended in order: a process set's memory, and the descriptors behind
+    it, go with whoever used them last, not when garbage is collected.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class World:
         self.config = config
         self.recorder = recorder
         self.health = health
+        self.check = partial(health.check, node)
         self.subsets: dict[int, World] = {}
         self.joins = 0
         self.is_stuck = False
@@ -156,11 +163,14 @@ class World:
             config.staging_bytes if len(topology.nodes) > 1 else config.chunk_bytes,
             topology,
             self.recorder,
-            self,
+            weakref.proxy(self),
         )
         self.early = None if self.engine.early is None else EarlyOperations(self.engine)
         self._cross = cross
-        self._executor = Executor(self.engine, self._build_device_engine, config.collective_timeout_s, self.check)
+        own = weakref.proxy(self)
+        self._executor = Executor(
+            self.engine, lambda ordinal: own._build_device_engine(ordinal), config.collective_timeout_s, self.check
+        )
         self._shared.callback(self._close_device)
         self.execute = self._executor.execute
         self.coordinator = Coordinator(self, topology, page, tree, spin_us=spin_us(config, node))
@@ -229,10 +239,6 @@ class World:
         """The ranks that have not failed, as far as this one knows."""
         return tuple(rank for rank in self.topology.ranks if rank != self.health.failed_rank)
 
-    def check(self) -> None:
-        """Raise the reason once the job has failed."""
-        self.health.check(self.node)
-
     def fail(self, reason: HorovodInternalError) -> None:
         """End every wait, and every operation now and later, with ``reason``; called on any thread."""
         self.node.abort()
@@ -267,6 +273,7 @@ class World:
         if self.health.failure is None:
             self.has_ended = True
             self._shared.close()
+            self.coordinator.retire()
         self.release()
 
     def release(self) -> None:
@@ -349,6 +356,7 @@ class World:
         del self.subsets[number]
         self.health.remove(subset)
         subset.release()
+        subset.coordinator.retire()
 
     # Facts.
 

@@ -21,8 +21,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   lint     ruff, mypy, and pyright on a program of a user; only if asked for by name
   integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
 
-Where faults, hosts or examples are among the suites, which mostly wait, lint, sanitizers and fuzz run beside all others,
-with what these leave of the processors.
+Where faults, hosts or examples are among the suites, which mostly wait, lint, sanitizers and fuzz run beside all
+others, with what these leave of the processors.
 
 Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
 test with every number of ranks. tests/README.md says which these are.

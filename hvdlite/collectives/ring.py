@@ -166,6 +166,7 @@ class RingBackend(AcrossNodes):
                 distance *= 2
 
     def close(self) -> None:
+        self.early = None  # which refers to this backend
         self._bound.close()
 
     def _scale(self, buf: Buffer, reduction: Reduction) -> Completion:

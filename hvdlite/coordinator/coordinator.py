@@ -278,6 +278,13 @@ class Coordinator:
         for submission in failed:
             submission.fail(error)
 
+    def retire(self) -> None:
+        """Once it has ended in order: refer to nothing that refers to it, so that all goes with its last user."""
+        del self._owner
+        self._worker.retire()
+        if self._closed is not None:
+            self._closed.with_traceback(None)  # frames of who was refused
+
     def refuse(self, error: HorovodInternalError) -> None:
         """Fail later submissions with ``error``, and those in flight, where nobody is at work any more.
 

@@ -5,6 +5,7 @@ One of them is at work at a time. Where nobody is, the thread sleeps on the door
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Protocol
 
@@ -28,6 +29,19 @@ class Work(Protocol):
         """Whether there is something that `cycle` has not seen."""
 
 
+class _Ended:
+    """What is left of work when it is over."""
+
+    has_ended = True
+    has_news = False
+
+    def cycle(self) -> bool:
+        return False
+
+    def patience_s(self) -> float:
+        return math.inf
+
+
 class Worker:
     """Runs ``work`` on a thread of its own.
 
@@ -38,7 +52,7 @@ class Worker:
     """
 
     def __init__(self, name: str, work: Work, page: ControlPage, idle_s: float, spin_us: int) -> None:
-        self._work = work
+        self._work: Work = work
         self._page = page
         self._idle_s = idle_s
         self._spin_us = spin_us
@@ -59,6 +73,10 @@ class Worker:
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def retire(self) -> None:
+        """Once the thread has ended: whoever still refers to this does not keep the work alive."""
+        self._work = _Ended()
 
     def assist(self, submission: Submission) -> None:
         """Do the thread's work until ``submission`` is complete, on the caller's, which has nothing else to do.
@@ -85,7 +103,7 @@ class Worker:
         finally:
             if _owns(at_work):
                 missed = page.end_assistance() != rings
-                unfinished = work.has_news or work.patience_s() < self._idle_s or work.has_ended
+                unfinished = work.has_ended or work.has_news or work.patience_s() < self._idle_s
                 at_work.release()
                 if missed or unfinished:
                     page.ring_self()

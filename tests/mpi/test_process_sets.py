@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
 import time
@@ -297,6 +298,28 @@ def test_nothing_is_left_of_removed_sets() -> None:
         before = before or count()  # what others have left may go meanwhile
     assert all(now <= then for now, then in zip(count(), before, strict=True)), (count(), before)
     assert hvdlite.runtime().size == hvd.size()
+
+
+def test_removed_sets_keep_no_descriptor_until_garbage_is_collected() -> None:
+    def add_and_remove() -> None:
+        made = hvd.add_process_set([0, 1] if hvd.size() > 2 else [0])
+        if made.included():
+            total(made)
+            total(made, numel=100_001)
+        hvd.remove_process_set(made)
+
+    if hvd.size() < 2:
+        pytest.skip("no set but that of all ranks")
+    add_and_remove()
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            add_and_remove()
+        assert len(os.listdir("/proc/self/fd")) <= before + 2  # 5 of each set before; others' garbage may come and go
+    finally:
+        gc.enable()
 
 
 def test_sets_given_to_init() -> None:
