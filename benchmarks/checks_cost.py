@@ -18,8 +18,9 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from measure import begin, describe, estimate, in_turns, median_ratio, parser_for, show, slowest, table, write_json
-from models import SHORT, Task
+from cost import cost
+from measure import estimate, in_turns, median_ratio, show, slowest, table
+from models import Task
 from train_step import CHECKED, UNTIL_FROZEN, block
 from training import LR, Hvdlite
 
@@ -71,22 +72,12 @@ def measure(task: Task, comm: MPI.Comm, rounds: int, block_s: float) -> dict[str
 
 
 def main() -> None:
-    parser = parser_for(__doc__, rounds=8, of="steps with and without")
-    names = [task.name for task in SHORT]
-    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each block, at least (default: %(default)s)")
-    options = parser.parse_args()
-
-    comm, facts = begin()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
-    chosen = [task for task in SHORT if task.name in options.models]
-    found = {task.name: measure(task, comm, options.rounds, options.seconds) for task in chosen}
-    if comm.rank == 0:
-        print(describe(facts))
+    def tell(found: dict[str, Any]) -> str:
         checks = ["numerics", f"state, every {EVERY}"]
         rows = [[name, f"{row['off_ms']:.2f}", *(show(row[key], 3) for key in checks)] for name, row in found.items()]
-        print(table(["checks", "off, ms", *(f"{key} / off" for key in checks)], rows))
-        write_json(options.json, {"benchmark": "checks_cost", **facts, "models": found})
+        return table(["checks", "off, ms", *(f"{key} / off" for key in checks)], rows)
+
+    cost("checks_cost", __doc__, measure, tell)
 
 
 if __name__ == "__main__":

@@ -9,29 +9,17 @@ Blocks are so long that the timeline is written several times in each.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 import hvdlite.torch as hvd
-from measure import (
-    begin,
-    describe,
-    estimate,
-    in_turns,
-    median_ratio,
-    meet,
-    parser_for,
-    show,
-    slowest,
-    table,
-    write_json,
-)
-from models import SHORT, Task
+from cost import cost
+from measure import estimate, in_turns, median_ratio, meet, show, slowest, table
+from models import Task
 from train_step import CHECKED, UNTIL_FROZEN, block
 from training import Hvdlite
 
@@ -65,26 +53,13 @@ def measure(task: Task, comm: MPI.Comm, rounds: int, block_s: float, path: Path)
 
 
 def main() -> None:
-    parser = parser_for(__doc__, rounds=8, of="steps with and without")
-    names = [task.name for task in SHORT]
-    parser.add_argument("--models", nargs="+", choices=names, default=names, metavar="MODEL", help=", ".join(names))
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each block, at least (default: %(default)s)")
-    options = parser.parse_args()
+    def tell(found: dict[str, Any]) -> str:
+        keys = ("off_ms", "on_ms", "events_per_step")
+        rows = [[name, *(f"{row[key]:.2f}" for key in keys), show(row["relative"], 3)] for name, row in found.items()]
+        return table(["timeline", "off, ms", "on, ms", "events per step", "on / off"], rows)
 
-    comm, facts = begin()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "timeline.json")
-        chosen = [task for task in SHORT if task.name in options.models]
-        found = {task.name: measure(task, comm, options.rounds, options.seconds, path) for task in chosen}
-    if comm.rank == 0:
-        print(describe(facts))
-        rows = [
-            [name, *(f"{row[key]:.2f}" for key in ("off_ms", "on_ms", "events_per_step")), show(row["relative"], 3)]
-            for name, row in found.items()
-        ]
-        print(table(["timeline", "off, ms", "on, ms", "events per step", "on / off"], rows))
-        write_json(options.json, {"benchmark": "timeline_cost", **facts, "models": found})
+        cost("timeline_cost", __doc__, partial(measure, path=Path(directory, "timeline.json")), tell)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from contextlib import closing
 
 from hvdlite.config import DOCTOR, other_variable
 from hvdlite.doctor.findings import Finding, of_links
-from hvdlite.doctor.network import Address, Link, Station, Try, ask_for_door, new_token, try_addresses
+from hvdlite.doctor.links import Address, Link, Try
+from hvdlite.doctor.network import ask_for_door, try_addresses
+from hvdlite.doctor.station import Station, new_token
 
 _FIRST_PORT, _PORTS = 32768, 28232  # of those that programs get from the kernel
 _WAIT_S = 8.0  # for the ranks of other hosts

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdlite import _native, environment, launched, mpi
 from hvdlite.config import CALL_ADDRESS, CALL_KEY, DOCTOR, MEETING_POINT, RANK, SIZE, Config
-from hvdlite.doctor.network import mtu_of
+from hvdlite.doctor.links import mtu_of
 from hvdlite.interfaces import interfaces, select
 
 Facts = dict[str, Any]

@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any
 
 from hvdlite.coordinator.request import rank_list
-from hvdlite.doctor.network import Link
+from hvdlite.doctor.links import Link
 
 Facts = Mapping[str, Any]
 

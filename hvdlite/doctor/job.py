@@ -18,7 +18,8 @@ from hvdlite.config import Config
 from hvdlite.doctor import facts, findings, memory, network
 from hvdlite.doctor.check import CHECK_BYTES, check_group, summary
 from hvdlite.doctor.findings import Finding, Severity
-from hvdlite.doctor.network import Address, Door, Link, Station
+from hvdlite.doctor.links import Address, Door, Link, mtu_of
+from hvdlite.doctor.station import Station
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import select
 from hvdlite.node import discover
@@ -125,7 +126,7 @@ def _links(
 
 def addresses_of(config: Config) -> list[Address]:
     return [
-        Address(interface.name, interface.address, network.mtu_of(interface.name))
+        Address(interface.name, interface.address, mtu_of(interface.name))
         for interface in select(config.network_interfaces)
     ]
 

@@ -10,7 +10,8 @@ import pytest
 
 from hvdlite.doctor import facts, findings, report
 from hvdlite.doctor.findings import Severity, of_job, slow_links
-from hvdlite.doctor.network import Link, Try, rounds
+from hvdlite.doctor.links import Link, Try
+from hvdlite.doctor.network import rounds
 
 NODES = [[0, 1], [2, 3], [4, 5]]
 OWN = facts.of_machine()

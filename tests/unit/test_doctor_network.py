@@ -12,7 +12,9 @@ import pytest
 
 from hvdlite.config import DOCTOR
 from hvdlite.doctor import before_mpi
-from hvdlite.doctor.network import Address, Door, Station, Try, ask_for_door, measure, mtu_of, new_token, try_addresses
+from hvdlite.doctor.links import Address, Door, Try, mtu_of
+from hvdlite.doctor.network import ask_for_door, measure, try_addresses
+from hvdlite.doctor.station import Station, new_token
 
 LOOPBACK = Address("lo", "127.0.0.1", 1500)  # the kernel's is larger than what a datagram takes
 
