@@ -263,7 +263,7 @@ class PreparedAllreduce:
         """When all were ready, in the time of `time.monotonic_ns`."""
 
 class PoliteLook:
-    """How long native code looks for what others bring before it leaves the core to others. Source: csrc/polite_look.h."""
+    """How long native code looks for what others bring, before it leaves them the core. Source: csrc/polite_look.h."""
 
     def __init__(self, longest_us: int, busy_us: int, courtesy_us: int) -> None:
         """An offer of the core that takes longer than ``busy_us`` ends the look, and all others for ``courtesy_us``."""

@@ -136,8 +136,9 @@ class EarlyAllreduce:
     @property
     def endpoint(self) -> Endpoint | None:
         """By which native code may do all of it; None where it may not, or is not wanted."""
-        is_alone = self._leaders is not None and self._node is None
-        return self._leaders.endpoint if is_alone and self._leaders.endpoint.functions is not None else None
+        if self._leaders is None or self._node is not None or self._leaders.endpoint.functions is None:
+            return None
+        return self._leaders.endpoint
 
     def place(self, layout: Layout) -> int:
         """The address by way of which tensors travel."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -28,7 +28,7 @@ def found_in(library: ctypes.CDLL) -> MpiFunctions | None:
         return None
 
 
-def _address(function: ctypes._CFuncPtr) -> int:
+def _address(function: Any) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address
