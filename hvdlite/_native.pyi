@@ -262,6 +262,71 @@ class PreparedAllreduce:
     def ready_ns(self) -> int:
         """When all were ready, in the time of `time.monotonic_ns`."""
 
+class PoliteLook:
+    """How long native code looks for what others bring, before it leaves them the core. Source: csrc/polite_look.h."""
+
+    def __init__(self, longest_us: int, busy_us: int, courtesy_us: int) -> None:
+        """An offer of the core that takes longer than ``busy_us`` ends the look, and all others for ``courtesy_us``."""
+
+class BoundMessages:
+    """Persistent requests and additions in phases: start some, wait for some, reduce. Source: csrc/bound_messages.cpp.
+
+    Calls return how far it is: `DONE`, `WAITING` for a message to or from ``peer``, or `FAILED`, where MPI has
+    returned ``error``.
+    """
+
+    DONE: ClassVar[int]
+    WAITING: ClassVar[int]
+    FAILED: ClassVar[int]
+
+    def __init__(
+        self,
+        start: int,
+        test: int,
+        phases: Sequence[
+            tuple[
+                Sequence[int],
+                Sequence[tuple[int, int]],
+                Sequence[tuple[Sequence[int], Sequence[int], int, int, int, float, float]],
+            ]
+        ],
+    ) -> None:
+        """``start``, ``test``: addresses of MPI_Start and MPI_Test.
+
+        A phase: addresses of requests to start; (address, peer) of those to wait for; arguments of `reduce`.
+        """
+    def start(self) -> int:
+        """Execute it anew, as far as need not wait."""
+    def advance(self) -> int:
+        """Go on, as far as need not wait."""
+    def look(self, look: PoliteLook) -> int:
+        """`advance` again and again."""
+    @property
+    def peer(self) -> int: ...
+    @property
+    def error(self) -> int: ...
+
+class EarlyAllreduce:
+    """An allreduce of few bytes between ranks that are nodes, in one call. Source: csrc/early_allreduce.cpp."""
+
+    def __init__(
+        self,
+        counts: ReadyCounts,
+        look: PoliteLook,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        numel: int,
+        place: int,
+        dtype: int,
+        wire_dtype: int,
+    ) -> None:
+        """Tensors lie at ``place``, of ``numel`` elements, as they travel."""
+    def run(self, messages: BoundMessages, inputs: Sequence[int], outputs: Sequence[int], heard: int) -> int:
+        """Pack, execute ``messages`` on the memory of ``place``, and unpack; returns how far it is.
+
+        ``heard``: the rings that were followed; any more end it before it is done, as a rank that is late does.
+        """
+
 def load64(address: int) -> int:
     """Atomic load, sequentially consistent."""
 

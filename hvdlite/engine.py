@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from hvdlite.collectives.across_nodes import AcrossNodes
 from hvdlite.collectives.base import Backend
-from hvdlite.collectives.early import AcrossNodes
 from hvdlite.collectives.exchange import Exchange
 from hvdlite.config import Tunable
 from hvdlite.dtypes import DType, ReduceOp, Reduction

@@ -6,28 +6,134 @@ What a `Pipeline` finds out anew each time is written down once: persistent requ
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hvdlite import _native
 from hvdlite.collectives.schedule import WINDOW, ReduceCall, Schedule, additions, first_scale
 from hvdlite.memory.views import Buffer
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from hvdlite.collectives.requests import Endpoint
 
 _MOST = 256  # bound schedules of an endpoint
 
 
-_Wait = tuple[Callable[[], bool], int]
-"""(whether a request is done, the rank at its other end)."""
+class Wait(NamedTuple):
+    """For ``request``; ``peer`` is at its other end."""
+
+    request: MPI.Prequest
+    peer: int
 
 
-class _Phase(NamedTuple):
+class Phase(NamedTuple):
     """Start requests; wait for some; reduce."""
 
-    starts: list[Callable[[], None]]
-    waits: list[_Wait]
+    starts: list[MPI.Prequest]
+    waits: list[Wait]
     reductions: list[ReduceCall]
+
+
+class Execution(Protocol):
+    """Of phases, again and again. Raises MPI.Exception."""
+
+    def start(self) -> bool:
+        """Begin anew, as far as need not wait; whether that is all."""
+
+    def advance(self) -> bool:
+        """Go on, as far as need not wait; whether all is done."""
+
+    def look(self) -> bool:
+        """`advance` until all is done, as long as nobody else needs the core; whether it is."""
+
+    @property
+    def peer(self) -> int:
+        """Whom it waits for."""
+
+
+class ByPython:
+    """The reference, and the way where no function of MPI is found."""
+
+    def __init__(self, phases: list[Phase]) -> None:
+        self._phases = phases
+        self._steps: Iterator[Wait] = iter(())
+        self._awaited: Wait | None = None
+
+    def start(self) -> bool:
+        self._steps = self._execute()
+        self._awaited = next(self._steps, None)
+        return self._awaited is None
+
+    def advance(self) -> bool:
+        while self._awaited is not None and self._awaited.request.Test():
+            self._awaited = next(self._steps, None)
+        return self._awaited is None
+
+    def look(self) -> bool:
+        return self._awaited is None
+
+    @property
+    def peer(self) -> int:
+        assert self._awaited is not None
+        return self._awaited.peer
+
+    def _execute(self) -> Iterator[Wait]:
+        """Yields what is not there yet, and goes on once it is."""
+        for phase in self._phases:
+            for request in phase.starts:
+                request.Start()
+            for wait in phase.waits:
+                if not wait.request.Test():
+                    yield wait
+            for reduction in phase.reductions:
+                _native.reduce(*reduction)
+
+
+class ByNativeCode:
+    """The same without Python.
+
+    Attributes:
+        messages: for other native code.
+    """
+
+    def __init__(self, phases: list[Phase], endpoint: Endpoint) -> None:
+        from hvdlite.collectives.mpi_functions import address_of  # importing mpi4py starts MPI
+
+        assert endpoint.functions is not None
+        self._endpoint = endpoint
+        self.messages = _native.BoundMessages(
+            *endpoint.functions,
+            [
+                (
+                    [address_of(request) for request in phase.starts],
+                    [(address_of(wait.request), wait.peer) for wait in phase.waits],
+                    phase.reductions,
+                )
+                for phase in phases
+            ],
+        )
+
+    def start(self) -> bool:
+        return self.ended(self.messages.start())
+
+    def advance(self) -> bool:
+        return self.ended(self.messages.advance())
+
+    def look(self) -> bool:
+        return self.ended(self.messages.look(self._endpoint.polite_look))
+
+    @property
+    def peer(self) -> int:
+        return self.messages.peer
+
+    def ended(self, progress: int) -> bool:
+        """Whether it has, by what a call of `messages` has returned."""
+        if progress == _native.BoundMessages.FAILED:
+            from mpi4py import MPI
+
+            raise MPI.Exception(self.messages.error)
+        return progress == _native.BoundMessages.DONE
 
 
 class BoundSchedule:
@@ -38,11 +144,13 @@ class BoundSchedule:
 
     Attributes:
         endpoint: of which its messages are.
+        is_done: whether nothing of it is on its way.
     """
 
     def __init__(self, schedule: Schedule, buf: Buffer, endpoint: Endpoint, scratch: int, slot_bytes: int) -> None:
         itemsize = buf.dtype.itemsize
         self.endpoint = endpoint
+        self.is_done = True
         self._sends = [
             endpoint.bind_send(buf.address + start * itemsize, (stop - start) * itemsize, to)
             for to, start, stop, _ in schedule.outgoing
@@ -57,13 +165,9 @@ class BoundSchedule:
         ]
         self._bytes_sent = itemsize * sum(piece.stop - piece.start for piece in schedule.outgoing)
         self._bytes_received = itemsize * sum(piece.stop - piece.start for piece in schedule.arriving)
-        # Receives that need not wait for a send, up to the first that must: those of one rank have to keep their order.
-        ready = [piece.fold is not None or piece.after == 0 for piece in schedule.arriving]
-        self._posted = self._receives[: [*ready, False].index(False)]
-        phases = [_Phase([], [], first_scale(schedule, buf)), *self._bind(schedule, buf, scratch, slot_bytes)]
-        self._phases = [phase for phase in phases if any(phase)]
-        self._steps: Iterator[_Wait] = iter(())
-        self._awaited: _Wait | None = None
+        phases = [phase for phase in self._phases(schedule, buf, scratch, slot_bytes) if any(phase)]
+        self._native = None if endpoint.functions is None else ByNativeCode(phases, endpoint)
+        self._execution: Execution = self._native or ByPython(phases)
         self._memory: tuple[object, ...] = ()
 
     @staticmethod
@@ -73,87 +177,88 @@ class BoundSchedule:
     def run(self, name: str, label: str, *memory: object) -> None:
         """Execute the schedule as an operation; see `Endpoint.operation`. Raises like `Endpoint.until`."""
         self.start(name, label, *memory)
-        try:
-            while self._awaited is not None:
-                self.endpoint.until(*self._awaited)
-                self._go_on()
-        except BaseException as error:
-            self.endpoint.fail(error, self._receives, self, *memory)
+        if not self.is_done:
+            self._attempt(self._finish)
 
-    def start(self, name: str, label: str, *memory: object) -> None:
-        """Begin it: send what depends on nothing. `advance` does the rest. Raises like `Endpoint.until`."""
+    def _finish(self) -> bool:
+        execution, is_done = self._execution, self._execution.look()
+        while not is_done:
+            peer = execution.peer
+            self.endpoint.until(lambda: execution.advance() or execution.peer != peer, peer)  # noqa: B023 (called here)
+            is_done = execution.advance()
+        return True
+
+    def start(
+        self, name: str, label: str, *memory: object, by: Callable[[_native.BoundMessages], int] | None = None
+    ) -> None:
+        """Begin it: send what depends on nothing. `advance` does the rest. Raises like `Endpoint.until`.
+
+        Args:
+            by: native code that starts the messages, and returns how far they are; only where `Endpoint.functions` are.
+        """
         self.endpoint.begin(name, label)
         self._memory = memory
-        self._steps = self._execute()
-        try:
-            self._go_on()
-        except BaseException as error:
-            self.endpoint.fail(error, self._receives, self, *memory)
+        self.is_done = False
+        if by is None:
+            self._attempt(self._execution.start)
+            return
+        native = self._native
+        assert native is not None
+        self._attempt(lambda: native.ended(by(native.messages)))
 
     def advance(self) -> bool:
         """Do what need not wait; whether the schedule is executed. Raises like `Endpoint.until`."""
-        try:
-            while self._awaited is not None and self._awaited[0]():
-                self._go_on()
-        except BaseException as error:
-            self.endpoint.fail(error, self._receives, self, *self._memory)
-        return self._awaited is None
+        return self.is_done or self._attempt(self._execution.advance)
 
     @property
     def peer(self) -> int:
         """Whom it waits for."""
-        assert self._awaited is not None
-        return self._awaited[1]
+        return self._execution.peer
 
-    def _go_on(self) -> None:
-        self._awaited = next(self._steps, None)
-        if self._awaited is None:
-            self._memory = ()
-            traffic = self.endpoint.traffic
-            traffic.messages_sent += len(self._sends)
-            traffic.bytes_sent += self._bytes_sent
-            traffic.messages_received += len(self._receives)
-            traffic.bytes_received += self._bytes_received
-
-    def _execute(self) -> Iterator[_Wait]:
-        """Yields what is not there yet, and goes on once it is."""
-        reduce = _native.reduce
-        for receive in self._posted:
-            receive.Start()
-        for starts, waits, reductions in self._phases:
-            for start in starts:
-                start()
-            for wait in waits:
-                if not wait[0]():
-                    yield wait
-            for reduction in reductions:
-                reduce(*reduction)
+    def _attempt(self, step: Callable[[], bool]) -> bool:
+        """``step``, which says whether the schedule is executed then."""
+        try:
+            if not step():
+                return False
+        except BaseException as error:
+            self.endpoint.fail(error, self._receives, self, *self._memory)
+        self.is_done = True
+        self._memory = ()
+        traffic = self.endpoint.traffic
+        traffic.messages_sent += len(self._sends)
+        traffic.bytes_sent += self._bytes_sent
+        traffic.messages_received += len(self._receives)
+        traffic.bytes_received += self._bytes_received
+        return True
 
     def close(self) -> None:
         """Give the requests back to MPI."""
         for request in (*self._sends, *self._receives):
             request.Free()
 
-    def _bind(self, schedule: Schedule, buf: Buffer, scratch: int, slot_bytes: int) -> Iterator[_Phase]:
+    def _phases(self, schedule: Schedule, buf: Buffer, scratch: int, slot_bytes: int) -> Iterator[Phase]:
+        # Receives that need not wait for a send, up to the first that must: those of one rank have to keep their order.
+        ready = [piece.fold is not None or piece.after == 0 for piece in schedule.arriving]
+        posted = [*ready, False].index(False)
+        yield Phase(self._receives[:posted], [], first_scale(schedule, buf))
         sent = left = 0
         for index, piece in enumerate(schedule.arriving):
             starts = []
             while sent < len(schedule.outgoing) and schedule.outgoing[sent].after <= index:
-                starts.append(self._sends[sent].Start)
+                starts.append(self._sends[sent])
                 sent += 1
             receive = self._receives[index]
             waits = self._leaving(schedule, left, piece.after)
             left = max(left, piece.after)
-            if index >= len(self._posted):
-                yield _Phase(starts, waits, [])
-                starts, waits = [receive.Start], []
+            if index >= posted:
+                yield Phase(starts, waits, [])
+                starts, waits = [receive], []
             reductions = additions(piece, buf, scratch + index * slot_bytes)
-            yield _Phase(starts, [(receive.Test, piece.source), *waits], reductions)
-        rest = [request.Start for request in self._sends[sent:]]
-        yield _Phase(rest, self._leaving(schedule, left, len(schedule.outgoing)), [])
+            yield Phase(starts, [Wait(receive, piece.source), *waits], reductions)
+        yield Phase(self._sends[sent:], self._leaving(schedule, left, len(schedule.outgoing)), [])
 
-    def _leaving(self, schedule: Schedule, first: int, last: int) -> list[_Wait]:
-        return [(self._sends[index].Test, schedule.outgoing[index].to) for index in range(first, last)]
+    def _leaving(self, schedule: Schedule, first: int, last: int) -> list[Wait]:
+        return [Wait(self._sends[index], schedule.outgoing[index].to) for index in range(first, last)]
 
 
 class BoundSchedules:

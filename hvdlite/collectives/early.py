@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall
+from hvdlite.collectives.base import Backend
 from hvdlite.collectives.thresholds import at_once_bytes
 from hvdlite.config import Config
-from hvdlite.dtypes import SUM, DType, Reduction
+from hvdlite.dtypes import DType, Reduction
 from hvdlite.memory.base import FusionBuffer, Memory
 from hvdlite.memory.layout import Layout, Range
 from hvdlite.memory.segment import Segment
@@ -29,19 +28,24 @@ from hvdlite.recorder import Lane, Recorder
 
 if TYPE_CHECKING:
     from hvdlite.collectives.bound import BoundSchedule
+    from hvdlite.collectives.requests import Endpoint
 
 MOST_BYTES = 32 << 10
-
-_DONE, _NOT_YET = _native.PreparedAllreduce.DONE, _native.PreparedAllreduce.NOT_YET
-_DONE_AND_RUNG, _ABORTED = _native.PreparedAllreduce.DONE_AND_RUNG, _native.PreparedAllreduce.ABORTED
 
 
 class Leaders(Protocol):
     """The leaders of all nodes; see `hvdlite.collectives.ring.RingBackend`."""
 
     recorder: Recorder
+    endpoint: Endpoint
 
-    def begin_allreduce(self, buf: Buffer, reduction: Reduction, label: str) -> BoundSchedule: ...
+    def begin_allreduce(
+        self,
+        buf: Buffer,
+        reduction: Reduction,
+        label: str,
+        by: Callable[[_native.BoundMessages], int] | None = None,
+    ) -> BoundSchedule: ...
 
 
 class EarlyAllreduce:
@@ -117,8 +121,7 @@ class EarlyAllreduce:
         """
         assert self._part is None, label
         self._label, self._began_ns = label, time.monotonic_ns()
-        key = layout.wire_dtype, layout.end
-        part = self._parts.get(key) or self._parts.setdefault(key, self._places[key[0]].narrow(0, layout.end))
+        part = self._part_of(layout)
         if inputs is not None:
             self._memory.pack(inputs, layout.dtype, part, 0)
         across = reduction
@@ -129,6 +132,36 @@ class EarlyAllreduce:
             self._exchange = self._leaders.begin_allreduce(part, across, label)
         self._turn += 1
         self._part = part
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """By which native code may do all of it; None where it may not, or is not wanted."""
+        if self._leaders is None or self._node is not None or self._leaders.endpoint.functions is None:
+            return None
+        return self._leaders.endpoint
+
+    def place(self, layout: Layout) -> int:
+        """The address by way of which tensors travel."""
+        return self._part_of(layout).address
+
+    def do_at_once(
+        self, by: Callable[[_native.BoundMessages], int], layout: Layout, reduction: Reduction, label: str
+    ) -> bool:
+        """`begin` and `finish` by native code, where there is an `endpoint`; whether it is done, or has only begun.
+
+        Args:
+            by: packs, sends and, if the result comes soon, unpacks; see `BoundSchedule.start`.
+        """
+        assert self._part is None and self._leaders is not None, label
+        self._label, self._began_ns = label, time.monotonic_ns()
+        part = self._part_of(layout)
+        exchange = self._leaders.begin_allreduce(part, reduction, label, by)
+        if exchange.is_done:
+            self._record(part)
+            return True
+        self._turn += 1
+        self._part, self._exchange = part, exchange
+        return False
 
     def has_come(self) -> bool:
         """Of what has begun: whether its result is there, so that `finish` will not wait for other nodes."""
@@ -154,9 +187,7 @@ class EarlyAllreduce:
         if outputs is not None:
             self._memory.unpack(part, 0, outputs, layout.dtype)
         self._part = None
-        if self._leaders is not None:
-            recorder, dtype = self._leaders.recorder, part.dtype.label
-            recorder.add(Lane.RING, self._label, self._began_ns, time.monotonic_ns(), part.nbytes, dtype)
+        self._record(part)
 
     def drop(self, layout: Layout, reduction: Reduction, label: str) -> None:
         """Some ranks have begun what will not be done: bring it to its end. All ranks call it at one place."""
@@ -192,104 +223,14 @@ class EarlyAllreduce:
         """Whether all ranks of the node are ready."""
         return self._node is None or counts.wait(plan, count, heard, patience_s, self._spin_us)
 
+    def _record(self, part: Buffer) -> None:
+        if self._leaders is not None:
+            recorder, dtype = self._leaders.recorder, part.dtype.label
+            recorder.add(Lane.RING, self._label, self._began_ns, time.monotonic_ns(), part.nbytes, dtype)
+
+    def _part_of(self, layout: Layout) -> Buffer:
+        key = layout.wire_dtype, layout.end
+        return self._parts.get(key) or self._parts.setdefault(key, self._places[key[0]].narrow(0, layout.end))
+
     def _all_to_leader(self, part: Buffer) -> list[list[Range]]:
         return [[(0, part.numel)], *self._others]
-
-
-class AcrossNodes(Backend):
-    """A backend between several nodes.
-
-    Attributes:
-        early: how it does allreduces of few bytes; None: as all others.
-    """
-
-    early: EarlyAllreduce | None = None
-
-    @property
-    def small_bytes(self) -> int:  # type: ignore[override]
-        return 0 if self.early is None else self.early.most_bytes
-
-    def allreduce_tensors(
-        self,
-        inputs: _native.TensorList,
-        outputs: _native.TensorList,
-        layout: Layout,
-        reduction: Reduction = SUM,
-        *,
-        staging: Buffer,
-        label: str = "",
-    ) -> Completion:
-        early = self.early
-        if early is None or not early.takes(layout.nbytes):
-            return super().allreduce_tensors(inputs, outputs, layout, reduction, staging=staging, label=label)
-        if not early.has_begun:
-            early.begin(inputs, layout, reduction, label)
-        early.finish(outputs, layout)
-        return DONE
-
-    def configure(self, config: Config) -> None:
-        if self.early is not None:
-            self.early.configure(config)
-
-    def prepare_allreduce(
-        self,
-        counts: _native.ReadyCounts,
-        layout: Layout,
-        reduction: Reduction,
-        home: Buffer | None,
-        patience_s: float,
-        label: str,
-    ) -> PreparedCall | None:
-        early = self.early
-        if early is None or not early.takes(layout.nbytes):
-            return None
-        return _PreparedCall(early, counts, layout, reduction, patience_s, label)
-
-
-class _PreparedCall:
-    """What `AcrossNodes.prepare_allreduce` returns."""
-
-    def __init__(
-        self,
-        early: EarlyAllreduce,
-        counts: _native.ReadyCounts,
-        layout: Layout,
-        reduction: Reduction,
-        patience_s: float,
-        label: str,
-    ) -> None:
-        self._early = early
-        self._counts = counts
-        self._layout = layout
-        self._reduction = reduction
-        self._patience_s = patience_s
-        self._label = label
-        self._last = 0, 0, _NOT_YET
-
-    def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int, /) -> int:
-        self._last = plan, count, _ABORTED  # unless it comes to an end
-        result = self._attempt(inputs, outputs, plan, count, heard)
-        self._last = plan, count, result
-        return result
-
-    def _attempt(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
-        early, counts, layout = self._early, self._counts, self._layout
-        sources = early.tensors(inputs, layout)
-        targets = sources if outputs is inputs else early.tensors(outputs, layout)
-        counts.set(plan, count)
-        if not early.await_node(counts, plan, count, heard, self._patience_s):
-            return _NOT_YET
-        early.begin(sources, layout, self._reduction, self._label)
-        if not early.await_others(partial(counts.has_news, heard), self._patience_s):
-            return _NOT_YET
-        early.finish(targets, layout)
-        return _DONE_AND_RUNG if counts.has_news(heard) else _DONE
-
-    def last(self) -> tuple[int, int, int]:
-        return self._last
-
-    def ready_ns(self) -> int:
-        return 0  # `EarlyAllreduce` has recorded all that there was
-
-    def explain(self, result: int) -> None:
-        raise AssertionError(result)  # `run` has raised what went wrong

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hvdlite.collectives.across_nodes import AcrossNodes
 from hvdlite.collectives.base import DONE, Backend, Completion
-from hvdlite.collectives.early import AcrossNodes
 from hvdlite.collectives.thresholds import PART_BYTES, limits_of, parts_of
 from hvdlite.config import Config
 from hvdlite.counters import Traffic

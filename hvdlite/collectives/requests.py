@@ -20,6 +20,8 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite import _native
+from hvdlite.collectives.mpi_functions import MpiFunctions
 from hvdlite.counters import Traffic
 from hvdlite.errors import CollectiveError
 from hvdlite.naps import FIRST_NAP_S, nap_until
@@ -48,6 +50,10 @@ class Endpoint:
         timeout_s: the longest wait for one message.
         check: raises once the job has failed.
         nap_us: the longest nap while data moves.
+        functions: of MPI, for native code; None: Python calls MPI.
+
+    Attributes:
+        polite_look: of native code for messages.
     """
 
     def __init__(
@@ -59,12 +65,15 @@ class Endpoint:
         check: Callable[[], None],
         nap_us: int = 100,
         channel: Channel = Channel.HOST,
+        functions: MpiFunctions | None = None,
     ) -> None:
         assert len(ranks) == comm.size, (ranks, comm.size)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank = comm.rank
         self.size = comm.size
         self.traffic = Traffic()
+        self.functions = functions
+        self.polite_look = _native.PoliteLook(*(round(1e6 * time_s) for time_s in (_SPIN_S, _BUSY_S, _COURTESY_S)))
         self._name = self._label = ""
         self._comm = comm
         self._ranks = tuple(ranks)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from hvdlite import _native
 from hvdlite.collectives import algorithms
+from hvdlite.collectives.across_nodes import AcrossNodes
 from hvdlite.collectives.adder import Adder
 from hvdlite.collectives.base import DONE, LARGEST_MESSAGE_BYTES, Completion
 from hvdlite.collectives.bound import BoundSchedule, BoundSchedules
-from hvdlite.collectives.early import AcrossNodes
 from hvdlite.collectives.pipeline import Pipeline
 from hvdlite.collectives.requests import Endpoint
 from hvdlite.collectives.schedule import WINDOW, Schedule, scaling
@@ -96,13 +97,23 @@ class RingBackend(AcrossNodes):
             self._bound.called(call, schedule, buf)
         return completion
 
-    def begin_allreduce(self, buf: Buffer, reduction: Reduction, label: str) -> BoundSchedule:
-        """`allreduce` of up to `at_once_bytes`, which the caller brings to its end before anything else is called."""
+    def begin_allreduce(
+        self,
+        buf: Buffer,
+        reduction: Reduction,
+        label: str,
+        by: Callable[[_native.BoundMessages], int] | None = None,
+    ) -> BoundSchedule:
+        """`allreduce` of up to `at_once_bytes`, which the caller brings to its end before anything else is called.
+
+        Args:
+            by: see `BoundSchedule.start`.
+        """
         assert self._adder.is_immediate
         self._in_flight.wait()
         call = (buf.address, buf.numel, buf.dtype, reduction)
         bound = self._bound.get(call) or self._bound.bind(call, self._schedule(buf, reduction), buf)
-        bound.start("allreduce", label, buf.owner, self._scratch)
+        bound.start("allreduce", label, buf.owner, self._scratch, by=by)
         return bound
 
     def _schedule(self, buf: Buffer, reduction: Reduction) -> Schedule:

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hvdlite.collectives.across_nodes import AcrossNodes
 from hvdlite.collectives.adder import HostAdder
 from hvdlite.collectives.base import Backend
-from hvdlite.collectives.early import MOST_BYTES, AcrossNodes, EarlyAllreduce
+from hvdlite.collectives.early import MOST_BYTES, EarlyAllreduce
 from hvdlite.collectives.exchange import Exchange
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.collectives.shm_exchange import ShmExchange
@@ -132,6 +133,7 @@ def build_ring(
         comm_rail: private communicator of these ranks, in the order of nodes.
     """
     # One node needs no MPI, and importing mpi4py starts MPI.
+    from hvdlite.collectives import mpi_functions
     from hvdlite.collectives.requests import Endpoint
     from hvdlite.collectives.ring import RingBackend
 
@@ -141,6 +143,7 @@ def build_ring(
             ranks=[ranks[node.local_rank] for ranks in topology.nodes],
             timeout_s=config.collective_timeout_s,
             check=check,
+            functions=mpi_functions.loaded() if config.prepared_operations else None,
         ),
         memory,
         HostAdder(),

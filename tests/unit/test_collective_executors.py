@@ -55,6 +55,8 @@ class Request:
 class FakeEndpoint:
     """What schedules need of `hvdlite.collectives.requests.Endpoint`."""
 
+    functions = None
+
     def __init__(self, network: Network, rank: int) -> None:
         self.traffic = Traffic()
         self._network, self._rank = network, rank
