@@ -13,6 +13,7 @@ from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
 from hvdlite.distributed.post import Post
 from hvdlite.errors import HorovodInternalError, ShutDownError, StallError, is_known_everywhere
+from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.world import World
 
 
@@ -26,6 +27,7 @@ class Membership:
         timeout_s: the longest wait for a rank.
         entrance: for messages to this rank.
         doors: of all ranks.
+        worlds: in which this process is beside this one.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Membership:
         timeout_s: float,
         entrance: Entrance,
         doors: Sequence[Door],
+        worlds: ProcessWorlds,
     ) -> None:
         self.world = world
         self.name = name
@@ -50,6 +53,7 @@ class Membership:
         self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
         self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health)
         world.health.add(self.post)
+        self._worlds = worlds
         self._is_closed = False
 
     @property
@@ -109,6 +113,7 @@ class Membership:
             )
             self.lane.close(grace_s)
         self.post.close(grace_s)
+        self._worlds.remove(health)
         health.expect_end()
         self._carrier.leave()
         self.world.end()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +156,48 @@ def test_beside_hvdlite(hvdlite_first: bool) -> None:
         finally:
             hvd.shutdown()
         dist.barrier()
+
+
+@pytest.mark.parametrize("hvdlite_first", [True, False])
+def test_one_timeline_and_one_count_of_both(hvdlite_first: bool, tmp_path: Path) -> None:
+    path = told(str(tmp_path / "timeline.json"))[0]
+    if hvdlite_first:
+        hvd.init()
+    with process_group():
+        if not hvdlite_first:
+            hvd.init()
+        try:
+            before = hvd.statistics()["reduced_bytes"]
+            hvd.start_timeline(path)
+            dist.all_gather([torch.empty(10) for _ in range(SIZE)], torch.ones(10))
+            group = dist.new_group(range(SIZE))
+            dist.all_reduce(torch.ones(100), group=group)
+            dist.destroy_process_group(group)
+            hvd.allreduce(torch.ones(100), name="gradient")
+            hvd.stop_timeline()
+            assert hvd.statistics()["reduced_bytes"] - before == 800
+            if RANK == 0:
+                names = {event["name"] for event in json.loads(Path(path).read_text())["traceEvents"]}
+                assert {"all_gather", "all_reduce"} <= names, names
+                assert any("gradient" in name for name in names), names
+        finally:
+            hvd.shutdown()
+
+
+@pytest.mark.parametrize("hvdlite_ends_first", [True, False])
+def test_either_may_end_first(hvdlite_ends_first: bool) -> None:
+    tensor = torch.ones(10)
+    hvd.init()
+    try:
+        with process_group():
+            if hvdlite_ends_first:
+                hvd.shutdown()
+                dist.all_reduce(tensor)
+                assert tensor[0] == SIZE
+        if not hvdlite_ends_first:
+            assert hvd.allreduce(tensor, op=hvd.Sum)[0] == SIZE
+    finally:
+        hvd.shutdown()
 
 
 def test_statistics_count_what_a_group_has_reduced() -> None:
