@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+from hvdlite import recorder
+from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
 from hvdlite.distributed.doors import Door, Entrance
@@ -81,6 +83,15 @@ class Membership:
             yield
         finally:
             self._carrier.timeout_s = usual_s
+
+    def waiting(self, title: str) -> AbstractContextManager[None]:
+        """See `hvdlite.distributed.work.Waited`."""
+        return self.world.recorder.span(recorder.Lane.WAIT, title)
+
+    def whom_it_waits_for(self) -> str:
+        """See `hvdlite.distributed.work.Waited`."""
+        late = self._carrier.late()
+        return f"of process group {self.name}" + (f", to which {rank_list(late)} did not come," if late else "")
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done in the group so far; see `hvdlite.statistics`."""

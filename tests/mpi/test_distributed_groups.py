@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,35 @@ def test_who_is_late_is_named() -> None:
             told(None)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on() -> None:
+    with process_group():
+        if RANK == LAST:
+            told(None)
+        tensor = torch.ones(3)
+        work = dist.all_reduce(tensor, async_op=True)
+        if RANK != LAST:
+            late = f"hvdlite:all_reduce of process group .*, to which rank {LAST} did not come, .* 0.1 s of its wait"
+            with pytest.raises(RuntimeError, match=late):
+                work.wait(timedelta(seconds=0.1))
+            told(None)
+        work.wait()
+        assert tensor[0] == SIZE
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+def test_a_call_has_the_timeout_of_its_options() -> None:
+    with process_group() as group:
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=0.1)
+        if RANK == LAST:
+            told(None)
+        else:
+            with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 0.1 s"):
+                group.barrier(options).wait()
+            told(None)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody leaves")
 def test_who_has_left_is_named() -> None:
     with process_group():
@@ -169,6 +199,7 @@ def test_one_timeline_and_one_count_of_both(hvdlite_first: bool, tmp_path: Path)
         try:
             before = hvd.statistics()["reduced_bytes"]
             hvd.start_timeline(path)
+            hvd.barrier()  # from here on it records on all ranks
             dist.all_gather([torch.empty(10) for _ in range(SIZE)], torch.ones(10))
             group = dist.new_group(range(SIZE))
             dist.all_reduce(torch.ones(100), group=group)
