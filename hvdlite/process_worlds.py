@@ -100,5 +100,5 @@ class ProcessWorlds:
         process = next((process for process, rank in source.ranks.items() if rank == reason.rank), None)
         with self._lock:  # whoever leaves meanwhile waits, as what it leaves must not be closed yet
             for other in list(self._places):
-                if other is not source and process in other.ranks:
+                if process is not None and other is not source and process in other.ranks:
                     other.health.rank_failed(other.ranks[process], str(reason))
