@@ -75,7 +75,7 @@ class OtherDevices:
         if hasattr(dist.ProcessGroup, "_set_default_backend"):
             group = dist.ProcessGroup(store, self._rank, self._size)
             group._set_default_backend(kind)
-        else:  # torch 2.4 and 2.5
+        else:  # torch 2.4
             of_group: Any = dist.ProcessGroup
             group = of_group(store, self._rank, self._size, of_group.Options(backend=name))
         group._register_backend(device, kind, backend)

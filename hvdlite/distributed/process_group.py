@@ -66,7 +66,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     _set_group_name = setGroupName
     group_name = property(getGroupName)
-    supports_splitting = False  # torch 2.4 and 2.5 ask it in new_group
+    supports_splitting = False  # torch 2.4 asks it in new_group
 
     def get_group_store(self) -> Store:
         return self._store
