@@ -54,7 +54,7 @@ class OrderedExchange {
 
   // From here on whoever waits for this rank learns that it will not come.
   void leave();
-  // The ranks for which the last call has waited in vain; of these, those that have left.
+  // The ranks for which the last call has waited in vain, or the one under way waits; of these, those that have left.
   std::vector<int> late() const;
   std::vector<int> departed() const;
   // Makes every sleeper look at the abort word.
@@ -83,7 +83,7 @@ class OrderedExchange {
   std::uint32_t rank_;
   std::uint32_t size_;
   std::uint64_t window_bytes_;
-  std::uint32_t turn_ = 0;   // counts steps; may wrap
+  Word turn_{0};             // counts steps; may wrap; other threads read it in `late`
   bool counted_ = false;     // for step `turn_`, whose wait a timeout has ended
   std::uint64_t piece_ = 0;  // of the collective that a timeout has ended
 };

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hvdlite import launched, mpi
@@ -38,6 +39,7 @@ class Card:
     config: Config
     hostname: str
     pid: int
+    process: str
     world_rank: int | None
     addresses: tuple[str, ...]
     news: Any
@@ -55,12 +57,14 @@ class Start:
         news: what the first rank had to tell.
         world_ranks: what COMM_WORLD calls each rank; None without MPI.
         hosts: names of the other nodes, by address.
+        processes: what tells the process of each rank from all others.
     """
 
     world: World
     news: Any
     world_ranks: tuple[int | None, ...]
     hosts: dict[str, str]
+    processes: tuple[str, ...]
 
 
 def start_world(
@@ -71,6 +75,7 @@ def start_world(
     versions: Mapping[str, str],
     news: Callable[[], Any],
     on_notice: Callable[[dict[str, Any]], None],
+    names: Sequence[int] | None = None,
 ) -> Start:
     """The first world of a job. Collective over ``ranks``.
 
@@ -80,6 +85,7 @@ def start_world(
         versions: of packages that must be the same on every rank, by name.
         news: what the first rank tells all; called there only.
         on_notice: see `World`.
+        names: what failures call the ranks; their own numbers unless given.
 
     Raises:
         StartupError: names what is wrong and the way out, on every rank.
@@ -107,11 +113,13 @@ def start_world(
             _try_links(own, links, topology, fanout, hostnames, links_deadline_s)
         neighbours = {topology.leaders[index]: link for index, link in links.items()}
         neighbours |= node.take_watch_links()
-        watched = [(rank, cards[rank].where, link) for rank, link in neighbours.items()]
-        health = Health(topology.rank, watched, config, launched.launcher_process())
+        called = range(len(cards)) if names is None else names
+        watched = [(called[rank], cards[rank].where, link) for rank, link in neighbours.items()]
+        health = Health(called[topology.rank], watched, config, launched.launcher_process())
         undo.pop_all()
     world = _built(own, health, lambda: World(own, topology, node, config, recorder, health, on_notice))
-    return Start(world, cards[0].news, tuple(card.world_rank for card in cards), _other_hosts(topology, cards))
+    world_ranks, processes = [card.world_rank for card in cards], [card.process for card in cards]
+    return Start(world, cards[0].news, tuple(world_ranks), _other_hosts(topology, cards), tuple(processes))
 
 
 def _try_links(
@@ -163,10 +171,17 @@ def _card(ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], 
         config,
         socket.gethostname(),
         os.getpid(),
+        _process(),
         mpi.world_rank(),
         tuple(address for interface in select(config.network_interfaces) for address in interface.addresses),
         news() if is_first else None,
     )
+
+
+def _process() -> str:
+    """Other on every machine, in every container and of every process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getpid()}"
 
 
 def _check_reach(ranks: Bootstrap | None, nodes: Sequence[Sequence[int]], cards: Sequence[Card]) -> None:

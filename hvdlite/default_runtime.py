@@ -19,6 +19,7 @@ from hvdlite.logs import configure_logging
 from hvdlite.membership import Membership
 from hvdlite.peers import Peers, start_deadline
 from hvdlite.process import Companion, InitArguments, ProcessHooks
+from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _build(arguments: InitArguments, config: Config) -> None:
     try:
         with _hooks.peers.of(arguments.comm, config) as ranks:
             configure_logging(config, 0 if ranks is None else ranks.rank)
-            _hooks.started(Runtime(ranks, config, versions=arguments.versions), arguments)
+            _hooks.started(Runtime(ranks, config, versions=arguments.versions, worlds=_hooks.worlds), arguments)
     except BaseException:
         _hooks.startup_failed()
         raise
@@ -123,6 +124,11 @@ def membership() -> Membership | None:
 def peers() -> Peers:
     """The processes that were started together with this one."""
     return _hooks.peers
+
+
+def worlds() -> ProcessWorlds:
+    """In which this process is, the default runtime's among them."""
+    return _hooks.worlds
 
 
 def accompany(companion: Companion) -> None:
@@ -205,6 +211,8 @@ def is_homogeneous() -> bool:
 
 def statistics() -> dict[str, int]:
     """What this rank has done since init(), over all process sets that it is or was a member of.
+
+    What it has done in process groups of torch.distributed over hvdlite is there too, also before init().
 
     Counted always, at the cost of additions; each count only grows, so two calls tell what lies between them.
     docs/statistics.md says what is counted, and what to expect.

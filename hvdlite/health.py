@@ -106,6 +106,10 @@ class Health:
         else:
             self._sentinel.report(self._rank, f"rank {self._rank} raised {described(error)}")
 
+    def rank_failed(self, rank: int, text: str) -> None:
+        """Tell every rank that ``rank`` has failed, as another world that it belongs to has noticed."""
+        self._sentinel.report(rank, text)
+
     @property
     def all_live(self) -> bool:
         """Whether nothing has failed but perhaps that ranks wait for one another."""

@@ -20,6 +20,7 @@ from hvdlite import _native, mpi, tracebacks
 from hvdlite.errors import HorovodInternalError, RankFailedError, ShutDownError, StartupError, is_known_everywhere
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
+from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class ProcessHooks:
     Attributes:
         lock: held by the thread that starts or ends the default runtime.
         peers: the processes that were started together with this one.
+        worlds: in which this process is.
         runtime: the default one; None before init() and after shutdown().
         arguments: of the init() that has succeeded last.
         companions: what else ends with the process, as long as somebody keeps it.
@@ -78,6 +80,7 @@ class ProcessHooks:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.peers = Peers()
+        self.worlds = ProcessWorlds()
         self.runtime: Runtime | None = None
         self.arguments: InitArguments | None = None
         self.companions: weakref.WeakSet[Companion] = weakref.WeakSet()

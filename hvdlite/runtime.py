@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -17,7 +18,7 @@ from hvdlite.job_timeline import JobTimeline
 from hvdlite.link_watch import LinkRates, LinkWatch
 from hvdlite.metrics import prometheus_text, serve
 from hvdlite.operations.process_sets import add_process_set_async, remove_process_set_async
-from hvdlite.recorder import Recorder
+from hvdlite.process_worlds import ProcessWorlds
 
 _UNEVEN = (
     "If that rank was only done with its data, give every rank as many batches as the others "
@@ -33,6 +34,7 @@ class Runtime:
         ranks: who takes part, of which a subset of all is made; None for this process alone.
         config: what rank 0 has, every rank gets, since all must plan alike.
         versions: of packages that must be the same on every rank, by name.
+        worlds: in which this process is beside this one.
 
     Attributes:
         group: of all ranks.
@@ -43,11 +45,19 @@ class Runtime:
         StartupError: names what is wrong and the way out, the same on every rank where it concerns all.
     """
 
-    def __init__(self, ranks: Bootstrap | None, config: Config, *, versions: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Bootstrap | None,
+        config: Config,
+        *,
+        versions: Mapping[str, str] | None = None,
+        worlds: ProcessWorlds | None = None,
+    ) -> None:
+        self._worlds = worlds or ProcessWorlds()
         start = start_world(
             ranks,
             config,
-            Recorder(config.timeline_events),
+            self._worlds.recorder(config.timeline_events),
             versions=versions or {},
             news=partial(load_choice, config),
             on_notice=lambda content: self._timeline.take_notice(content),
@@ -68,6 +78,7 @@ class Runtime:
             self.world.health.close()
             raise
         self.world.health.add(self._timeline)
+        self._worlds.add(self.world.health, start.processes, self.topology.ranks)
         self.world.start()
         self._links = None
         if start.hosts and self.config.link_check_s:
@@ -87,7 +98,9 @@ class Runtime:
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done so far, in all its groups, removed ones too; see `hvdlite.statistics`."""
-        return self.world.statistics()
+        total = Counter(self.world.statistics())
+        total.update(self._worlds.statistics())
+        return dict(total)
 
     # Process sets. All ranks of the job call these in the same order with the same arguments.
 
@@ -202,6 +215,7 @@ class Runtime:
 
     def end_watch(self) -> None:
         """After `close`: this rank is not missed any more."""
+        self._worlds.remove(self.world.health)
         self.world.health.close()
 
     @property

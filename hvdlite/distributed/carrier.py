@@ -59,5 +59,9 @@ class Carrier(ABC):
     def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
         """Send departures[r] to each rank r, and receive arrivals[s] from each rank s."""
 
+    def late(self) -> Sequence[int]:
+        """The ranks that have not come for the call under way, as far as is known; from any thread."""
+        return ()
+
     def leave(self) -> None:
         """From here on, whoever waits for this rank learns that it will not come."""

@@ -23,7 +23,6 @@ from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.errors import StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
-from hvdlite.recorder import Recorder
 from hvdlite.rendezvous import RendezvousRanks
 from hvdlite.torch_store import InGivenStore
 
@@ -49,7 +48,8 @@ def _created(options: Any) -> HvdliteProcessGroup:
     rank, size, name = options.group_rank, options.group_size, options.group_id
     ranks = list(options.global_ranks_in_group) or list(range(size))
     timeout_s = options.timeout.total_seconds()
-    config = replace(Config.from_env(), collective_timeout_s=timeout_s)
+    settings = default_runtime.runtime().config if default_runtime.is_initialized() else Config.from_env()
+    config = replace(settings, collective_timeout_s=timeout_s)
     configure_logging(config, ranks[rank])
     bootstrap = None if size == 1 else _meet(options.store, name, rank, size, timeout_s, config)
     entrance = Entrance(
@@ -58,21 +58,23 @@ def _created(options: Any) -> HvdliteProcessGroup:
     with ExitStack() as on_failure:
         on_failure.callback(entrance.close)
         doors = [entrance.door] if bootstrap is None else bootstrap.allgather(entrance.door)
-        recorder = default_runtime.runtime().recorder if default_runtime.is_initialized() else Recorder()
         start = start_world(
             bootstrap,
             config,
-            recorder,
+            default_runtime.worlds().recorder(config.timeline_events),
             versions={"torch": torch.__version__},
             news=lambda: None,
             on_notice=lambda content: None,
+            names=ranks,
         )
         on_failure.pop_all()
     if bootstrap is not None:
         bootstrap.close()  # the world has its own; after a failure other ranks may not come here
     if not options.global_ranks_in_group:  # of all ranks
         default_runtime.peers().told = _without_launcher(options.store, rank, size, config)
-    membership = Membership(start.world, name, ranks, timeout_s, entrance, doors)
+    worlds = default_runtime.worlds()
+    membership = Membership(start.world, name, ranks, timeout_s, entrance, doors, worlds)
+    worlds.add(start.world.health, start.processes, ranks, membership.statistics)
     default_runtime.accompany(membership)
     return HvdliteProcessGroup(membership, options.store)
 

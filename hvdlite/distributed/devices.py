@@ -72,8 +72,12 @@ class OtherDevices:
                 backend = plugin.creator_fn(options, None)
             else:
                 backend = plugin.creator_fn(store, self._rank, self._size, self._timeout)
-        group = dist.ProcessGroup(store, self._rank, self._size)
-        group._set_default_backend(kind)
+        if hasattr(dist.ProcessGroup, "_set_default_backend"):
+            group = dist.ProcessGroup(store, self._rank, self._size)
+            group._set_default_backend(kind)
+        else:  # torch 2.4
+            of_group: Any = dist.ProcessGroup
+            group = of_group(store, self._rank, self._size, of_group.Options(backend=name))
         group._register_backend(device, kind, backend)
         return group
 

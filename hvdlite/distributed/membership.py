@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+from hvdlite import recorder
+from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
 from hvdlite.distributed.doors import Door, Entrance
@@ -13,6 +15,7 @@ from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
 from hvdlite.distributed.post import Post
 from hvdlite.errors import HorovodInternalError, ShutDownError, StallError, is_known_everywhere
+from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.world import World
 
 
@@ -26,6 +29,7 @@ class Membership:
         timeout_s: the longest wait for a rank.
         entrance: for messages to this rank.
         doors: of all ranks.
+        worlds: in which this process is beside this one.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Membership:
         timeout_s: float,
         entrance: Entrance,
         doors: Sequence[Door],
+        worlds: ProcessWorlds,
     ) -> None:
         self.world = world
         self.name = name
@@ -50,6 +55,7 @@ class Membership:
         self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
         self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health)
         world.health.add(self.post)
+        self._worlds = worlds
         self._is_closed = False
 
     @property
@@ -77,6 +83,15 @@ class Membership:
             yield
         finally:
             self._carrier.timeout_s = usual_s
+
+    def waiting(self, title: str) -> AbstractContextManager[None]:
+        """See `hvdlite.distributed.work.Waited`."""
+        return self.world.recorder.span(recorder.Lane.WAIT, title)
+
+    def whom_it_waits_for(self) -> str:
+        """See `hvdlite.distributed.work.Waited`."""
+        late = self._carrier.late()
+        return f"of process group {self.name}" + (f", to which {rank_list(late)} did not come," if late else "")
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done in the group so far; see `hvdlite.statistics`."""
@@ -109,6 +124,7 @@ class Membership:
             )
             self.lane.close(grace_s)
         self.post.close(grace_s)
+        self._worlds.remove(health)
         health.expect_end()
         self._carrier.leave()
         self.world.end()

@@ -109,6 +109,9 @@ class NodeCarrier(Carrier):
             again = self._exchange.alltoall
             self._settle(call, status, lambda limit_s: again(call.card, departures, arrivals, limit_s))
 
+    def late(self) -> Sequence[int]:
+        return [self._ranks[place] for place in self._exchange.late()]
+
     def leave(self) -> None:
         self._exchange.leave()
 
@@ -137,8 +140,7 @@ class NodeCarrier(Carrier):
             raise CollectiveError(f"{call} of process group {self._name} was ended while this rank waited")
 
     def _late(self, call: Call) -> str:
-        late = rank_list([self._ranks[place] for place in self._exchange.late()])
-        return f"{call} of process group {self._name}: {late}"
+        return f"{call} of process group {self._name}: {rank_list(self.late())}"
 
     def _fail(self, error: StallError) -> None:
         """The group is of no use any more, on all ranks; these live, and may go on without it."""

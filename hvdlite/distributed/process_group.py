@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     _set_group_name = setGroupName
     group_name = property(getGroupName)
+    supports_splitting = False  # torch 2.4 asks it in new_group
 
     def get_group_store(self) -> Store:
         return self._store
@@ -255,14 +257,23 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     def _begin(self, title: str, run: Run, result: Any, opts: Any) -> GroupWork:
         """Have it done, at once where the caller waits."""
-        work = self._new_work(title, result, run)
-        is_awaited = opts is not None and not getattr(opts, "asyncOp", True)
-        work.begin(self.membership.lane, is_awaited=is_awaited)
+        limit_s = _timeout_s(opts)
+        work = self._new_work(title, result, run if limit_s is None else partial(self._within, limit_s, run))
+        if opts is None or getattr(opts, "asyncOp", True):
+            work.begin(self.membership.lane, is_awaited=False)
+        else:
+            with self.membership.waiting(work.title):
+                work.begin(self.membership.lane, is_awaited=True)
         return work
+
+    def _within(self, limit_s: float, run: Run) -> None:
+        """``run``, with another timeout than the group's."""
+        with self.membership.timeout(limit_s):
+            run()
 
     def _new_work(self, title: str, result: Any, run: Run | None = None) -> GroupWork:
         self.membership.check()
-        work = GroupWork(run, result, f"{NAME}:{title}")
+        work = GroupWork(run, result, f"{NAME}:{title}", self.membership)
         self._done += 1
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -281,6 +292,12 @@ def _op(opts: Any, keywords: dict[str, Any]) -> Any:
     if opts is None:
         return keywords.get("op", dist.ReduceOp.SUM)
     return getattr(opts, "reduceOp", opts)
+
+
+def _timeout_s(opts: Any) -> float | None:
+    """Of this call; None: that of the group, as where torch says -1 ms."""
+    given = getattr(opts, "timeout", None)
+    return given.total_seconds() if given is not None and given > timedelta(0) else None
 
 
 def _root(opts: Any, keywords: dict[str, Any]) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -15,20 +16,34 @@ from hvdlite.distributed.lane import Lane
 from hvdlite.errors import CollectiveError
 
 
+class Waited(Protocol):
+    """A group, as whoever waits for its calls asks it."""
+
+    def waiting(self, title: str) -> AbstractContextManager[None]:
+        """A wait for the call ``title``, for the timeline."""
+
+    def whom_it_waits_for(self) -> str:
+        """The group, and its ranks that have not come for the call that is being done."""
+
+
 class GroupWork(Work):
     """A call on its way, and its end.
 
     Args:
         run: does it; None where others call `finish`.
         result: what the future holds, once it is done.
-        title: what profilers and errors call it.
+        title: what profilers and errors call it; an attribute.
+        group: whose call it is.
     """
 
-    def __init__(self, run: Callable[[], object] | None, result: list[torch.Tensor], title: str) -> None:
+    def __init__(
+        self, run: Callable[[], object] | None, result: list[torch.Tensor], title: str, group: Waited | None = None
+    ) -> None:
         super().__init__()
         self._run = run
         self._result = result
-        self._title = title
+        self.title = title
+        self._group = group
         self._lane: Lane | None = None
         self._error: BaseException | None = None
         self._is_done = False
@@ -89,17 +104,21 @@ class GroupWork(Work):
         """Return once it is done; raise what has gone wrong.
 
         Raises:
-            CollectiveError: it is not done within ``timeout``, and goes on.
+            CollectiveError: it is not done within ``timeout``, and goes on; names the ranks that have not come.
         """
         if not self._is_done:
-            seconds = timeout.total_seconds() if timeout else 0.0
-            if seconds <= 0 and self._lane is not None:
-                self._lane.assist(self)
-            if not self._ended().wait(seconds if seconds > 0 else None):
-                raise CollectiveError(f"{self._title} is not done after the timeout of {seconds:g} s of its wait()")
+            with nullcontext() if self._group is None else self._group.waiting(self.title):
+                self._wait(timeout.total_seconds() if timeout else 0.0)
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait(self, seconds: float) -> None:
+        if seconds <= 0 and self._lane is not None:
+            self._lane.assist(self)
+        if not self._ended().wait(seconds if seconds > 0 else None):
+            whom = "" if self._group is None else f" {self._group.whom_it_waits_for()}"
+            raise CollectiveError(f"{self.title}{whom} is not done after the timeout of {seconds:g} s of its wait()")
 
     def synchronize(self) -> None:
         self.wait()

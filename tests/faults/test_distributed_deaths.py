@@ -11,8 +11,12 @@ import torch, torch.distributed as dist
 import hvdlite.distributed
 
 kind = sys.argv[1]
+if kind == "hvdlite first":
+    hvdlite.init()
 dist.init_process_group("hvdlite")
 rank = dist.get_rank()
+if kind == "group first":
+    hvdlite.init()
 dist.barrier()
 large = torch.ones(1_000_000)
 
@@ -40,6 +44,26 @@ if kind == "forgetting":
     dist.all_reduce(large, async_op=True).get_future().then(lambda done: None)
     dist.isend(torch.ones(3), (rank + 1) % dist.get_world_size(), group=group)
     dist.irecv(torch.ones(3), (rank - 1) % dist.get_world_size(), group=group)
+if kind in ("hvdlite first", "group first"):
+    upper = dist.new_group([1, 2])
+    lower = dist.new_group([0, 1])
+    others = dist.new_group([0, 2])
+    if rank == 1:
+        time.sleep(0.2)
+        die()
+    health = hvdlite.runtime().world.health
+    while not health.failure:  # nobody calls hvdlite's runtime, or waits in one of the groups
+        time.sleep(0.01)
+    for failed in (dist.group.WORLD, upper if rank == 2 else lower):
+        try:
+            dist.barrier(failed)
+            say("went on")
+        except hvdlite.errors.RankFailedError as error:
+            assert error.rank == 1, error.rank
+            say("the group knows", error)
+    dist.barrier(others)  # the living
+    say("the others live")
+    hvdlite.runtime().check()
 say("end")
 """
 
@@ -51,6 +75,15 @@ def test_a_killed_rank_is_named(kind: str) -> None:
 
 def test_an_exception_reaches_the_others() -> None:
     check_end(run(SCRIPT, "by an exception", n=3, mpi="none"), "rank 1 raised KeyError: 'oh'")
+
+
+@pytest.mark.parametrize("order", ["hvdlite first", "group first"])
+def test_a_dead_rank_is_known_to_all_that_it_belonged_to_and_to_nobody_else(order: str) -> None:
+    result = run(SCRIPT, order, n=3, mpi="none")
+    check_end(result, "rank 1 (pid", "died without a word")
+    for rank in (0, 2):
+        assert result.ranks[rank].stdout.count("the group knows rank 1 (pid") == 2, result
+        assert "the others live" in result.ranks[rank].stdout, result
 
 
 @pytest.mark.parametrize("mpi", ["none", pytest.param("current", marks=pytest.mark.thorough)])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +93,35 @@ def test_who_is_late_is_named() -> None:
             told(None)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on() -> None:
+    with process_group():
+        if RANK == LAST:
+            told(None)
+        tensor = torch.ones(3)
+        work = dist.all_reduce(tensor, async_op=True)
+        if RANK != LAST:
+            late = f"hvdlite:all_reduce of process group .*, to which rank {LAST} did not come, .* 0.1 s of its wait"
+            with pytest.raises(RuntimeError, match=late):
+                work.wait(timedelta(seconds=0.1))
+            told(None)
+        work.wait()
+        assert tensor[0] == SIZE
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+def test_a_call_has_the_timeout_of_its_options() -> None:
+    with process_group() as group:
+        options = dist.BarrierOptions()
+        options.timeout = timedelta(seconds=0.1)
+        if RANK == LAST:
+            told(None)
+        else:
+            with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 0.1 s"):
+                group.barrier(options).wait()
+            told(None)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody leaves")
 def test_who_has_left_is_named() -> None:
     with process_group():
@@ -154,6 +186,49 @@ def test_beside_hvdlite(hvdlite_first: bool) -> None:
         finally:
             hvd.shutdown()
         dist.barrier()
+
+
+@pytest.mark.parametrize("hvdlite_first", [True, False])
+def test_one_timeline_and_one_count_of_both(hvdlite_first: bool, tmp_path: Path) -> None:
+    path = told(str(tmp_path / "timeline.json"))[0]
+    if hvdlite_first:
+        hvd.init()
+    with process_group():
+        if not hvdlite_first:
+            hvd.init()
+        try:
+            before = hvd.statistics()["reduced_bytes"]
+            hvd.start_timeline(path)
+            hvd.barrier()  # from here on it records on all ranks
+            dist.all_gather([torch.empty(10) for _ in range(SIZE)], torch.ones(10))
+            group = dist.new_group(range(SIZE))
+            dist.all_reduce(torch.ones(100), group=group)
+            dist.destroy_process_group(group)
+            hvd.allreduce(torch.ones(100), name="gradient")
+            hvd.stop_timeline()
+            assert hvd.statistics()["reduced_bytes"] - before == 800
+            if RANK == 0:
+                names = {event["name"] for event in json.loads(Path(path).read_text())["traceEvents"]}
+                assert {"all_gather", "all_reduce"} <= names, names
+                assert any("gradient" in name for name in names), names
+        finally:
+            hvd.shutdown()
+
+
+@pytest.mark.parametrize("hvdlite_ends_first", [True, False])
+def test_either_may_end_first(hvdlite_ends_first: bool) -> None:
+    tensor = torch.ones(10)
+    hvd.init()
+    try:
+        with process_group():
+            if hvdlite_ends_first:
+                hvd.shutdown()
+                dist.all_reduce(tensor)
+                assert tensor[0] == SIZE
+        if not hvdlite_ends_first:
+            assert hvd.allreduce(tensor, op=hvd.Sum)[0] == SIZE
+    finally:
+        hvd.shutdown()
 
 
 def test_statistics_count_what_a_group_has_reduced() -> None:

@@ -1,0 +1,104 @@
+"""The worlds in which this process is at the same time: hvd.init()'s, and those of torch.distributed's process groups.
+
+Each begins and ends for itself. What they share is what belongs to the process: who of its peers has died, its
+timeline, and what it has done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from hvdlite.errors import HorovodInternalError, RankFailedError
+from hvdlite.health import Health
+from hvdlite.recorder import Recorder
+
+_LOG = logging.getLogger("hvdlite")
+_NO_STATISTICS: Mapping[str, int] = {}
+
+
+class _Place:
+    """A world's, here; hears of its failure as a `hvdlite.health.Mortal`."""
+
+    def __init__(
+        self,
+        health: Health,
+        ranks: Mapping[str, int],
+        statistics: Callable[[], Mapping[str, int]],
+        pass_on: Callable[[_Place, RankFailedError], None],
+    ) -> None:
+        self.health = health
+        self.ranks = ranks  # by process
+        self.statistics = statistics
+        self._pass_on = pass_on
+
+    def fail(self, reason: HorovodInternalError) -> None:
+        if isinstance(reason, RankFailedError):  # a stall concerns one world: all its ranks live
+            self._pass_on(self, reason)
+
+
+class ProcessWorlds:
+    """One object for the life of a process; any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # guards all that follows; taken again where news come back
+        self._places: list[_Place] = []
+        self._ended: Counter[str] = Counter()  # what groups that are no more have counted
+        self._recorder: Recorder | None = None
+
+    def recorder(self, max_events: int) -> Recorder:
+        """Of all worlds of this process; the first one says how much it keeps."""
+        with self._lock:
+            if self._recorder is None:
+                self._recorder = Recorder(max_events)
+            return self._recorder
+
+    def add(
+        self,
+        health: Health,
+        processes: Sequence[str],
+        names: Sequence[int],
+        statistics: Callable[[], Mapping[str, int]] = lambda: _NO_STATISTICS,
+    ) -> None:
+        """From here on a rank that fails in another world fails in that of ``health`` too, and the other way round.
+
+        Args:
+            processes: of its ranks, as `hvdlite.bootstrap.Start` has them; ``names`` is what ``health`` calls them.
+            statistics: what this process has done there, if the job's statistics are to have it.
+        """
+        place = _Place(health, dict(zip(processes, names, strict=True)), statistics, self._pass_on)
+        with self._lock:
+            if any(other.ranks.keys() == place.ranks.keys() and other.ranks != place.ranks for other in self._places):
+                _LOG.warning("hvdlite and torch.distributed number the same processes differently")
+            others = list(self._places)
+            self._places.append(place)
+        health.add(place)
+        for other in others:
+            failure = other.health.failure
+            if failure is not None:
+                other.fail(failure)
+
+    def remove(self, health: Health) -> None:
+        """That world ends on this rank. Does nothing where it is not there."""
+        with self._lock:
+            for place in [place for place in self._places if place.health is health]:
+                self._places.remove(place)
+                self._ended.update(place.statistics())
+                health.remove(place)
+
+    def statistics(self) -> dict[str, int]:
+        """What this process has done in worlds that tell it, in those that have ended too."""
+        with self._lock:
+            total = Counter(self._ended)
+            for place in self._places:
+                total.update(place.statistics())
+            return dict(total)
+
+    def _pass_on(self, source: _Place, reason: RankFailedError) -> None:
+        process = next((process for process, rank in source.ranks.items() if rank == reason.rank), None)
+        with self._lock:  # whoever leaves meanwhile waits, as what it leaves must not be closed yet
+            for other in list(self._places):
+                if process is not None and other is not source and process in other.ranks:
+                    other.health.rank_failed(other.ranks[process], str(reason))
