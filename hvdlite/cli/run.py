@@ -15,12 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from hvdlite import environment
-from hvdlite.cli import check_build, elastic, horovodrun, mpirun, ranks
+from hvdlite.cli import check_build, elastic, horovodrun, kept_job, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.children import how_ended, shell_status
-from hvdlite.cli.discovery import slots_of
+from hvdlite.cli.discovery import hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
+from hvdlite.cli.keepers import Keepers
 from hvdlite.cli.launcher_watch import Expected
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
@@ -92,7 +93,7 @@ _WITH_ARGUMENT = frozenset(
 # Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
 _INTO_FILES = """\
 d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}") && mkdir -p "$d" && shift 2 && \
-if [ "$HVDLITE_WORKER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
+if [ "$HVDLITE_WORKER$HVDLITE_KEEPER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
 """
 
 
@@ -135,6 +136,10 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         if arguments.switches & _QUESTIONS:
             print(f"hvdlite {__version__}" if "version" in arguments.switches else check_build.report())
             return 0
+        if arguments.discovery and not arguments.hosts:
+            found = hosts_of(arguments.discovery, arguments.slots_per_host)
+            if arguments.ranks is None or not all(map(is_this_machine, found)):
+                arguments.hosts = found
         settings = arguments.effects.settings
         environ = {**environment.variables(), **settings}
         launch = replace(launch_of(arguments, environ), outlives_ranks=arguments.is_elastic)
@@ -160,6 +165,9 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         config = Config.from_env(environ)
         if arguments.is_elastic and chosen is None:
             return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
+
+        if arguments.is_elastic and chosen is not None and launch.scheduled_hosts == 1:
+            return _run_kept(chosen, launch, arguments, environ, config)
 
         def once() -> int:
             if chosen is None:
@@ -208,7 +216,44 @@ def _run_again(once: Callable[[], int], restarts: int) -> int:
     return once()
 
 
-def _run_mpirun(chosen: Mpirun, launch: Launch, command: Command, environ: Mapping[str, str]) -> int:
+def _run_kept(
+    chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Mapping[str, str], config: Config
+) -> int:
+    """The exit status of ranks that are started anew from their last commit, see `hvdlite.cli.kept_job`."""
+    elasticity = _elasticity(arguments, launch)
+    most = arguments.most or (1 << 30 if arguments.discovery else launch.ranks)
+    limits = kept_job.Limits(elasticity.least, most, elasticity.restarts, config.elastic_timeout_s)
+    here = (Host("localhost", launch.ranks),)
+    hosts = launch.hosts or here
+    if (missing := launch.ranks - sum(host.slots for host in hosts)) > 0:  # they share cores
+        hosts = (replace(hosts[0], slots=hosts[0].slots + missing), *hosts[1:])
+    variables = dict(environ)
+
+    def look() -> Sequence[Host]:
+        return hosts_of(arguments.discovery, arguments.slots_per_host) if arguments.discovery else hosts
+
+    def make(on_anew: Callable[[], object]) -> Keepers:
+        is_local = launch.is_local and not arguments.discovery
+        keepers = Keepers(launch, environ, config.heartbeat_timeout_s, on_anew, is_local=is_local)
+        variables.update(keepers.environment)
+        return keepers
+
+    def generation(on: Sequence[Host], spared: Callable[[], list[int]]) -> int:
+        count = sum(host.slots for host in on)
+        now = replace(launch, hosts=() if tuple(on) == here else tuple(on), ranks=count)
+        command = mpirun.build(chosen, now, variables)
+        return _run_mpirun(chosen, now, command, {**variables, **command.environment}, spared)
+
+    return kept_job.KeptJob(look, generation, make, limits).run()
+
+
+def _run_mpirun(
+    chosen: Mpirun,
+    launch: Launch,
+    command: Command,
+    environ: Mapping[str, str],
+    spared: Callable[[], list[int]] = list,
+) -> int:
     started = time.time()
     many = chosen.mpi is Mpi.OPEN_MPI and launch.host_count > 1
     codes = ExitCodes() if chosen.mpi is Mpi.MPICH else None
@@ -220,6 +265,7 @@ def _run_mpirun(chosen: Mpirun, launch: Launch, command: Command, environ: Mappi
         expected,
         _LOST_HOST if many else (),
         None if codes is None else codes.take_from,
+        spared,
     )
     if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)
