@@ -43,7 +43,7 @@ def choose(hosts: Iterable[Host], most: int, kept: Mapping[str, int]) -> list[Ho
     Args:
         kept: the number of the commit that each host has.
     """
-    chosen = []
+    chosen: list[Host] = []
     for host in sorted(hosts, key=lambda host: -kept.get(host.name, 0)):
         slots = min(host.slots, most - sum(other.slots for other in chosen))
         if slots > 0:

@@ -1,4 +1,4 @@
-"""hvdliterun's end of the keepers of its hosts: starts them as mpirun starts its daemons, and asks whether they live."""
+"""hvdliterun's end of the keepers: starts one on each host as mpirun starts its daemons, asks whether they live."""
 
 from __future__ import annotations
 

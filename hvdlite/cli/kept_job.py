@@ -1,10 +1,11 @@
-"""`hvdliterun --elastic` by mpirun: ranks are started anew on the hosts that are left, from the commit that is kept there.
+"""`hvdliterun --elastic` by mpirun: ranks begin anew on the hosts that are left, from the commit that is kept there.
 
 A generation is one mpirun. The keepers of the hosts outlive it (`hvdlite.keeper`).
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ from hvdlite.errors import ConfigError
 from hvdlite.keeper import Word
 from hvdlite.membership import ADDED, REMOVED
 
+INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+"""Exit statuses after which nothing is started again."""
 _LOOK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
 
@@ -79,12 +82,12 @@ class KeptJob:
                 if not chosen:
                     return 1
                 status = self._run_generation(keepers, chosen)
-                lost = self._find_lost(keepers)
+                lost = self._find_lost(keepers, chosen)
                 if self._anew.is_set():
                     self._say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
                     continue
-                if status == 0 or stops or status > 128 and status - 128 in (1, 2, 15):
-                    return stops.status if stops else status
+                if status == 0 or status in INTERRUPTED:
+                    return status
                 failures += 1
                 if failures > self._limits.restarts:
                     self._say(f"the job ends: it has failed {failures} times (--restarts {self._limits.restarts})")
@@ -148,11 +151,12 @@ class KeptJob:
             if (has_room and comes) or goes:
                 keepers.tell(Word.NEWS, ADDED * comes | REMOVED * goes)
 
-    def _find_lost(self, keepers: Keepers) -> list[str]:
-        before = keepers.kept.keys()
-        lost = keepers.ask()
-        for name in before - {*lost}:
+    def _find_lost(self, keepers: Keepers, chosen: Sequence[Host]) -> list[str]:
+        keepers.ask()
+        living = keepers.kept
+        for name in living:
             self._avoided.forgive(name)
+        lost = [host.name for host in chosen if host.name not in living]
         self._avoid(lost)
         return lost
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +79,6 @@ _LOST_HOST = (
 
 
 _ELASTIC_RESTARTS = 10
-_INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 _QUESTIONS = frozenset({"check-build", "cb", "version"})
 _SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json", "elastic"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
@@ -93,7 +91,8 @@ _WITH_ARGUMENT = frozenset(
 # Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
 _INTO_FILES = """\
 d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}") && mkdir -p "$d" && shift 2 && \
-if [ "$HVDLITE_WORKER$HVDLITE_KEEPER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
+if [ "$HVDLITE_WORKER$HVDLITE_KEEPER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; \
+else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
 """
 
 
@@ -210,15 +209,13 @@ def _run_again(once: Callable[[], int], restarts: int) -> int:
     """The exit status of ``once()``, which is called again up to ``restarts`` times while it fails uninterrupted."""
     for number in range(1, restarts + 1):
         status = once()
-        if status == 0 or status in _INTERRUPTED:
+        if status == 0 or status in kept_job.INTERRUPTED:
             return status
         print(f"hvdlite run: starts the job again ({number} of {restarts} times)", file=sys.stderr, flush=True)
     return once()
 
 
-def _run_kept(
-    chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Mapping[str, str], config: Config
-) -> int:
+def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Mapping[str, str], config: Config) -> int:
     """The exit status of ranks that are started anew from their last commit, see `hvdlite.cli.kept_job`."""
     elasticity = _elasticity(arguments, launch)
     most = arguments.most or (1 << 30 if arguments.discovery else launch.ranks)
@@ -234,7 +231,8 @@ def _run_kept(
 
     def make(on_anew: Callable[[], object]) -> Keepers:
         is_local = launch.is_local and not arguments.discovery
-        keepers = Keepers(launch, environ, config.heartbeat_timeout_s, on_anew, is_local=is_local)
+        patience_s = 2 * config.heartbeat_timeout_s  # what ranks survive keepers survive as well
+        keepers = Keepers(launch, environ, patience_s, on_anew, is_local=is_local)
         variables.update(keepers.environment)
         return keepers
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-
 from lab import Lab
 from launching import python_of
 
@@ -38,12 +37,20 @@ def happens(name):
     (directory / name).touch()
     return True
 
+def all_see(name):
+    return hvd.allreduce(torch.tensor(int((directory / name).exists())), op=hvd.Min, name="sees").item()
+
 @hvd.elastic.run
 def train(state):
     print("starts on rank", hvd.rank(), "of", hvd.size(), "at batch", state.batch, flush=True)
     while True:
         extra = sampler.total_size - len(sampler.remaining_indices)
         for number, batch in enumerate(torch.utils.data.DataLoader(range(SAMPLES), BATCH, sampler=sampler)):
+            while state.batch == 5 and not all_see("go"):
+                if hvd.rank() == 0:
+                    (directory / "five").touch()
+                time.sleep(0.05)
+                state.check_host_updates()
             optimizer.zero_grad()
             (-weights[batch].sum()).backward()
             if state.batch == 3 and hvd.rank() == hvd.size() - 1 and "kill" in sys.argv and happens("killed"):
@@ -52,12 +59,6 @@ def train(state):
             sampler.record_batch(number, BATCH)
             state.batch += 1
             state.commit()
-            if state.batch == 5 and hvd.rank() == 0:
-                (directory / "five").touch()
-            while state.batch == 5 and not (directory / "go").exists() or hvd.size() < int(sys.argv[2]):
-                time.sleep(0.05)
-                hvd.allreduce(torch.ones(1), name="waits")
-                state.check_host_updates()
         state.extra += extra
         break
 
@@ -71,7 +72,7 @@ if hvd.rank() == 0:
 class Job:
     """The training under hvdliterun on host 0."""
 
-    def __init__(self, lab: Lab, mpi: str, directory: Path, least: int, *words: str, options: list[str]) -> None:
+    def __init__(self, lab: Lab, mpi: str, directory: Path, *words: str, options: list[str]) -> None:
         self.directory = directory
         script = directory / "train.py"
         script.write_text(TRAINING)
@@ -81,7 +82,7 @@ class Job:
         words_before = ["env", *(f"{name}={value}" for name, value in variables.items())]
         front = [python_of(mpi), "-m", "hvdlite", "run", "--elastic", *options]
         self.process = subprocess.Popen(
-            [*lab.enter(0), *words_before, *front, str(script), str(directory), str(least), *words],
+            [*lab.enter(0), *words_before, *front, str(script), str(directory), *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -120,7 +121,7 @@ def starts(text: str) -> set[tuple[int, int]]:
 def test_ranks_begin_anew_from_memory(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
     lab = hosts(2)
     (tmp_path / "go").touch()
-    job = Job(lab, mpi, tmp_path, 1, "kill", options=["-np", "4", "-H", "node0:2,node1:2"])
+    job = Job(lab, mpi, tmp_path, "kill", options=["-np", "4", "-H", "node0:2,node1:2"])
     text = job.end()
     check_counts(text, 4)
     assert starts(text) == {(4, 0), (4, 3)}, text
@@ -130,7 +131,7 @@ def test_ranks_begin_anew_from_memory(hosts: Hosts, mpi: str, tmp_path: Path) ->
 
 def test_a_host_that_is_lost_is_left_out_and_comes_back(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
     lab = hosts(3)
-    job = Job(lab, mpi, tmp_path, 1, options=["-np", "6", "-H", "node0:2,node1:2,node2:2", "--min-np", "2"])
+    job = Job(lab, mpi, tmp_path, options=["-np", "6", "-H", "node0:2,node1:2,node2:2", "--min-np", "2"])
     job.wait_for("five")
     lab.cut(1)
     seen_s = time.monotonic()
@@ -158,7 +159,7 @@ def test_a_host_that_the_script_adds_joins_at_a_commit(hosts: Hosts, mpi: str, t
     names.write_text("node0:1\n")
     script.write_text(f"#!/bin/sh\ncat {names}\n")
     script.chmod(0o755)
-    job = Job(lab, mpi, tmp_path, 1, options=["--mpi", "--min-np", "1", "--host-discovery-script", str(script)])
+    job = Job(lab, mpi, tmp_path, options=["--mpi", "--min-np", "1", "--host-discovery-script", str(script)])
     job.wait_for("five")
     new = tmp_path / "new"
     new.write_text("node0:1\nnode1:2\n")
