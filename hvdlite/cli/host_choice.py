@@ -34,6 +34,10 @@ class Avoided:
         """Those that may be tried now."""
         return [host for host in hosts if self._until_s.get(host.name, now_s) <= now_s]
 
+    def trusted(self, hosts: Iterable[Host]) -> list[Host]:
+        """Those that have not failed to answer since they were forgiven."""
+        return [host for host in hosts if host.name not in self._times]
+
 
 def choose(hosts: Iterable[Host], most: int, kept: Mapping[str, int]) -> list[Host]:
     """The hosts of the next ranks, with their slots, ``most`` in all.

@@ -107,10 +107,12 @@ class KeptJob:
         while True:
             self._find_hosts()
             usable = self._avoided.usable(self._hosts, time.monotonic())
-            self._avoid(keepers.start(usable))
+            trusted = self._avoided.trusted(usable)
+            # Others are tried while these train, since one that is still silent costs seconds.
+            is_enough = sum(host.slots for host in trusted) >= self._limits.least
+            self._avoid(keepers.start(trusted if is_enough else usable))
             kept = keepers.kept
-            living = [host for host in usable if host.name in kept]
-            chosen = choose(living, self._limits.most, kept)
+            chosen = choose([host for host in usable if host.name in kept], self._limits.most, kept)
             if stops or sum(host.slots for host in chosen) >= self._limits.least:
                 return chosen
             if time.monotonic() >= deadline_s:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from lab import Lab
 from launching import python_of
 
@@ -99,12 +101,19 @@ class Job:
         self.process.kill()
         return str(self.process.communicate()[0])
 
-    def end(self, timeout: float = 80) -> str:
-        """All output, of a job that has succeeded."""
+    def end(self, hear: Callable[[str], object] = lambda line: None, timeout: float = 110) -> str:
+        """All output, of a job that has succeeded, which ``hear`` gets line by line."""
+        assert self.process.stdout is not None
         killer = threading.Timer(timeout, self.process.kill)
         killer.start()
-        text = str(self.process.communicate()[0])
+        lines = []
+        with self.process.stdout as output:
+            for line in output:
+                lines.append(line)
+                hear(line)
+        self.process.wait()
         killer.cancel()
+        text = "".join(lines)
         assert self.process.returncode == 0, text
         return text
 
@@ -129,25 +138,22 @@ def test_ranks_begin_anew_from_memory(hosts: Hosts, mpi: str, tmp_path: Path) ->
     assert lab.pids(0) == lab.pids(1) == []
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_lost_is_left_out_and_comes_back(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
     lab = hosts(3)
     job = Job(lab, mpi, tmp_path, options=["-np", "3", "-H", "node0:1,node1:1,node2:1"])
     job.wait_for("five")
     lab.cut(1)
-    seen_s = time.monotonic()
-    lines: list[str] = []
-    assert job.process.stdout is not None
-    for line in job.process.stdout:
-        lines.append(line)
+    heard: list[int] = []
+
+    def hear(line: str) -> None:
         if "of 2 at batch 5" in line:
+            heard.append(2)
             lab.mend(1)
-        if "of 3 at batch 5" in line and any("of 2 at batch 5" in earlier for earlier in lines):
+        if "of 3 at batch 5" in line and heard:
             (tmp_path / "go").touch()
-        if time.monotonic() - seen_s > 100:
-            job.process.kill()
-    job.process.wait()
-    text = "".join(lines)
-    assert job.process.returncode == 0, text
+
+    text = job.end(hear)
     check_counts(text, 3)
     assert "node1 did not answer" in text and starts(text) == {(3, 0), (2, 5), (3, 5)}, text
     assert lab.pids(0) == lab.pids(2) == []
@@ -164,14 +170,7 @@ def test_a_host_that_the_script_adds_joins_at_a_commit(hosts: Hosts, mpi: str, t
     new = tmp_path / "new"
     new.write_text("node0:1\nnode1:2\n")
     new.rename(names)
-    assert job.process.stdout is not None
-    lines: list[str] = []
-    for line in job.process.stdout:
-        lines.append(line)
-        if "of 3 at batch" in line:
-            (tmp_path / "go").touch()
-    assert job.process.wait() == 0, "".join(lines)
-    text = "".join(lines)
+    text = job.end(lambda line: (tmp_path / "go").touch() if "of 3 at batch" in line else None)
     check_counts(text, 3)
     assert starts(text) == {(1, 0), (3, 5)}, text
     assert lab.pids(0) == lab.pids(1) == []

@@ -17,6 +17,7 @@ def test_a_host_that_does_not_answer_is_left_alone_for_longer_from_time_to_time(
         assert avoided.usable([A, B], now_s + pauses[-1] - 0.1) == [A]
         now_s += pauses[-1]
         assert avoided.usable([A, B], now_s) == [A, B]
+        assert avoided.trusted([A, B]) == [A]
     assert pauses == [10, 20, 40, 80, 160, 320, 600, 600, 600]
 
 
@@ -25,7 +26,7 @@ def test_a_host_that_has_done_its_part_is_forgiven() -> None:
     avoided.avoid("b", 0.0)
     avoided.avoid("b", 10.0)
     avoided.forgive("b")
-    assert avoided.usable([B], 10.0) == [B]
+    assert avoided.usable([B], 10.0) == avoided.trusted([B]) == [B]
     assert avoided.avoid("b", 20.0) == 10
 
 
