@@ -14,7 +14,7 @@ import torch
 
 import hvdlite
 from hvdlite import default_runtime
-from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, StartupError
+from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, StartupError, UnrecoverableError
 from hvdlite.memory.segment import write_memory_file
 from hvdlite.safekeeping import Safekeeping
 
@@ -88,13 +88,15 @@ def end_to_begin_anew(state: Kept, why: HorovodInternalError | HostsUpdatedInter
     """End this process; hvdliterun starts the ranks again, on the hosts that there are then.
 
     Raises:
-        SystemExit: with 0 if hosts have changed, so that MPI ends in order; with 1 after a failure, once the state is
-            that of the last commit.
+        SystemExit: hosts have changed; with 0, so that MPI ends in order.
+        UnrecoverableError: after a failure, once the state is that of the last commit: who wants to can save it.
     """
     if isinstance(why, HorovodInternalError):
         state.restore()
-        _LOG.warning("rank %d ends, and begins anew from the last commit, after: %s", hvdlite.runtime().rank, why)
-        sys.exit(1)
+        raise UnrecoverableError(
+            "these ranks end, and hvdliterun --elastic starts them anew from the last commit, which the state is now, "
+            f"unless no restart is left. What has happened: {why}"
+        ) from why
     state.keep()
     keeper = _own_keeper()
     if keeper is not None:
