@@ -60,7 +60,7 @@ class MeetingPoint:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind("\0" + name)
         self._listener.listen(1024)
-        self._secret = _secret(key)
+        self._secret = Secret(key, b"start", 0)
         self._reception: Reception | None = None
         self.environment = {MEETING_POINT: f"{name}:{key.hex()}"}
         self._changed = threading.Condition()  # guards what follows
@@ -164,8 +164,11 @@ class AtMeetingPoint:
         return values
 
 
-def connect(where: str) -> socket.socket:
+def connect(where: str, purpose: bytes = b"start") -> socket.socket:
     """A connection to a `MeetingPoint`, of whose ``environment`` it is; both ends have proven to know its key.
+
+    Args:
+        purpose: of the connection: others than meeting points listen in this way as well.
 
     Raises:
         OSError: there is none, it is another user's, or it does not know the key.
@@ -177,15 +180,11 @@ def connect(where: str) -> socket.socket:
         link.connect("\0" + name)
         if not is_ours(link):
             raise ConnectionError("it belongs to another user")
-        prove(_secret(bytes.fromhex(key)), link, b"")
+        prove(Secret(bytes.fromhex(key), purpose, 0), link, b"")
     except BaseException:
         link.close()
         raise
     return link
-
-
-def _secret(key: bytes) -> Secret:
-    return Secret(key, b"start", 0)
 
 
 def send(link: socket.socket, data: bytes) -> None:

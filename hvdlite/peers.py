@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from hvdlite import _native, connections, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
-from hvdlite.config import MEETING_POINT, WORKER, Config, other_variable
+from hvdlite.config import KEEPER, MEETING_POINT, WORKER, Config, other_variable
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import Launched, Meeting
 from hvdlite.meeting_point import AtMeetingPoint
 from hvdlite.membership import Membership
 from hvdlite.rendezvous import Place, RendezvousRanks
+from hvdlite.safekeeping import Safekeeping
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,7 +29,8 @@ class Peers:
     """The processes that were started together. One object for the life of a process, since it numbers its meetings.
 
     Attributes:
-        membership: of this process in an elastic job; None in others.
+        membership: of this process in an elastic job without MPI; None in others.
+        keeper: of this process's host, in an elastic job by mpirun; None in others.
     """
 
     def __init__(self) -> None:
@@ -36,6 +38,8 @@ class Peers:
         self.told: Bootstrap | None = None
         """What the program has told torch.distributed, which no launcher knows."""
         worker = other_variable(WORKER)
+        where = other_variable(KEEPER)
+        self.keeper = Safekeeping(where) if where else None
         self.membership = Membership(other_variable(MEETING_POINT), int(worker)) if worker else None
 
     def meet_anew(self, failed: int | None, *, follows_rank_0: bool) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -61,12 +61,16 @@ class Stops:
         self._numbers.append(number)
 
 
-def sweep(hurry: Callable[[], bool]) -> None:
-    """End every descendant of this process: TERM, then KILL after `GRACE_S`."""
+def sweep(hurry: Callable[[], bool], spared: Collection[int] = ()) -> None:
+    """End every descendant of this process: TERM, then KILL after `GRACE_S`.
+
+    Args:
+        spared: children that live on, with all that they have started.
+    """
     deadline = time.monotonic() + GRACE_S
     number = signal.SIGTERM
     warned: set[int] = set()
-    while pids := _descendants():
+    while pids := _descendants(spared):
         if hurry() or time.monotonic() >= deadline:
             number = signal.SIGKILL
         for pid in pids:
@@ -79,8 +83,8 @@ def sweep(hurry: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def _descendants() -> list[int]:
-    """The living processes below this one; those that ended are reaped."""
+def _descendants(spared: Collection[int]) -> list[int]:
+    """The living processes below this one, but for ``spared`` and theirs; those that ended are reaped."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -89,7 +93,7 @@ def _descendants() -> list[int]:
     found: list[int] = []
     pending = [os.getpid()]
     while pending:
-        children = children_of(pending.pop())
+        children = [pid for pid in children_of(pending.pop()) if pid not in spared]
         found += children
         pending += children
     return found

@@ -13,6 +13,24 @@ _EVERY_S = 1.0
 _LIMIT_S = 30.0  # for one call
 
 
+def hosts_of(script: str, slots_per_host: int) -> tuple[Host, ...]:
+    """The hosts that a call of ``script`` prints, one a line: "a:2" or "a".
+
+    Args:
+        slots_per_host: of a host without a number.
+
+    Raises:
+        ConfigError: the script cannot be run, fails, or prints what is no host.
+    """
+    try:
+        done = subprocess.run(
+            [script], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"--host-discovery-script {script}: {error}") from error
+    return tuple(_host(line.strip(), slots_per_host) for line in done.stdout.splitlines() if line.strip())
+
+
 def slots_of(script: str, slots_per_host: int) -> int:
     """How many ranks this machine may have, by a call of ``script``, which prints a host a line: "a:2" or "a".
 
@@ -22,13 +40,7 @@ def slots_of(script: str, slots_per_host: int) -> int:
     Raises:
         ConfigError: the script cannot be run, fails, or prints what is no host, or another machine.
     """
-    try:
-        done = subprocess.run(
-            [script], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"--host-discovery-script {script}: {error}") from error
-    hosts = [_host(line.strip(), slots_per_host) for line in done.stdout.splitlines() if line.strip()]
+    hosts = hosts_of(script, slots_per_host)
     others = [host.name for host in hosts if not is_this_machine(host)]
     if others:
         raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from hvdlite import environment
-from hvdlite.cli import check_build, elastic, horovodrun, mpirun, ranks
+from hvdlite.cli import check_build, elastic, horovodrun, kept_job, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.children import how_ended, shell_status
-from hvdlite.cli.discovery import slots_of
+from hvdlite.cli.discovery import hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
+from hvdlite.cli.keepers import Keepers
 from hvdlite.cli.launcher_watch import Expected
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
@@ -42,9 +42,9 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
-  --elastic                   ranks that die are replaced, others go on; under mpirun they may save (docs/elastic.md)
+  --elastic                   ranks that die are replaced; by mpirun, all begin anew (docs/elastic.md)
   --min-np N, --max-np N      the same, and how many ranks there are at least (1), and at most
-  --host-discovery-script S   the same; S prints how many ranks this machine may have: localhost:4
+  --host-discovery-script S   the same; S prints hosts and their slots, a host a line: a:4
   --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
   --dry-run; --verbose        print the command and stop; print the settings that the ranks see as well
   --doctor [--json]           examine the hosts and the network between them, and stop
@@ -79,7 +79,6 @@ _LOST_HOST = (
 
 
 _ELASTIC_RESTARTS = 10
-_INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 _QUESTIONS = frozenset({"check-build", "cb", "version"})
 _SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json", "elastic"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
@@ -92,7 +91,8 @@ _WITH_ARGUMENT = frozenset(
 # Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
 _INTO_FILES = """\
 d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}") && mkdir -p "$d" && shift 2 && \
-if [ "$HVDLITE_WORKER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
+if [ "$HVDLITE_WORKER$HVDLITE_KEEPER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; \
+else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
 """
 
 
@@ -135,6 +135,10 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         if arguments.switches & _QUESTIONS:
             print(f"hvdlite {__version__}" if "version" in arguments.switches else check_build.report())
             return 0
+        if arguments.discovery and not arguments.hosts:
+            found = hosts_of(arguments.discovery, arguments.slots_per_host)
+            if arguments.ranks is None or not all(map(is_this_machine, found)):
+                arguments.hosts = found
         settings = arguments.effects.settings
         environ = {**environment.variables(), **settings}
         launch = replace(launch_of(arguments, environ), outlives_ranks=arguments.is_elastic)
@@ -160,6 +164,9 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         config = Config.from_env(environ)
         if arguments.is_elastic and chosen is None:
             return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
+
+        if arguments.is_elastic and chosen is not None and launch.scheduled_hosts == 1:
+            return _run_kept(chosen, launch, arguments, environ, config)
 
         def once() -> int:
             if chosen is None:
@@ -202,13 +209,49 @@ def _run_again(once: Callable[[], int], restarts: int) -> int:
     """The exit status of ``once()``, which is called again up to ``restarts`` times while it fails uninterrupted."""
     for number in range(1, restarts + 1):
         status = once()
-        if status == 0 or status in _INTERRUPTED:
+        if status == 0 or status in kept_job.INTERRUPTED:
             return status
         print(f"hvdlite run: starts the job again ({number} of {restarts} times)", file=sys.stderr, flush=True)
     return once()
 
 
-def _run_mpirun(chosen: Mpirun, launch: Launch, command: Command, environ: Mapping[str, str]) -> int:
+def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Mapping[str, str], config: Config) -> int:
+    """The exit status of ranks that are started anew from their last commit, see `hvdlite.cli.kept_job`."""
+    elasticity = _elasticity(arguments, launch)
+    most = arguments.most or (1 << 30 if arguments.discovery else launch.ranks)
+    limits = kept_job.Limits(elasticity.least, most, elasticity.restarts, config.elastic_timeout_s)
+    here = (Host("localhost", launch.ranks),)
+    hosts = launch.hosts or here
+    if (missing := launch.ranks - sum(host.slots for host in hosts)) > 0:  # they share cores
+        hosts = (replace(hosts[0], slots=hosts[0].slots + missing), *hosts[1:])
+    variables = dict(environ)
+
+    def look() -> Sequence[Host]:
+        return hosts_of(arguments.discovery, arguments.slots_per_host) if arguments.discovery else hosts
+
+    def make(on_anew: Callable[[], object]) -> Keepers:
+        is_local = launch.is_local and not arguments.discovery
+        patience_s = 2 * config.heartbeat_timeout_s  # what ranks survive keepers survive as well
+        keepers = Keepers(launch, environ, patience_s, on_anew, is_local=is_local)
+        variables.update(keepers.environment)
+        return keepers
+
+    def generation(on: Sequence[Host], spared: Callable[[], list[int]]) -> int:
+        count = sum(host.slots for host in on)
+        now = replace(launch, hosts=() if tuple(on) == here else tuple(on), ranks=count)
+        command = mpirun.build(chosen, now, variables)
+        return _run_mpirun(chosen, now, command, {**variables, **command.environment}, spared)
+
+    return kept_job.KeptJob(look, generation, make, limits).run()
+
+
+def _run_mpirun(
+    chosen: Mpirun,
+    launch: Launch,
+    command: Command,
+    environ: Mapping[str, str],
+    spared: Callable[[], list[int]] = list,
+) -> int:
     started = time.time()
     many = chosen.mpi is Mpi.OPEN_MPI and launch.host_count > 1
     codes = ExitCodes() if chosen.mpi is Mpi.MPICH else None
@@ -220,6 +263,7 @@ def _run_mpirun(chosen: Mpirun, launch: Launch, command: Command, environ: Mappi
         expected,
         _LOST_HOST if many else (),
         None if codes is None else codes.take_from,
+        spared,
     )
     if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)

@@ -7,7 +7,7 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -42,6 +42,7 @@ def supervise(
     expected: Expected,
     watch_for: Sequence[str] = (),
     stdout_filter: Filter | None = None,
+    spared: Callable[[], Collection[int]] = tuple,
 ) -> Ending:
     """Run ``argv``, a launcher, with this process's stdin, stdout and stderr.
 
@@ -52,6 +53,7 @@ def supervise(
     Args:
         watch_for: texts to look for in the command's stderr, which then passes through here unchanged.
         stdout_filter: gets every piece of the command's stdout and an empty one at its end; returns what passes.
+        spared: children of this process that are not the command's, and live on.
     """
     search = _Search(watch_for)
     with Stops() as stops:
@@ -71,7 +73,7 @@ def supervise(
         if stops:
             status = stops.status
         if status != 0 or search.found or run.lost:
-            sweep(lambda: len(stops) > 1)
+            sweep(lambda: len(stops) > 1, spared())
         for stream in streams:
             stream.finish()
         return Ending(status, search.found, run.lost)

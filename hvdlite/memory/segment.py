@@ -15,7 +15,8 @@ import fcntl
 import mmap
 import os
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from hvdlite.errors import StartupError
 
 _NOEXEC_SEAL = 0x0008  # linux/memfd.h; since Linux 6.3
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FINAL = _SEALS | fcntl.F_SEAL_WRITE
 
 
 class _Mapped(NamedTuple):
@@ -93,6 +95,34 @@ def create_memory_file(nbytes: int, *, reserved: bool = False) -> int:
             os.close(fd)
         raise _refused(nbytes, error) from error
     return fd
+
+
+def write_memory_file(write: Callable[[BinaryIO], object]) -> int:
+    """A file descriptor of anonymous memory with what ``write`` puts there, which nobody can change any more.
+
+    Raises:
+        StartupError: the machine refuses a file.
+    """
+    try:
+        fd = _memory_file()
+    except OSError as error:
+        raise _refused(0, error) from error
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            write(file)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FINAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_final(fd: int) -> bool:
+    """Whether nobody can change this memory file, and it is one."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _FINAL == _FINAL
+    except OSError:
+        return False
 
 
 def _memory_file() -> int:

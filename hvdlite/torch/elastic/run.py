@@ -22,6 +22,7 @@ from hvdlite.errors import (
     UnrecoverableError,
     UsageError,
 )
+from hvdlite.torch.elastic import keeping
 from hvdlite.torch.elastic.state import State
 from hvdlite.torch.startup import restart
 
@@ -59,7 +60,9 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(func)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> T:
         hvdlite.rank()  # raises before init()
-        return run_with(_start_again, func, state, *args, **kwargs)
+        keeping.recall(state)
+        start_again = _start_again if default_runtime.peers().keeper is None else keeping.end_to_begin_anew
+        return run_with(start_again, func, state, *args, **kwargs)
 
     return wrapped
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from hvdlite import default_runtime
-from hvdlite.errors import HostsUpdatedInterrupt
+from hvdlite.errors import HostsUpdatedInterrupt, UsageError
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.allreduce import allreduce
+from hvdlite.torch.elastic import keeping
 from hvdlite.torch.elastic.handlers import handlers_of
 from hvdlite.torch.elastic.sampler import ElasticSampler
 from hvdlite.torch.functions import (
@@ -53,6 +54,14 @@ class State(ABC):
     def restore(self) -> None:
         """Go back to the last `save`."""
 
+    def kept(self) -> dict[str, Any] | None:
+        """What was saved last, for a keeper outside of this process; None: this state cannot be kept there."""
+        return None
+
+    def take(self, kept: dict[str, Any], commits: int) -> None:
+        """Become what `kept` has returned in another process, after ``commits`` commits. Of this rank alone."""
+        raise NotImplementedError
+
     def abandon(self) -> None:
         """Forget what was on its way when hvdlite ended. Called by `elastic.run` once it runs again."""
 
@@ -71,7 +80,14 @@ class State(ABC):
         updates = self._updates_of_all()
         self.save()
         self._commits += 1  # a rank that has not come so far has no newer commit than the others' last
+        keeping.deposit(self, self._commits)
         _interrupt_after(updates)
+
+    def keep(self) -> None:
+        """Save, and let keepers have it, without news; all ranks have left the training function."""
+        self.save()
+        self._commits += 1
+        keeping.deposit(self, self._commits)
 
     def check_host_updates(self) -> None:
         """Whether hosts have changed since the last call, on any rank.
@@ -93,7 +109,7 @@ class State(ABC):
         with self._updates_lock:
             mine, self._updates = self._updates, 0
         member = default_runtime.membership()
-        return mine if member is None else mine | member.news()
+        return mine | keeping.news() if member is None else mine | member.news()
 
     def on_hosts_updated(self, timestamp: float, update_result: int) -> None:
         """For whoever watches the hosts, from any thread: the next `check_host_updates` tells all ranks.
@@ -171,6 +187,23 @@ class ObjectState(State):
         for name, saved in self._saved.items():
             setattr(self, name, saved.restored())
 
+    def kept(self) -> dict[str, Any] | None:
+        return {name: saved.content for name, saved in self._saved.items()}
+
+    def take(self, kept: dict[str, Any], commits: int) -> None:
+        if kept.keys() != {*self._names}:
+            raise UsageError(
+                f"what is kept has {sorted(kept)}, this state {sorted(self._names)}: hvd.elastic.run serves one state"
+            )
+        for name, content in kept.items():
+            value = getattr(self, name)
+            if _has_state_dict(value):
+                value.load_state_dict(content)
+            else:
+                setattr(self, name, content)
+        self.save()
+        self._commits = commits
+
     @property
     def follows_rank_0(self) -> bool:  # type: ignore[override]
         """Whether a subclass synchronizes in a way of its own, which mostly is that of Horovod: rank 0's state."""
@@ -245,6 +278,13 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
+
+    def kept(self) -> dict[str, Any] | None:
+        handled = {
+            name: handler.value.state_dict() if _has_state_dict(handler.value) else handler.value
+            for name, handler in self._handlers.items()
+        }
+        return {**(super().kept() or {}), **handled}
 
     def abandon(self) -> None:
         for value in self._values().values():

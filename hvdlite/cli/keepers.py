@@ -1,0 +1,252 @@
+"""hvdliterun's end of the keepers: starts one on each host as mpirun starts its daemons, asks whether they live."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hvdlite.cli.children import end_with_parent
+from hvdlite.cli.job import Host, Launch, is_this_machine
+from hvdlite.config import KEEPER
+from hvdlite.interfaces import select
+from hvdlite.keeper import MESSAGE, NUMBER, TO_HEAD, Word, notice_silence
+from hvdlite.proof import Secret, new_key
+from hvdlite.reception import Reception, listen_at
+from hvdlite.wire import read_exactly
+
+_START_S = 15.0  # for a keeper to call
+_ANSWER_S = 3.0
+_END_S = 2.0
+_AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
+_AGENT_OPTIONS = ("plm_ssh_agent", "plm_rsh_agent", "launcher-exec")
+
+
+def agent_of(launch: Launch, environ: Mapping[str, str]) -> list[str]:
+    """The words by which mpirun starts a command on another host, whose name and words follow."""
+    given = [
+        value
+        for option, value in zip(launch.options, launch.options[1:], strict=False)
+        if option.lstrip("-") in _AGENT_OPTIONS
+    ]
+    chosen = [*given, *(environ[name] for name in _AGENTS if environ.get(name)), "ssh"][0]
+    return [*shlex.split(chosen.partition(" : ")[0]), *launch.ssh]
+
+
+@dataclass
+class _Keeper:
+    """One that was started; ``link`` is there once it has called.
+
+    Attributes:
+        kept: the number of the commit that it has.
+        answered: how many messages have come.
+    """
+
+    host: str
+    child: subprocess.Popen[bytes]
+    link: socket.socket | None = None
+    kept: int = 0
+    answered: int = 0
+
+    def say(self, word: Word, number: int = 0) -> None:
+        if self.link is not None:
+            with suppress(OSError):
+                self.link.sendall(MESSAGE.pack(word, number), socket.MSG_DONTWAIT)
+
+    def end(self) -> None:
+        if self.link is not None:
+            with suppress(OSError):
+                self.link.shutdown(socket.SHUT_RDWR)
+        if self.child.stdin is not None:
+            with suppress(OSError):
+                self.child.stdin.close()
+        try:
+            self.child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+
+
+class Keepers:
+    """Those of a job, by host.
+
+    Args:
+        is_local: whether all hosts are this machine, so that nothing has to listen on the network.
+        interfaces: where to listen otherwise; see `hvdlite.interfaces.select`.
+        patience_s: without an answer for so long a connection is lost.
+        on_anew: called on a thread when ranks say that they end in order, to be started on other hosts.
+
+    Attributes:
+        environment: by which ranks find the keeper of their host.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        environ: Mapping[str, str],
+        patience_s: float,
+        on_anew: Callable[[], object],
+        *,
+        is_local: bool,
+    ) -> None:
+        self._agent = agent_of(launch, environ)
+        self._environ = environ
+        self._patience_s = patience_s
+        self._on_anew = on_anew
+        self._key, self._ranks_key = new_key(), new_key()
+        self._name = f"hvdlite-keeper-{secrets.token_hex(16)}"
+        self.environment = {KEEPER: f"{self._name}:{self._ranks_key.hex()}"}
+        if is_local:
+            name = f"hvdlite-head-{secrets.token_hex(16)}"
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind("\0" + name)
+            listener.listen(16)
+            listeners, self._where = [listener], [(name, 0)]
+        else:
+            addresses = [a for interface in select(launch.interfaces) for a in interface.addresses]
+            listeners = listen_at(addresses, 128)
+            self._where = [one.getsockname()[:2] for one in listeners]
+        self._changed = threading.Condition()  # guards what follows
+        self._started: dict[int, _Keeper] = {}  # by number
+        self._numbers = 0
+        self._living: dict[str, _Keeper] = {}
+        self._reception = Reception(listeners, Secret(self._key, TO_HEAD, NUMBER.size), self._admit)
+
+    @property
+    def processes(self) -> list[int]:
+        """Children of this process, which live as long as the job."""
+        with self._changed:
+            return [keeper.child.pid for keeper in self._started.values()]
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """The number of the commit that each host has, as of the last `ask`; hosts whose keeper lives."""
+        with self._changed:
+            return {host: keeper.kept for host, keeper in self._living.items()}
+
+    def start(self, hosts: Iterable[Host]) -> list[str]:
+        """Start those of ``hosts`` that have none; the names of the hosts whose keeper did not call in time."""
+        wanted = [host for host in hosts if host.name not in self.kept]
+        made = [self._start(host) for host in wanted]
+        deadline_s = time.monotonic() + _START_S
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(one.link is not None or one.child.poll() is not None for one in made),
+                max(0.0, deadline_s - time.monotonic()),
+            )
+            late = [keeper for keeper in made if keeper.link is None]
+        for keeper in late:
+            self._forget(keeper)
+        return [keeper.host for keeper in late]
+
+    def ask(self) -> list[str]:
+        """Ask all what they have; the names of the hosts that do not answer, whose keepers are given up."""
+        with self._changed:
+            asked = [(keeper, keeper.answered) for keeper in self._living.values()]
+        for keeper, _ in asked:
+            keeper.say(Word.PING)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(keeper.answered > before or keeper.host not in self._living for keeper, before in asked),
+                _ANSWER_S,
+            )
+            silent = [keeper for keeper, before in asked if keeper.answered == before]
+        for keeper in silent:
+            self._forget(keeper)
+        return [keeper.host for keeper in silent]
+
+    def tell(self, word: Word, number: int = 0) -> None:
+        with self._changed:
+            living = list(self._living.values())
+        for keeper in living:
+            keeper.say(word, number)
+
+    def close(self) -> None:
+        self._reception.close()
+        with self._changed:
+            started = list(self._started.values())
+        for keeper in started:
+            self._forget(keeper)
+
+    def _start(self, host: Host) -> _Keeper:
+        here = is_this_machine(host)
+        module = [sys.executable, "-c", "from hvdlite.keeper import main; main()"]
+        path = self._environ.get("PYTHONPATH", "")
+        remote = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
+        child = subprocess.Popen(
+            module if here else [*self._agent, host.name, remote],
+            env=dict(self._environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for hvdliterun, which then ends them in order
+            preexec_fn=end_with_parent,
+        )
+        with self._changed:
+            number = self._numbers
+            self._numbers += 1
+            keeper = self._started[number] = _Keeper(host.name, child)
+        told = {
+            "where": self._where,
+            "number": number,
+            "key": self._key.hex(),
+            "name": self._name,
+            "ranks_key": self._ranks_key.hex(),
+            "patience_s": self._patience_s,
+        }
+        assert child.stdin is not None
+        with suppress(OSError):  # it has ended already
+            child.stdin.write(json.dumps(told).encode() + b"\n")
+            child.stdin.flush()
+        threading.Thread(target=self._note_end, args=(keeper,), daemon=True).start()
+        return keeper
+
+    def _note_end(self, keeper: _Keeper) -> None:
+        keeper.child.wait()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
+        (number,) = NUMBER.unpack(claim)
+        with self._changed:
+            keeper = self._started.get(number)
+            if keeper is None or keeper.link is not None:
+                return False
+        if link.family != socket.AF_UNIX:
+            notice_silence(link, self._patience_s)
+        threading.Thread(target=self._hear, args=(keeper, link), daemon=True).start()
+        return True
+
+    def _hear(self, keeper: _Keeper, link: socket.socket) -> None:
+        with link, suppress(OSError):
+            while True:
+                word, number = MESSAGE.unpack(read_exactly(link, MESSAGE.size))
+                if word == Word.ANEW:
+                    self._on_anew()
+                    continue
+                with self._changed:
+                    if keeper.link is None:  # it has all that it needs, and listens
+                        keeper.link = link
+                        self._living[keeper.host] = keeper
+                    keeper.kept = number
+                    keeper.answered += 1
+                    self._changed.notify_all()
+        with self._changed:
+            if self._living.get(keeper.host) is keeper:
+                del self._living[keeper.host]
+            self._changed.notify_all()
+
+    def _forget(self, keeper: _Keeper) -> None:
+        with self._changed:
+            if self._living.get(keeper.host) is keeper:
+                del self._living[keeper.host]
+            self._started = {number: other for number, other in self._started.items() if other is not keeper}
+        keeper.end()

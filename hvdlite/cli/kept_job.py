@@ -1,0 +1,184 @@
+"""`hvdliterun --elastic` by mpirun: ranks begin anew on the hosts that are left, from the commit that is kept there.
+
+A generation is one mpirun. The keepers of the hosts outlive it (`hvdlite.keeper`).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from hvdlite.cli.children import Stops
+from hvdlite.cli.host_choice import Avoided, choose
+from hvdlite.cli.job import Host
+from hvdlite.cli.keepers import Keepers
+from hvdlite.errors import ConfigError
+from hvdlite.keeper import Word
+from hvdlite.membership import ADDED, REMOVED
+
+INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
+"""Exit statuses after which nothing is started again."""
+_LOOK_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
+
+Generation = Callable[[Sequence[Host], Callable[[], list[int]]], int]
+"""Runs ranks on these hosts to their end, and spares those children; returns the exit status."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a job.
+
+    Attributes:
+        least, most: how many ranks there are.
+        restarts: how many generations may follow one that has failed.
+        timeout_s: how long to wait for enough hosts.
+    """
+
+    least: int
+    most: int
+    restarts: int
+    timeout_s: float
+
+
+class KeptJob:
+    """Generations of ranks, one after the other.
+
+    Args:
+        look: the hosts that the job may use now; raises ConfigError.
+        generation: runs one.
+        make_keepers: is given what to call when ranks end to be started anew.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Sequence[Host]],
+        generation: Generation,
+        make_keepers: Callable[[Callable[[], object]], Keepers],
+        limits: Limits,
+    ) -> None:
+        self._look = look
+        self._generation = generation
+        self._make_keepers = make_keepers
+        self._limits = limits
+        self._avoided = Avoided()
+        self._hosts: Sequence[Host] = ()
+        self._said = ""
+        self._anew = threading.Event()
+
+    def run(self) -> int:
+        """Returns the exit status: that of the last generation, or 128 + n after signal n to this process."""
+        with Stops() as stops, closing(self._make_keepers(self._anew.set)) as keepers:
+            failures, idle, committed = 0, 0, 0
+            while True:
+                chosen = self._gather(keepers, stops)
+                if stops:
+                    return stops.status
+                if not chosen:
+                    return 1
+                status = self._run_generation(keepers, chosen)
+                lost = self._find_lost(keepers, chosen)
+                if self._anew.is_set():
+                    self._say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
+                    continue
+                if status == 0 or status in INTERRUPTED:
+                    return status
+                failures += 1
+                if failures > self._limits.restarts:
+                    self._say(f"the job ends: it has failed {failures} times (--restarts {self._limits.restarts})")
+                    return status
+                newest = max(keepers.kept.values(), default=0)
+                idle = 0 if newest > committed else idle + 1
+                committed = newest
+                where = f"commit {newest}, which is kept in memory" if newest else "the beginning"
+                what = f"{', '.join(lost)} did not answer" if lost else f"ranks have failed (exit status {status})"
+                self._say(f"{what}; goes on from {where} ({failures} of {self._limits.restarts} restarts)")
+                if idle:
+                    self._sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (idle - 1)), stops)
+
+    def _gather(self, keepers: Keepers, stops: Stops) -> list[Host]:
+        """The hosts of the next generation, whose keepers live; none if there are not enough in time."""
+        deadline_s = time.monotonic() + self._limits.timeout_s
+        while True:
+            self._find_hosts()
+            usable = self._avoided.usable(self._hosts, time.monotonic())
+            trusted = self._avoided.trusted(usable)
+            # Others are tried while these train, since one that is still silent costs seconds.
+            is_enough = sum(host.slots for host in trusted) >= self._limits.least
+            self._avoid(keepers.start(trusted if is_enough else usable))
+            kept = keepers.kept
+            chosen = choose([host for host in usable if host.name in kept], self._limits.most, kept)
+            if stops or sum(host.slots for host in chosen) >= self._limits.least:
+                return chosen
+            if time.monotonic() >= deadline_s:
+                self._say(
+                    f"the job ends: fewer than --min-np {self._limits.least} slots on hosts that answer for "
+                    f"{self._limits.timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT)"
+                )
+                return []
+            self._sleep(_LOOK_S, stops)
+
+    def _run_generation(self, keepers: Keepers, chosen: Sequence[Host]) -> int:
+        self._anew.clear()
+        keepers.tell(Word.BEGIN)
+        is_over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(keepers, chosen, is_over), daemon=True)
+        watch.start()
+        try:
+            return self._generation(chosen, lambda: keepers.processes)
+        finally:
+            is_over.set()
+            watch.join()
+
+    def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
+        """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave."""
+        while not is_over.wait(_LOOK_S):
+            self._find_hosts()
+            names = {host.name for host in chosen}
+            fresh = [host for host in self._hosts if host.name not in names]
+            has_room = sum(host.slots for host in chosen) < self._limits.most
+            if has_room and fresh:
+                self._avoid(keepers.start(self._avoided.usable(fresh, time.monotonic())))
+            kept = keepers.kept
+            wanted = [host for host in self._hosts if host.name in names or host.name in kept]
+            then = {host.name: host.slots for host in choose(wanted, self._limits.most, kept)}
+            now = {host.name: host.slots for host in chosen}
+            comes = any(slots > now.get(name, 0) for name, slots in then.items())
+            goes = any(then.get(name, 0) < slots for name, slots in now.items())
+            if (has_room and comes) or goes:
+                keepers.tell(Word.NEWS, ADDED * comes | REMOVED * goes)
+
+    def _find_lost(self, keepers: Keepers, chosen: Sequence[Host]) -> list[str]:
+        keepers.ask()
+        living = keepers.kept
+        for name in living:
+            self._avoided.forgive(name)
+        lost = [host.name for host in chosen if host.name not in living]
+        self._avoid(lost)
+        return lost
+
+    def _find_hosts(self) -> None:
+        try:
+            self._hosts = list(self._look())
+        except ConfigError as error:
+            if str(error) != self._said:
+                self._said = str(error)
+                self._say(f"{error}; the job goes on with the hosts that it has")
+
+    def _avoid(self, names: Sequence[str]) -> None:
+        for name in names:
+            pause_s = self._avoided.avoid(name, time.monotonic())
+            self._say(f"{name} does not answer, and is left alone for {pause_s:g} s")
+
+    def _sleep(self, seconds: float, stops: Stops) -> None:
+        end_s = time.monotonic() + seconds
+        while not stops and time.monotonic() < end_s:
+            time.sleep(min(0.2, seconds))
+
+    def _say(self, text: str) -> None:
+        print(f"hvdlite run: {text}", file=sys.stderr, flush=True)

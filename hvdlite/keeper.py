@@ -1,0 +1,185 @@
+"""A process on each host of an elastic job that outlives its ranks, and has their last commit in memory.
+
+hvdliterun starts it as mpirun starts its daemons, with what it has to know on its stdin, and it calls back over TCP: so
+a host that does not answer any more is known as such. Ranks reach it over an abstract unix socket, and hand over a
+commit as a memory file that nobody can change any more. It changes hands as a whole, so one is enough: a rank or a host
+that dies meanwhile leaves the commit before. Nothing that comes in is unpickled; the keeper never looks into a commit.
+
+Messages are a word and a number on both connections. The keeper ends with its stdin, or its link to hvdliterun.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from enum import IntEnum
+
+from hvdlite.memory.segment import is_final
+from hvdlite.proof import Secret, prove
+from hvdlite.reception import PATIENCE_S, Reception
+from hvdlite.wire import read_exactly
+
+MESSAGE = struct.Struct("<BQ")
+NUMBER = struct.Struct("<I")  # of a keeper: what it claims to hvdliterun
+TO_HEAD, TO_RANKS = b"keeper", b"kept"  # purposes of the connections
+
+
+class Word(IntEnum):
+    """What a message is about, and its number."""
+
+    PING = 1  # hvdliterun: answered with HOLDS
+    HOLDS = 2  # the number of the commit that the keeper has, 0: none
+    NEWS = 3  # hvdliterun: what ranks shall hear, bits of `hvdlite.membership`; a rank: asks for that
+    BEGIN = 4  # hvdliterun: ranks are started, for whom there are no news
+    DEPOSIT = 5  # a rank: the number of the commit whose file comes with it
+    FETCH = 6  # a rank: asks for the commit, answered with HOLDS and its file
+    ANEW = 7  # a rank, and on to hvdliterun: the ranks end in order, to be started on other hosts
+
+
+class Keeper:
+    """What is kept, and the threads that serve ranks.
+
+    Args:
+        name: of the abstract unix socket.
+        head: the connection to hvdliterun.
+    """
+
+    def __init__(self, name: str, key: bytes, head: socket.socket) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._number, self._file = 0, -1
+        self._news = 0
+        self._head = head
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind("\0" + name)
+        listener.listen(1024)
+        self._reception = Reception([listener], Secret(key, TO_RANKS, 0), self._admit)
+
+    def close(self) -> None:
+        self._reception.close()
+        with self._lock:
+            self._put(0, -1)
+
+    def hear(self, word: int, number: int) -> None:
+        """Something that hvdliterun has said."""
+        with self._lock:
+            if word == Word.PING:
+                self._head.sendall(MESSAGE.pack(Word.HOLDS, self._number))
+            elif word == Word.NEWS:
+                self._news |= number
+            elif word == Word.BEGIN:
+                self._news = 0
+
+    def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
+        threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+        return True
+
+    def _serve(self, link: socket.socket) -> None:
+        with link, suppress(OSError):  # a rank ends
+            while True:
+                self._answer(link)
+
+    def _answer(self, link: socket.socket) -> None:
+        """One request. Raises OSError where there is none that makes sense."""
+        data, files, _, _ = socket.recv_fds(link, MESSAGE.size, 8)
+        with ExitStack() as unused:
+            for file in files:
+                unused.callback(os.close, file)
+            if not data:
+                raise ConnectionError("the rank has ended")
+            word, number = MESSAGE.unpack(data + read_exactly(link, MESSAGE.size - len(data)))
+            if word == Word.DEPOSIT and len(files) == 1 and is_final(files[0]):
+                with self._lock:
+                    self._put(number, os.dup(files[0]))
+                link.sendall(MESSAGE.pack(Word.HOLDS, number))
+            elif word == Word.FETCH:
+                with self._lock:
+                    number, kept = self._number, [] if self._file < 0 else [os.dup(self._file)]
+                for file in kept:
+                    unused.callback(os.close, file)
+                socket.send_fds(link, [MESSAGE.pack(Word.HOLDS, number)], kept)
+            elif word == Word.NEWS:
+                link.sendall(MESSAGE.pack(Word.NEWS, self._news))
+            elif word == Word.ANEW:
+                with self._lock:
+                    self._head.sendall(MESSAGE.pack(Word.ANEW, 0))
+                link.sendall(MESSAGE.pack(Word.ANEW, 0))
+            else:
+                raise ConnectionError("no request")
+
+    def _put(self, number: int, file: int) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._number, self._file = number, file
+
+
+def _call(where: Sequence[tuple[str, int]], key: bytes, number: int, patience_s: float) -> socket.socket:
+    """A connection to hvdliterun, at whichever of its addresses it proves itself."""
+    error: OSError = ConnectionError("hvdliterun has no address")
+    for address, port in where:
+        link = None
+        try:
+            if port:
+                link = socket.create_connection((address, port), timeout=PATIENCE_S)
+            else:
+                link = socket.socket(socket.AF_UNIX)
+                link.settimeout(PATIENCE_S)
+                link.connect("\0" + address)
+            prove(Secret(key, TO_HEAD, NUMBER.size), link, NUMBER.pack(number))
+        except OSError as refusal:
+            error = refusal
+            if link is not None:
+                link.close()
+            continue
+        link.settimeout(None)
+        if port:
+            notice_silence(link, patience_s)
+        return link
+    raise error
+
+
+def notice_silence(link: socket.socket, patience_s: float) -> None:
+    """Let the kernel end a TCP connection whose other end has not answered for about so long."""
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        link.setsockopt(socket.IPPROTO_TCP, option, max(1, round(patience_s / 3)))
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * patience_s))
+
+
+def main() -> None:
+    """The keeper's process. Its stdin begins with a line of JSON, which hvdliterun writes (`hvdlite.cli.keepers`)."""
+    try:
+        _keep()
+    except OSError as error:
+        sys.exit(f"hvdlite keeper on {socket.gethostname()}: {error}")
+
+
+def _keep() -> None:
+    # By os.read alone, as a buffer would hide what follows from the selector.
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(0, 1 << 16)
+        if not piece:
+            return
+        line += piece
+    told = json.loads(line)
+    where = [(address, port) for address, port in told["where"]]
+    head = _call(where, bytes.fromhex(told["key"]), told["number"], told["patience_s"])
+    with head, closing(Keeper(told["name"], bytes.fromhex(told["ranks_key"]), head)) as keeper:
+        head.sendall(MESSAGE.pack(Word.HOLDS, 0))
+        with selectors.DefaultSelector() as selector, suppress(OSError):
+            selector.register(0, selectors.EVENT_READ)
+            selector.register(head, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fd == 0:
+                        if not os.read(0, 1 << 16):
+                            return
+                    else:
+                        keeper.hear(*MESSAGE.unpack(read_exactly(head, MESSAGE.size)))

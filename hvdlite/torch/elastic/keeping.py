@@ -1,0 +1,105 @@
+"""Under mpirun an elastic job is started anew: its commits are in the care of keepers, which outlive the ranks.
+
+The first rank of each of the first two nodes hands its commits over; either copy is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any, Protocol
+
+import torch
+
+import hvdlite
+from hvdlite import default_runtime
+from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, StartupError, UnrecoverableError
+from hvdlite.memory.segment import write_memory_file
+from hvdlite.safekeeping import Safekeeping
+
+_LOG = logging.getLogger("hvdlite")
+_COPIES = 2
+
+
+class Kept(Protocol):
+    """What is kept of a `State`; see there."""
+
+    def kept(self) -> dict[str, Any] | None: ...
+    def take(self, kept: dict[str, Any], commits: int) -> None: ...
+    def keep(self) -> None: ...
+    def restore(self) -> None: ...
+
+
+def _own_keeper() -> Safekeeping | None:
+    """The one to which this rank hands commits over; None: it has none, or others do so."""
+    keeper = default_runtime.peers().keeper
+    if keeper is None or hvdlite.local_rank() != 0 or hvdlite.cross_rank() >= _COPIES:
+        return None
+    return keeper
+
+
+def deposit(state: Kept, commits: int) -> None:
+    """Let the keeper have what ``state`` has saved as commit ``commits``; returns once it has."""
+    keeper = _own_keeper()
+    if keeper is None or (kept := state.kept()) is None:
+        return
+    try:
+        file = write_memory_file(lambda target: torch.save(kept, target))
+        try:
+            keeper.deposit(commits, file)
+        finally:
+            os.close(file)
+    except (OSError, StartupError) as error:
+        _LOG.warning("rank %d: commit %d is not kept outside of this process: %s", hvdlite.rank(), commits, error)
+
+
+def recall(state: Kept) -> None:
+    """Make ``state`` that of the commit that is kept on this host, if there is one; `State.sync` shares the newest."""
+    keeper = default_runtime.peers().keeper
+    if keeper is None or hvdlite.local_rank() != 0:
+        return
+    try:
+        commits, file = keeper.fetch()
+    except OSError as error:
+        _LOG.warning("rank %d: the keeper of this host cannot be asked: %s", hvdlite.rank(), error)
+        return
+    if file is None:
+        return
+    with open(file, "rb") as source:
+        source.seek(0)
+        kept: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=False)
+    state.take(kept, commits)
+    _LOG.info("rank %d takes up commit %d", hvdlite.rank(), commits)
+
+
+def news() -> int:
+    """Whether hosts come or go, in bits, as far as this rank is to hear it from its keeper."""
+    keeper = _own_keeper()
+    if keeper is None:
+        return 0
+    try:
+        return keeper.news()
+    except OSError:  # `deposit` says so
+        return 0
+
+
+def end_to_begin_anew(state: Kept, why: HorovodInternalError | HostsUpdatedInterrupt) -> None:
+    """End this process; hvdliterun starts the ranks again, on the hosts that there are then.
+
+    Raises:
+        SystemExit: hosts have changed; with 0, so that MPI ends in order.
+        UnrecoverableError: after a failure, once the state is that of the last commit: who wants to can save it.
+    """
+    if isinstance(why, HorovodInternalError):
+        state.restore()
+        raise UnrecoverableError(
+            "these ranks end, and hvdliterun --elastic starts them anew from the last commit, which the state is now, "
+            f"unless no restart is left. What has happened: {why}"
+        ) from why
+    state.keep()
+    keeper = _own_keeper()
+    if keeper is not None:
+        keeper.begin_anew()
+    hvdlite.shutdown()
+    sys.exit(0)

@@ -1,0 +1,135 @@
+"""A keeper: commits outlive who hands them over, and strangers get nothing and hold nothing up."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdlite.cli.job import Host, Launch
+from hvdlite.cli.keepers import Keepers, agent_of
+from hvdlite.config import KEEPER
+from hvdlite.keeper import MESSAGE, TO_RANKS, Word
+from hvdlite.meeting_point import connect
+from hvdlite.memory.segment import create_memory_file, is_final, write_memory_file
+from hvdlite.safekeeping import Safekeeping
+
+HERE = Host("localhost", 2)
+
+
+class Job:
+    """hvdliterun's end, and where ranks find the keeper."""
+
+    def __init__(self) -> None:
+        self.anew = 0
+        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        self.keepers = Keepers(Launch(("train.py",), 2), environ, 20.0, self._count, is_local=True)
+        assert self.keepers.start([HERE]) == []
+        self.where = self.keepers.environment[KEEPER]
+
+    def _count(self) -> None:
+        self.anew += 1
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Job]:
+    job = Job()
+    processes = job.keepers.processes
+    yield job
+    job.keepers.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+
+
+def put(where: str, number: int, content: bytes) -> None:
+    file = write_memory_file(lambda target: target.write(content))
+    rank = Safekeeping(where)
+    rank.deposit(number, file)
+    rank.close()
+    os.close(file)
+
+
+def kept(where: str) -> tuple[int, bytes]:
+    rank = Safekeeping(where)
+    number, file = rank.fetch()
+    rank.close()
+    if file is None:
+        return number, b""
+    assert is_final(file)
+    content = os.pread(file, 1 << 20, 0)
+    os.close(file)
+    return number, content
+
+
+def test_the_newest_commit_is_there_for_other_processes(job: Job) -> None:
+    for number in (3, 4):
+        put(job.where, number, b"of commit %d" % number)
+    assert kept(job.where) == (4, b"of commit 4")
+    assert job.keepers.ask() == []
+    assert job.keepers.kept == {"localhost": 4}
+
+
+def test_what_could_still_be_changed_is_refused(job: Job) -> None:
+    put(job.where, 5, b"sound")
+    file = create_memory_file(100)  # sealed against shrinking, not against writing
+    with pytest.raises(OSError, match="ended|gone|reset"):
+        Safekeeping(job.where).deposit(6, file)
+    os.close(file)
+    with open(os.devnull) as no_memory, pytest.raises(OSError, match="ended|gone|reset"):
+        Safekeeping(job.where).deposit(6, no_memory.fileno())
+    assert kept(job.where) == (5, b"sound")
+
+
+def test_strangers_get_nothing_and_hold_nothing_up(job: Job) -> None:
+    put(job.where, 7, b"ours")
+    name, _, _ = job.where.partition(":")
+    with pytest.raises(OSError, match="key|end"):
+        connect(f"{name}:{'00' * 32}", TO_RANKS)
+    with pytest.raises(OSError, match="key|end"):
+        connect(job.where, b"start")  # a proof for another purpose
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    for link in silent:
+        link.connect("\0" + name)
+    for junk in (b"", b"\xff" * MESSAGE.size, MESSAGE.pack(Word.DEPOSIT, 8), MESSAGE.pack(Word.BEGIN, 0)):
+        link = connect(job.where, TO_RANKS)  # of the job, but out of its mind
+        link.sendall(junk)
+        link.shutdown(socket.SHUT_WR)
+        assert link.recv(1) == b""
+        link.close()
+    assert kept(job.where) == (7, b"ours")
+    for link in silent:
+        link.close()
+
+
+def test_news_stay_until_ranks_begin(job: Job) -> None:
+    rank = Safekeeping(job.where)
+    assert rank.news() == 0
+    job.keepers.tell(Word.NEWS, 2)
+    job.keepers.ask()  # answered after what was told
+    assert rank.news() == rank.news() == 2
+    job.keepers.tell(Word.BEGIN)
+    job.keepers.ask()
+    assert rank.news() == 0
+    rank.begin_anew()
+    job.keepers.ask()
+    assert job.anew == 1
+    rank.close()
+
+
+def test_a_host_without_an_answer_is_named() -> None:
+    launch = Launch(("train.py",), 2, options=("--mca", "plm_rsh_agent", "false"))
+    keepers = Keepers(launch, {**os.environ}, 20.0, lambda: None, is_local=True)
+    try:
+        assert keepers.start([Host("elsewhere", 1)]) == ["elsewhere"]
+        assert keepers.kept == {}
+    finally:
+        keepers.close()
+
+
+def test_hosts_are_reached_as_mpirun_reaches_them() -> None:
+    launch = Launch(("train.py",), 2, ssh=("-p", "2222"))
+    assert agent_of(launch, {}) == ["ssh", "-p", "2222"]
+    assert agent_of(launch, {"HYDRA_LAUNCHER_EXEC": "/opt/agent -q"}) == ["/opt/agent", "-q", "-p", "2222"]
+    assert agent_of(Launch((), 2, options=("--mca", "plm_ssh_agent", "rsh : ssh")), {}) == ["rsh"]
