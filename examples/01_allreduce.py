@@ -11,5 +11,7 @@ mean = hvd.allreduce(mine, name="mean")  # the average, unless op says otherwise
 rows = hvd.allgather(torch.full((hvd.rank() + 1,), hvd.rank()), name="rows")  # as many rows as each rank has
 word = hvd.broadcast_object(f"hello from rank {hvd.rank()}", root_rank=0)
 
-print(f"rank {hvd.rank()} of {hvd.size()}: I have {mine.tolist()}, all have {total.tolist()}, on average", end=" ")
-print(f"{mean.tolist()}; rows {rows.tolist()}; {word}")
+print(
+    f"rank {hvd.rank()} of {hvd.size()}: I have {mine.tolist()}, all have {total.tolist()}, "
+    f"on average {mean.tolist()}; rows {rows.tolist()}; {word}"
+)
