@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 from hvdlite.errors import ShutDownError
@@ -20,6 +19,7 @@ class JobTimeline:
         topology, config = world.topology, world.config
         self._world = world
         self._switched = threading.Event()
+        self._is_over = threading.Event()  # nothing will be written any more
         clocks = world.allgather((measure_offset(world.leaders, topology, config.tree_fanout), time.monotonic_ns()))
         self._offset_ns = clocks[topology.local_ranks[0]][0]
         self._timeline = Timeline(
@@ -35,16 +35,20 @@ class JobTimeline:
 
     def stop(self) -> None:
         """See `hvdlite.runtime.Runtime.stop_timeline`."""
-        with suppress(ShutDownError):  # the shutdown has completed the file
+        try:
             self._switch({"kind": "timeline_stop"})
+        except ShutDownError:  # on another rank perhaps, and a moment ago: it completes the file
+            self._is_over.wait()
 
     def fail(self, _: BaseException) -> None:
         """The job has failed: nobody shall wait for a switch any more."""
         self._switched.set()
+        self._is_over.set()
 
     def close(self) -> None:
         """Once the coordinator has ended."""
         self._timeline.close()
+        self._is_over.set()
 
     def _switch(self, content: dict[str, Any]) -> None:
         if self._world.topology.rank != 0:
@@ -66,4 +70,6 @@ class JobTimeline:
             self._timeline.flush_and_close()
             self._world.engine.backend.barrier()  # every rank of a node has written before its leader reads
             self._timeline.merge(None if self._world.leaders is None else self._world.gather_from_leaders)
+        if kind == "shutdown":
+            self._is_over.set()
         self._switched.set()
