@@ -103,7 +103,7 @@ class Worker:
         finally:
             if _owns(at_work):
                 missed = page.end_assistance() != rings
-                unfinished = work.has_ended or work.has_news or work.patience_s() < self._idle_s
+                unfinished = self._is_unfinished
                 at_work.release()
                 if missed or unfinished:
                     page.ring_self()
@@ -123,11 +123,19 @@ class Worker:
             self._at_work.release()
 
     def follow(self) -> None:
-        """Of who is at work: look for what has rung meanwhile."""
+        """Of who is at work: look for what has rung meanwhile, which the thread may have slept through."""
         busy = True
         while busy and not self._work.has_ended:
             self.heard = self._page.rings()
             busy = self._work.cycle()
+        if self._is_unfinished:
+            self._page.ring_self()
+
+    @property
+    def _is_unfinished(self) -> bool:
+        """Whether the thread has to look, or to sleep less than it may be about to; or to end."""
+        work = self._work
+        return work.has_ended or work.has_news or work.patience_s() < self._idle_s
 
     def _run(self) -> None:
         page, work = self._page, self._work

@@ -181,6 +181,19 @@ def test_the_thread_learns_of_an_end_that_an_assistant_has_met() -> None:
     assert stage.worker.join(PATIENCE_S)
 
 
+def test_the_thread_learns_of_an_end_that_was_met_after_a_native_call() -> None:
+    """Its ring went to the caller of that, and the thread sleeps on."""
+    stage = Stage()
+    stage.page.wait_for_sleep()
+    stage.work.on_cycle = lambda: setattr(stage.work, "has_ended", True)
+    try:
+        assert stage.worker.begin()
+        stage.worker.follow()
+    finally:
+        stage.worker.finish()
+    assert stage.worker.join(PATIENCE_S)
+
+
 def test_a_signal_handler_cannot_wait_inside_of_work() -> None:
     """It would do the work of the frame below it, which is in the middle of that."""
     stage = Stage()
