@@ -125,7 +125,7 @@ class Config:
     tree_fanout: int = _setting(4, _positive(int), "TREE_FANOUT")
     """Children of a node leader in the negotiation tree."""
     spin_us: int = _setting(50, _not_negative(int), "SPIN_MICROSECONDS")
-    """How long a barrier inside a node spins before it sleeps; 0 where ranks outnumber cores."""
+    """How long a rank looks for others of its node before it sleeps; four times as long where ranks outnumber cores."""
 
     idle_s: float = _setting(5.0, _positive(_number_or_inf), "IDLE_SECONDS")
     """Longest that a coordinator thread sleeps. Whatever happens wakes it, so any length will do, ``inf`` as well."""

@@ -35,10 +35,16 @@ if TYPE_CHECKING:
     from hvdlite.collectives.hierarchical import HierarchicalBackend
     from hvdlite.collectives.ring import RingBackend
 
+_OFFERS = 4  # times as long (8 ranks on 2 cores, 4 KiB: 225 us where nobody looks, 189 at 1, 74 at 4, 101 at 20)
+
 
 def spin_us(config: Config, node: Node) -> int:
-    """How long a rank may spin: one that spins keeps the core from the rank it waits for, where they share one."""
-    return config.spin_us if node.local_size <= node.cores else 0
+    """How long a rank looks for others before it sleeps.
+
+    Where ranks share cores it looks for longer: it offers the core to the others with every look, and several of them
+    have to have had it before what it waits for is there.
+    """
+    return config.spin_us if node.local_size <= node.cores else _OFFERS * config.spin_us
 
 
 def build_backend(

@@ -8,6 +8,8 @@ import time
 import numpy as np
 
 from hvdlite import _native
+from hvdlite.collectives.select import spin_us
+from hvdlite.config import Config
 from hvdlite.errors import CollectiveError
 from hvdlite.node import Node
 
@@ -28,8 +30,9 @@ def measure(node: Node) -> dict[str, float] | None:
         return None
     words = _native.Barrier.bytes_needed(node.local_size)
     meeting, places = node.share(words), node.share(_BYTES * node.local_size)
-    spin_us = 50 if node.local_size <= node.cores else 0
-    barrier = _native.Barrier(meeting.address, node.local_rank, node.local_size, node.abort_address, spin_us)
+    barrier = _native.Barrier(
+        meeting.address, node.local_rank, node.local_size, node.abort_address, spin_us(Config(), node)
+    )
 
     def meet() -> None:
         if barrier.wait(_WAIT_S) != _native.Barrier.OK:
