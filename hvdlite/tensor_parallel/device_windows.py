@@ -13,6 +13,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hvdlite import _native
@@ -20,7 +21,7 @@ from hvdlite.device_clock import DeviceClock
 from hvdlite.errors import CollectiveError
 from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
-from hvdlite.memory.layout import shard_bounds
+from hvdlite.memory.layout import align_up, shard_bounds
 from hvdlite.memory.views import OnDevice
 from hvdlite.operations.allocate import allocate_on_device
 from hvdlite.recorder import Lane
@@ -98,7 +99,11 @@ class DeviceWindows:
         self.ordinal = where.ordinal
         self._meeting = meeting
         self._name = name
-        words = shared_memory(meeting.group, f"{name}.words", _native.StreamBarrier.bytes_needed(meeting.size))
+        barrier_bytes = align_up(_native.StreamBarrier.bytes_needed(meeting.size))
+        words = shared_memory(meeting.group, f"{name}.words", barrier_bytes + 8 * meeting.size)
+        self._exchanges = words.numpy()[barrier_bytes : barrier_bytes + 8 * meeting.size].view(np.int64)
+        """That each rank has enqueued, as it was when it closed."""
+        self._enqueued_in_all = 0  # of this rank
         self.first, self.second = _native.DeviceStream(where.ordinal), _native.DeviceStream(where.ordinal)
         self._barrier = _native.StreamBarrier(self.first, words.numpy(), meeting.rank, meeting.size)
         self.no_multicast = ""
@@ -211,6 +216,7 @@ class DeviceWindows:
     def ended(self, purpose: str) -> _native.Moment:
         """Reached when the first stream has done an exchange, of which all has been enqueued now."""
         self._last = _native.Moment(self.ordinal, self.first.handle, self._began is not None)
+        self._enqueued_in_all += 1
         self._meeting.group.recorder.mark(Lane.WINDOW, purpose)
         with self._lock:
             if self._began is not None and self._clock is None:
@@ -264,6 +270,7 @@ class DeviceWindows:
     def close(self) -> None:
         """Let the streams come to an end; what does not is left behind."""
         if not self.no_multicast:  # what others have yet to read goes with us
+            self._await_own_exchanges()
             self._barrier.meet()
             self._last = self.moment(self.first)
         deadline_s = time.monotonic() + _SETTLE_S
@@ -271,4 +278,15 @@ class DeviceWindows:
             if time.monotonic() > deadline_s:
                 _LOG.error("GPU %d does not come to an end with tensor parallelism; it is left behind", self.ordinal)
                 return
+            time.sleep(_SLICE_S)
+
+    def _await_own_exchanges(self) -> None:
+        """Until this rank's main thread has enqueued its part of what others have; all ranks close at once.
+
+        Who ends the world may be an exchange ahead, and a meeting of this rank would be taken for its part in that.
+        """
+        self._exchanges[self._meeting.rank] = self._enqueued_in_all
+        self._meeting.group.world.engine.backend.barrier()
+        deadline_s = time.monotonic() + _SETTLE_S
+        while self._enqueued_in_all < self._exchanges.max() and time.monotonic() < deadline_s:
             time.sleep(_SLICE_S)

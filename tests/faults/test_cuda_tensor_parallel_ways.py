@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from fault_lab import run
 
 SPLIT = f"""
@@ -40,17 +42,18 @@ with gpu.in_hvdlite():
         assert (y == 16 * hvd.size()).all().item()
         del by_nccl[:-2]
     say("right, the latest two by NCCL:", *by_nccl)
-    if way == "late" and hvd.rank() == 1:
+    if way in ("late", "behind") and hvd.rank() == 1:
         meet = DeviceWindows.meet
         def meet_and_be_late(windows):
             meet(windows)
+            time.sleep(0.5 if way == "behind" else 0)  # rank 0 has ended hvdlite by then
             gpu.cuda.launch(ctypes.c_void_p(windows.first.handle), lambda: time.sleep(0.4))
         DeviceWindows.meet = meet_and_be_late
     tp.matmul_reduce_scatter(x, weight, team)  # which nobody looks at
     del team
     hvd.shutdown()
     gc.collect()
-    time.sleep(1.2 if way == "late" else 0)  # in which memory goes
+    time.sleep(1.5 if way in ("late", "behind") else 0)  # in which memory goes
 """
 
 
@@ -67,9 +70,10 @@ def test_gpus_that_reach_one_another_by_nccl_only() -> None:
     assert result.stderr.count("unfused, which here is by NCCL") == 1, str(result)
 
 
-def test_the_last_exchange_is_over_before_memory_goes() -> None:
+@pytest.mark.parametrize("who", ["late", "behind"])  # the GPU of rank 1, or its main thread too
+def test_the_last_exchange_is_over_before_memory_goes(who: str) -> None:
     """A rank that has gone would take its memory from those that still read it by multicast."""
-    result = run(SPLIT, "late", "multicast", n=2, env={"HVDLITE_LOG_LEVEL": "info"})
+    result = run(SPLIT, who, "multicast", n=2, env={"HVDLITE_LOG_LEVEL": "info"})
     assert result.returncode == 0, str(result)
     assert result.stdout.count("right") == 2, str(result)
     assert result.stderr.count("exchange rows by multicast or by copies") == 1, str(result)
