@@ -14,6 +14,11 @@ _IDLE_NAP_S = 2e-3
 _CHECK_S = 10e-3  # between two looks at whether the job has failed
 
 
+def growing_pause_s(first_s: float, longest_s: float, times: int) -> float:
+    """Before another try after ``times`` pauses: each is twice as long as the one before, up to ``longest_s``."""
+    return min(longest_s, first_s * 2.0**times)
+
+
 def nap_until(
     done: Callable[[], bool],
     late: str,

@@ -28,6 +28,7 @@ from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import without_launcher
 from hvdlite.meeting_point import MeetingPoint, send
 from hvdlite.membership import ADDED, REMOVED
+from hvdlite.naps import growing_pause_s
 from hvdlite.roster import Generation, Join, Roster
 from hvdlite.wire import process_of
 
@@ -289,7 +290,7 @@ class _ElasticJob:
         self._were_never_ranks[seat] = 0 if was_rank else self._were_never_ranks[seat] + 1
         if was_rank:
             return 0.0
-        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._were_never_ranks[seat] - 1))
+        return growing_pause_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, self._were_never_ranks[seat] - 1)
 
     # What follows from it.
 

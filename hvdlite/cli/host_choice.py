@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from hvdlite.cli.job import Host
+from hvdlite.naps import growing_pause_s
 
 _FIRST_S, _LONGEST_S = 10.0, 600.0  # how long a host is avoided
 
@@ -20,7 +21,7 @@ class Avoided:
 
     def avoid(self, name: str, now_s: float) -> float:
         """It did not answer; returns for how many seconds it is left alone."""
-        pause_s = min(_LONGEST_S, _FIRST_S * 2.0 ** self._times[name])
+        pause_s = growing_pause_s(_FIRST_S, _LONGEST_S, self._times[name])
         self._times[name] += 1
         self._until_s[name] = now_s + pause_s
         return pause_s

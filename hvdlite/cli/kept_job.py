@@ -20,6 +20,7 @@ from hvdlite.cli.keepers import Keepers
 from hvdlite.errors import ConfigError
 from hvdlite.keeper import Word
 from hvdlite.membership import ADDED, REMOVED
+from hvdlite.naps import growing_pause_s
 
 INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 """Exit statuses after which nothing is started again."""
@@ -99,7 +100,7 @@ class KeptJob:
                 what = f"{', '.join(lost)} did not answer" if lost else f"ranks have failed (exit status {status})"
                 self._say(f"{what}; goes on from {where} ({failures} of {self._limits.restarts} restarts)")
                 if idle:
-                    self._sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (idle - 1)), stops)
+                    self._sleep(growing_pause_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, idle - 1), stops)
 
     def _gather(self, keepers: Keepers, stops: Stops) -> list[Host]:
         """The hosts of the next generation, whose keepers live; none if there are not enough in time."""

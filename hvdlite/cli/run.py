@@ -162,11 +162,11 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         if "dry-run" in arguments.switches:
             return 0
         config = Config.from_env(environ)
-        if arguments.is_elastic and chosen is None:
-            return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
-
-        if arguments.is_elastic and chosen is not None and launch.scheduled_hosts == 1:
-            return _run_kept(chosen, launch, arguments, environ, config)
+        if arguments.is_elastic:
+            if chosen is None:
+                return elastic.run_elastic(command.argv, launch.ranks, environ, _elasticity(arguments, launch), config)
+            if launch.scheduled_hosts == 1:
+                return _run_kept(chosen, launch, arguments, environ, config)
 
         def once() -> int:
             if chosen is None:

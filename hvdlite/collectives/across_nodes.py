@@ -64,18 +64,21 @@ class AcrossNodes(Backend):
         early = self.early
         if early is None or not early.takes(layout.nbytes):
             return None
-        endpoint = early.endpoint
-        if endpoint is None:
-            return _PreparedCall(early, counts, layout, reduction, patience_s, label)
-        types = layout.dtype, layout.wire_dtype
-        native = _native.EarlyAllreduce(
-            counts, endpoint.polite_look, layout.numels, layout.offsets, layout.end, early.place(layout), *types
-        )
-        return _NativeCall(native, early, counts, layout, reduction, patience_s, label)
+        endpoint, native = early.endpoint, None
+        if endpoint is not None:
+            types = layout.dtype, layout.wire_dtype
+            native = _native.EarlyAllreduce(
+                counts, endpoint.polite_look, layout.numels, layout.offsets, layout.end, early.place(layout), *types
+            )
+        return _PreparedCall(early, counts, layout, reduction, patience_s, label, native)
 
 
 class _PreparedCall:
-    """What `AcrossNodes.prepare_allreduce` returns: the steps, in Python."""
+    """What `AcrossNodes.prepare_allreduce` returns: the steps, in Python.
+
+    Args:
+        native: does all of them unless other ranks are late; None: it cannot.
+    """
 
     def __init__(
         self,
@@ -85,7 +88,9 @@ class _PreparedCall:
         reduction: Reduction,
         patience_s: float,
         label: str,
+        native: _native.EarlyAllreduce | None,
     ) -> None:
+        self._native = native
         self._early = early
         self._counts = counts
         self._layout = layout
@@ -113,8 +118,14 @@ class _PreparedCall:
 
     def _begin(self, inputs: Sequence[int], outputs: Sequence[int], heard: int) -> bool:
         """Whether it is done already."""
-        self._early.begin(self._early.tensors(inputs, self._layout), self._layout, self._reduction, self._label)
-        return False
+        early, native = self._early, self._native
+        if native is None:
+            early.begin(early.tensors(inputs, self._layout), self._layout, self._reduction, self._label)
+            return False
+        run = native.run
+        return early.do_at_once(
+            lambda messages: run(messages, inputs, outputs, heard), self._layout, self._reduction, self._label
+        )
 
     def last(self) -> tuple[int, int, int]:
         return self._last
@@ -124,26 +135,3 @@ class _PreparedCall:
 
     def explain(self, result: int) -> None:
         raise AssertionError(result)  # `run` has raised what went wrong
-
-
-class _NativeCall(_PreparedCall):
-    """The same, where native code does all of it unless other ranks are late."""
-
-    def __init__(
-        self,
-        native: _native.EarlyAllreduce,
-        early: EarlyAllreduce,
-        counts: _native.ReadyCounts,
-        layout: Layout,
-        reduction: Reduction,
-        patience_s: float,
-        label: str,
-    ) -> None:
-        super().__init__(early, counts, layout, reduction, patience_s, label)
-        self._run = native.run
-
-    def _begin(self, inputs: Sequence[int], outputs: Sequence[int], heard: int) -> bool:
-        def by(messages: _native.BoundMessages) -> int:
-            return self._run(messages, inputs, outputs, heard)
-
-        return self._early.do_at_once(by, self._layout, self._reduction, self._label)

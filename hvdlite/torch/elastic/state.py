@@ -78,15 +78,13 @@ class State(ABC):
         Costs a copy of the state and a small allreduce: where batches are short, not after each of them.
         """
         updates = self._updates_of_all()
-        self.save()
-        self._commits += 1  # a rank that has not come so far has no newer commit than the others' last
-        keeping.deposit(self, self._commits)
+        self.keep()
         _interrupt_after(updates)
 
     def keep(self) -> None:
         """Save, and let keepers have it, without news; all ranks have left the training function."""
         self.save()
-        self._commits += 1
+        self._commits += 1  # a rank that has not come so far has no newer commit than the others' last
         keeping.deposit(self, self._commits)
 
     def check_host_updates(self) -> None:
@@ -195,12 +193,7 @@ class ObjectState(State):
             raise UsageError(
                 f"what is kept has {sorted(kept)}, this state {sorted(self._names)}: hvd.elastic.run serves one state"
             )
-        for name, content in kept.items():
-            value = getattr(self, name)
-            if _has_state_dict(value):
-                value.load_state_dict(content)
-            else:
-                setattr(self, name, content)
+        self._load(kept)
         self.save()
         self._commits = commits
 
@@ -228,13 +221,17 @@ class ObjectState(State):
             return
         contents = {name: value.state_dict() if _has_state_dict(value) else value for name, value in values.items()}
         received = broadcast_object(contents, root, name="elastic.sync")
-        if global_process_set.rank() == root:
-            return
-        for name, value in values.items():
+        if global_process_set.rank() != root:
+            self._load(received)
+
+    def _load(self, contents: dict[str, Any]) -> None:
+        """Take over values, or what they are to load."""
+        for name, content in contents.items():
+            value = getattr(self, name)
             if _has_state_dict(value):
-                value.load_state_dict(received[name])
+                value.load_state_dict(content)
             else:
-                setattr(self, name, received[name])
+                setattr(self, name, content)
 
 
 class TorchState(ObjectState):
