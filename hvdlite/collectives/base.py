@@ -55,7 +55,9 @@ class Completion(ABC):
 class Done(Completion):
     """Of an operation that was complete when its call returned."""
 
-    is_done = True
+    def poll(self) -> bool:
+        """It is complete."""
+        return True
 
     def wait(self) -> None:
         """Return at once."""

@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 _NOT_YET = Outcome.NOT_YET
 _WATCH_S = 1.0  # between two looks at what GPUs do
+_CHUNKS_OF_BURST = 8
 
 
 class Owner(Protocol):
@@ -132,10 +133,11 @@ class Coordinator:
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
         early = owner.early
         self._readiness: Readiness = (
-            ReadinessInNode(page) if early is None else ReadinessAcrossNodes(page, early, clock)
+            ReadinessInNode(page, lambda: _burst_bytes(owner.config))
+            if early is None
+            else ReadinessAcrossNodes(page, early, clock)
         )
-        may_run_free = (lambda request: True) if early is None else early.takes
-        self._leader = Leader(topology, page, tree, config, clock, may_run_free) if topology.is_leader else None
+        self._leader = Leader(topology, page, tree, config, clock, self._readiness) if topology.is_leader else None
         self._station = self._leader or Follower(page, config.cache_capacity)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
@@ -379,11 +381,11 @@ class Coordinator:
             is_held = self._plan.free is None
             if not is_held:
                 self._readiness.tell(number, plan)
-            due = self._plan.due(self._readiness.ready(number, plan, is_held=is_held), now_s)
-            if not due:
-                return plan.done > before
-            for response in due:
-                self._count_and_execute((response,))
+            done = plan.done
+            for responses in self._plan.due(self._readiness.ready(number, plan, is_held=is_held), now_s):
+                self._count_and_execute(responses)
+            if plan.done == done:
+                return done > before
 
     def _drain(self, now_s: float) -> None:
         while self._queue:
@@ -434,11 +436,9 @@ class Coordinator:
             self._queue.extendleft(reversed(reaction.again))
         if reaction.answer is not None:
             self._station.say(reaction.answer)
-        if reaction.fuses:
-            self._count_and_execute(reaction.responses)
-        else:
-            for response in reaction.responses:
-                self._count_and_execute((response,))
+        for responses in reaction.batches:
+            self._count_and_execute(responses)
+        if reaction.withdraws:
             self._owner.withdraw()
             if reaction.begun is not None:
                 assert self._owner.early is not None
@@ -511,3 +511,8 @@ class Coordinator:
             self.has_ended = True
         else:
             self._owner.take_notice(content)
+
+
+def _burst_bytes(config: Config) -> int:
+    """More at a time takes no less for each byte, and comes later."""
+    return min(config.fusion_threshold_bytes, _CHUNKS_OF_BURST * config.chunk_bytes)

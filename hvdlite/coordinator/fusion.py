@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.request import Request
 
 
 def fuse(responses: Sequence[Response], threshold_bytes: int) -> list[list[Response]]:
@@ -29,3 +30,24 @@ def fuse(responses: Sequence[Response], threshold_bytes: int) -> list[list[Respo
         bucket.append(response)
         open_buckets[key] = bucket, filled + nbytes
     return buckets
+
+
+def bursts(requests: Sequence[Request], joined: Sequence[bool], limit_bytes: int) -> list[int]:
+    """How many operations of a plan, one burst after the other, are done together: `fuse` makes one bucket of each.
+
+    Args:
+        joined: whether no rank waits for what comes before, when it submits this.
+        limit_bytes: of the operations of a burst; what has more goes alone.
+    """
+    lengths: list[int] = []
+    open_key: Hashable = None
+    filled = 0
+    for request, is_joined in zip(requests, joined, strict=True):
+        key, nbytes = request.fusion
+        if is_joined and key is not None and key == open_key and filled + nbytes <= limit_bytes:
+            lengths[-1] += 1
+            filled += nbytes
+        else:
+            lengths.append(1)
+            open_key, filled = key, nbytes
+    return lengths

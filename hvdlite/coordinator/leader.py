@@ -25,7 +25,7 @@ from hvdlite.coordinator.messages import (
 )
 from hvdlite.coordinator.negotiation import LOOK_S, Negotiation
 from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader
-from hvdlite.coordinator.request import Request
+from hvdlite.coordinator.readiness import Readiness
 from hvdlite.coordinator.stall import StallWatch
 from hvdlite.coordinator.tree import Tree
 from hvdlite.counters import Traffic
@@ -38,7 +38,7 @@ class Leader:
     Args:
         tree: links to the leaders of other nodes.
         clock: in seconds.
-        may_run_free: whether ranks can see for themselves how far to go with such operations.
+        readiness: knows which plans run free.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Leader:
         tree: Tree,
         config: Config,
         clock: Callable[[], float],
-        may_run_free: Callable[[Request], bool],
+        readiness: Readiness,
     ) -> None:
         self.claims_heard = 0
         self._rank = topology.rank
@@ -71,7 +71,7 @@ class Leader:
             self._speaks_for.values(),
             OrderWatch(config.cache_capacity) if self._is_root else None,
             own=[(rank,) for rank in topology.local_ranks],
-            may_run_free=may_run_free if config.prepared_operations else None,
+            bursts=readiness.bursts if config.prepared_operations else None,
         )
         self._spread: deque[bytes] = deque()  # of the log, what this node may not have yet
         self._node_outbox = bytearray()  # of the log, what the page has no room for yet
@@ -227,11 +227,12 @@ class Leader:
             verdicts = []
         else:
             verdicts = self._negotiation.verdicts()
-        alone = sum(isinstance(verdict, Response) for verdict in verdicts) == 1
+        has_response = False
         for verdict in verdicts:
             self._decree(verdict)
             if isinstance(verdict, Response):
-                self._plan.saw(verdict, alone=alone)
+                self._plan.saw(verdict, joined=has_response)
+                has_response = True
         if verdicts:
             self._decree(EndOfBatch())
             self._pass_on(self._plan.propose(self._negotiation.is_idle))

@@ -83,7 +83,7 @@ class Verb(IntEnum):
     FREEZE = 3  # from the root: the plan is as many operations as the log ended with
     READY = 4  # to the parent: operations that all ranks below are ready for
     GO = 5  # from the root: operations that all ranks are ready for
-    BREAK = 6  # to the root: the plan will not come true
+    BREAK = 6  # to the root: the plan will not come true; before which operation of it somebody waits, 0 for none
     END = 7  # from the root: of the plan only so many operations will be done
     RELEASE = 8  # from the root: as FREEZE, but no GO will come: each rank sees for itself what all are ready for
 
@@ -95,6 +95,7 @@ class PlanMessage:
     verb: Verb
     count: int = 0
     is_begun: bool = False  # the operation after ``count`` is, on some node
+    bursts: tuple[int, ...] = ()  # of a plan: how many operations are done together, one burst after the other
 
 
 Message = Claim | Response | Fault | Notice | EndOfBatch | PlanMessage
@@ -124,7 +125,8 @@ class Encoder:
 
     def send(self, message: Message) -> None:
         if isinstance(message, PlanMessage):
-            self._frame(_PLAN, b"", message.verb + message.is_begun * len(_VERBS), message.count)
+            payload = json.dumps(message.bursts).encode() if message.bursts else b""
+            self._frame(_PLAN, payload, message.verb + message.is_begun * len(_VERBS), message.count)
         elif isinstance(message, Claim):
             self.written.claims += 1
             varies = message.ranks is not None or message.sizes
@@ -181,7 +183,8 @@ class Decoder:
             start = end
             if tag == _PLAN:
                 is_begun, verb = divmod(slot, len(_VERBS))
-                yield PlanMessage(_VERBS[verb], sequence, is_begun == 1)
+                bursts = tuple(json.loads(payload)) if payload else ()
+                yield PlanMessage(_VERBS[verb], sequence, is_begun == 1, bursts)
             elif tag == _DEFINE:
                 self._requests[slot] = pickle.loads(payload)
             else:

@@ -5,8 +5,8 @@ Pure: takes messages and says which to send; no MPI, no clock, no shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.request import Request
@@ -14,6 +14,7 @@ from hvdlite.coordinator.request import Request
 _LONGEST_PATIENCE = 64
 _WORTH_IT = 4  # times as long as it took to find it
 _REMEMBERED = 8  # orders
+_LOOKED_AT = 8  # periods, for what was submitted without a wait in between
 
 Order = tuple[Request, ...]
 """Of a period, which may begin anywhere."""
@@ -21,10 +22,25 @@ Order = tuple[Request, ...]
 
 @dataclass(slots=True)
 class _Known:
-    """Of an order that was frozen."""
+    """Of an order that was frozen. Its operations count from 0."""
 
     in_vain: int = 0  # times since the last good one
-    came_alone: bool = False  # its operations one at a time, when it was frozen last
+    joined: set[int] = field(default_factory=set)  # came together with what is before them, at least once
+    split: set[int] = field(default_factory=set)  # not submitted before somebody has waited for what is before them
+
+
+@dataclass(slots=True)
+class Found:
+    """What becomes a plan.
+
+    Attributes:
+        joined: of each request whether no rank waits for the one before when it submits it.
+        came_alone: one at a time, as far as was seen.
+    """
+
+    requests: Sequence[Request]
+    joined: Sequence[bool]
+    came_alone: bool
 
 
 Sender = tuple[int, ...]
@@ -46,22 +62,23 @@ class OrderWatch:
         self._patience = 2  # periods that must have come again
         self._known: dict[Order, _Known] = {}  # latest last
         self._frozen: Order = ()
+        self._rotation = 0  # where in `_frozen` the plan begins
         self._restart()
 
     def _restart(self) -> None:
         self._numbers: dict[Request, int] = {}  # small integers compare faster than requests
         self._requests: list[Request] = []  # by number
         self._history: list[int] = []
-        self._came_alone: list[bool] = []  # of each in the history
+        self._joined: list[bool] = []  # of each in the history
         self._last_seen: dict[int, int] = {}
         self._period = 0
         self._matches = 0
 
-    def saw(self, response: Response, *, alone: bool = False) -> None:
+    def saw(self, response: Response, *, joined: bool = False) -> None:
         """The next response of the log.
 
         Args:
-            alone: it is all of its batch, so that nothing is fused.
+            joined: it is of the same batch as the one before.
         """
         if response.request.unsettles:
             self._patience = 1  # the order changes on purpose: that this plan ends says nothing about the next one
@@ -78,7 +95,7 @@ class OrderWatch:
             self._period = at - self._last_seen.get(number, at)
             self._matches = 0
         self._history.append(number)
-        self._came_alone.append(alone)
+        self._joined.append(joined)
         self._last_seen[number] = at
 
     def period(self) -> int:
@@ -86,37 +103,51 @@ class OrderWatch:
         enough = self._matches >= self._patience * self._period and self._period <= self._longest
         if self._period and enough:
             return self._period
-        return next((len(order) for order, known in self._known.items() if self._has_come(order, known.came_alone)), 0)
+        return next((len(order) for order, known in self._known.items() if self._comes_again(order, known)), 0)
 
-    def _has_come(self, order: Order, alone: bool = False) -> bool:
-        """Whether the history ends with ``order``, wherever it begins there; one at a time if ``alone``."""
+    def _comes_again(self, order: Order, known: _Known) -> bool:
+        """Whether the history ends with ``order``; one at a time, if it came so: it may deviate on one rank still."""
+        start = self._rotation_of(order)
+        return start is not None and (bool(known.joined) or not any(self._joined[-len(order) :]))
+
+    def _rotation_of(self, order: Order) -> int | None:
+        """Where in ``order`` the end of the history begins, which is as long; None if it is something else."""
         length = len(order)
         if length > len(self._history) or self._requests[self._history[-1]] not in order:
-            return False
-        if alone and not self.came_alone(length):  # what deviates before it may still be under way
-            return False
+            return None
         numbers = [self._numbers.get(request, -1) for request in order]
         last, tail = self._history[-1], self._history[-length:]
-        return any(tail == numbers[i + 1 :] + numbers[: i + 1] for i in range(length) if numbers[i] == last)
+        starts = ((i + 1) % length for i in range(length) if numbers[i] == last)
+        return next((start for start in starts if tail == numbers[start:] + numbers[:start]), None)
 
-    def freeze(self, period: int) -> None:
+    def freeze(self, period: int) -> Found:
         """The last ``period`` operations become a plan; remember them."""
-        self._frozen = next((order for order in self._known if len(order) == period and self._has_come(order)), ())
-        if not self._frozen:
-            self._frozen = tuple([self._requests[number] for number in self._history[-period:]])
+        found = ((order, self._rotation_of(order)) for order in self._known if len(order) == period)
+        order, rotation = next(((order, start) for order, start in found if start is not None), ((), 0))
+        requests = [self._requests[number] for number in self._history[-period:]]
+        self._frozen, self._rotation = order or tuple(requests), rotation
         known = self._known[self._frozen] = self._known.pop(self._frozen, _Known())
-        known.came_alone = self.came_alone(period)
+        joined = self._joined_of_last(period)
+        known.joined.update((rotation + position) % period for position in joined)
+        usable = known.joined - known.split
         while len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
         self.forget()
+        return Found(requests, [(rotation + position) % period in usable for position in range(period)], not joined)
 
-    def came_alone(self, period: int) -> bool:
-        """Whether the last ``period`` operations came one at a time, so that nothing was fused."""
-        return all(self._came_alone[-period:])
+    def _joined_of_last(self, period: int) -> set[int]:
+        """Which of the last ``period`` operations came together with the one before, now or in a period before."""
+        history, end = self._history, len(self._history)
+        start = end - period
+        while start > max(0, end - _LOOKED_AT * period) and history[start - 1] == history[start - 1 + period]:
+            start -= 1
+        return {(at - end) % period for at in range(start + 1, end) if self._joined[at]}
 
-    def last(self, period: int) -> Iterator[Request]:
-        """The last ``period`` operations."""
-        return (self._requests[number] for number in self._history[-period:])
+    def waited(self, number: int) -> None:
+        """Somebody has waited before operation ``number`` of the plan, from 0; it came together with the one before."""
+        known = self._known.get(self._frozen)
+        if known is not None:
+            known.split.add((self._rotation + number) % len(self._frozen))
 
     def forget(self) -> None:
         """What the log says now is no longer all that is done."""
@@ -148,7 +179,7 @@ class PlanLeader:
         children: those of them that lead other nodes.
         watch: the root's; None for other leaders.
         own: those of them that are on this node.
-        may_run_free: whether ranks can see for themselves how far to go with such operations; None: with none.
+        bursts: in which a plan runs free, see `hvdlite.coordinator.readiness.Readiness.bursts`; None: none does.
     """
 
     def __init__(
@@ -158,12 +189,12 @@ class PlanLeader:
         watch: OrderWatch | None,
         *,
         own: Collection[Sender] = (),
-        may_run_free: Callable[[Request], bool] | None = None,
+        bursts: Callable[[Found], Sequence[int] | None] | None = None,
     ) -> None:
         self._senders = senders
         self._own = own
         self._watch = watch
-        self._may_run_free = may_run_free
+        self._bursts = bursts
         self.runs_free = False
         """A plan is open of which each rank sees how far to go, so that the log must not say what else to do."""
         self._held: dict[Sender, PlanMessage] = {}
@@ -174,10 +205,10 @@ class PlanLeader:
         self._period = 0  # operations of it
         self._holding = False
 
-    def saw(self, response: Response, *, alone: bool = False) -> None:
+    def saw(self, response: Response, *, joined: bool) -> None:
         """The root has written a response into the log; see `OrderWatch.saw`."""
         assert self._watch is not None
-        self._watch.saw(response, alone=alone)
+        self._watch.saw(response, joined=joined)
 
     def hear(self, message: PlanMessage, sender: Sender, is_idle: bool) -> PlanMessage | None:
         """What to pass on: the root into the log, others to their parent.
@@ -191,6 +222,8 @@ class PlanLeader:
         if message.verb is Verb.BREAK:
             if self._watch is None:
                 return message
+            if message.count and self.is_open:
+                self._watch.waited(message.count)
             return self._hold() if self.is_open and not self._holding else None
         assert message.verb is Verb.HELD, message
         self._held[sender] = message
@@ -258,7 +291,8 @@ class PlanLeader:
         period = watch.period()
         if not period or count < 0:
             return PlanMessage(Verb.RESUME)
-        may = self._may_run_free
-        runs_free = may is not None and watch.came_alone(period) and all(map(may, watch.last(period)))
-        watch.freeze(period)
-        return PlanMessage(Verb.RELEASE if runs_free else Verb.FREEZE, period)
+        found = watch.freeze(period)
+        bursts = None if self._bursts is None else self._bursts(found)
+        if bursts is None:
+            return PlanMessage(Verb.FREEZE, period)
+        return PlanMessage(Verb.RELEASE, period, bursts=tuple(bursts))

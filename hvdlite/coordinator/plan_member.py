@@ -6,9 +6,11 @@ order; leaders pass on the smallest count of those below them; the root writes i
 says what otherwise takes a claim and a response per operation. Operations that are not of the plan are negotiated as
 ever, in between.
 
-On one node a plan whose operations came one at a time runs free: nobody is told how far to go, since every rank sees
-all counts. Each operation is done alone, in the order of the plan, once all counts have reached it. Nothing else is
-done meanwhile, so the first claim of something else ends such a plan.
+On one node a plan runs free: nobody is told how far to go, since every rank sees all counts. Its operations are done in
+*bursts*, in the order of the plan, each once all counts have reached its end. Operations are of one burst if all ranks
+have submitted them without a wait in between before, and they travel together. So a rank counts only to ends of bursts;
+if it waits in the middle of one, that plan was a mistake, and the next has an end there. Nothing else is done
+meanwhile, so the first claim of something else ends such a plan.
 
 A rank for which the plan does not come true (an operation of it is missing, or is different now, or other ranks do not
 come) asks the root to end it. Before a plan begins or ends, every rank holds new claims back for a moment, so that no
@@ -25,14 +27,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
 
-_GAP_S = 0.01  # what comes first in the plan may take so long when something behind it is there already
+_GAP_S = 0.01  # what is missing may take so long when what is behind it in the plan, or of its burst, is there
 
 
 @dataclass(slots=True)
@@ -50,9 +53,12 @@ class FrozenPlan:
     Args:
         entries: (request, sequence) of the period that the log ended with.
         is_free: every rank sees for itself how far to go.
+        bursts: lengths of those of a period; empty: each operation is done alone.
     """
 
-    def __init__(self, entries: Sequence[tuple[Request, int]], is_free: bool = False) -> None:
+    def __init__(
+        self, entries: Sequence[tuple[Request, int]], is_free: bool = False, bursts: Sequence[int] = ()
+    ) -> None:
         self.is_free = is_free
         self.ready = 0  # operations of the plan, in its order, that this rank has submitted
         self.told = 0  # of these, those that other ranks know of
@@ -65,6 +71,23 @@ class FrozenPlan:
         self._per_period = Counter(request.name for request, _ in entries)
         self._named = [Response(request, NAMED) for request, _ in entries]
         self._pending: dict[int, Submission] = {}
+        lengths = bursts or [1] * len(entries)
+        self._burst_at = [
+            (start, start + length)
+            for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False)
+            for _ in range(length)
+        ]
+
+    def _burst_of(self, number: int) -> tuple[int, int]:
+        """Where the burst of operation ``number`` begins, and ends."""
+        turn, position = divmod(number, len(self._entries))
+        start, end = self._burst_at[position]
+        return turn * len(self._entries) + start, turn * len(self._entries) + end
+
+    @property
+    def tellable(self) -> int:
+        """Of what is ready, all that is not of a burst which is incomplete."""
+        return self._burst_of(self.ready)[0]
 
     def offer(self, submission: Submission) -> bool:
         """Whether it is an operation of the plan, and the one that comes next of its kind."""
@@ -95,6 +118,9 @@ class FrozenPlan:
         turn, position = divmod(self.ready, len(self._entries))
         expected = self._entries[position][0]
         if (expected is not request and expected != request) or sequence != self._sequence_at(position, turn):
+            return False
+        start, end = self._burst_at[position]
+        if end - start > 1:
             return False
         turns = self._turns_of(request)
         assert turns is not None, request
@@ -147,6 +173,21 @@ class FrozenPlan:
         self.done = count
         return responses
 
+    def take_bursts(self, count: int) -> Iterator[list[Response]]:
+        """`take`, of a plan that runs free: what is done together, one after the other."""
+        while (end := self._burst_of(self.done)[1]) <= count:
+            yield self.take(end)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for an operation of a burst which is incomplete."""
+        return any(self._pending[number].is_awaited for number in range(self.tellable, self.ready))
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the last burst that was begun is."""
+        return self.ready > self.tellable
+
     @property
     def waits(self) -> bool:
         """Whether this rank has submitted anything that is not done."""
@@ -166,11 +207,11 @@ class FrozenPlan:
 class Reaction:
     """What a rank does because of a message of the log."""
 
-    responses: Sequence[Response] = ()
-    fuses: bool = True  # these are done together
+    batches: Sequence[Sequence[Response]] = ()  # each is done together
     again: Sequence[Submission] = ()  # submit these once more
     answer: PlanMessage | None = None
     begins: bool = False  # a plan does
+    withdraws: bool = False  # what has been begun of a plan that ran free, and is in no batch
     begun: Request | None = None  # some ranks have begun this, and nobody will do it
 
 
@@ -215,14 +256,14 @@ class PlanMember:
         plan = self.plan
         return plan if plan is not None and plan.is_free and self._held is None else None
 
-    def due(self, ready: int, now_s: float) -> Sequence[Response]:
+    def due(self, ready: int, now_s: float) -> Iterator[list[Response]]:
         """Of a plan that runs free, what all ranks are ready for, which is ``ready`` operations; also while it is held:
         ranks that have seen that are at it already."""
         plan = self.plan
         if plan is None or not plan.is_free or ready <= plan.done:
-            return ()
+            return iter(())
         self._moved_s = now_s
-        return plan.take(ready)
+        return plan.take_bursts(ready)
 
     def moved(self, now_s: float) -> None:
         """An operation of the plan was submitted."""
@@ -233,7 +274,7 @@ class PlanMember:
         if self.plan is None or self._gave_up or self._held is not None or self.patience_s(now_s) > 0:
             return None
         self._gave_up = True
-        return PlanMessage(Verb.BREAK)
+        return PlanMessage(Verb.BREAK, self.plan.ready if self.plan.is_incomplete else 0)
 
     def patience_s(self, now_s: float) -> float:
         """When to ask for a `complaint`, in seconds from now."""
@@ -241,16 +282,20 @@ class PlanMember:
             return math.inf
         if self._contradicted:
             return 0.0
-        if not self.plan.waits:
+        plan = self.plan
+        if not plan.waits:
             return math.inf
-        return max(0.0, self._moved_s + (_GAP_S if self.plan.has_gap else self._patience_s) - now_s)
+        if plan.is_incomplete and plan.is_awaited:
+            return 0.0
+        is_short = plan.has_gap or plan.is_incomplete
+        return max(0.0, self._moved_s + (_GAP_S if is_short else self._patience_s) - now_s)
 
     def obey(self, message: PlanMessage, now_s: float) -> Reaction:
         """Do what the log says."""
         verb, reaction = message.verb, Reaction()
         if verb is Verb.GO:
             assert self.plan is not None
-            reaction.responses = self.plan.take(message.count)
+            reaction.batches = [self.plan.take(message.count)]
             self._moved_s = now_s
         elif verb is Verb.HOLD:
             self._held = []
@@ -259,15 +304,17 @@ class PlanMember:
             assert self._held is not None, message
             reaction.again, self._held = self._held, None
             if verb in (Verb.FREEZE, Verb.RELEASE):
-                self.plan = FrozenPlan(list(self._recent)[-message.count :], is_free=verb is Verb.RELEASE)
+                entries = list(self._recent)[-message.count :]
+                self.plan = FrozenPlan(entries, verb is Verb.RELEASE, message.bursts)
                 self.number += 1
                 reaction.begins = True
                 self._contradicted = self._gave_up = False
             elif verb is Verb.END:
                 assert self.plan is not None
-                reaction.responses = self.plan.take(message.count)
-                reaction.fuses = not self.plan.is_free
-                reaction.begun = self.plan.entry(message.count) if message.is_begun else None
+                count = message.count
+                reaction.withdraws = self.plan.is_free
+                reaction.batches = [*self.plan.take_bursts(count)] if self.plan.is_free else [self.plan.take(count)]
+                reaction.begun = self.plan.entry(count) if message.is_begun else None
                 reaction.again = [*self.plan.leftovers(), *reaction.again]
                 self.plan = None
         return reaction

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hvdlite.coordinator.control_page import ControlPage
+from hvdlite.coordinator.fusion import bursts
+from hvdlite.coordinator.plan_leader import Found
 from hvdlite.coordinator.plan_member import FrozenPlan
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
@@ -44,6 +46,12 @@ class Early(Protocol):
 class Readiness(Protocol):
     """Of one plan after the other that runs free."""
 
+    def bursts(self, found: Found) -> Sequence[int] | None:
+        """For the root: how many operations of ``found`` are done together, one burst after the other.
+
+        None: it does not run free.
+        """
+
     def tell(self, number: int, plan: FrozenPlan) -> None:
         """Say how much of ``plan`` this rank is ready for."""
 
@@ -55,15 +63,25 @@ class Readiness(Protocol):
 
 
 class ReadinessInNode:
-    """All ranks are on one node."""
+    """All ranks are on one node.
 
-    def __init__(self, page: ControlPage) -> None:
+    Args:
+        burst_bytes: the most that operations have which are done together, at this time.
+    """
+
+    def __init__(self, page: ControlPage, burst_bytes: Callable[[], int]) -> None:
         self._page = page
+        self._burst_bytes = burst_bytes
+
+    def bursts(self, found: Found) -> Sequence[int] | None:
+        """See `Readiness`."""
+        return bursts(found.requests, found.joined, self._burst_bytes())
 
     def tell(self, number: int, plan: FrozenPlan) -> None:
         """See `Readiness`."""
-        if plan.ready > plan.told:
-            plan.told = plan.ready
+        tellable = plan.tellable
+        if tellable > plan.told:
+            plan.told = tellable
             self._page.want_ring(True)
             self._page.set_ready(number, plan.told)
 
@@ -88,6 +106,11 @@ class ReadinessAcrossNodes:
         self._early = early
         self._clock = clock
         self._since_s = 0.0
+
+    def bursts(self, found: Found) -> Sequence[int] | None:
+        """See `Readiness`. One at a time, or not at all."""
+        takes = self._early.takes
+        return [1] * len(found.requests) if found.came_alone and all(map(takes, found.requests)) else None
 
     def tell(self, number: int, plan: FrozenPlan) -> None:
         """See `Readiness`."""

@@ -30,7 +30,7 @@ class Submission:
 
     __slots__ = (
         "_error", "_lock", "_result", "_stream", "allocate", "assist", "device", "done_on_device", "home", "inputs",
-        "is_done", "key", "label", "outputs", "request", "sequence", "sizes", "submitted_ns",
+        "is_awaited", "is_done", "key", "label", "outputs", "request", "sequence", "sizes", "submitted_ns",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +67,8 @@ class Submission:
         self._lock = threading.Lock()
         self._lock.acquire()
         self.is_done = False
+        self.is_awaited = False
+        """Whether anybody has asked for it who may not go on without."""
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -75,11 +77,17 @@ class Submission:
             return Claim(self.request, self.sequence)
         return Claim(self.request, self.sequence, (rank,), (self.sizes,))
 
+    def poll(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        self.is_awaited = True
+        return self.is_done
+
     def wait(self) -> Any:
         """Sleep until the operation is complete; return its result or raise its error. May be called again.
 
         What a GPU does is only enqueued then; it comes before what the caller enqueues on its current stream.
         """
+        self.is_awaited = True
         if not self.is_done and self.assist is not None:
             self.assist(self)
         if not self.is_done:

@@ -104,8 +104,7 @@ class _Gathers:
     def __init__(self, handles: Sequence[Handle[list[torch.Tensor]]]) -> None:
         self._handles = handles
 
-    @property
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         return all(handle.poll() for handle in self._handles)
 
     def wait(self) -> None:

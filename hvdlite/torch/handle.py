@@ -14,8 +14,7 @@ U = TypeVar("U")
 class Pending(Protocol):
     """An operation under way, or several."""
 
-    @property
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
 
     def wait(self) -> Any:
@@ -39,7 +38,7 @@ class Handle(Generic[T]):
 
     def poll(self) -> bool:
         """Whether `synchronize` would return, or raise, at once."""
-        return self._pending.is_done
+        return self._pending.poll()
 
     def synchronize(self) -> T:
         """Sleep until the operation is complete.

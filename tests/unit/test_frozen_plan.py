@@ -87,7 +87,7 @@ class Job:
             rank = self.lab.random.randrange(len(todo))
             for _ in range(self.lab.random.randrange(4)):
                 self.lab.turn()
-            if not todo[rank] or (todo[rank][0][0] == "|" and not all(handle.is_done for handle in handles[rank])):
+            if not todo[rank] or (todo[rank][0][0] == "|" and not all(handle.poll() for handle in handles[rank])):
                 self.lab.turn()
                 continue
             name, numel = todo[rank].pop(0)
@@ -254,6 +254,41 @@ def test_what_comes_one_by_one_needs_no_message_and_nobody_who_tells(nodes: list
     assert job.done_at_once > before
     assert lab.claims() == claims
     assert not any(lab.pages[0]._shared.logs) and job.plans == [1] * len(lab.ranks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_submitted_at_once_is_done_at_once(seed: int) -> None:
+    """However it came; and needs no message."""
+    lab = Lab([(0, 1, 2)], seed)
+    job = Job(lab)
+    burst = [(name, 4) for name in "abcdefgh"]
+    job.freeze([*burst, ("|", 0), ("loss", 1)])
+    claims, done = lab.claims(), [len(owner.buckets) for owner in lab.owners]
+    for _ in range(10):
+        job.step([[*burst, ("|", 0), ("loss", 1)]] * 3)
+    job.check_order()
+    assert lab.claims() == claims
+    plan = lab.ranks[0]._plan.plan
+    assert plan is not None and plan.is_free
+    per_step = len({plan._burst_of(number) for number in range(9)})
+    assert per_step < 9
+    assert [len(owner.buckets) - before for owner, before in zip(lab.owners, done, strict=True)] == [10 * per_step] * 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_program_that_waits_where_it_did_not_before_gets_another_plan(seed: int) -> None:
+    """In which nobody has to complain."""
+    lab = Lab([(0, 1, 2)], seed)
+    job = Job(lab)
+    job.freeze([(name, 4) for name in "abcdef"])
+    waits = [(name, 4) for name in "abc|def"]
+    for _ in range(20):
+        job.step([waits] * 3)
+    plans = job.plans
+    for _ in range(20):
+        job.step([waits] * 3)
+    job.check_order()
+    assert job.plans == plans and all(job.frozen)
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)

@@ -158,21 +158,104 @@ def test_a_plan_counts_in_its_own_order() -> None:
 
 
 @pytest.mark.parametrize("verb", [Verb.FREEZE, Verb.RELEASE])
-def test_a_plan_that_runs_free_takes_nothing_while_it_is_held_and_fuses_nothing_at_its_end(verb: Verb) -> None:
+def test_a_plan_that_runs_free_takes_nothing_while_it_is_held_and_fuses_only_bursts_at_its_end(verb: Verb) -> None:
     """Other ranks may have done what is left one by one, or may not have been told that it will not be done."""
     member = PlanMember(longest=10, patience_s=1.0)
-    for name in "ab":
+    for name in "abc":
         member.logged(Response(submission(name).request, NAMED))
     member.obey(PlanMessage(Verb.HOLD), 0.0)
-    member.obey(PlanMessage(verb, 2), 0.0)
     runs_free = verb is Verb.RELEASE
+    member.obey(PlanMessage(verb, 3, bursts=(1, 2) if runs_free else ()), 0.0)
     assert (member.free is not None) == runs_free
-    for name in "ab":
+    for name in "abca":
         assert member.admit(submission(name), 0.0)
     member.obey(PlanMessage(Verb.HOLD), 0.0)
     assert member.free is None
-    reaction = member.obey(PlanMessage(Verb.END, 2), 0.0)
-    assert len(reaction.responses) == 2 and reaction.fuses != runs_free
+    reaction = member.obey(PlanMessage(Verb.END, 4), 0.0)
+    assert [len(batch) for batch in reaction.batches] == ([1, 2, 1] if runs_free else [4])
+    assert reaction.withdraws == runs_free
+
+
+def with_bursts(*lengths: int) -> PlanMember:
+    """In a plan of a, b, c and so on."""
+    member = PlanMember(longest=10, patience_s=1.0)
+    for name in "abcdefghij"[: sum(lengths)]:
+        member.logged(Response(submission(name).request, NAMED))
+    member.obey(PlanMessage(Verb.HOLD), 0.0)
+    member.obey(PlanMessage(Verb.RELEASE, sum(lengths), bursts=lengths), 0.0)
+    return member
+
+
+def test_a_burst_is_told_and_done_once_all_of_it_is_there() -> None:
+    member = with_bursts(2, 3)
+    plan = member.plan
+    assert plan is not None
+    told = []
+    for name in "abcdeab":
+        assert member.admit(submission(name), 0.0)
+        told.append(plan.tellable)
+    assert told == [0, 2, 2, 2, 5, 5, 7]
+    assert not [*member.due(1, 0.0)]
+    assert [[response.request.name for response in burst] for burst in member.due(6, 0.0)] == [
+        ["a", "b"],
+        ["c", "d", "e"],
+    ]
+    assert plan.done == 5
+
+
+@pytest.mark.parametrize("how", ["wait", "poll", "time"])
+def test_who_waits_in_the_middle_of_a_burst_ends_the_plan(how: str) -> None:
+    member = with_bursts(2, 3)
+    made = [submission(name) for name in "abcd"]
+    for each in made:
+        assert member.admit(each, 0.0)
+    made[0].is_awaited = True  # of a burst which is complete: others are late
+    assert member.complaint(0.0) is None and member.patience_s(0.0) > 0
+    if how == "wait":
+        made[2].assist = lambda submission: submission.succeed()
+        made[2].wait()
+    elif how == "poll":
+        assert not made[3].poll()
+    assert member.complaint(0.1 if how == "time" else 0.0) == PlanMessage(Verb.BREAK, 4)
+    assert member.complaint(1.0) is None  # once
+
+
+def test_nothing_is_done_alone_in_a_burst() -> None:
+    plan = with_bursts(1, 2).plan
+    assert plan is not None
+    a, b = submission("a"), submission("b")
+    assert plan.begin_next(a.request, NAMED)
+    plan.done = plan.ready
+    assert not plan.begin_next(b.request, NAMED)
+
+
+def frozen(watch: OrderWatch, batches: str) -> list[bool]:
+    """What has come together in the plan that ``batches`` end in; a batch is a word."""
+    for batch in batches.split():
+        for at, name in enumerate(batch):
+            watch.saw(Response(submission(name).request, NAMED), joined=at > 0)
+    return [*watch.freeze(watch.period()).joined]
+
+
+def test_what_has_come_together_once_is_joined() -> None:
+    assert frozen(OrderWatch(longest=10), "abcd a bc d abc d ab c d") == [False, True, True, True]
+    assert frozen(OrderWatch(longest=10), "abc d " * 4) == [False, True, True, False]
+    assert frozen(OrderWatch(longest=10), "xabc " + "abc " * 4) == [False, True, True]  # x is not of the plan
+
+
+def test_what_has_come_together_is_remembered_wherever_the_order_begins() -> None:
+    watch = OrderWatch(longest=10)
+    frozen(watch, "abcd a bc d abc d ab c d")
+    watch.broken(100)
+    assert frozen(watch, "c d a b") == [True, True, False, True]
+
+
+def test_where_somebody_has_waited_nothing_is_joined_again() -> None:
+    watch = OrderWatch(longest=10)
+    frozen(watch, "abcd " * 4)
+    watch.waited(2)
+    watch.broken(100)
+    assert frozen(watch, "bcda") == [True, False, True, True]
 
 
 def test_what_comes_next_is_begun_once_all_before_is_done() -> None:
@@ -185,11 +268,12 @@ def test_what_comes_next_is_begun_once_all_before_is_done() -> None:
     assert plan.begin_next(b.request, NAMED)
 
 
-@pytest.mark.parametrize(("alone", "verb"), [(True, Verb.RELEASE), (False, Verb.FREEZE)])
-def test_what_was_fused_goes_on_being_told_to_all(alone: bool, verb: Verb) -> None:
-    """Ranks that see for themselves what all are ready for run it one by one."""
-    leader = PlanLeader([(0,)], [], OrderWatch(longest=10), may_run_free=lambda request: True)
-    for name in "abababa":
-        leader.saw(Response(submission(name).request, NAMED), alone=alone or name == "a")
+@pytest.mark.parametrize("bursts", [None, (1, 2)])
+def test_the_root_says_in_which_bursts_a_plan_runs_free(bursts: tuple[int, ...] | None) -> None:
+    leader = PlanLeader([(0,)], [], OrderWatch(longest=10), own=[(0,)], bursts=lambda found: bursts)
+    for _ in range(4):
+        for at, name in enumerate("abc"):
+            leader.saw(Response(submission(name).request, NAMED), joined=at > 0)
     assert leader.propose(is_idle=True) == PlanMessage(Verb.HOLD)
-    assert leader.hear(PlanMessage(Verb.HELD, 0), (0,), is_idle=True) == PlanMessage(verb, 2)
+    expected = PlanMessage(Verb.FREEZE, 3) if bursts is None else PlanMessage(Verb.RELEASE, 3, bursts=bursts)
+    assert leader.hear(PlanMessage(Verb.HELD, 0), (0,), is_idle=True) == expected
