@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.submission import Submission
 from hvdlite.device_transfer import DeviceTransfer
@@ -69,6 +70,15 @@ class Executor:
             bucket, label = _bucket(work, host)
             return self._transfer.run(bucket, lambda on_host: operation.run(host, on_host, label), label)
         return self._enqueue(device, work)
+
+    def execute_burst(self, burst: Burst) -> None:
+        """Do all of it; each operation is of one tensor on the host."""
+        known, host = burst.known, self._host
+        host.executed.buckets += 1
+        if known.run is None:
+            operation: Any = known.requests[0]
+            known.run = operation.prepare_burst(host, known.requests)
+        known.run([part[0] for part in burst.parts], [part[1] for part in burst.parts], burst.label)
 
     def _enqueue(self, device: DeviceEngine, work: Work) -> object:
         """Have the GPU do it, after what the tensors' streams did before they were handed over."""

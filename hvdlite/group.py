@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.config import Config
+from hvdlite.coordinator.messages import KNOWN_REQUESTS
 from hvdlite.coordinator.prepared import Prepared
 from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
@@ -41,6 +42,8 @@ class Group:
         self._joins = world.joins
         self.prepared: dict[Hashable, Any] = {}
         """What `perform` takes, or None where there is no such operation, by whatever tells one from another."""
+        self.requests: dict[Hashable, Request] = {}
+        """Likewise, of operations that are collected."""
 
     @property
     def device_memory(self) -> Memory | None:
@@ -63,7 +66,7 @@ class Group:
         """What this rank has done here so far; see `hvdlite.statistics`."""
         return self.world.own_statistics()
 
-    def _count(self, label: str) -> int:
+    def count(self, label: str) -> int:
         """The sequence number of an unnamed operation of kind ``label``, which is about to be submitted.
 
         They count per kind, so that ranks that ran others meanwhile still agree. Once all ranks have joined, they begin
@@ -77,13 +80,20 @@ class Group:
             self._unnamed[label] += 1
         return sequence
 
+    def remember(self, key: Hashable, request: Request) -> Request:
+        """``request`` for ``key``; only so many, since who has more does not repeat himself."""
+        if len(self.requests) >= KNOWN_REQUESTS:
+            self.requests.clear()
+        self.requests[key] = request
+        return request
+
     def perform(self, prepared: Prepared[T], tensors: T, name: str | None) -> None:
         """Do a prepared operation, and return when it is complete.
 
         Args:
             name: the user's, if there is one.
         """
-        sequence = self._count(prepared.request.label) if name is None else NAMED
+        sequence = self.count(prepared.request.label) if name is None else NAMED
         coordinator = self.world.coordinator
         done = coordinator.run_at_once(prepared, sequence, tensors)
         if done is True:
@@ -112,7 +122,7 @@ class Group:
             background: False where the caller waits for it at once, and does the work.
             beside: see `Submission`.
         """
-        sequence = self._count(request.label) if name is None else NAMED
+        sequence = self.count(request.label) if name is None else NAMED
         submission = Submission(request, sequence, inputs, outputs, **beside)
         self.world.coordinator.submit(submission, background=background)
         return submission

@@ -172,7 +172,7 @@ class World:
             self.engine, lambda ordinal: own._build_device_engine(ordinal), config.collective_timeout_s, self.check
         )
         self._shared.callback(self._close_device)
-        self.execute = self._executor.execute
+        self.execute, self.execute_burst = self._executor.execute, self._executor.execute_burst
         self.coordinator = Coordinator(self, topology, page, tree, spin_us=spin_us(config, node))
 
     def _build_device_engine(self, ordinal: int | None) -> DeviceEngine | None:

@@ -6,35 +6,36 @@ What it guarantees, and what the rest relies on:
   own: the coordinator thread, or a user thread that waits for an operation. Never both at a time.
 - Every rank executes the same buckets in the same order: the order of the root's log.
 - User threads append to a queue and ring the doorbell; they wait for their submissions, never for the thread.
-- A submission is completed once, by whoever takes it out of ``_in_flight``; one that is being executed, by who executes
-  it, so that nobody is told of an end while its memory is still written to.
 - The thread sleeps on a futex whenever there is nothing to do. What comes from other nodes rings the same doorbell.
 """
 
 from __future__ import annotations
 
-import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 from hvdlite.config import Config
+from hvdlite.coordinator.burst import Burst
+from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.follower import Follower
 from hvdlite.coordinator.fusion import fuse
+from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
-from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
+from hvdlite.coordinator.plan_member import Batch, FrozenPlan, PlanMember
 from hvdlite.coordinator.prepared import Outcome, Prepared
 from hvdlite.coordinator.readiness import Early, Readiness, ReadinessAcrossNodes, ReadinessInNode
-from hvdlite.coordinator.request import Key
+from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.stall import status_of
 from hvdlite.coordinator.submission import Submission
 from hvdlite.coordinator.tree import Tree
 from hvdlite.coordinator.worker import Worker
-from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError, ShutDownError
+from hvdlite.errors import HorovodInternalError, MismatchError, ShutDownError
 from hvdlite.recorder import Lane, Recorder
 from hvdlite.topology import Topology
 
@@ -71,6 +72,10 @@ class Owner(Protocol):
     @property
     def early(self) -> Early | None:
         """Operations that may begin before all ranks are ready, where ranks are on several nodes."""
+
+    @property
+    def execute_burst(self) -> Callable[[Burst], object]:
+        """Does all of a burst at once, as all ranks do."""
 
     def withdraw(self) -> None:
         """A plan that ran free has ended: what prepared operations have begun, and not done, will not be."""
@@ -120,15 +125,11 @@ class Coordinator:
         self._page = page
         self.counts = page.counts
         self._clock = clock
-        self._lock = threading.Lock()  # guards _in_flight, _executing and _closed
-        self._queue: deque[Submission | Notice] = deque()
+        self._in_flight = InFlight()
+        self._queue: deque[Submission | Burst | Notice] = deque()
         self._has_rung = False  # for submissions, which the next cycle will find
-        self._in_flight: dict[Key, Submission] = {}
-        self._executing: Sequence[Key] = ()
-        self._closed: HorovodInternalError | None = None
         self._progress = Progress()
         self._last_submitted = "nothing"
-        self._has_joined = False
         self._batch: list[Response] = []
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
         early = owner.early
@@ -141,6 +142,8 @@ class Coordinator:
         self._station = self._leader or Follower(page, config.cache_capacity)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
+        self.close = self._in_flight.close
+        self.collector = Collector(self._in_flight, self._worker.assist, weakref.proxy(self), clock)
 
     # From user threads.
 
@@ -155,29 +158,39 @@ class Coordinator:
             HorovodInternalError: hvdlite was shut down, or failed.
             ValueError: this rank has joined.
         """
-        with self._lock:
-            if self._closed is not None:
-                raise self._closed.with_traceback(None)  # several threads may raise it
-            if self._has_joined:
-                raise ValueError(
-                    f"{submission.request.label} '{submission.label}': this rank has called join(), which has not "
-                    "returned yet"
-                )
-            self._has_joined = submission.request.departs
-            if submission.key in self._in_flight:
-                raise DuplicateNameError(
-                    f"{submission.request.label} '{submission.label}' was submitted while an operation of that "
-                    "name is still in flight; wait for its handle first, or give each operation its own name"
-                )
+        in_flight = self._in_flight
+        with in_flight.lock:
+            self.collector.interrupt()
+            in_flight.admit(submission)
             submission.assist = self._worker.assist
-            self._in_flight[submission.key] = submission
             self._queue.append(submission)
-            rings = background and not self._has_rung
-            if rings:
-                self._has_rung = True
             self._last_submitted = submission.label
             self._progress.submissions += 1
-        if rings:
+            if background:
+                self.ring_once()
+
+    def take_over(self, made: Sequence[Submission | Burst]) -> None:
+        """What was collected; with the lock of what is in flight."""
+        in_flight, progress = self._in_flight, self._progress
+        if in_flight.closed is not None:
+            for one in made:
+                one.fail(in_flight.closed)
+            return
+        for one in made:
+            if isinstance(one, Burst):
+                in_flight.put(one.keys, one)
+                progress.submissions += len(one.parts)
+            else:
+                in_flight.put((one.key,), one)
+                progress.submissions += 1
+        self._queue.extend(made)
+        self._last_submitted = made[-1].label
+        self.ring_once()
+
+    def ring_once(self) -> None:
+        """Wake the thread, unless it has yet to follow a ring; with the lock of what is in flight."""
+        if not self._has_rung:
+            self._has_rung = True
             self._page.ring_self()
 
     def run_at_once(self, prepared: Prepared[T], sequence: int, tensors: T) -> bool | Submission:
@@ -198,7 +211,7 @@ class Coordinator:
             return False
         try:  # an interrupt may come between any two instructions
             plan = self._plan.free if worker.begin() else None
-            if plan is None or self._queue or self._in_flight or self._closed is not None or self._has_joined:
+            if plan is None or self._queue or not self._in_flight.is_quiet or self.collector.is_open:
                 return False
             if not plan.begin_next(prepared.request, sequence):
                 return False
@@ -206,6 +219,7 @@ class Coordinator:
                 outcome = prepared.run(tensors, self._plan.number, plan.ready, worker.heard)
                 if outcome is not _NOT_YET:
                     plan.done = plan.told = plan.ready
+                self.collector.position = plan.position
             except BaseException as error:
                 self._interrupted(plan, prepared, sequence, tensors, error)
                 raise
@@ -228,12 +242,7 @@ class Coordinator:
         plan.leave_next(submission)
         plan.told = plan.ready
         self._plan.moved(self._clock())
-        with self._lock:
-            reason = self._closed
-            if reason is None:
-                self._in_flight[submission.key] = submission
-        if reason is not None:  # all that was in flight has failed already
-            submission.fail(reason)
+        self._in_flight.resume(submission)
         return submission
 
     def _interrupted(
@@ -261,41 +270,22 @@ class Coordinator:
         Raises:
             HorovodInternalError: hvdlite was shut down, or failed.
         """
-        with self._lock:
-            if self._closed is not None:
-                raise self._closed.with_traceback(None)
+        with self._in_flight.lock:
+            self._in_flight.check_open()
             self._queue.append(Notice(content))
         self._page.ring_self()
-
-    def close(self, error: HorovodInternalError) -> None:
-        """Fail everything in flight, and every later submission, with ``error``; the first error stays.
-
-        What is being executed is failed when nobody touches its memory any more.
-        """
-        with self._lock:
-            if self._closed is not None:
-                return
-            self._closed = error
-            failed = [self._in_flight.pop(key) for key in list(self._in_flight) if key not in self._executing]
-        for submission in failed:
-            submission.fail(error)
 
     def retire(self) -> None:
         """Once it has ended in order: refer to nothing that refers to it, so that all goes with its last user."""
         del self._owner
         self._worker.retire()
-        if self._closed is not None:
-            self._closed.with_traceback(None)  # frames of who was refused
+        if self._in_flight.closed is not None:
+            self._in_flight.closed.with_traceback(None)  # frames of who was refused
 
     def refuse(self, error: HorovodInternalError) -> None:
-        """Fail later submissions with ``error``, and those in flight, where nobody is at work any more.
-
-        In a forked child the lock may be held for ever by a thread that is not there.
-        """
-        self._lock = threading.Lock()
-        self._closed = error
-        for submission in list(self._in_flight.values()):
-            submission.fail(error)
+        """Fail later submissions with ``error``, and those in flight, where nobody is at work any more."""
+        self._in_flight.refuse(error)
+        self.collector.end()
 
     def statistics(self) -> dict[str, int]:
         """What it has done, said and heard so far; see `hvdlite.statistics`."""
@@ -331,7 +321,7 @@ class Coordinator:
         """What was at work has failed."""
         self.has_ended = True
         self._owner.coordinator_died(error)
-        self._give_up_executing(error)
+        self._in_flight.give_up(error)
 
     @property
     def has_news(self) -> bool:
@@ -339,7 +329,7 @@ class Coordinator:
 
     def patience_s(self) -> float:
         """How long to sleep if nobody rings."""
-        patience_s = self._station.patience_s
+        patience_s = min(self._station.patience_s, self.collector.patience_s())
         if self._owner.is_under_way:
             patience_s = min(patience_s, _WATCH_S)
         if self._plan.plan is not None:
@@ -356,6 +346,7 @@ class Coordinator:
         if self._owner.recorder.mark_cycles:
             self._owner.recorder.mark(Lane.CYCLE, "CYCLE_START")
         self._has_rung = False
+        self.collector.look()
         if self._owner.is_under_way:
             self._owner.watch()
         if self._queue:
@@ -389,11 +380,15 @@ class Coordinator:
 
     def _drain(self, now_s: float) -> None:
         while self._queue:
-            item = self._queue.popleft()
+            item = self._queue[0]
             if isinstance(item, Notice):
                 self._station.say(item)
-            elif not self._plan.admit(item, now_s):
-                self._station.say(item.claim(self._rank))
+            elif isinstance(item, Submission):
+                self._admit(item, now_s)
+            elif not self._plan.admit_burst(item, now_s):
+                for submission in self._in_flight.take_apart(item):
+                    self._admit(submission, now_s)
+            self._queue.popleft()
         plan = self._plan.plan
         if plan is None:
             return
@@ -402,6 +397,19 @@ class Coordinator:
         elif plan.ready > plan.told:
             plan.told = plan.ready
             self._page.set_ready(self._plan.number, plan.told)
+        self._expect()
+
+    def _admit(self, submission: Submission, now_s: float) -> None:
+        if not self._plan.admit(submission, now_s):
+            self._station.say(submission.claim(self._rank))
+
+    def _expect(self) -> None:
+        """Tell the collector what comes next."""
+        plan = self._plan.free
+        if plan is not None and plan.known_bursts:
+            with self._in_flight.lock:
+                if not self._queue and not self.collector.is_open:
+                    self.collector.position = plan.position
 
     def _obey(self, message: Message) -> None:
         """Do what a message of the log says."""
@@ -417,21 +425,20 @@ class Coordinator:
             self._execute(batch)
         elif isinstance(message, Fault):
             self._progress.faults += 1
-            with self._lock:
-                submission = self._in_flight.pop(message.key, None)
-            if submission is not None:
-                submission.fail(MismatchError(message.text))
+            self._in_flight.fail(message.key, MismatchError(message.text))
         elif isinstance(message, Notice):
             self._take_notice(message.content)
 
     def _obey_plan(self, message: PlanMessage) -> None:
         if message.verb is not Verb.GO:
             self._station.obeyed(message)
+            self.collector.end()
         reaction = self._plan.obey(message, self._clock())
         if reaction.begins:
             assert self._plan.plan is not None
             self._page.want_ring(self._plan.plan.is_free or self._leader is not None)
             self._page.set_ready(self._plan.number, 0)
+            self.collector.follow(self._plan.plan.known_bursts, len(self._plan.plan))
         if reaction.again:
             self._queue.extendleft(reversed(reaction.again))
         if reaction.answer is not None:
@@ -444,12 +451,16 @@ class Coordinator:
                 assert self._owner.early is not None
                 self._owner.early.drop(reaction.begun)
 
-    def _count_and_execute(self, responses: Sequence[Response]) -> None:
+    def _count_and_execute(self, batch: Batch) -> None:
         """Do operations of a plan together."""
-        if responses:
-            self._progress.counted += len(responses)
+        if isinstance(batch, Burst):
+            self._progress.counted += len(batch.parts)
             self._progress.batches += 1
-            self._execute(responses)
+            self._execute_burst(batch)
+        elif batch:
+            self._progress.counted += len(batch)
+            self._progress.batches += 1
+            self._execute(batch)
 
     def _execute(self, responses: Sequence[Response]) -> None:
         if len(responses) == 1:
@@ -460,48 +471,45 @@ class Coordinator:
 
     def _execute_bucket(self, bucket: Sequence[Response]) -> None:
         now_ns = time.monotonic_ns()
-        keys = [response.key for response in bucket]
-        with self._lock:
-            found = [self._in_flight.get(key) for key in keys]
-            if None in found and not self._has_joined:  # closed meanwhile; the reason is on its way to every rank
-                self._owner.check()
-                return
-            self._executing = keys
+        found = self._in_flight.begin([response.key for response in bucket])
+        if found is None:  # closed meanwhile; the reason is on its way to every rank
+            self._owner.check()
+            return
         if self._owner.recorder.enabled:
-            self._record_negotiation(bucket, found, now_ns)
+            for submission in found:
+                if submission is not None:
+                    self._record_negotiation(submission.request, submission.label, submission.submitted_ns, now_ns)
         if bucket[0].request.departs:  # all ranks are back
-            self._has_joined = False
+            self._in_flight.has_joined = False
             self._station.all_are_back()
         result = self._owner.execute(list(zip(bucket, found, strict=True)))
-        with self._lock:
-            self._executing = ()
-            for key in keys:
-                self._in_flight.pop(key, None)
+        self._in_flight.finish()
         for submission in found:
             if submission is not None:
                 submission.succeed(result)
 
-    def _record_negotiation(self, bucket: Sequence[Response], found: list[Submission | None], now_ns: int) -> None:
-        for response, submission in zip(bucket, found, strict=True):
-            if submission is not None:
-                kind = response.request.label
-                name = f"NEGOTIATE_{kind.upper()} {kind}.{submission.label}"  # Horovod's words, which people search for
-                self._owner.recorder.add(Lane.NEGOTIATION, name, submission.submitted_ns, now_ns)
+    def _execute_burst(self, burst: Burst) -> None:
+        now_ns = time.monotonic_ns()
+        if not self._in_flight.begin_burst(burst):
+            self._owner.check()
+            return
+        if self._owner.recorder.enabled:
+            for request, label in burst.labels():
+                self._record_negotiation(request, label, burst.since_ns, now_ns)
+        self._owner.execute_burst(burst)
+        self._in_flight.finish()
+        burst.succeed()
 
-    def _give_up_executing(self, error: BaseException) -> None:
-        with self._lock:
-            failed = [self._in_flight.pop(key) for key in self._executing if key in self._in_flight]
-            self._executing = ()
-            reason = self._closed
-        for submission in failed:
-            submission.fail(reason or error)
+    def _record_negotiation(self, request: Request, label: str, since_ns: int, now_ns: int) -> None:
+        kind = request.label
+        name = f"NEGOTIATE_{kind.upper()} {kind}.{label}"  # Horovod's words, which people search for
+        self._owner.recorder.add(Lane.NEGOTIATION, name, since_ns, now_ns)
 
     def _take_notice(self, content: dict[str, Any]) -> None:
         kind = content["kind"]
         if kind == "stall_query":
-            with self._lock:
-                in_flight = list(self._in_flight)
-            status = status_of(content, self._rank, self._last_submitted, in_flight, self._has_joined)
+            joined, keys = self._in_flight.has_joined, self._in_flight.keys()
+            status = status_of(content, self._rank, self._last_submitted, keys, joined)
             self._queue.append(Notice(status))
             self._page.ring_self()
         elif kind == "shutdown":

@@ -31,11 +31,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
 
 _GAP_S = 0.01  # what is missing may take so long when what is behind it in the plan, or of its burst, is there
+
+
+Batch = Sequence[Response] | Burst
+"""What is done together."""
 
 
 @dataclass(slots=True)
@@ -70,7 +75,7 @@ class FrozenPlan:
             self._turns.setdefault(request, _Turns(request)).positions.append(position)
         self._per_period = Counter(request.name for request, _ in entries)
         self._named = [Response(request, NAMED) for request, _ in entries]
-        self._pending: dict[int, Submission] = {}
+        self._pending: dict[int, Submission | Burst] = {}
         lengths = bursts or [1] * len(entries)
         self._burst_at = [
             (start, start + length)
@@ -78,11 +83,24 @@ class FrozenPlan:
             for _ in range(length)
         ]
 
+        known = {start: KnownBurst(entries[start:end]) for start, end in set(self._burst_at) if end - start > 1}
+        self.known_bursts = {start: burst for start, burst in known.items() if burst.can_be_collected}
+        """By the places of their first operations in the period."""
+
+    def __len__(self) -> int:
+        """Of the period, in operations."""
+        return len(self._entries)
+
     def _burst_of(self, number: int) -> tuple[int, int]:
         """Where the burst of operation ``number`` begins, and ends."""
         turn, position = divmod(number, len(self._entries))
         start, end = self._burst_at[position]
         return turn * len(self._entries) + start, turn * len(self._entries) + end
+
+    @property
+    def position(self) -> int:
+        """In the period, of what is submitted next."""
+        return self.ready % len(self._entries)
 
     @property
     def tellable(self) -> int:
@@ -102,6 +120,24 @@ class FrozenPlan:
         self._pending[turn * len(self._entries) + position] = submission
         while self.ready in self._pending:
             self.ready += 1
+        return True
+
+    def offer_burst(self, burst: Burst) -> bool:
+        """Whether it is what comes next in the plan, all of it."""
+        start, end = self._burst_of(self.ready)
+        turn, first = divmod(start, len(self._entries))
+        if self.ready != start or self.has_gap or self.known_bursts.get(first) is not burst.known:
+            return False
+        if len(burst.known.names) < len(burst.parts):
+            expected = [self._sequence_at(first + at, turn) for at in range(end - start)]
+            if expected != [part[2] for part in burst.parts]:
+                return False
+        for request in burst.known.requests:
+            turns = self._turns_of(request)
+            assert turns is not None, request
+            turns.offered += 1
+        self._pending.update(dict.fromkeys(range(start, end), burst))
+        self.ready = end
         return True
 
     def _sequence_at(self, position: int, turn: int) -> int:
@@ -156,7 +192,9 @@ class FrozenPlan:
     @property
     def next(self) -> Submission:
         """The first that this rank has submitted and not done."""
-        return self._pending[self.done]
+        submission = self._pending[self.done]
+        assert isinstance(submission, Submission)  # where ranks are told nothing, bursts are of one
+        return submission
 
     def entry(self, number: int) -> Request:
         """What operation ``number`` is, from 0."""
@@ -168,20 +206,30 @@ class FrozenPlan:
         responses = []
         for index in range(self.done, count):
             response = self._named[index % len(self._entries)]
-            sequence = self._pending.pop(index).sequence
+            submission = self._pending.pop(index)
+            assert isinstance(submission, Submission)
+            sequence = submission.sequence
             responses.append(response if sequence == NAMED else Response(response.request, sequence))
         self.done = count
         return responses
 
-    def take_bursts(self, count: int) -> Iterator[list[Response]]:
+    def take_bursts(self, count: int) -> Iterator[Batch]:
         """`take`, of a plan that runs free: what is done together, one after the other."""
         while (end := self._burst_of(self.done)[1]) <= count:
-            yield self.take(end)
+            burst = self._pending[self.done]
+            if isinstance(burst, Burst):
+                for number in range(self.done, end):
+                    del self._pending[number]
+                self.done = end
+                yield burst
+            else:
+                yield self.take(end)
 
     @property
     def is_awaited(self) -> bool:
         """Whether somebody waits for an operation of a burst which is incomplete."""
-        return any(self._pending[number].is_awaited for number in range(self.tellable, self.ready))
+        pending = (self._pending[number] for number in range(self.tellable, self.ready))
+        return any(isinstance(one, Submission) and one.is_awaited for one in pending)
 
     @property
     def is_incomplete(self) -> bool:
@@ -198,17 +246,17 @@ class FrozenPlan:
         """Whether it has submitted something, but not what comes before that in the plan."""
         return len(self._pending) > self.ready - self.done
 
-    def leftovers(self) -> list[Submission]:
+    def leftovers(self) -> list[Submission | Burst]:
         """What was submitted and is not done, in the plan's order."""
-        return [self._pending[index] for index in sorted(self._pending)]
+        return list(dict.fromkeys(self._pending[index] for index in sorted(self._pending)))
 
 
 @dataclass(slots=True)
 class Reaction:
     """What a rank does because of a message of the log."""
 
-    batches: Sequence[Sequence[Response]] = ()  # each is done together
-    again: Sequence[Submission] = ()  # submit these once more
+    batches: Sequence[Batch] = ()
+    again: Sequence[Submission | Burst] = ()  # submit these once more
     answer: PlanMessage | None = None
     begins: bool = False  # a plan does
     withdraws: bool = False  # what has been begun of a plan that ran free, and is in no batch
@@ -250,13 +298,21 @@ class PlanMember:
         self._contradicted |= self.plan.contradicts(submission)
         return False
 
+    def admit_burst(self, burst: Burst, now_s: float) -> bool:
+        """Whether that is all there is to do; False where it must be taken apart."""
+        plan = self.free
+        if plan is None or not plan.offer_burst(burst):
+            return False
+        self._moved_s = now_s
+        return True
+
     @property
     def free(self) -> FrozenPlan | None:
         """A plan that runs free, while it takes operations."""
         plan = self.plan
         return plan if plan is not None and plan.is_free and self._held is None else None
 
-    def due(self, ready: int, now_s: float) -> Iterator[list[Response]]:
+    def due(self, ready: int, now_s: float) -> Iterator[Batch]:
         """Of a plan that runs free, what all ranks are ready for, which is ``ready`` operations; also while it is held:
         ranks that have seen that are at it already."""
         plan = self.plan

@@ -19,8 +19,57 @@ Allocate = Callable[[int, tuple[int, ...]], TensorView]
 """(index of the tensor, shape of its result) -> where the result shall go; called on the coordinator thread."""
 
 
-class Submission:
-    """One operation of this rank, and its future: user threads wait for it, the coordinator completes it once.
+def label_of(request: Request, sequence: int) -> str:
+    """The name of an operation, for people."""
+    return request.name if sequence == NAMED else f"{request.name}.{sequence}"
+
+
+class Future:
+    """What user threads wait for, and the coordinator completes once.
+
+    Attributes:
+        assist: what a thread can do for it while it waits.
+        is_done: whether it is complete.
+    """
+
+    __slots__ = ("_error", "_lock", "assist", "is_done")
+
+    label: str
+
+    def __init__(self) -> None:
+        self.assist: Callable[[Future], None] | None = None
+        # A lock that is held until completion is the cheapest sleep that Python has: no condition, no polling.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.is_done = False
+        self._error: BaseException | None = None
+
+    def _sleep(self) -> None:
+        """Until it is complete."""
+        if not self.is_done and self.assist is not None:
+            self.assist(self)
+        if not self.is_done:
+            with self._lock:  # released by whoever completes; the next waiter takes it in turn
+                pass
+
+    def _raise(self) -> None:
+        """What it has ended in, if that is an error."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # several threads may raise it
+
+    def _complete(self) -> None:
+        self.is_done = True
+        self._lock.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Complete with an error, unless it is complete already."""
+        if not self.is_done:
+            self._error = error
+            self._complete()
+
+
+class Submission(Future):
+    """One operation of this rank, and its future.
 
     Args:
         inputs: kept alive until the operation is complete, as ``outputs`` are.
@@ -29,8 +78,8 @@ class Submission:
     """
 
     __slots__ = (
-        "_error", "_lock", "_result", "_stream", "allocate", "assist", "device", "done_on_device", "home", "inputs",
-        "is_awaited", "is_done", "key", "label", "outputs", "request", "sequence", "sizes", "submitted_ns",
+        "_result", "_stream", "allocate", "device", "done_on_device", "home", "inputs", "is_awaited", "key", "label",
+        "outputs", "request", "sequence", "sizes", "submitted_ns",
     )  # fmt: skip
 
     def __init__(
@@ -44,10 +93,11 @@ class Submission:
         home: Home | None = None,
         allocate: Allocate | None = None,
     ) -> None:
+        super().__init__()
         self.request = request
         self.sequence = sequence
         self.key: Key = request.name, sequence
-        self.label = request.name if sequence == NAMED else f"{request.name}.{sequence}"
+        self.label = label_of(request, sequence)
         """The name for people: in errors and in the timeline."""
         self.inputs = inputs
         self.outputs = outputs
@@ -62,15 +112,9 @@ class Submission:
         if request.tensors_on_device:
             self.device = next((view.device for view in (*inputs, *outputs) if view.device is not None), None)
         self._stream = self.device.current_stream() if self.device is not None else 0
-        self.assist: Callable[[Submission], None] | None = None  # what a thread can do for it while it waits
-        # A lock that is held until completion is the cheapest sleep that Python has: no condition, no polling.
-        self._lock = threading.Lock()
-        self._lock.acquire()
-        self.is_done = False
         self.is_awaited = False
         """Whether anybody has asked for it who may not go on without."""
         self._result: Any = None
-        self._error: BaseException | None = None
 
     def claim(self, rank: int) -> Claim:
         if self.sizes is None:
@@ -88,13 +132,8 @@ class Submission:
         What a GPU does is only enqueued then; it comes before what the caller enqueues on its current stream.
         """
         self.is_awaited = True
-        if not self.is_done and self.assist is not None:
-            self.assist(self)
-        if not self.is_done:
-            with self._lock:  # released by whoever completes; the next waiter takes it in turn
-                pass
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # several threads may raise it
+        self._sleep()
+        self._raise()
         if self.done_on_device is not None:
             self._precede_current_stream(self.done_on_device)
         return self._result
@@ -108,12 +147,4 @@ class Submission:
 
     def succeed(self, result: Any = None) -> None:
         self._result = result
-        self.is_done = True
-        self._lock.release()
-
-    def fail(self, error: BaseException) -> None:
-        """Complete with an error, unless it is complete already."""
-        if not self.is_done:
-            self._error = error
-            self.is_done = True
-            self._lock.release()
+        self._complete()

@@ -10,7 +10,7 @@ import threading
 from typing import Protocol
 
 from hvdlite.coordinator.control_page import ControlPage
-from hvdlite.coordinator.submission import Submission
+from hvdlite.coordinator.submission import Future
 
 
 class Work(Protocol):
@@ -78,7 +78,7 @@ class Worker:
         """Once the thread has ended: whoever still refers to this does not keep the work alive."""
         self._work = _Ended()
 
-    def assist(self, submission: Submission) -> None:
+    def assist(self, submission: Future) -> None:
         """Do the thread's work until ``submission`` is complete, on the caller's, which has nothing else to do.
 
         It saves two changes of threads, each of which costs as much as a small operation. If the thread is at work, it

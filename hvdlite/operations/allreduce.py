@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hvdlite.collectives.early import EarlyAllreduce
+from hvdlite.coordinator.burst import Run
+from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.engine import Engine
@@ -16,7 +18,7 @@ from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout, concatenated
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.operation import Work
+from hvdlite.operations.operation import Operation, Work
 from hvdlite.operations.reducing import ReducingOperation
 from hvdlite.recorder import Lane
 
@@ -101,12 +103,10 @@ class Allreduce(ReducingOperation):
                 self._reduce(engine, submission.inputs, outputs, self._home_layout, label)
             else:
                 self._reduce_at_home(engine, submission, submission.home, label)
-        elif len(work) > 1:  # each has one layout, and all of the same types
+        elif len(work) > 1:
             inputs = [view for _, submission in work for view in submission.inputs]
             outputs = [view for _, submission in work for view in submission.outputs]
-            requests = [response.request for response, _ in work]
-            layouts = [request._layouts[0][1] for request in requests if isinstance(request, Allreduce)]
-            self._reduce(engine, inputs, outputs, concatenated(layouts), label)
+            self._reduce(engine, inputs, outputs, _together([response.request for response, _ in work]), label)
         elif len(self._layouts) == 1:
             self._reduce(engine, submission.inputs, submission.outputs, self._layouts[0][1], label)
         else:
@@ -116,6 +116,20 @@ class Allreduce(ReducingOperation):
         nbytes = engine.executed.reduced_bytes - before
         if nbytes >= _TELLING_BYTES:
             engine.fastest_allreduce = max(engine.fastest_allreduce, nbytes / (time.monotonic() - began_s))
+
+    def prepare_burst(self, engine: Engine, requests: Sequence[Operation]) -> Run:
+        layout = _together(requests)
+        tensors, allreduce = engine.memory.tensors, engine.backend.allreduce_tensors
+        reduction = engine.resolved(self.reduction, layout.wire_dtype)
+
+        def run(inputs: Sequence[int], outputs: Sequence[int], label: str) -> None:
+            engine.executed.reduced_bytes += layout.nbytes
+            sources = tensors(inputs, layout.numels, layout.offsets)
+            targets = sources if outputs == inputs else tensors(outputs, layout.numels, layout.offsets)
+            staging = engine.chunk(layout.wire_dtype)
+            allreduce(sources, targets, layout, reduction, staging=staging, label=label).wait()
+
+        return run
 
     @property
     def early_bytes(self) -> int | None:
@@ -201,3 +215,8 @@ class Allreduce(ReducingOperation):
 
     def _numels(self, indices: Sequence[int]) -> list[int]:
         return [math.prod(self.tensors[i].shape) for i in indices]
+
+
+def _together(requests: Sequence[Request]) -> Layout:
+    """How tensors lie that travel together: each request has one layout, and all have the same types."""
+    return concatenated([request._layouts[0][1] for request in requests if isinstance(request, Allreduce)])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
+from hvdlite.coordinator.burst import Run
 from hvdlite.coordinator.messages import KNOWN_REQUESTS, Response
 from hvdlite.coordinator.request import Request, TensorSpec
 from hvdlite.coordinator.submission import Submission
@@ -68,6 +69,10 @@ class Operation(Request):
     def absentee(self, response: Response, memory: Memory) -> Submission:
         """What a rank that has joined takes part with: nothing, so that the result is that of the others."""
         return Submission(self, response.sequence)
+
+    def prepare_burst(self, engine: Engine, requests: Sequence[Operation]) -> Run:
+        """What does ``requests``, which travel together and of which this is the first, again and again."""
+        raise NotImplementedError
 
     def begin_early(self, engine: Engine, submission: Submission) -> None:
         """Begin what `hvdlite.early_operations.EarlyOperations` takes; `run` follows, or `drop_early`."""

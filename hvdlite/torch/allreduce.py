@@ -14,11 +14,11 @@ import torch
 
 from hvdlite.torch.adasum import adasum_async
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
-from hvdlite.torch.at_once import reduced_at_once
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Adasum, ReduceOptions, reduce_options
+from hvdlite.torch.repeated import begun_in_burst, reduced_at_once
 from hvdlite.torch.start import start_allreduce
 
 
@@ -138,6 +138,10 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """`allreduce` as a handle. ``tensor`` must not change before it is complete."""
+    if average is None:
+        handle = begun_in_burst(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=False)
+        if handle is not None:
+            return handle
     options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
     return only(_start([tensor], name, options, in_place=False, grouped=False))
 
@@ -172,6 +176,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """`allreduce` in place, as a handle. ``tensor`` is undefined before it is complete."""
+    if average is None:
+        handle = begun_in_burst(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+        if handle is not None:
+            return handle
     options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
     return only(_start([tensor], name, options, in_place=True, grouped=False))
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
+
+from hvdlite.coordinator.burst import Burst
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+def label_of(operation: str, name: str | None) -> str:
+    """For errors and the timeline."""
+    return operation if name is None else f"{operation} '{name}'"
 
 
 class Pending(Protocol):
@@ -58,6 +67,52 @@ class Handle(Generic[T]):
             self._result = self._finish()
             self._finish = None
         return self._result
+
+
+class HandleInBurst(Handle[torch.Tensor]):
+    """Of an operation that was collected: made a thousand times in a millisecond, so it is no more than it must be.
+
+    Args:
+        burst: what the operation is part of.
+        number: which part.
+        name: the user's, if there is one.
+        result: what it has brought when it is complete.
+    """
+
+    __slots__ = ("_burst", "_name", "_number")
+
+    def __init__(self, burst: Burst, number: int, recorder: Recorder, name: str | None, result: torch.Tensor) -> None:
+        self._burst = burst
+        self._number = number
+        self._recorder = recorder
+        self._name = name
+        self._result = result
+
+    def map(self, function: Callable[[torch.Tensor], U]) -> Handle[U]:
+        """See `Handle`."""
+        pending = _PartOfBurst(self._burst, self._number)
+        return Handle(pending, self._recorder, label_of("allreduce", self._name), lambda: function(self._result))
+
+    def poll(self) -> bool:
+        """See `Handle`."""
+        return self._burst.poll(self._number)
+
+    def synchronize(self) -> torch.Tensor:
+        """See `Handle`."""
+        if self._recorder.enabled:
+            with self._recorder.span(Lane.WAIT, label_of("allreduce", self._name)):
+                self._burst.wait(self._number)
+        else:
+            self._burst.wait(self._number)
+        return self._result
+
+
+class _PartOfBurst:
+    """A `Pending`."""
+
+    def __init__(self, burst: Burst, number: int) -> None:
+        self.poll = partial(burst.poll, number)
+        self.wait = partial(burst.wait, number)
 
 
 def poll(handle: Handle[Any]) -> bool:

@@ -14,7 +14,7 @@ from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.operations.prepared import allreduce_now
 from hvdlite.operations.reducescatter import reducescatter_async, row_bounds
 from hvdlite.torch.device import Now, new_empty, streaming_like
-from hvdlite.torch.handle import Handle
+from hvdlite.torch.handle import Handle, label_of
 from hvdlite.torch.process_set import ProcessSet, check_process_set
 from hvdlite.torch.reduce_options import ReduceOptions
 from hvdlite.torch.tensor_view import contiguous_block, copied_back, view_of, views_of
@@ -34,7 +34,7 @@ def start_allreduce(
     Args:
         background: False where the caller waits for it at once.
     """
-    label = _label("allreduce", name)
+    label = label_of("allreduce", name)
     sources = [contiguous_block(tensor, label) for tensor in tensors]
     results = sources if in_place else [new_empty(source, tuple(source.shape)) for source in sources]
     now = Now()
@@ -67,7 +67,7 @@ def start_allgather(
     Args:
         needs_all: it is an error where a rank has joined; otherwise that rank has no rows.
     """
-    label = _label("allgather", name)
+    label = label_of("allgather", name)
     blocks = [contiguous_block(tensor, label) for tensor in tensors]
     sources = [block if block.dim() else block.reshape(1) for block in blocks]
     results: dict[int, torch.Tensor] = {}
@@ -106,7 +106,7 @@ def start_broadcast(
         names: of the tensors.
         needs_all: it is an error where a rank has joined; otherwise only the root must not have.
     """
-    label = _label("broadcast", name)
+    label = label_of("broadcast", name)
     results = [contiguous_block(tensor, label) for tensor in tensors]
     group = check_process_set(process_set).group()
     pending = broadcast_async(
@@ -120,7 +120,7 @@ def start_reducescatter(
     tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions, *, grouped: bool
 ) -> Handle[list[torch.Tensor]]:
     """Reduce each of ``tensors``, and keep this rank's rows."""
-    label = _label("reducescatter", name)
+    label = label_of("reducescatter", name)
     sources = [contiguous_block(tensor, label) for tensor in tensors]
     if any(source.dim() == 0 for source in sources):
         raise ValueError(f"{label}: the tensor is a scalar; it needs a dimension to scatter")
@@ -147,7 +147,7 @@ def start_alltoall(
     tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet
 ) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
     """Send rows of ``tensor`` to each rank; the result has the rows received, and how many came from each rank."""
-    label = _label("alltoall", name)
+    label = label_of("alltoall", name)
     source = contiguous_block(tensor, label)
     group = check_process_set(process_set).group()
     counts = _checked_splits(source, splits, group.size, label)
@@ -181,11 +181,6 @@ def _checked_splits(source: torch.Tensor, splits: torch.Tensor | None, size: int
     if min(listed) < 0 or sum(listed) > rows:
         raise ValueError(f"{label}: splits are {listed}, but the tensor has {rows} rows; pass parts of these")
     return listed
-
-
-def _label(operation: str, name: str | None) -> str:
-    """For errors and the timeline."""
-    return operation if name is None else f"{operation} '{name}'"
 
 
 def _member_names(name: str | None, count: int) -> list[str] | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import hvdlite.operations
 from hvdlite.config import Config
+from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import NAMED, TensorSpec
@@ -26,6 +27,11 @@ from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 
 TICK_S = 1e-4
+
+
+def address_of(request: Any) -> int:
+    """Of the tensor of ``request``, which has a name of its own."""
+    return hash(request) & 0xFFFF
 
 
 def _kinds(base: type[Operation]) -> Iterator[type[Operation]]:
@@ -217,6 +223,13 @@ class Owner:
         self.buckets.append(tuple(response.key for response, _ in work))
         if self.early is not None and len(work) == 1 and self.early.takes(work[0][0].request):
             self.early.finish(work[0][0].request)
+
+    def execute_burst(self, burst: Burst) -> None:
+        assert len(burst.parts) == len(burst.known.requests) > 1
+        assert [part[0] for part in burst.parts] == [address_of(request) for request in burst.known.requests]
+        self.buckets.append(
+            tuple((request.name, part[2]) for request, part in zip(burst.known.requests, burst.parts, strict=True))
+        )
 
     def withdraw(self) -> None:
         pass

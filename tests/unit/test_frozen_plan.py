@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
-from coordinator_lab import Lab, submission
+from coordinator_lab import Lab, address_of, submission
+from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Submission
@@ -63,14 +65,30 @@ class AtOnce:
         return self._made
 
 
+class InBurst:
+    """An operation that was collected."""
+
+    def __init__(self, burst: Burst, number: int) -> None:
+        self._burst, self._number = burst, number
+        self.poll, self.wait = partial(burst.poll, number), partial(burst.wait, number)
+
+    @property
+    def is_done(self) -> bool:
+        apart = self._burst._apart
+        return apart[self._number].is_done if apart else self._burst.is_done
+
+
 class Job:
     """Ranks that go through the same steps, each at its own pace, and wait at the end of each.
 
     Args:
         at_once: what they wait for they try to do at once.
+        collected: how many of their submissions are offered to the collector.
     """
 
-    def __init__(self, lab: Lab, *, at_once: bool = False) -> None:
+    def __init__(self, lab: Lab, *, at_once: bool = False, collected: float = 0.0) -> None:
+        self.collected = 0
+        self._collected = collected
         self.lab = lab
         self.errors = 0
         self.done_at_once = 0
@@ -79,7 +97,7 @@ class Job:
     def step(self, orders: Sequence[Sequence[tuple[str, int]]]) -> None:
         """Rank r submits ``orders[r]``: (name, elements); a name of '?' is unnamed, '|' waits for what came before."""
         todo = [list(order) for order in orders]
-        handles: list[list[Submission]] = [[] for _ in orders]
+        handles: list[list[Submission | InBurst]] = [[] for _ in orders]
         turns = 0
         while any(todo):
             turns += 1
@@ -102,7 +120,7 @@ class Job:
             except MismatchError:
                 self.errors += 1
 
-    def _begin(self, rank: int, made: Submission, waits: bool) -> list[Submission]:
+    def _begin(self, rank: int, made: Submission, waits: bool) -> list[Submission | InBurst]:
         coordinator = self.lab.ranks[rank]
         if self._at_once and waits and self.lab.random.random() < 0.9:
             prepared = AtOnce(self.lab, rank, made)
@@ -118,6 +136,13 @@ class Job:
                 return []
             if done is made:
                 return [made]
+        if coordinator.collector.expects_bursts and self.lab.random.random() < self._collected:
+            count = None if made.sequence == NAMED else lambda label: made.sequence
+            address = address_of(made.request)
+            taken = coordinator.collector.take(made.request, address, address, None, count)
+            if taken is not None:
+                self.collected += 1
+                return [InBurst(*taken)]
         coordinator.submit(made)
         return [made]
 
@@ -205,9 +230,10 @@ def varied(step: list[tuple[str, int]], how: str, rank: int, generator: random.R
 @pytest.mark.parametrize(
     "how", ["another order here", "one less", "one more", "another shape", "a contradiction", "anything"]
 )
-def test_what_changes_is_done_all_the_same(nodes: list[tuple[int, ...]], how: str) -> None:
+@pytest.mark.parametrize("collected", [0.0, 0.9])
+def test_what_changes_is_done_all_the_same(nodes: list[tuple[int, ...]], how: str, collected: float) -> None:
     lab = Lab(nodes, 1)
-    job = Job(lab)
+    job = Job(lab, collected=collected)
     n = len(lab.ranks)
     ways = ["another order here", "one less", "one more", "another shape", "a contradiction", "as ever"]
     wrong = 0
@@ -257,10 +283,11 @@ def test_what_comes_one_by_one_needs_no_message_and_nobody_who_tells(nodes: list
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_is_submitted_at_once_is_done_at_once(seed: int) -> None:
+@pytest.mark.parametrize("collected", [0.0, 1.0])
+def test_what_is_submitted_at_once_is_done_at_once(collected: float, seed: int) -> None:
     """However it came; and needs no message."""
     lab = Lab([(0, 1, 2)], seed)
-    job = Job(lab)
+    job = Job(lab, collected=collected)
     burst = [(name, 4) for name in "abcdefgh"]
     job.freeze([*burst, ("|", 0), ("loss", 1)])
     claims, done = lab.claims(), [len(owner.buckets) for owner in lab.owners]
@@ -272,14 +299,16 @@ def test_what_is_submitted_at_once_is_done_at_once(seed: int) -> None:
     assert plan is not None and plan.is_free
     per_step = len({plan._burst_of(number) for number in range(9)})
     assert per_step < 9
+    assert bool(job.collected) == bool(collected)
     assert [len(owner.buckets) - before for owner, before in zip(lab.owners, done, strict=True)] == [10 * per_step] * 3
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_program_that_waits_where_it_did_not_before_gets_another_plan(seed: int) -> None:
+@pytest.mark.parametrize("collected", [0.0, 0.9, 1.0])
+def test_a_program_that_waits_where_it_did_not_before_gets_another_plan(collected: float, seed: int) -> None:
     """In which nobody has to complain."""
     lab = Lab([(0, 1, 2)], seed)
-    job = Job(lab)
+    job = Job(lab, collected=collected)
     job.freeze([(name, 4) for name in "abcdef"])
     waits = [(name, 4) for name in "abc|def"]
     for _ in range(20):
@@ -298,6 +327,35 @@ def test_who_is_told_how_far_to_go_does_nothing_at_once(nodes: list[tuple[int, .
     job.freeze(ONE_BY_ONE)
     job.step([ONE_BY_ONE] * len(lab.ranks))
     assert not job.done_at_once and not any(coordinator.runs_free for coordinator in lab.ranks)
+
+
+MANY = [(name, 4) for name in "ab?cd?"] + [("|", 0)] + [(name, 4) for name in "ef?"] + [("loss", 1), ("|", 0)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(12))
+def test_what_deviates_from_bursts(size: int, seed: int) -> None:
+    """At every place: all do the same in the same order, and are not in doubt about where a burst ends."""
+    lab = Lab([tuple(range(size))], seed)
+    job = Job(lab, at_once=True, collected=0.95)
+    for place in range(len(MANY)):
+        job.freeze(MANY)
+        for _ in range(lab.random.randrange(4)):
+            job.step([MANY] * size)
+        orders = [list(MANY) for _ in range(size)]
+        how = lab.random.choice(["more", "less", "a wait", "a wait on one rank", "another order on one rank"])
+        if how in ("more", "less", "a wait"):
+            for order in orders:
+                order[place : place + (how == "less")] = [("more", 3)] if how == "more" else [("|", 0)]
+        elif how == "a wait on one rank":
+            orders[-1].insert(place, ("|", 0))
+        else:
+            end = MANY.index(("|", 0))  # which the others wait at
+            orders[-1][:end] = lab.random.sample(orders[-1][:end], end)
+        job.step(orders)
+        job.check_order()
+    assert len(set(job.plans)) == 1
+    assert job.collected > 0
 
 
 @pytest.mark.parametrize("nodes", [*NODES, [(0, 1, 2, 3)]], ids=str)

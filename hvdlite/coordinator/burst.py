@@ -1,0 +1,116 @@
+"""Operations of a frozen plan that are submitted one after the other, handed over and done as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from hvdlite.coordinator.request import NAMED, Key, Request
+from hvdlite.coordinator.submission import Future, Submission, label_of
+from hvdlite.memory.views import TensorView
+
+Part = tuple[int, int, int, object]
+"""Of an operation: addresses of its input and its output, its sequence number, and what keeps the memory alive.
+
+One tuple, so that an interrupt comes before it is submitted, or after."""
+
+Run = Callable[[Sequence[int], Sequence[int], str], object]
+"""Does a burst: addresses of inputs and of outputs, one for each operation, and its name for people."""
+
+
+class KnownBurst:
+    """What is the same of a burst in every period of a plan.
+
+    Args:
+        entries: (request, sequence) of its operations, as they came before.
+
+    Attributes:
+        names: keys of those operations that have a name; others have another key every time.
+        run: None until it is done for the first time.
+    """
+
+    def __init__(self, entries: Sequence[tuple[Request, int]]) -> None:
+        self.requests = [request for request, _ in entries]
+        self.names = frozenset((request.name, NAMED) for request, sequence in entries if sequence == NAMED)
+        self.label = f"{self.requests[0].name} and {len(entries) - 1} more"
+        self.run: Run | None = None
+
+    @property
+    def can_be_collected(self) -> bool:
+        """Whether each operation is of one tensor on the host."""
+        return all(len(request.tensors) == 1 and not request.tensors_on_device for request in self.requests)
+
+
+class Burst(Future):
+    """One time that a `KnownBurst` is submitted.
+
+    Args:
+        since_ns: when the first of it was, by `time.monotonic_ns`.
+        take_apart: calls `apart`.
+
+    Attributes:
+        parts: of every operation that was submitted so far.
+        is_open: more of it is to come.
+    """
+
+    __slots__ = ("_apart", "_take_apart", "is_open", "known", "parts", "since_ns")
+
+    def __init__(self, known: KnownBurst, since_ns: int, take_apart: Callable[[], object]) -> None:
+        super().__init__()
+        self.known = known
+        self.since_ns = since_ns
+        self.parts: list[Part] = []
+        self.is_open = True
+        self._take_apart = take_apart
+        self._apart: Sequence[Submission] = ()
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        """Its name for people."""
+        return self.known.label
+
+    @property
+    def keys(self) -> Collection[Key]:
+        """Of all that was submitted of it."""
+        names, parts = self.known.names, self.parts
+        if len(names) == len(parts):
+            return names
+        return [(request.name, part[2]) for request, part in zip(self.known.requests, parts, strict=False)]
+
+    def labels(self) -> Iterator[tuple[Request, str]]:
+        """The request of every operation, and its name for people."""
+        for request, part in zip(self.known.requests, self.parts, strict=True):
+            yield request, label_of(request, part[2])
+
+    def wait(self, number: int) -> None:
+        """Sleep until operation ``number`` of it is complete; raises what it ended in."""
+        if self.is_open:  # the rest may come only after this
+            self._take_apart()
+        self._sleep()
+        if self._apart:
+            self._apart[number].wait()
+        else:
+            self._raise()
+
+    def poll(self, number: int) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        if self.is_open:
+            self._take_apart()
+        return self._apart[number].poll() if self._apart else self.is_done
+
+    def succeed(self) -> None:
+        """All of it is done."""
+        self._complete()
+
+    def apart(self) -> Sequence[Submission]:
+        """What was submitted of it as so many submissions, which are waited for from now on."""
+        self._apart = [self._submission(*made) for made in zip(self.known.requests, self.parts, strict=False)]
+        self.is_open = False
+        self._complete()
+        return self._apart
+
+    def _submission(self, request: Request, part: Part) -> Submission:
+        spec, (source, target, sequence, owner) = request.tensors[0], part
+        inputs, outputs = ([TensorView(at, spec.shape, spec.dtype, owner)] for at in (source, target))
+        made = Submission(request, sequence, inputs, inputs if source == target else outputs)
+        made.assist, made.submitted_ns = self.assist, self.since_ns
+        return made

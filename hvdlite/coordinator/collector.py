@@ -1,0 +1,150 @@
+"""Collects what is submitted into bursts, as far as it comes as a frozen plan says.
+
+A submission that does is an address in a list, and no more; the last of a burst hands it to the coordinator, which does
+all of it by one call. What a plan says is a guess here. What does not come true is taken apart into submissions as any
+other: where another operation comes first, where somebody waits for a burst that is not complete, where its rest takes
+too long, and where the coordinator finds that the plan has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from hvdlite.coordinator.burst import Burst, KnownBurst
+from hvdlite.coordinator.in_flight import InFlight
+from hvdlite.coordinator.request import NAMED, Request
+from hvdlite.coordinator.submission import Future, Submission
+
+_LONGEST_S = 0.01  # from the first of a burst to its last
+
+
+class Recipient(Protocol):
+    """Is called with the lock of what is in flight."""
+
+    def take_over(self, made: Sequence[Burst | Submission], /) -> None:
+        """A burst which is complete; or submissions."""
+
+    def ring_once(self) -> None:
+        """Have `Collector.look` called in time."""
+
+
+class Collector:
+    """What a rank submits.
+
+    Args:
+        assist: of all futures.
+        recipient: of what was collected.
+        clock: in seconds.
+
+    Attributes:
+        position: in the period of the plan, of what is submitted next, as far as is known; -1.
+    """
+
+    def __init__(
+        self,
+        in_flight: InFlight,
+        assist: Callable[[Future], None],
+        recipient: Recipient,
+        clock: Callable[[], float],
+    ) -> None:
+        self._in_flight = in_flight
+        self._assist = assist
+        self._recipient = recipient
+        self._clock = clock
+        self._since_s = 0.0  # of what is open
+        self._known: Mapping[int, KnownBurst] = {}
+        self._period = 1
+        self._open: Burst | None = None
+        self.position = -1
+
+    @property
+    def expects_bursts(self) -> bool:
+        """Whether `take` may do something."""
+        return bool(self._known)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a burst is, so that more of it is to come."""
+        return self._open is not None
+
+    # From user threads.
+
+    def take(
+        self, request: Request, source: int, target: int, owner: object, count: Callable[[str], int] | None
+    ) -> tuple[Burst, int] | None:
+        """Submit an operation if it is what comes next; None: it must be submitted as any other.
+
+        Args:
+            source: address of its only tensor, contiguous and on the host.
+            target: where the result goes; may be the same.
+            owner: of that memory, as it is now.
+            count: gives the sequence number of an operation that has no name.
+
+        Returns:
+            The burst, and which of its operations this is.
+        """
+        with self._in_flight.lock:
+            burst = self._open or self._begin(request)
+            if burst is None:
+                return None
+            expected, number = burst.known.requests, len(burst.parts)
+            if number == len(expected):  # it was interrupted before it could be handed over
+                return None
+            if expected[number] is not request:
+                if expected[number] != request:
+                    return None
+                expected[number] = request  # an equal one has come over the wire
+            burst.parts.append((source, target, NAMED if count is None else count(request.label), owner))
+            if number + 1 == len(expected):
+                self._open, burst.is_open = None, False
+                self.position = (self.position + len(expected)) % self._period
+                self._recipient.take_over((burst,))
+        return burst, number
+
+    def _begin(self, request: Request) -> Burst | None:
+        known = self._known.get(self.position)
+        if known is None or known.requests[0] != request or not self._in_flight.has_none_of(known.names):
+            return None
+        self._open = burst = Burst(known, time.monotonic_ns(), self.take_apart)
+        burst.assist, self._since_s = self._assist, self._clock()
+        self._recipient.ring_once()
+        return burst
+
+    def interrupt(self) -> None:
+        """With the lock of what is in flight: something else is submitted next."""
+        self.position = -1
+        if self._open is not None:
+            burst, self._open = self._open, None
+            self._recipient.take_over(burst.apart())
+
+    def take_apart(self) -> None:
+        """Somebody waits, so that no more may come before what is there is done."""
+        with self._in_flight.lock:
+            self.interrupt()
+
+    # By who is at work.
+
+    def end(self) -> None:
+        """Nothing is known of what comes next."""
+        self.follow({}, 1)
+
+    def follow(self, known: Mapping[int, KnownBurst], period: int) -> None:
+        """From here on this is what comes.
+
+        Args:
+            known: bursts by the place of their first operation in the ``period``.
+        """
+        self._known, self._period = known, period
+        self.take_apart()
+
+    def patience_s(self) -> float:
+        """When to `look` again."""
+        return math.inf if self._open is None else max(0.0, self._since_s + _LONGEST_S - self._clock())
+
+    def look(self) -> None:
+        """Take apart what takes too long."""
+        if self._open is not None and self.patience_s() <= 0:
+            self.take_apart()
