@@ -8,6 +8,9 @@ from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.coordinator.submission import Future, Submission, label_of
 from hvdlite.memory.views import TensorView
 
+BURST_S = 0.1
+"""How long one may take to come: long, since who is only slow is not to lose a plan; who waits says so at once."""
+
 Part = tuple[int, int, int, object]
 """Of an operation: addresses of its input and its output, its sequence number, and what keeps the memory alive.
 
@@ -85,6 +88,7 @@ class Burst(Future):
         """Sleep until operation ``number`` of it is complete; raises what it ended in."""
         if self.is_open:  # the rest may come only after this
             self._take_apart()
+        self._ask()
         self._sleep()
         if self._apart:
             self._apart[number].wait()
@@ -95,6 +99,7 @@ class Burst(Future):
         """Whether `wait` would return, or raise, at once."""
         if self.is_open:
             self._take_apart()
+        self._ask()
         return self._apart[number].poll() if self._apart else self.is_done
 
     def succeed(self) -> None:
@@ -112,5 +117,5 @@ class Burst(Future):
         spec, (source, target, sequence, owner) = request.tensors[0], part
         inputs, outputs = ([TensorView(at, spec.shape, spec.dtype, owner)] for at in (source, target))
         made = Submission(request, sequence, inputs, inputs if source == target else outputs)
-        made.assist, made.submitted_ns = self.assist, self.since_ns
+        made.assist, made.pace, made.submitted_ns = self.assist, self.pace, self.since_ns
         return made

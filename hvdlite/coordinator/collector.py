@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from hvdlite.coordinator.burst import Burst, KnownBurst
+from hvdlite.coordinator.burst import BURST_S, Burst, KnownBurst
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.request import NAMED, Request
-from hvdlite.coordinator.submission import Future, Submission
-
-_LONGEST_S = 0.01  # from the first of a burst to its last
+from hvdlite.coordinator.submission import Future, Pace, Submission
 
 
 class Recipient(Protocol):
@@ -36,6 +34,7 @@ class Collector:
 
     Args:
         assist: of all futures.
+        pace: likewise.
         recipient: of what was collected.
         clock: in seconds.
 
@@ -47,11 +46,13 @@ class Collector:
         self,
         in_flight: InFlight,
         assist: Callable[[Future], None],
+        pace: Pace,
         recipient: Recipient,
         clock: Callable[[], float],
     ) -> None:
         self._in_flight = in_flight
         self._assist = assist
+        self._pace = pace
         self._recipient = recipient
         self._clock = clock
         self._since_s = 0.0  # of what is open
@@ -109,7 +110,7 @@ class Collector:
         if known is None or known.requests[0] != request or not self._in_flight.has_none_of(known.names):
             return None
         self._open = burst = Burst(known, time.monotonic_ns(), self.take_apart)
-        burst.assist, self._since_s = self._assist, self._clock()
+        burst.assist, burst.pace, self._since_s = self._assist, self._pace, self._clock()
         self._recipient.ring_once()
         return burst
 
@@ -142,7 +143,7 @@ class Collector:
 
     def patience_s(self) -> float:
         """When to `look` again."""
-        return math.inf if self._open is None else max(0.0, self._since_s + _LONGEST_S - self._clock())
+        return math.inf if self._open is None else max(0.0, self._since_s + BURST_S - self._clock())
 
     def look(self) -> None:
         """Take apart what takes too long."""

@@ -32,7 +32,7 @@ from hvdlite.coordinator.prepared import Outcome, Prepared
 from hvdlite.coordinator.readiness import Early, Readiness, ReadinessAcrossNodes, ReadinessInNode
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.stall import status_of
-from hvdlite.coordinator.submission import Submission
+from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.coordinator.tree import Tree
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError, MismatchError, ShutDownError
@@ -126,6 +126,7 @@ class Coordinator:
         self.counts = page.counts
         self._clock = clock
         self._in_flight = InFlight()
+        self._pace = Pace()
         self._queue: deque[Submission | Burst | Notice] = deque()
         self._has_rung = False  # for submissions, which the next cycle will find
         self._progress = Progress()
@@ -143,7 +144,7 @@ class Coordinator:
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
         self.close = self._in_flight.close
-        self.collector = Collector(self._in_flight, self._worker.assist, weakref.proxy(self), clock)
+        self.collector = Collector(self._in_flight, self._worker.assist, self._pace, weakref.proxy(self), clock)
 
     # From user threads.
 
@@ -162,7 +163,8 @@ class Coordinator:
         with in_flight.lock:
             self.collector.interrupt()
             in_flight.admit(submission)
-            submission.assist = self._worker.assist
+            submission.assist, submission.pace = self._worker.assist, self._pace
+            submission.pause_s = self._pace.step(submission.submitted_ns)
             self._queue.append(submission)
             self._last_submitted = submission.label
             self._progress.submissions += 1
@@ -226,6 +228,7 @@ class Coordinator:
             self._last_submitted = prepared.label
             self._progress.submissions += 1
             if outcome is not _NOT_YET:
+                self._pace.has_waited = True
                 self._progress.counted += 1
                 self._progress.batches += 1
                 if outcome is Outcome.DONE_AND_RUNG:
@@ -238,7 +241,7 @@ class Coordinator:
     def _leave(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T) -> Submission:
         """What this rank has said to be ready for waits for other ranks."""
         submission = prepared.submission(sequence, tensors)
-        submission.assist = self._worker.assist
+        submission.assist, submission.pace = self._worker.assist, self._pace
         plan.leave_next(submission)
         plan.told = plan.ready
         self._plan.moved(self._clock())
@@ -418,7 +421,7 @@ class Coordinator:
         elif isinstance(message, Response):
             self._progress.responses += 1
             self._batch.append(message)
-            self._plan.logged(message)
+            self._plan.logged(message, self._in_flight.pause_s(message.key))
         elif isinstance(message, EndOfBatch):
             self._progress.batches += 1
             batch, self._batch = self._batch, []

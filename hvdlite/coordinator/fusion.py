@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import Request
@@ -32,22 +32,20 @@ def fuse(responses: Sequence[Response], threshold_bytes: int) -> list[list[Respo
     return buckets
 
 
-def bursts(requests: Sequence[Request], joined: Sequence[bool], limit_bytes: int) -> list[int]:
-    """How many operations of a plan, one burst after the other, are done together: `fuse` makes one bucket of each.
+def bursts(requests: Sequence[Request], after_pause: Container[int], limit_bytes: int) -> list[int]:
+    """At which operations of a plan bursts begin, which are done together: `fuse` makes one bucket of each.
 
     Args:
-        joined: whether no rank waits for what comes before, when it submits this.
+        after_pause: operations that some rank may submit only when it has waited for those before.
         limit_bytes: of the operations of a burst; what has more goes alone.
     """
-    lengths: list[int] = []
+    begins: list[int] = []
     open_key: Hashable = None
     filled = 0
-    for request, is_joined in zip(requests, joined, strict=True):
+    for place, request in enumerate(requests):
         key, nbytes = request.fusion
-        if is_joined and key is not None and key == open_key and filled + nbytes <= limit_bytes:
-            lengths[-1] += 1
-            filled += nbytes
-        else:
-            lengths.append(1)
-            open_key, filled = key, nbytes
-    return lengths
+        if place in after_pause or key is None or key != open_key or filled + nbytes > limit_bytes:
+            begins.append(place)
+            open_key, filled = key, 0
+        filled += nbytes
+    return begins

@@ -126,6 +126,12 @@ class InFlight:
 
     # By who is at work.
 
+    def pause_s(self, key: Key) -> float:
+        """Before this rank submitted it, see `hvdlite.coordinator.submission.Pace.step`; 0 if it has not."""
+        with self.lock:
+            found = self._futures.get(key)
+        return found.pause_s if isinstance(found, Submission) else 0.0
+
     def begin(self, keys: Sequence[Key]) -> list[Submission | None] | None:
         """What is submitted as ``keys``, and is executed from here on until `finish`; None: all has failed meanwhile.
 

@@ -227,12 +227,11 @@ class Leader:
             verdicts = []
         else:
             verdicts = self._negotiation.verdicts()
-        has_response = False
+        alone = sum(isinstance(verdict, Response) for verdict in verdicts) == 1
         for verdict in verdicts:
             self._decree(verdict)
             if isinstance(verdict, Response):
-                self._plan.saw(verdict, joined=has_response)
-                has_response = True
+                self._plan.saw(verdict, alone=alone)
         if verdicts:
             self._decree(EndOfBatch())
             self._pass_on(self._plan.propose(self._negotiation.is_idle))

@@ -77,7 +77,7 @@ class EndOfBatch:
 class Verb(IntEnum):
     """What a message about the frozen plan says, and what its count is."""
 
-    HOLD = 0  # from the root: hold new claims back
+    HOLD = 0  # from the root: hold new claims back; how many operations would be the period of a plan, 0 to end one
     HELD = 1  # to the root: done; how many operations of the plan are ready. Without a plan: 0, or -1 if claims wait
     RESUME = 2  # from the root: go on as before
     FREEZE = 3  # from the root: the plan is as many operations as the log ended with
@@ -95,7 +95,7 @@ class PlanMessage:
     verb: Verb
     count: int = 0
     is_begun: bool = False  # the operation after ``count`` is, on some node
-    bursts: tuple[int, ...] = ()  # of a plan: how many operations are done together, one burst after the other
+    places: tuple[int, ...] = ()  # in the period: HELD: of what came after a pause; RELEASE: where bursts begin
 
 
 Message = Claim | Response | Fault | Notice | EndOfBatch | PlanMessage
@@ -125,7 +125,7 @@ class Encoder:
 
     def send(self, message: Message) -> None:
         if isinstance(message, PlanMessage):
-            payload = json.dumps(message.bursts).encode() if message.bursts else b""
+            payload = json.dumps(message.places).encode() if message.places else b""
             self._frame(_PLAN, payload, message.verb + message.is_begun * len(_VERBS), message.count)
         elif isinstance(message, Claim):
             self.written.claims += 1
@@ -183,8 +183,8 @@ class Decoder:
             start = end
             if tag == _PLAN:
                 is_begun, verb = divmod(slot, len(_VERBS))
-                bursts = tuple(json.loads(payload)) if payload else ()
-                yield PlanMessage(_VERBS[verb], sequence, is_begun == 1, bursts)
+                places = tuple(json.loads(payload)) if payload else ()
+                yield PlanMessage(_VERBS[verb], sequence, is_begun == 1, places)
             elif tag == _DEFINE:
                 self._requests[slot] = pickle.loads(payload)
             else:

@@ -5,7 +5,7 @@ Pure: takes messages and says which to send; no MPI, no clock, no shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
@@ -14,7 +14,6 @@ from hvdlite.coordinator.request import Request
 _LONGEST_PATIENCE = 64
 _WORTH_IT = 4  # times as long as it took to find it
 _REMEMBERED = 8  # orders
-_LOOKED_AT = 8  # periods, for what was submitted without a wait in between
 
 Order = tuple[Request, ...]
 """Of a period, which may begin anywhere."""
@@ -22,11 +21,11 @@ Order = tuple[Request, ...]
 
 @dataclass(slots=True)
 class _Known:
-    """Of an order that was frozen. Its operations count from 0."""
+    """Of an order that was frozen."""
 
     in_vain: int = 0  # times since the last good one
-    joined: set[int] = field(default_factory=set)  # came together with what is before them, at least once
-    split: set[int] = field(default_factory=set)  # not submitted before somebody has waited for what is before them
+    came_alone: bool = False  # its operations one at a time, when it was frozen last
+    waits: set[int] = field(default_factory=set)  # places in it before which somebody has waited while it was frozen
 
 
 @dataclass(slots=True)
@@ -34,13 +33,13 @@ class Found:
     """What becomes a plan.
 
     Attributes:
-        joined: of each request whether no rank waits for the one before when it submits it.
-        came_alone: one at a time, as far as was seen.
+        came_alone: one at a time.
+        after_pause: places of those that some rank may submit only when it has waited for those before.
     """
 
     requests: Sequence[Request]
-    joined: Sequence[bool]
     came_alone: bool
+    after_pause: Container[int]
 
 
 Sender = tuple[int, ...]
@@ -69,16 +68,16 @@ class OrderWatch:
         self._numbers: dict[Request, int] = {}  # small integers compare faster than requests
         self._requests: list[Request] = []  # by number
         self._history: list[int] = []
-        self._joined: list[bool] = []  # of each in the history
+        self._came_alone: list[bool] = []  # of each in the history
         self._last_seen: dict[int, int] = {}
         self._period = 0
         self._matches = 0
 
-    def saw(self, response: Response, *, joined: bool = False) -> None:
+    def saw(self, response: Response, *, alone: bool = False) -> None:
         """The next response of the log.
 
         Args:
-            joined: it is of the same batch as the one before.
+            alone: it is all of its batch.
         """
         if response.request.unsettles:
             self._patience = 1  # the order changes on purpose: that this plan ends says nothing about the next one
@@ -95,7 +94,7 @@ class OrderWatch:
             self._period = at - self._last_seen.get(number, at)
             self._matches = 0
         self._history.append(number)
-        self._joined.append(joined)
+        self._came_alone.append(alone)
         self._last_seen[number] = at
 
     def period(self) -> int:
@@ -107,8 +106,8 @@ class OrderWatch:
 
     def _comes_again(self, order: Order, known: _Known) -> bool:
         """Whether the history ends with ``order``; one at a time, if it came so: it may deviate on one rank still."""
-        start = self._rotation_of(order)
-        return start is not None and (bool(known.joined) or not any(self._joined[-len(order) :]))
+        has_come = self._rotation_of(order) is not None
+        return has_come and (not known.came_alone or all(self._came_alone[-len(order) :]))
 
     def _rotation_of(self, order: Order) -> int | None:
         """Where in ``order`` the end of the history begins, which is as long; None if it is something else."""
@@ -120,34 +119,34 @@ class OrderWatch:
         starts = ((i + 1) % length for i in range(length) if numbers[i] == last)
         return next((start for start in starts if tail == numbers[start:] + numbers[:start]), None)
 
-    def freeze(self, period: int) -> Found:
-        """The last ``period`` operations become a plan; remember them."""
+    @property
+    def length(self) -> int:
+        """Of what was seen, in operations."""
+        return len(self._history)
+
+    def freeze(self, period: int, after_pause: Collection[int]) -> Found:
+        """The last ``period`` operations become a plan; remember them.
+
+        Args:
+            after_pause: places of those that some rank has submitted after a pause.
+        """
         found = ((order, self._rotation_of(order)) for order in self._known if len(order) == period)
         order, rotation = next(((order, start) for order, start in found if start is not None), ((), 0))
         requests = [self._requests[number] for number in self._history[-period:]]
         self._frozen, self._rotation = order or tuple(requests), rotation
         known = self._known[self._frozen] = self._known.pop(self._frozen, _Known())
-        joined = self._joined_of_last(period)
-        known.joined.update((rotation + position) % period for position in joined)
-        usable = known.joined - known.split
+        known.came_alone = all(self._came_alone[-period:])
+        waits = {(place - rotation) % period for place in known.waits}
         while len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
         self.forget()
-        return Found(requests, [(rotation + position) % period in usable for position in range(period)], not joined)
-
-    def _joined_of_last(self, period: int) -> set[int]:
-        """Which of the last ``period`` operations came together with the one before, now or in a period before."""
-        history, end = self._history, len(self._history)
-        start = end - period
-        while start > max(0, end - _LOOKED_AT * period) and history[start - 1] == history[start - 1 + period]:
-            start -= 1
-        return {(at - end) % period for at in range(start + 1, end) if self._joined[at]}
+        return Found(requests, known.came_alone, waits.union(after_pause))
 
     def waited(self, number: int) -> None:
-        """Somebody has waited before operation ``number`` of the plan, from 0; it came together with the one before."""
+        """Somebody has waited before operation ``number`` of the plan, from 0, which is of the same burst."""
         known = self._known.get(self._frozen)
         if known is not None:
-            known.split.add((self._rotation + number) % len(self._frozen))
+            known.waits.add((self._rotation + number) % len(self._frozen))
 
     def forget(self) -> None:
         """What the log says now is no longer all that is done."""
@@ -204,11 +203,13 @@ class PlanLeader:
         self.is_open = False  # a plan is
         self._period = 0  # operations of it
         self._holding = False
+        self._wanted = 0  # what a plan is held for would have as its period
+        self._seen = 0  # how much of the log the watch had seen by then
 
-    def saw(self, response: Response, *, joined: bool) -> None:
+    def saw(self, response: Response, *, alone: bool = False) -> None:
         """The root has written a response into the log; see `OrderWatch.saw`."""
         assert self._watch is not None
-        self._watch.saw(response, joined=joined)
+        self._watch.saw(response, alone=alone)
 
     def hear(self, message: PlanMessage, sender: Sender, is_idle: bool) -> PlanMessage | None:
         """What to pass on: the root into the log, others to their parent.
@@ -239,11 +240,13 @@ class PlanLeader:
         """What all senders together are ready for; and what some nodes have begun, whose ranks all are ready for it."""
         if not self.is_open and not is_idle:
             return PlanMessage(Verb.HELD, -1)
+        places = {place for answer in self._held.values() for place in answer.places}
         nodes = [answer for sender, answer in self._held.items() if sender not in self._own]
         if self._own:
             nodes.append(PlanMessage(Verb.HELD, min(self._held[sender].count for sender in self._own)))
         count = min(node.count for node in nodes)
-        return PlanMessage(Verb.HELD, count, any(node.count > count or node.is_begun for node in nodes))
+        is_begun = any(node.count > count or node.is_begun for node in nodes)
+        return PlanMessage(Verb.HELD, count, is_begun, tuple(sorted(places)))
 
     def propose(self, is_idle: bool) -> PlanMessage | None:
         """For the root: whether it is time to hold, in order to freeze what repeats itself.
@@ -280,8 +283,11 @@ class PlanLeader:
             self.is_open = self.runs_free = False
 
     def _hold(self) -> PlanMessage:
+        assert self._watch is not None
         self._holding = True
-        return PlanMessage(Verb.HOLD)
+        self._wanted = 0 if self.is_open else self._watch.period()
+        self._seen = self._watch.length
+        return PlanMessage(Verb.HOLD, self._wanted)
 
     def _decide(self, watch: OrderWatch, answer: PlanMessage) -> PlanMessage:
         count = answer.count
@@ -289,10 +295,11 @@ class PlanLeader:
             watch.broken(count // self._period)
             return PlanMessage(Verb.END, count, answer.is_begun and self.runs_free)
         period = watch.period()
-        if not period or count < 0:
+        if not period or period != self._wanted or count < 0:
             return PlanMessage(Verb.RESUME)
-        found = watch.freeze(period)
+        came_since = watch.length - self._seen  # what was claimed before all were held
+        found = watch.freeze(period, {(place - came_since) % period for place in answer.places})
         bursts = None if self._bursts is None else self._bursts(found)
         if bursts is None:
             return PlanMessage(Verb.FREEZE, period)
-        return PlanMessage(Verb.RELEASE, period, bursts=tuple(bursts))
+        return PlanMessage(Verb.RELEASE, period, places=tuple(bursts))

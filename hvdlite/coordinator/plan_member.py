@@ -7,10 +7,10 @@ says what otherwise takes a claim and a response per operation. Operations that 
 ever, in between.
 
 On one node a plan runs free: nobody is told how far to go, since every rank sees all counts. Its operations are done in
-*bursts*, in the order of the plan, each once all counts have reached its end. Operations are of one burst if all ranks
-have submitted them without a wait in between before, and they travel together. So a rank counts only to ends of bursts;
-if it waits in the middle of one, that plan was a mistake, and the next has an end there. Nothing else is done
-meanwhile, so the first claim of something else ends such a plan.
+*bursts*, in the order of the plan, each once all counts have reached its end. Operations are of one burst if they may
+travel together, and no rank has paused before it submitted the later one: ranks say where they have when they are held.
+So a rank counts only to ends of bursts; if it waits in the middle of one, that plan was a mistake, and the next has an
+end there. Nothing else is done meanwhile, so the first claim of something else ends such a plan.
 
 A rank for which the plan does not come true (an operation of it is missing, or is different now, or other ranks do not
 come) asks the root to end it. Before a plan begins or ends, every rank holds new claims back for a moment, so that no
@@ -29,14 +29,16 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import pairwise
 
-from hvdlite.coordinator.burst import Burst, KnownBurst
+from hvdlite.coordinator.burst import BURST_S, Burst, KnownBurst
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
 
-_GAP_S = 0.01  # what is missing may take so long when what is behind it in the plan, or of its burst, is there
+_GAP_S = 0.01  # what is missing may take so long when what is behind it in the plan is there
+_PAUSE_S = 100e-6  # between two submissions, in which others may well want the first
+_PERIODS = 3  # of which are remembered where this rank has paused
 
 
 Batch = Sequence[Response] | Burst
@@ -58,7 +60,7 @@ class FrozenPlan:
     Args:
         entries: (request, sequence) of the period that the log ended with.
         is_free: every rank sees for itself how far to go.
-        bursts: lengths of those of a period; empty: each operation is done alone.
+        bursts: at which places of a period they begin; empty: each operation is done alone.
     """
 
     def __init__(
@@ -76,12 +78,8 @@ class FrozenPlan:
         self._per_period = Counter(request.name for request, _ in entries)
         self._named = [Response(request, NAMED) for request, _ in entries]
         self._pending: dict[int, Submission | Burst] = {}
-        lengths = bursts or [1] * len(entries)
-        self._burst_at = [
-            (start, start + length)
-            for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False)
-            for _ in range(length)
-        ]
+        begins = [*(bursts or range(len(entries))), len(entries)]
+        self._burst_at = [(start, end) for start, end in pairwise(begins) for _ in range(start, end)]
 
         known = {start: KnownBurst(entries[start:end]) for start, end in set(self._burst_at) if end - start > 1}
         self.known_bursts = {start: burst for start, burst in known.items() if burst.can_be_collected}
@@ -275,15 +273,19 @@ class PlanMember:
         self._patience_s = patience_s
         self.number = 0  # of the plan; plans are counted from 1
         self.plan: FrozenPlan | None = None
-        self._recent: deque[tuple[Request, int]] = deque(maxlen=longest)
+        self._recent: deque[tuple[Request, int, float]] = deque(maxlen=_PERIODS * longest)
         self._held: list[Submission] | None = None  # a list while claims are held back
         self._moved_s = math.inf
         self._contradicted = False
         self._gave_up = False
 
-    def logged(self, response: Response) -> None:
-        """A response of the log, which may become a part of a plan."""
-        self._recent.append((response.request, response.sequence))
+    def logged(self, response: Response, pause_s: float) -> None:
+        """A response of the log, which may become a part of a plan.
+
+        Args:
+            pause_s: before this rank submitted it, see `hvdlite.coordinator.submission.Pace.step`.
+        """
+        self._recent.append((response.request, response.sequence, pause_s))
 
     def admit(self, submission: Submission, now_s: float) -> bool:
         """Whether that is all there is to do; False where the submission must be claimed."""
@@ -343,8 +345,19 @@ class PlanMember:
             return math.inf
         if plan.is_incomplete and plan.is_awaited:
             return 0.0
-        is_short = plan.has_gap or plan.is_incomplete
-        return max(0.0, self._moved_s + (_GAP_S if is_short else self._patience_s) - now_s)
+        patience_s = _GAP_S if plan.has_gap else BURST_S if plan.is_incomplete else self._patience_s
+        return max(0.0, self._moved_s + patience_s - now_s)
+
+    def _places_after_pauses(self, period: int) -> tuple[int, ...]:
+        """Where in the last ``period`` operations this rank has waited, now or before, or has always been slow."""
+        recent, places = list(self._recent), []
+        for place in range(period):
+            at = len(recent) - period + place
+            request = recent[at][0]
+            pauses = [pause_s for other, _, pause_s in recent[at::-period][:_PERIODS] if other == request]
+            if math.inf in pauses or min(pauses) > _PAUSE_S:
+                places.append(place)
+        return tuple(places)
 
     def obey(self, message: PlanMessage, now_s: float) -> Reaction:
         """Do what the log says."""
@@ -355,13 +368,14 @@ class PlanMember:
             self._moved_s = now_s
         elif verb is Verb.HOLD:
             self._held = []
-            reaction.answer = PlanMessage(Verb.HELD, 0 if self.plan is None else self.plan.told)
+            count, places = 0 if self.plan is None else self.plan.told, self._places_after_pauses(message.count)
+            reaction.answer = PlanMessage(Verb.HELD, count, places=places)
         else:
             assert self._held is not None, message
             reaction.again, self._held = self._held, None
             if verb in (Verb.FREEZE, Verb.RELEASE):
-                entries = list(self._recent)[-message.count :]
-                self.plan = FrozenPlan(entries, verb is Verb.RELEASE, message.bursts)
+                entries = [(request, sequence) for request, sequence, _ in self._recent][-message.count :]
+                self.plan = FrozenPlan(entries, verb is Verb.RELEASE, message.places)
                 self.number += 1
                 reaction.begins = True
                 self._contradicted = self._gave_up = False

@@ -47,10 +47,7 @@ class Readiness(Protocol):
     """Of one plan after the other that runs free."""
 
     def bursts(self, found: Found) -> Sequence[int] | None:
-        """For the root: how many operations of ``found`` are done together, one burst after the other.
-
-        None: it does not run free.
-        """
+        """For the root: the places in ``found`` at which bursts begin; None: it does not run free."""
 
     def tell(self, number: int, plan: FrozenPlan) -> None:
         """Say how much of ``plan`` this rank is ready for."""
@@ -75,7 +72,7 @@ class ReadinessInNode:
 
     def bursts(self, found: Found) -> Sequence[int] | None:
         """See `Readiness`."""
-        return bursts(found.requests, found.joined, self._burst_bytes())
+        return bursts(found.requests, found.after_pause, self._burst_bytes())
 
     def tell(self, number: int, plan: FrozenPlan) -> None:
         """See `Readiness`."""
@@ -110,7 +107,7 @@ class ReadinessAcrossNodes:
     def bursts(self, found: Found) -> Sequence[int] | None:
         """See `Readiness`. One at a time, or not at all."""
         takes = self._early.takes
-        return [1] * len(found.requests) if found.came_alone and all(map(takes, found.requests)) else None
+        return range(len(found.requests)) if found.came_alone and all(map(takes, found.requests)) else None
 
     def tell(self, number: int, plan: FrozenPlan) -> None:
         """See `Readiness`."""

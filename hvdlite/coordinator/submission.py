@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,25 +25,49 @@ def label_of(request: Request, sequence: int) -> str:
     return request.name if sequence == NAMED else f"{request.name}.{sequence}"
 
 
+class Pace:
+    """How one rank submits: what it waits for between two submissions, and how long it takes."""
+
+    __slots__ = ("_last_ns", "has_waited")
+
+    def __init__(self) -> None:
+        self.has_waited = True
+        """Whether anybody has waited for a future, or asked for it, since the last submission."""
+        self._last_ns = 0
+
+    def step(self, now_ns: int) -> float:
+        """Something is submitted: seconds since the submission before, infinite if anybody has waited meanwhile."""
+        pause_s = math.inf if self.has_waited else (now_ns - self._last_ns) * 1e-9
+        self.has_waited, self._last_ns = False, now_ns
+        return pause_s
+
+
 class Future:
     """What user threads wait for, and the coordinator completes once.
 
     Attributes:
         assist: what a thread can do for it while it waits.
         is_done: whether it is complete.
+        pace: of who submits.
     """
 
-    __slots__ = ("_error", "_lock", "assist", "is_done")
+    __slots__ = ("_error", "_lock", "assist", "is_done", "pace")
 
     label: str
 
     def __init__(self) -> None:
         self.assist: Callable[[Future], None] | None = None
+        self.pace: Pace | None = None
         # A lock that is held until completion is the cheapest sleep that Python has: no condition, no polling.
         self._lock = threading.Lock()
         self._lock.acquire()
         self.is_done = False
         self._error: BaseException | None = None
+
+    def _ask(self) -> None:
+        """Somebody waits for it, or may not go on without."""
+        if self.pace is not None:
+            self.pace.has_waited = True
 
     def _sleep(self) -> None:
         """Until it is complete."""
@@ -78,8 +103,8 @@ class Submission(Future):
     """
 
     __slots__ = (
-        "_result", "_stream", "allocate", "device", "done_on_device", "home", "inputs", "is_awaited", "key", "label",
-        "outputs", "request", "sequence", "sizes", "submitted_ns",
+        "_result", "_stream", "allocate", "device", "done_on_device", "home", "inputs", "is_awaited",
+        "key", "label", "outputs", "pause_s", "request", "sequence", "sizes", "submitted_ns",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +137,8 @@ class Submission(Future):
         if request.tensors_on_device:
             self.device = next((view.device for view in (*inputs, *outputs) if view.device is not None), None)
         self._stream = self.device.current_stream() if self.device is not None else 0
+        self.pause_s = 0.0
+        """See `Pace.step`."""
         self.is_awaited = False
         """Whether anybody has asked for it who may not go on without."""
         self._result: Any = None
@@ -124,6 +151,7 @@ class Submission(Future):
     def poll(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         self.is_awaited = True
+        self._ask()
         return self.is_done
 
     def wait(self) -> Any:
@@ -132,6 +160,7 @@ class Submission(Future):
         What a GPU does is only enqueued then; it comes before what the caller enqueues on its current stream.
         """
         self.is_awaited = True
+        self._ask()
         self._sleep()
         self._raise()
         if self.done_on_device is not None:

@@ -1,8 +1,10 @@
 """fuse: what fuses, in which order, up to which size."""
 
+from itertools import pairwise
+
 import pytest
 
-from hvdlite.coordinator.fusion import fuse
+from hvdlite.coordinator.fusion import bursts, fuse
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import NAMED, TensorSpec
 from hvdlite.dtypes import DType, ReduceOp, Reduction
@@ -58,3 +60,16 @@ def test_tensors_in_their_slots_and_other_operations_go_alone():
 
 def test_empty():
     assert fuse([], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("after_pause", "limit", "begins"),
+    [((), 1 << 20, [0, 3, 4]), ((2,), 1 << 20, [0, 2, 3, 4]), ((), 0, [0, 1, 2, 3, 4, 5]), ((4,), 32, [0, 2, 3, 4])],
+)
+def test_bursts_travel_together(after_pause: tuple[int, ...], limit: int, begins: list[int]) -> None:
+    """16 bytes each; the fourth goes alone."""
+    made = [response(name, 4, place=(0, 0) if name == "d" else None) for name in "abcdef"]
+    requests = [one.request for one in made]
+    assert bursts(requests, after_pause, limit) == begins
+    for begin, end in pairwise([*begins, len(made)]):
+        assert len(fuse(made[begin:end], limit)) == 1

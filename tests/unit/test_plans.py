@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from coordinator_lab import submission
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
-from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader
+from hvdlite.coordinator.plan_leader import Found, OrderWatch, PlanLeader
 from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
 from hvdlite.coordinator.request import NAMED
+from hvdlite.coordinator.submission import Pace
 
 
 def period_of(names: str) -> int:
@@ -64,7 +67,7 @@ def seen(watch: OrderWatch, names: str) -> int:
     for count, name in enumerate(names, start=1):
         watch.saw(Response(submission(name).request, NAMED))
         if watch.period():
-            watch.freeze(watch.period())
+            watch.freeze(watch.period(), ())
             return count
     return 0
 
@@ -162,10 +165,10 @@ def test_a_plan_that_runs_free_takes_nothing_while_it_is_held_and_fuses_only_bur
     """Other ranks may have done what is left one by one, or may not have been told that it will not be done."""
     member = PlanMember(longest=10, patience_s=1.0)
     for name in "abc":
-        member.logged(Response(submission(name).request, NAMED))
+        member.logged(Response(submission(name).request, NAMED), 0.0)
     member.obey(PlanMessage(Verb.HOLD), 0.0)
     runs_free = verb is Verb.RELEASE
-    member.obey(PlanMessage(verb, 3, bursts=(1, 2) if runs_free else ()), 0.0)
+    member.obey(PlanMessage(verb, 3, places=(0, 1) if runs_free else ()), 0.0)
     assert (member.free is not None) == runs_free
     for name in "abca":
         assert member.admit(submission(name), 0.0)
@@ -178,11 +181,12 @@ def test_a_plan_that_runs_free_takes_nothing_while_it_is_held_and_fuses_only_bur
 
 def with_bursts(*lengths: int) -> PlanMember:
     """In a plan of a, b, c and so on."""
+    begins = tuple(sum(lengths[:count]) for count in range(len(lengths)))
     member = PlanMember(longest=10, patience_s=1.0)
     for name in "abcdefghij"[: sum(lengths)]:
-        member.logged(Response(submission(name).request, NAMED))
+        member.logged(Response(submission(name).request, NAMED), 0.0)
     member.obey(PlanMessage(Verb.HOLD), 0.0)
-    member.obey(PlanMessage(Verb.RELEASE, sum(lengths), bursts=lengths), 0.0)
+    member.obey(PlanMessage(Verb.RELEASE, sum(lengths), places=begins), 0.0)
     return member
 
 
@@ -216,8 +220,8 @@ def test_who_waits_in_the_middle_of_a_burst_ends_the_plan(how: str) -> None:
         made[2].wait()
     elif how == "poll":
         assert not made[3].poll()
-    assert member.complaint(0.1 if how == "time" else 0.0) == PlanMessage(Verb.BREAK, 4)
-    assert member.complaint(1.0) is None  # once
+    assert member.complaint(1.0 if how == "time" else 0.0) == PlanMessage(Verb.BREAK, 4)
+    assert member.complaint(2.0) is None  # once
 
 
 def test_nothing_is_done_alone_in_a_burst() -> None:
@@ -229,33 +233,68 @@ def test_nothing_is_done_alone_in_a_burst() -> None:
     assert not plan.begin_next(b.request, NAMED)
 
 
-def frozen(watch: OrderWatch, batches: str) -> list[bool]:
-    """What has come together in the plan that ``batches`` end in; a batch is a word."""
-    for batch in batches.split():
-        for at, name in enumerate(batch):
-            watch.saw(Response(submission(name).request, NAMED), joined=at > 0)
-    return [*watch.freeze(watch.period()).joined]
+@pytest.mark.parametrize(
+    ("pauses", "places"),
+    [
+        (["000", "000", "000"], ()),
+        (["x00", "0x0", "000"], (0, 1)),  # waited once
+        (["111", "1x0", "110"], (0, 1)),  # always slow, or waited
+        (["0x0"], (1,)),
+        (["x00", "000", "000", "000"], ()),  # long ago
+    ],
+)
+def test_ranks_say_where_they_have_paused(pauses: list[str], places: tuple[int, ...]) -> None:
+    member = PlanMember(longest=3, patience_s=1.0)
+    member.logged(Response(submission("other").request, NAMED), inf)
+    for period in pauses:
+        for name, pause in zip("abc", period, strict=True):
+            member.logged(Response(submission(name).request, NAMED), inf if pause == "x" else float(pause))
+    assert member.obey(PlanMessage(Verb.HOLD, 3), 0.0).answer == PlanMessage(Verb.HELD, places=places)
 
 
-def test_what_has_come_together_once_is_joined() -> None:
-    assert frozen(OrderWatch(longest=10), "abcd a bc d abc d ab c d") == [False, True, True, True]
-    assert frozen(OrderWatch(longest=10), "abc d " * 4) == [False, True, True, False]
-    assert frozen(OrderWatch(longest=10), "xabc " + "abc " * 4) == [False, True, True]  # x is not of the plan
-
-
-def test_what_has_come_together_is_remembered_wherever_the_order_begins() -> None:
+def test_pauses_of_all_ranks_count_where_they_were() -> None:
+    """Also if something was done between the moment when ranks were asked, and the last answer."""
+    found: list[Found] = []
     watch = OrderWatch(longest=10)
-    frozen(watch, "abcd a bc d abc d ab c d")
-    watch.broken(100)
-    assert frozen(watch, "c d a b") == [True, True, False, True]
+    leader = PlanLeader([(0,), (1,)], [], watch, own=[(0,), (1,)], bursts=lambda one: found.append(one) or (0,))  # type: ignore[func-returns-value]
+    order = "abcdefg"
+    for name in order * 4:
+        leader.saw(Response(submission(name).request, NAMED))
+    assert leader.propose(is_idle=True) == PlanMessage(Verb.HOLD, 7)
+    leader.obey(PlanMessage(Verb.HOLD, 7))
+    assert leader.hear(PlanMessage(Verb.HELD, places=(0, 2)), (0,), is_idle=True) is None
+    for name in "ab":
+        leader.saw(Response(submission(name).request, NAMED))
+    leader.hear(PlanMessage(Verb.HELD, places=(2, 4)), (1,), is_idle=True)
+    assert [request.name for request in found[0].requests] == [*"cdefgab"]
+    assert {order[place] for place in (0, 2, 4)} == {found[0].requests[place].name for place in found[0].after_pause}
 
 
-def test_where_somebody_has_waited_nothing_is_joined_again() -> None:
+def test_where_somebody_has_waited_a_burst_begins_the_next_time_wherever_the_order_does() -> None:
     watch = OrderWatch(longest=10)
-    frozen(watch, "abcd " * 4)
+    for name in "abcd" * 4:
+        watch.saw(Response(submission(name).request, NAMED))
+    assert not watch.freeze(watch.period(), ()).after_pause
     watch.waited(2)
     watch.broken(100)
-    assert frozen(watch, "bcda") == [True, False, True, True]
+    for name in "bcda":
+        watch.saw(Response(submission(name).request, NAMED))
+    assert watch.freeze(watch.period(), [3]).after_pause == {1, 3}
+
+
+def test_what_comes_after_a_pause() -> None:
+    pace = Pace()
+    assert pace.step(10**9) == inf
+    assert pace.step(10**9 + 1000) == pytest.approx(1e-6)
+    made = submission("a")
+    made.pace = pace
+    made.succeed()
+    made.wait()
+    assert pace.step(10**9 + 2000) == inf
+    assert pace.step(10**9 + 3000) == pytest.approx(1e-6)
+    made.poll()
+    assert pace.step(10**9 + 4000) == inf
+    assert pace.step(2 * 10**9 + 4000) == pytest.approx(1.0)
 
 
 def test_what_comes_next_is_begun_once_all_before_is_done() -> None:
@@ -268,12 +307,11 @@ def test_what_comes_next_is_begun_once_all_before_is_done() -> None:
     assert plan.begin_next(b.request, NAMED)
 
 
-@pytest.mark.parametrize("bursts", [None, (1, 2)])
+@pytest.mark.parametrize("bursts", [None, (0, 1)])
 def test_the_root_says_in_which_bursts_a_plan_runs_free(bursts: tuple[int, ...] | None) -> None:
     leader = PlanLeader([(0,)], [], OrderWatch(longest=10), own=[(0,)], bursts=lambda found: bursts)
-    for _ in range(4):
-        for at, name in enumerate("abc"):
-            leader.saw(Response(submission(name).request, NAMED), joined=at > 0)
-    assert leader.propose(is_idle=True) == PlanMessage(Verb.HOLD)
-    expected = PlanMessage(Verb.FREEZE, 3) if bursts is None else PlanMessage(Verb.RELEASE, 3, bursts=bursts)
+    for name in "abc" * 4:
+        leader.saw(Response(submission(name).request, NAMED))
+    assert leader.propose(is_idle=True) == PlanMessage(Verb.HOLD, 3)
+    expected = PlanMessage(Verb.FREEZE, 3) if bursts is None else PlanMessage(Verb.RELEASE, 3, places=bursts)
     assert leader.hear(PlanMessage(Verb.HELD, 0), (0,), is_idle=True) == expected
