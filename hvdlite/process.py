@@ -84,15 +84,17 @@ class ProcessHooks:
         self.runtime: Runtime | None = None
         self.arguments: InitArguments | None = None
         self.companions: weakref.WeakSet[Companion] = weakref.WeakSet()
-        self._pid: int | None = None
+        self._is_installed = False
+        self.in_child = False
+        """Whether this process was forked from the one that has called init()."""
         self._failed = False
         self._was_uncaught = False
         self._previous_hook = sys.__excepthook__
 
     def install(self) -> None:
         """Before the first start; does nothing later."""
-        if self._pid is None:
-            self._pid = os.getpid()
+        if not self._is_installed:
+            self._is_installed = True
             self._previous_hook = sys.excepthook
             sys.excepthook = self._uncaught
             if multiprocessing.parent_process() is None:
@@ -100,11 +102,6 @@ class ProcessHooks:
             else:
                 multiprocessing.util.Finalize(None, self._at_worker_exit, exitpriority=0)
             os.register_at_fork(after_in_child=self._forked)
-
-    @property
-    def in_child(self) -> bool:
-        """Whether this process was forked from the one that has called init()."""
-        return self._pid is not None and os.getpid() != self._pid
 
     def started(self, runtime: Runtime, arguments: InitArguments) -> None:
         """init() has succeeded, perhaps after an error that the program has caught."""
@@ -199,6 +196,7 @@ class ProcessHooks:
         self.runtime.end_watch()
 
     def _forked(self) -> None:
+        self.in_child = True
         self.lock = threading.RLock()  # a thread of the parent's may have held the other one
         if self.runtime is not None:
             self.runtime.abandon_in_child()

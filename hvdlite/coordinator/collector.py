@@ -60,11 +60,8 @@ class Collector:
         self._period = 1
         self._open: Burst | None = None
         self.position = -1
-
-    @property
-    def expects_bursts(self) -> bool:
+        self.expects_bursts = False
         """Whether `take` may do something."""
-        return bool(self._known)
 
     @property
     def is_open(self) -> bool:
@@ -138,7 +135,7 @@ class Collector:
         Args:
             known: bursts by the place of their first operation in the ``period``.
         """
-        self._known, self._period = known, period
+        self._known, self._period, self.expects_bursts = known, period, bool(known)
         self.take_apart()
 
     def patience_s(self) -> float:
