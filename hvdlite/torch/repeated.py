@@ -41,7 +41,7 @@ def reduced_at_once(
     if group is None or not can_be_prepared(group):
         return None
     address = _usual_address(tensor, name, op)
-    if not address:
+    if address is None:
         return None
     home = group.memory.find(address, tensor.nbytes) if in_place else None
     key = name, op, prescale, postscale, compression, tensor.dtype, tensor.shape, None if home is None else home.place
@@ -77,7 +77,7 @@ def begun_in_burst(
     if not collector.expects_bursts:
         return None
     address = _usual_address(tensor, name, op)
-    if not address:
+    if address is None:
         return None
     key = name, op, prescale, postscale, tensor.dtype, tensor.shape
     request = group.requests.get(key)
@@ -94,16 +94,17 @@ def begun_in_burst(
     return None if taken is None else HandleInBurst(*taken, group.recorder, name, result)
 
 
-def _usual_address(tensor: torch.Tensor, name: str | None, op: int | None) -> int:
-    """That of ``tensor``; 0 where it has no memory of its own, or not that of the host, or anything is unusual."""
+def _usual_address(tensor: torch.Tensor, name: str | None, op: int | None) -> int | None:
+    """That of ``tensor``; None where it has no memory of its own, or not that of the host, or anything is unusual."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        return 0
+        return None
     if is_on_device(tensor) or type(op) not in _OPS or (name is not None and type(name) is not str):
-        return 0
+        return None
     try:
-        return tensor.data_ptr()
+        address = tensor.data_ptr()
     except RuntimeError:  # inside torch.vmap, for example
-        return 0
+        return None
+    return address if address or (tensor.is_cpu and not tensor.numel()) else None
 
 
 def _request(
