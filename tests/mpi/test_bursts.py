@@ -177,7 +177,7 @@ def test_what_is_open_when_hvdlite_is_shut_down_fails() -> None:
     for _ in range(TURNS):
         assert not program.step()
     waits = [program.begin(index) for index in range(3)]
-    WORLD.exchange(None, 60.0)  # all have begun
+    WORLD.exchange(0, 60.0)  # all have begun
     hvd.shutdown()
     for wait in waits:
         with pytest.raises(hvdlite.ShutDownError):

@@ -35,9 +35,9 @@ MUTANTS = [
     Mutant(f"{_COORDINATOR}worker.py", "                at_work.release()\n", "", "unit/test_worker.py"),
     Mutant(f"{_COORDINATOR}coordinator.py", "        self._has_rung = False\n", "", "2 mpi/test_runtime.py"),
     Mutant(
-        f"{_COORDINATOR}coordinator.py",
-        "for key in list(self._in_flight) if key not in self._executing]",
-        "for key in list(self._in_flight)]",
+        f"{_COORDINATOR}in_flight.py",
+        "for key in list(self._futures) if key not in self._executing]",
+        "for key in list(self._futures)]",
         "unit/test_coordinator.py",
     ),
     Mutant(
@@ -98,8 +98,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COORDINATOR}plan_member.py",
-        "                reaction.fuses = not self.plan.is_free\n",
-        "",
+        "[*self.plan.take_bursts(count)] if self.plan.is_free else [self.plan.take(count)]",
+        "[self.plan.take(count)]",
         _PLANS,
     ),
     Mutant(
@@ -121,16 +121,59 @@ MUTANTS = [
         _PLANS,
     ),
     Mutant(
-        f"{_COORDINATOR}plan_leader.py",
-        "may is not None and watch.came_alone(period) and all(",
-        "may is not None and all(",
+        f"{_COORDINATOR}readiness.py",
+        "if found.came_alone and all(",
+        "if all(",
         _PLANS,
     ),
     Mutant(
         f"{_COORDINATOR}coordinator.py",
-        "if plan is None or self._queue or self._in_flight or self._closed",
-        "if plan is None or self._queue or self._closed",
+        "self._queue or not self._in_flight.is_quiet or self.collector.is_open:",
+        "self._queue or self.collector.is_open:",
         "3 mpi/test_prepared.py",
+    ),
+    # Bursts: where they end, and what becomes of what does not come true.
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "        if plan.is_incomplete and plan.is_awaited:\n            return 0.0\n",
+        "",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "if math.inf in pauses or min(pauses)",
+        "if min(pauses)",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_leader.py",
+        "(place - came_since) % period",
+        "place",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "if self.ready != start or self.has_gap or",
+        "if",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}collector.py",
+        "                if expected[number] != request:\n                    return None\n",
+        "",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}coordinator.py",
+        "            self.collector.interrupt()\n            in_flight.admit",
+        "            in_flight.admit",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}burst.py",
+        "        if self.is_open:  # the rest may come only after this\n            self._take_apart()\n",
+        "",
+        _PLANS,
     ),
     Mutant(
         "csrc/small_allreduce.cpp",
