@@ -422,6 +422,7 @@ class Coordinator:
             self._progress.responses += 1
             self._batch.append(message)
             self._plan.logged(message, self._in_flight.pause_s(message.key))
+            self._plan.answered(message.key)
         elif isinstance(message, EndOfBatch):
             self._progress.batches += 1
             batch, self._batch = self._batch, []
@@ -429,6 +430,7 @@ class Coordinator:
         elif isinstance(message, Fault):
             self._progress.faults += 1
             self._in_flight.fail(message.key, MismatchError(message.text))
+            self._plan.answered(message.key)
         elif isinstance(message, Notice):
             self._take_notice(message.content)
 

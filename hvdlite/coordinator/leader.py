@@ -21,6 +21,7 @@ from hvdlite.coordinator.messages import (
     Notice,
     PlanMessage,
     Response,
+    Verb,
     Written,
 )
 from hvdlite.coordinator.negotiation import LOOK_S, Negotiation
@@ -203,7 +204,11 @@ class Leader:
             self._has_claims = True
             self._negotiation.add(message, sender_ranks, now_s)
         elif isinstance(message, PlanMessage):
-            self._pass_on(self._plan.hear(message, sender_ranks, self._negotiation.is_idle))
+            claimed = self._negotiation.claimed if self._is_alone else tuple
+            said = self._plan.hear(message, sender_ranks, self._negotiation.is_idle, claimed)
+            if said is not None and said.verb is Verb.REOPEN:
+                self._negotiation.take_back()
+            self._pass_on(said)
         elif self._stall is None:
             self._pen.send(message)
         else:

@@ -27,6 +27,10 @@ KNOWN_REQUESTS = 1024
 """The most operations of which it is remembered what follows from their requests, as they come again in every step."""
 
 
+REMEMBERED_PLANS = 64
+"""So many plans back a rank knows what they were."""
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """``ranks`` (None: all that the sender speaks for) are ready for ``request``; ``sizes`` in the order of ranks."""
@@ -86,6 +90,7 @@ class Verb(IntEnum):
     BREAK = 6  # to the root: the plan will not come true; before which operation of it somebody waits, 0 for none
     END = 7  # from the root: of the plan only so many operations will be done
     RELEASE = 8  # from the root: as FREEZE, but no GO will come: each rank sees for itself what all are ready for
+    REOPEN = 9  # from the root: END, and what was claimed is not: an earlier plan begins anew, which runs free
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,9 @@ class PlanMessage:
     verb: Verb
     count: int = 0
     is_begun: bool = False  # the operation after ``count`` is, on some node
-    places: tuple[int, ...] = ()  # in the period: HELD: of what came after a pause; RELEASE: where bursts begin
+    places: tuple[int, ...] = ()  # in the period. HELD: of what came after a pause; RELEASE, REOPEN: where bursts begin
+    plan: int = 0  # REOPEN: its number
+    first: int = 0  # REOPEN: at which place of its period it begins
 
 
 Message = Claim | Response | Fault | Notice | EndOfBatch | PlanMessage
@@ -125,7 +132,8 @@ class Encoder:
 
     def send(self, message: Message) -> None:
         if isinstance(message, PlanMessage):
-            payload = json.dumps(message.places).encode() if message.places else b""
+            beside = [message.places, message.plan, message.first]
+            payload = json.dumps(beside).encode() if any(beside) else b""
             self._frame(_PLAN, payload, message.verb + message.is_begun * len(_VERBS), message.count)
         elif isinstance(message, Claim):
             self.written.claims += 1
@@ -183,8 +191,8 @@ class Decoder:
             start = end
             if tag == _PLAN:
                 is_begun, verb = divmod(slot, len(_VERBS))
-                places = tuple(json.loads(payload)) if payload else ()
-                yield PlanMessage(_VERBS[verb], sequence, is_begun == 1, places)
+                places, plan, first = json.loads(payload) if payload else ((), 0, 0)
+                yield PlanMessage(_VERBS[verb], sequence, is_begun == 1, tuple(places), plan, first)
             elif tag == _DEFINE:
                 self._requests[slot] = pickle.loads(payload)
             else:

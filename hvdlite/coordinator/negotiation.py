@@ -121,6 +121,18 @@ class Negotiation:
             items.append(((name, sequence), label, gathering.since_s))
         return sorted(items, key=lambda item: item[2])
 
+    def claimed(self) -> list[Request]:
+        """What is not answered, in the order in which it came; nothing where that cannot be taken back."""
+        found = [*(gathering for _, gathering in self._complete), *self._gathering.values()]
+        if self._joined or any(len(gathering.claims) > 1 for gathering in found):
+            return []
+        return [next(iter(gathering.claims)) for gathering in found]
+
+    def take_back(self) -> None:
+        """All who have claimed something forget it, too."""
+        self._gathering.clear()
+        self._complete.clear()
+
     @property
     def is_waiting(self) -> bool:
         return bool(self._gathering)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 
-from hvdlite.coordinator.messages import PlanMessage, Response, Verb
+from hvdlite.coordinator.messages import REMEMBERED_PLANS, PlanMessage, Response, Verb
 from hvdlite.coordinator.request import Request
 
 _LONGEST_PATIENCE = 64
@@ -25,6 +25,9 @@ class _Known:
 
     in_vain: int = 0  # times since the last good one
     came_alone: bool = False  # its operations one at a time, when it was frozen last
+    after_pause: set[int] = field(default_factory=set)  # places in it of what some rank has submitted after a pause
+    plan: int = 0  # number of the last plan that it was
+    began_at: int = 0  # where in it that began
     waits: set[int] = field(default_factory=set)  # places in it before which somebody has waited while it was frozen
 
 
@@ -40,6 +43,20 @@ class Found:
     requests: Sequence[Request]
     came_alone: bool
     after_pause: Container[int]
+
+
+@dataclass(slots=True)
+class Reopened:
+    """A plan that begins anew.
+
+    Attributes:
+        number: of the last that was of this order.
+        first: at which place of that one it begins now.
+    """
+
+    found: Found
+    number: int
+    first: int
 
 
 Sender = tuple[int, ...]
@@ -136,11 +153,37 @@ class OrderWatch:
         self._frozen, self._rotation = order or tuple(requests), rotation
         known = self._known[self._frozen] = self._known.pop(self._frozen, _Known())
         known.came_alone = all(self._came_alone[-period:])
-        waits = {(place - rotation) % period for place in known.waits}
+        known.after_pause = {(rotation + place) % period for place in after_pause}
         while len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
         self.forget()
-        return Found(requests, known.came_alone, waits.union(after_pause))
+        return self._found(known)
+
+    def _found(self, known: _Known) -> Found:
+        order, rotation = self._frozen, self._rotation
+        pauses = {(place - rotation) % len(order) for place in known.after_pause | known.waits}
+        return Found([*order[rotation:], *order[:rotation]], known.came_alone, pauses)
+
+    def opened(self, plan: int) -> None:
+        """What was frozen, or begins anew, is plan number ``plan``."""
+        known = self._known[self._frozen]
+        known.plan, known.began_at = plan, self._rotation
+
+    def reopen(self, claimed: Sequence[Request], oldest: int) -> Reopened | None:
+        """An order that was frozen before, of which ``claimed`` is the beginning; None if there is none such.
+
+        Args:
+            oldest: number of a plan that members remember.
+        """
+        for order, known in self._known.items():
+            if order is self._frozen or known.in_vain or known.plan < oldest or order.count(claimed[0]) != 1:
+                continue
+            if all(request in order for request in claimed):
+                self._frozen, self._rotation = order, order.index(claimed[0])
+                self._known[order] = self._known.pop(order)
+                self._restart()
+                return Reopened(self._found(known), known.plan, (self._rotation - known.began_at) % len(order))
+        return None
 
     def waited(self, number: int) -> None:
         """Somebody has waited before operation ``number`` of the plan, from 0, which is of the same burst."""
@@ -211,11 +254,18 @@ class PlanLeader:
         assert self._watch is not None
         self._watch.saw(response, alone=alone)
 
-    def hear(self, message: PlanMessage, sender: Sender, is_idle: bool) -> PlanMessage | None:
+    def hear(
+        self,
+        message: PlanMessage,
+        sender: Sender,
+        is_idle: bool,
+        claimed: Callable[[], Sequence[Request]] = lambda: (),
+    ) -> PlanMessage | None:
         """What to pass on: the root into the log, others to their parent.
 
         Args:
             is_idle: no claim is known to this leader that is not answered.
+            claimed: what is claimed and not answered, if that may be taken back; see `Verb.REOPEN`.
         """
         if message.verb is Verb.READY:
             self._children_ready[sender] = message.count
@@ -234,7 +284,7 @@ class PlanLeader:
         self._held.clear()
         # Nobody will say more about this plan, and nobody can have said anything about the next.
         self._children_ready = dict.fromkeys(self._children_ready, 0)
-        return answer if self._watch is None else self._decide(self._watch, answer)
+        return answer if self._watch is None else self._decide(self._watch, answer, claimed)
 
     def _answer(self, is_idle: bool) -> PlanMessage:
         """What all senders together are ready for; and what some nodes have begun, whose ranks all are ready for it."""
@@ -275,10 +325,10 @@ class PlanLeader:
     def obey(self, message: PlanMessage) -> None:
         """Do what the log says."""
         self._holding = message.verb is Verb.HOLD
-        if message.verb in (Verb.FREEZE, Verb.RELEASE):
+        if message.verb in (Verb.FREEZE, Verb.RELEASE, Verb.REOPEN):
             self.number += 1
-            self.is_open, self._passed_on, self._period = True, 0, message.count
-            self.runs_free = message.verb is Verb.RELEASE
+            self.is_open, self._passed_on = True, 0
+            self.runs_free = message.verb is not Verb.FREEZE
         elif message.verb is Verb.END:
             self.is_open = self.runs_free = False
 
@@ -289,17 +339,34 @@ class PlanLeader:
         self._seen = self._watch.length
         return PlanMessage(Verb.HOLD, self._wanted)
 
-    def _decide(self, watch: OrderWatch, answer: PlanMessage) -> PlanMessage:
+    def _decide(self, watch: OrderWatch, answer: PlanMessage, claimed: Callable[[], Sequence[Request]]) -> PlanMessage:
         count = answer.count
         if self.is_open:
             watch.broken(count // self._period)
-            return PlanMessage(Verb.END, count, answer.is_begun and self.runs_free)
+            return self._reopened(watch, count, claimed()) or PlanMessage(
+                Verb.END, count, answer.is_begun and self.runs_free
+            )
         period = watch.period()
         if not period or period != self._wanted or count < 0:
             return PlanMessage(Verb.RESUME)
         came_since = watch.length - self._seen  # what was claimed before all were held
         found = watch.freeze(period, {(place - came_since) % period for place in answer.places})
         bursts = None if self._bursts is None else self._bursts(found)
+        self._period = period
+        watch.opened(self.number + 1)
         if bursts is None:
             return PlanMessage(Verb.FREEZE, period)
         return PlanMessage(Verb.RELEASE, period, places=tuple(bursts))
+
+    def _reopened(self, watch: OrderWatch, count: int, claimed: Sequence[Request]) -> PlanMessage | None:
+        """In place of END, where what is claimed is an order that was frozen before."""
+        if not claimed or not self.runs_free or self._bursts is None:
+            return None
+        reopened = watch.reopen(claimed, self.number - REMEMBERED_PLANS)
+        bursts = None if reopened is None else self._bursts(reopened.found)
+        if reopened is None or bursts is None:
+            return None
+        self._period = len(reopened.found.requests)
+        watch.opened(self.number + 1)
+        places = tuple(bursts)
+        return PlanMessage(Verb.REOPEN, count, places=places, plan=reopened.number, first=reopened.first)

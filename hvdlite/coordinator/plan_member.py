@@ -16,7 +16,7 @@ A rank for which the plan does not come true (an operation of it is missing, or 
 come) asks the root to end it. Before a plan begins or ends, every rank holds new claims back for a moment, so that no
 operation is claimed on one rank and counted on another:
 
-HOLD and what comes after it (RESUME, FREEZE, RELEASE or END) are in the log, so every rank takes them at the same
+HOLD and what comes after it (RESUME, FREEZE, RELEASE, REOPEN or END) are in the log, so every rank takes them at the same
 point. Between the two no rank claims anything, and the answers, HELD, come up behind all claims that were made before:
 when the root has all of them, it knows of every claim there is.
 
@@ -25,6 +25,7 @@ Pure: takes messages and says which to send; no MPI, no clock, no shared memory.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -32,8 +33,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from hvdlite.coordinator.burst import BURST_S, Burst, KnownBurst
-from hvdlite.coordinator.messages import PlanMessage, Response, Verb
-from hvdlite.coordinator.request import NAMED, Request
+from hvdlite.coordinator.messages import REMEMBERED_PLANS, PlanMessage, Response, Verb
+from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.coordinator.submission import Submission
 
 _GAP_S = 0.01  # what is missing may take so long when what is behind it in the plan is there
@@ -183,6 +184,16 @@ class FrozenPlan:
                 turns.found_by = request
         return turns
 
+    def next_numbers(self, count: int) -> dict[str, int]:
+        """Of unnamed operations, by the names of their requests: that of the next, after ``count`` operations."""
+        numbers = {}
+        for number in range(max(0, count - len(self._entries)), count):
+            turn, position = divmod(number, len(self._entries))
+            sequence = self._sequence_at(position, turn)
+            if sequence != NAMED:
+                numbers[self._entries[position][0].name] = sequence + 1
+        return numbers
+
     def contradicts(self, submission: Submission) -> bool:
         """Of something that the plan does not take: whether the plan will not come true therefore."""
         return submission.request.unsettles or submission.request.name in self._per_period
@@ -224,10 +235,13 @@ class FrozenPlan:
                 yield self.take(end)
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether somebody waits for an operation of a burst which is incomplete."""
-        pending = (self._pending[number] for number in range(self.tellable, self.ready))
-        return any(isinstance(one, Submission) and one.is_awaited for one in pending)
+    def is_stuck(self) -> bool:
+        """Whether somebody waits for what cannot be done before this rank submits something else."""
+        if not (self.has_gap or self.is_incomplete):
+            return False
+        tellable = self.tellable
+        late = (one for number, one in self._pending.items() if number >= tellable)
+        return any(isinstance(one, Submission) and one.is_awaited for one in late)
 
     @property
     def is_incomplete(self) -> bool:
@@ -275,6 +289,9 @@ class PlanMember:
         self.plan: FrozenPlan | None = None
         self._recent: deque[tuple[Request, int, float]] = deque(maxlen=_PERIODS * longest)
         self._held: list[Submission] | None = None  # a list while claims are held back
+        self._claimed: dict[Key, Submission] = {}  # and not answered
+        self._entries: dict[int, Sequence[tuple[Request, int]]] = {}  # of the last plans, by their numbers
+        self._numbers: dict[str, int] = {}  # of unnamed operations: of the next, by the name of the request
         self._moved_s = math.inf
         self._contradicted = False
         self._gave_up = False
@@ -286,6 +303,8 @@ class PlanMember:
             pause_s: before this rank submitted it, see `hvdlite.coordinator.submission.Pace.step`.
         """
         self._recent.append((response.request, response.sequence, pause_s))
+        if response.sequence != NAMED:
+            self._numbers[response.request.name] = response.sequence + 1
 
     def admit(self, submission: Submission, now_s: float) -> bool:
         """Whether that is all there is to do; False where the submission must be claimed."""
@@ -293,11 +312,13 @@ class PlanMember:
             self._held.append(submission)
             return True
         if self.plan is None:
+            self._claimed[submission.key] = submission
             return False
         if self.plan.offer(submission):
             self._moved_s = now_s
             return True
         self._contradicted |= self.plan.contradicts(submission)
+        self._claimed[submission.key] = submission
         return False
 
     def admit_burst(self, burst: Burst, now_s: float) -> bool:
@@ -343,7 +364,7 @@ class PlanMember:
         plan = self.plan
         if not plan.waits:
             return math.inf
-        if plan.is_incomplete and plan.is_awaited:
+        if plan.is_stuck:
             return 0.0
         patience_s = _GAP_S if plan.has_gap else BURST_S if plan.is_incomplete else self._patience_s
         return max(0.0, self._moved_s + patience_s - now_s)
@@ -358,6 +379,10 @@ class PlanMember:
             if math.inf in pauses or min(pauses) > _PAUSE_S:
                 places.append(place)
         return tuple(places)
+
+    def answered(self, key: Key) -> None:
+        """What was claimed is, by a response or a fault."""
+        self._claimed.pop(key, None)
 
     def obey(self, message: PlanMessage, now_s: float) -> Reaction:
         """Do what the log says."""
@@ -375,16 +400,37 @@ class PlanMember:
             reaction.again, self._held = self._held, None
             if verb in (Verb.FREEZE, Verb.RELEASE):
                 entries = [(request, sequence) for request, sequence, _ in self._recent][-message.count :]
-                self.plan = FrozenPlan(entries, verb is Verb.RELEASE, message.places)
-                self.number += 1
-                reaction.begins = True
-                self._contradicted = self._gave_up = False
-            elif verb is Verb.END:
-                assert self.plan is not None
-                count = message.count
-                reaction.withdraws = self.plan.is_free
-                reaction.batches = [*self.plan.take_bursts(count)] if self.plan.is_free else [self.plan.take(count)]
-                reaction.begun = self.plan.entry(count) if message.is_begun else None
-                reaction.again = [*self.plan.leftovers(), *reaction.again]
-                self.plan = None
+                self._begin(FrozenPlan(entries, verb is Verb.RELEASE, message.places), entries, reaction)
+            elif verb in (Verb.END, Verb.REOPEN):
+                self._end(message, reaction)
+                if verb is Verb.REOPEN:
+                    reaction.again = [*self._claimed.values(), *reaction.again]
+                    self._claimed.clear()
+                    entries = self._renumbered(self._entries[message.plan], message.first)
+                    self._begin(FrozenPlan(entries, True, message.places), entries, reaction)
         return reaction
+
+    def _begin(self, plan: FrozenPlan, entries: Sequence[tuple[Request, int]], reaction: Reaction) -> None:
+        self.plan = plan
+        self.number += 1
+        self._entries[self.number] = entries
+        self._entries.pop(self.number - REMEMBERED_PLANS - 1, None)
+        reaction.begins = True
+        self._contradicted = self._gave_up = False
+
+    def _end(self, message: PlanMessage, reaction: Reaction) -> None:
+        plan, count = self.plan, message.count
+        assert plan is not None
+        reaction.withdraws = plan.is_free
+        reaction.batches = [*plan.take_bursts(count)] if plan.is_free else [plan.take(count)]
+        reaction.begun = plan.entry(count) if message.is_begun else None
+        reaction.again = [*plan.leftovers(), *reaction.again]
+        self._numbers.update(plan.next_numbers(count))
+        self.plan = None
+
+    def _renumbered(self, entries: Sequence[tuple[Request, int]], first: int) -> list[tuple[Request, int]]:
+        """An earlier plan from place ``first`` on, as if it had just come: unnamed operations go on counting."""
+        rotated = [*entries[first:], *entries[:first]]
+        unnamed = Counter(request.name for request, sequence in rotated if sequence != NAMED)
+        numbers = {name: itertools.count(self._numbers.get(name, 0) - number) for name, number in unnamed.items()}
+        return [(request, NAMED if sequence == NAMED else next(numbers[request.name])) for request, sequence in rotated]

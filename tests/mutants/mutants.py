@@ -132,10 +132,29 @@ MUTANTS = [
         "self._queue or self.collector.is_open:",
         "3 mpi/test_prepared.py",
     ),
+    # Plans that begin anew.
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "                self._negotiation.take_back()\n",
+        "                pass\n",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_leader.py",
+        "(self._rotation - known.began_at) % len(order)",
+        "self._rotation",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "        self._numbers.update(plan.next_numbers(count))\n",
+        "",
+        _PLANS,
+    ),
     # Bursts: where they end, and what becomes of what does not come true.
     Mutant(
         f"{_COORDINATOR}plan_member.py",
-        "        if plan.is_incomplete and plan.is_awaited:\n            return 0.0\n",
+        "        if plan.is_stuck:\n            return 0.0\n",
         "",
         _PLANS,
     ),

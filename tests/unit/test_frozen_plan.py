@@ -406,6 +406,50 @@ def test_programs_that_alternate(nodes: list[tuple[int, ...]]) -> None:
     job.check_order()
 
 
+TRAINING = [(name, 4) for name in "abc?d"] + [("|", 0), ("loss", 1), ("|", 0)]
+VALIDATION = [("accuracy", 1), ("|", 0), ("?", 4), ("|", 0)]
+ADVERSARY = [("?", 4), ("b", 4), ("|", 0), ("generator", 4), ("loss", 1), ("|", 0)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_on_one_node_a_plan_begins_anew_where_what_is_claimed_is_its_beginning(size: int, seed: int) -> None:
+    """Then a change costs the claim that has shown it, wherever the plan had begun before."""
+    lab = Lab([tuple(range(size))], seed)
+    job = Job(lab, at_once=True)
+    orders = [
+        [entry for name in names for entry in ((name, 4), ("|", 0))] for names in ("abcd?efg", "hi?jkl?m", "nopq")
+    ]
+    for _ in range(2):
+        for order in orders:
+            job.freeze(order)
+            for _ in range(lab.random.randrange(8, 12)):
+                job.step([order] * size)
+    for number in range(12):
+        claims, plan = lab.claims()[-1], job.plans[-1]
+        for _ in range(lab.random.randrange(1, 6)):
+            job.step([orders[number % 3]] * size)
+        assert lab.claims()[-1] - claims <= 2  # one, which a leader says and hears
+        assert set(job.plans) == {plan + 1}
+    job.check_order()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_alternates_and_deviates(seed: int) -> None:
+    lab = Lab([(0, 1, 2)], seed)
+    job = Job(lab, at_once=True, collected=0.9)
+    ways = ["another order here", "one less", "one more", "another shape", "as ever", "as ever", "as ever"]
+    for _ in range(40):
+        order = lab.random.choice([TRAINING, VALIDATION, ADVERSARY])
+        for _ in range(lab.random.randrange(1, 8)):
+            job.step([order] * 3)
+        if order is TRAINING:
+            way = lab.random.choice(ways)
+            job.step([varied(order, way, rank, lab.random) for rank in range(3)])
+        job.check_order()
+    assert len(set(job.plans)) == 1
+
+
 def test_who_joins_ends_the_plan() -> None:
     lab = Lab([(0, 1), (2,)], 0)
     job = Job(lab)
