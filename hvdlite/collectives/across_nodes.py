@@ -64,12 +64,7 @@ class AcrossNodes(Backend):
         early = self.early
         if early is None or not early.takes(layout.nbytes):
             return None
-        endpoint, native = early.endpoint, None
-        if endpoint is not None:
-            types = layout.dtype, layout.wire_dtype
-            native = _native.EarlyAllreduce(
-                counts, endpoint.polite_look, layout.numels, layout.offsets, layout.end, early.place(layout), *types
-            )
+        native = early.prepared(counts, layout, reduction)
         return _PreparedCall(early, counts, layout, reduction, patience_s, label, native)
 
 
@@ -107,6 +102,7 @@ class _PreparedCall:
 
     def _attempt(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
         early, counts = self._early, self._counts
+        counts.want_ring(False)
         counts.set(plan, count)
         if not early.await_node(counts, plan, count, heard, self._patience_s):
             return _NOT_YET
@@ -124,7 +120,10 @@ class _PreparedCall:
             return False
         run = native.run
         return early.do_at_once(
-            lambda messages: run(messages, inputs, outputs, heard), self._layout, self._reduction, self._label
+            lambda messages, turn: run(messages, inputs, outputs, turn, heard),
+            self._layout,
+            self._reduction,
+            self._label,
         )
 
     def last(self) -> tuple[int, int, int]:
