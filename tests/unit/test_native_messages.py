@@ -222,5 +222,6 @@ def test_a_ring_ends_early_allreduce_at_once(mpi: Mpi) -> None:
     _native.doorbell_ring(early.bell)
     value = floats(1, 2)
     assert early.run(0, [value], [value], heard=0) == WAITING
+    assert mpi.calls == [("start", 1), ("test", 1)]
     mpi.done = {1}
     assert early.run(0, [value], [value], turn=2, heard=1) == DONE
