@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall
+from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, TensorReduction
 from hvdlite.collectives.early import EarlyAllreduce
 from hvdlite.config import Config
-from hvdlite.dtypes import SUM, Reduction
+from hvdlite.dtypes import Reduction
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import Buffer
 
@@ -30,19 +30,11 @@ class AcrossNodes(Backend):
     def small_bytes(self) -> int:  # type: ignore[override]
         return 0 if self.early is None else self.early.most_bytes
 
-    def allreduce_tensors(
-        self,
-        inputs: _native.TensorList,
-        outputs: _native.TensorList,
-        layout: Layout,
-        reduction: Reduction = SUM,
-        *,
-        staging: Buffer,
-        label: str = "",
-    ) -> Completion:
+    def allreduce_tensors(self, job: TensorReduction, *, staging: Buffer, label: str = "") -> Completion:
+        inputs, outputs, layout, reduction = job
         early = self.early
         if early is None or not early.takes(layout.nbytes):
-            return super().allreduce_tensors(inputs, outputs, layout, reduction, staging=staging, label=label)
+            return super().allreduce_tensors(job, staging=staging, label=label)
         if not early.has_begun:
             early.begin(inputs, layout, reduction, label)
         early.finish(outputs, layout)
