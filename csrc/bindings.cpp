@@ -13,18 +13,16 @@
 #include <utility>
 #include <vector>
 
-#include "bound_messages.h"
 #include "deadline.h"
 #include "device_bindings.h"
-#include "early_allreduce.h"
 #include "elements.h"
 #include "file_mapping.h"
 #include "heartbeat.h"
 #include "instruction_set.h"
+#include "message_bindings.h"
 #include "nccl_bindings.h"
 #include "ordered_exchange.h"
 #include "pack.h"
-#include "polite_look.h"
 #include "prepared_allreduce.h"
 #include "ready_counts.h"
 #include "reduce.h"
@@ -261,70 +259,6 @@ void register_plans(py::module_& m) {
         const auto since = self.last().ready.time_since_epoch();
         return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
       });
-}
-
-void register_messages(py::module_& m) {
-  using Addition = std::tuple<Addresses, Addresses, std::uint64_t, int, int, double, double>;
-  using Phase = std::tuple<Addresses, std::vector<std::pair<std::uintptr_t, int>>, std::vector<Addition>>;
-  py::class_<PoliteLook>(m, "PoliteLook")
-      .def(py::init([](int longest_us, int busy_us, int courtesy_us) {
-             using Microseconds = std::chrono::microseconds;
-             return std::make_unique<PoliteLook>(Microseconds(longest_us), Microseconds(busy_us),
-                                                 Microseconds(courtesy_us));
-           }),
-           "longest_us"_a, "busy_us"_a, "courtesy_us"_a);
-
-  py::class_<BoundMessages> messages(m, "BoundMessages");
-  messages.attr("DONE") = static_cast<int>(BoundMessages::Progress::kDone);
-  messages.attr("WAITING") = static_cast<int>(BoundMessages::Progress::kWaiting);
-  messages.attr("FAILED") = static_cast<int>(BoundMessages::Progress::kFailed);
-  messages
-      .def(py::init([](std::uintptr_t start, std::uintptr_t test, const std::vector<Phase>& given) {
-             const MpiFunctions mpi{reinterpret_cast<decltype(MpiFunctions::start)>(start),
-                                    reinterpret_cast<decltype(MpiFunctions::test)>(test)};
-             std::vector<BoundMessages::Phase> phases;
-             for (const auto& [starts, waits, additions] : given) {
-               BoundMessages::Phase phase{starts, {}, {}};
-               for (const auto& [request, peer] : waits) phase.waits.push_back({request, peer});
-               for (const auto& [destinations, sources, numel, dtype, op, prescale, postscale] : additions) {
-                 const Reducer reducer(static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale);
-                 phase.additions.push_back({destinations, sources, numel, reducer});
-               }
-               phases.push_back(std::move(phase));
-             }
-             return std::make_unique<BoundMessages>(mpi, std::move(phases));
-           }),
-           "start"_a, "test"_a, "phases"_a)
-      .def(
-          "start", [](BoundMessages& self) { return static_cast<int>(self.start()); }, WithoutGil())
-      .def(
-          "advance", [](BoundMessages& self) { return static_cast<int>(self.advance()); }, WithoutGil())
-      .def(
-          "look",
-          [](BoundMessages& self, PoliteLook& look) {
-            auto progress = BoundMessages::Progress::kWaiting;
-            look.until([&] { return (progress = self.advance()) != BoundMessages::Progress::kWaiting; });
-            return static_cast<int>(progress);
-          },
-          "look"_a, WithoutGil())
-      .def_property_readonly("peer", &BoundMessages::peer)
-      .def_property_readonly("error", &BoundMessages::error);
-
-  py::class_<EarlyAllreduce>(m, "EarlyAllreduce")
-      .def(py::init([](const ReadyCounts& counts, PoliteLook& look, Counts numels, Counts offsets, std::uint64_t numel,
-                       std::uintptr_t place, int dtype, int wire_dtype) {
-             EarlyShape shape{std::move(numels),         std::move(offsets),
-                              numel,                     place,
-                              static_cast<DType>(dtype), static_cast<DType>(wire_dtype)};
-             return std::make_unique<EarlyAllreduce>(counts, look, std::move(shape));
-           }),
-           "counts"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "place"_a, "dtype"_a, "wire_dtype"_a,
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
-      .def(
-          "run",
-          [](EarlyAllreduce& self, BoundMessages& messages, const Addresses& inputs, const Addresses& outputs,
-             std::uint32_t heard) { return static_cast<int>(self.run(messages, inputs, outputs, heard)); },
-          "messages"_a, "inputs"_a, "outputs"_a, "heard"_a, WithoutGil());
 }
 
 void register_file_mapping(py::module_& m) {

@@ -19,6 +19,11 @@ class PoliteLook {
   // Until `happened`, for as long as may be, and at least once; whether it happened.
   template <class Condition>
   bool until(Condition happened) {
+    return until(happened, [] { sched_yield(); });
+  }
+
+  template <class Condition, class Offer>
+  bool until(Condition happened, Offer offer_core) {
     if (happened()) return true;
     auto now = Clock::now();
     const auto end = now + longest_;
@@ -26,7 +31,7 @@ class PoliteLook {
       for (int i = 0; i < kLooks; ++i) {
         if (happened()) return true;
       }
-      sched_yield();  // whoever is waited for may need this very core
+      offer_core();  // whoever is waited for may need this very one
       const auto before = now;
       now = Clock::now();
       if (now - before > busy_) from_ = now + courtesy_;

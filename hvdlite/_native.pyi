@@ -3,7 +3,7 @@
 ``dtype`` and ``op`` are the integers of hvdlite.dtypes; addresses and counts are 64-bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -263,10 +263,12 @@ class PreparedAllreduce:
         """When all were ready, in the time of `time.monotonic_ns`."""
 
 class PoliteLook:
-    """How long native code looks for what others bring, before it leaves them the core. Source: csrc/polite_look.h."""
+    """How long one looks for what others bring, before one leaves them the core. Source: csrc/polite_look.h."""
 
     def __init__(self, longest_us: int, busy_us: int, courtesy_us: int) -> None:
         """An offer of the core that takes longer than ``busy_us`` ends the look, and all others for ``courtesy_us``."""
+    def until(self, happened: Callable[[], bool]) -> bool:
+        """Look until ``happened()``, and at least once; whether it is so. Offers of the core offer the GIL as well."""
 
 class BoundMessages:
     """Persistent requests and additions in phases: start some, wait for some, reduce. Source: csrc/bound_messages.cpp.
@@ -306,23 +308,53 @@ class BoundMessages:
     @property
     def error(self) -> int: ...
 
+class EarlyTurns:
+    """How far ranks of a node are with what rank 0 exchanges for all, by numbers from 1. Source: csrc/early_turns.h."""
+
+    def __init__(self, address: int, rank: int, size: int) -> None:
+        """``address``: of `bytes_needed` zeroed bytes, a multiple of 64."""
+    @staticmethod
+    def bytes_needed(size: int) -> int: ...
+    def begin(self, turn: int) -> None:
+        """This rank has put its tensors into its place."""
+    def all_have_begun(self, turn: int) -> bool: ...
+    def bring(self, turn: int) -> None:
+        """Of rank 0: the result is in every place."""
+    def has_come(self, turn: int) -> bool: ...
+
 class EarlyAllreduce:
-    """An allreduce of few bytes between ranks that are nodes, in one call. Source: csrc/early_allreduce.cpp."""
+    """An allreduce of few bytes between nodes, in one call. Source: csrc/early_allreduce.cpp.
+
+    Attributes:
+        DONE: as of `BoundMessages`, like other results that are not listed here.
+        NODE_IS_LATE: a rank of this node has not begun, so that ``messages`` are not started.
+    """
+
+    DONE: ClassVar[int]
+    NODE_IS_LATE: ClassVar[int]
 
     def __init__(
         self,
         counts: ReadyCounts,
+        turns: EarlyTurns,
         look: PoliteLook,
         numels: Sequence[int],
         offsets: Sequence[int],
         numel: int,
-        place: int,
+        places: Sequence[int],
+        rank: int,
         dtype: int,
         wire_dtype: int,
+        in_node: tuple[int, float, float] | None,
     ) -> None:
-        """Tensors lie at ``place``, of ``numel`` elements, as they travel."""
-    def run(self, messages: BoundMessages, inputs: Sequence[int], outputs: Sequence[int], heard: int) -> int:
-        """Pack, execute ``messages`` on the memory of ``place``, and unpack; returns how far it is.
+        """Tensors lie at ``places``, of each rank of the node, of ``numel`` elements, as they travel.
+
+        ``in_node``: op and scales, by which all places are reduced into that of rank 0; None where it is alone.
+        """
+    def run(
+        self, messages: BoundMessages | None, inputs: Sequence[int], outputs: Sequence[int], turn: int, heard: int
+    ) -> int:
+        """Pack, exchange by ``messages`` of rank 0 (None on others), and unpack; returns how far it is.
 
         ``heard``: the rings that were followed; any more end it before it is done, as a rank that is late does.
         """

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall
+from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, TensorReduction
 from hvdlite.collectives.early import EarlyAllreduce
 from hvdlite.config import Config
-from hvdlite.dtypes import SUM, Reduction
+from hvdlite.dtypes import Reduction
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import Buffer
 
@@ -30,19 +30,11 @@ class AcrossNodes(Backend):
     def small_bytes(self) -> int:  # type: ignore[override]
         return 0 if self.early is None else self.early.most_bytes
 
-    def allreduce_tensors(
-        self,
-        inputs: _native.TensorList,
-        outputs: _native.TensorList,
-        layout: Layout,
-        reduction: Reduction = SUM,
-        *,
-        staging: Buffer,
-        label: str = "",
-    ) -> Completion:
+    def allreduce_tensors(self, job: TensorReduction, *, staging: Buffer, label: str = "") -> Completion:
+        inputs, outputs, layout, reduction = job
         early = self.early
         if early is None or not early.takes(layout.nbytes):
-            return super().allreduce_tensors(inputs, outputs, layout, reduction, staging=staging, label=label)
+            return super().allreduce_tensors(job, staging=staging, label=label)
         if not early.has_begun:
             early.begin(inputs, layout, reduction, label)
         early.finish(outputs, layout)
@@ -64,12 +56,7 @@ class AcrossNodes(Backend):
         early = self.early
         if early is None or not early.takes(layout.nbytes):
             return None
-        endpoint, native = early.endpoint, None
-        if endpoint is not None:
-            types = layout.dtype, layout.wire_dtype
-            native = _native.EarlyAllreduce(
-                counts, endpoint.polite_look, layout.numels, layout.offsets, layout.end, early.place(layout), *types
-            )
+        native = early.prepared(counts, layout, reduction)
         return _PreparedCall(early, counts, layout, reduction, patience_s, label, native)
 
 
@@ -107,6 +94,7 @@ class _PreparedCall:
 
     def _attempt(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
         early, counts = self._early, self._counts
+        counts.want_ring(False)
         counts.set(plan, count)
         if not early.await_node(counts, plan, count, heard, self._patience_s):
             return _NOT_YET
@@ -124,7 +112,10 @@ class _PreparedCall:
             return False
         run = native.run
         return early.do_at_once(
-            lambda messages: run(messages, inputs, outputs, heard), self._layout, self._reduction, self._label
+            lambda messages, turn: run(messages, inputs, outputs, turn, heard),
+            self._layout,
+            self._reduction,
+            self._label,
         )
 
     def last(self) -> tuple[int, int, int]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import SUM, DType, Reduction
@@ -66,6 +66,19 @@ class Done(Completion):
 DONE = Done()
 
 
+class TensorReduction(NamedTuple):
+    """What is reduced over ranks: tensors as they lie in ``layout``, and how.
+
+    Attributes:
+        outputs: may be the same memory as ``inputs``.
+    """
+
+    inputs: TensorList
+    outputs: TensorList
+    layout: Layout
+    reduction: Reduction = SUM
+
+
 class PreparedCall(Protocol):
     """See `Backend.prepare_allreduce`, and `hvdlite._native.PreparedAllreduce` for what it returns."""
 
@@ -94,23 +107,13 @@ class Backend(ABC):
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
         """Reduce ``buf`` over all ranks, in place. The op of ``reduction`` is never AVERAGE or ADASUM."""
 
-    def allreduce_tensors(
-        self,
-        inputs: TensorList,
-        outputs: TensorList,
-        layout: Layout,
-        reduction: Reduction = SUM,
-        *,
-        staging: Buffer,
-        label: str = "",
-    ) -> Completion:
+    def allreduce_tensors(self, job: TensorReduction, *, staging: Buffer, label: str = "") -> Completion:
         """Allreduce tensors that live anywhere, by way of a buffer.
 
         Args:
-            inputs: as they lie in ``layout``.
-            outputs: likewise; may be the same memory.
-            staging: of ``layout.wire_dtype``. As much as it holds is on its way at a time.
+            staging: of the type in which they travel. As much as it holds is on its way at a time.
         """
+        inputs, outputs, layout, reduction = job
         for begin, end in windows(layout.end, staging.numel):
             part = staging.narrow(0, end - begin)
             with self._span(Lane.PACK, part.nbytes, part.dtype, label):

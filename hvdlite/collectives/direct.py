@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion
+from hvdlite.collectives.base import DONE, Backend, Completion, TensorReduction
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.memory.device import DeviceMemory, DeviceSharer
-from hvdlite.memory.layout import Layout, Range, share_of
+from hvdlite.memory.layout import Range, share_of
 from hvdlite.memory.views import Buffer
 from hvdlite.recorder import Lane, Recorder
 
@@ -38,17 +38,9 @@ class DirectBackend(Backend):
             self._barrier.allreduce(buf.copies, buf.numel, buf.dtype, *reduction)
         return DONE
 
-    def allreduce_tensors(
-        self,
-        inputs: _native.TensorList,
-        outputs: _native.TensorList,
-        layout: Layout,
-        reduction: Reduction = SUM,
-        *,
-        staging: Buffer,
-        label: str = "",
-    ) -> Completion:
+    def allreduce_tensors(self, job: TensorReduction, *, staging: Buffer, label: str = "") -> Completion:
         """All of it in one call, without the GIL."""
+        inputs, outputs, layout, reduction = job
         wire_dtype = layout.wire_dtype
         with self._span(Lane.NODE_ALLREDUCE, layout.nbytes, wire_dtype, label):
             self._barrier.staged_allreduce(

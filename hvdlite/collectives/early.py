@@ -4,8 +4,8 @@ Such an operation is its own agreement: no rank comes to its end before all have
 and come back. What some ranks have begun, and others never will, all bring to its end for nobody: messages that are on
 their way cannot be taken back.
 
-On nodes of several ranks all of these begin together. The node reduces into its leader's place, the leaders exchange,
-and a word in shared memory says that the result is there, for the node to spread.
+On a node of several ranks each puts its tensors into its place of shared memory. Their leader reduces these, exchanges
+the result with the other leaders, and puts what comes of it into all places (csrc/early_turns.h).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from hvdlite import _native
-from hvdlite.collectives.base import Backend
+from hvdlite.collectives.polite import polite_look
 from hvdlite.collectives.thresholds import at_once_bytes
 from hvdlite.config import Config
-from hvdlite.dtypes import DType, Reduction
+from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.base import FusionBuffer, Memory
-from hvdlite.memory.layout import Layout, Range
+from hvdlite.memory.layout import Layout
 from hvdlite.memory.segment import Segment
 from hvdlite.memory.views import Buffer
 from hvdlite.naps import nap_until
@@ -36,7 +36,6 @@ MOST_BYTES = 32 << 10
 class Leaders(Protocol):
     """The leaders of all nodes; see `hvdlite.collectives.ring.RingBackend`."""
 
-    recorder: Recorder
     endpoint: Endpoint
 
     def begin_allreduce(
@@ -53,10 +52,9 @@ class EarlyAllreduce:
 
     Args:
         leaders: None on other ranks.
-        node: of this node's ranks, where there are several.
         place: of `MOST_BYTES`.
-        turns: whose first word is the number of exchanges whose result has come to this node.
-        nodes: how many there are.
+        turns: of `turns_bytes`, for the ranks of this node.
+        nodes: of how many ranks each is.
         ranks: of this node, by their names for people.
         spin_us: how long ranks of a node look for one another before they sleep.
         timeout_s: the longest wait for other ranks.
@@ -69,35 +67,42 @@ class EarlyAllreduce:
     def __init__(
         self,
         leaders: Leaders | None,
-        node: Backend | None,
         place: FusionBuffer,
         turns: Segment,
         memory: Memory,
         *,
-        nodes: int,
+        nodes: Sequence[int],
         ranks: Sequence[int],
         spin_us: int,
         timeout_s: float,
         check: Callable[[], None],
+        recorder: Recorder,
     ) -> None:
         self.most_bytes = 0
-        self._nodes = nodes
+        self._nodes = len(nodes)
+        self._is_split = max(nodes) > 1
         self._leaders = leaders
-        self._node = node
-        self._others: list[list[Range]] = [[] for _ in ranks[1:]]
         self._places = {dtype: place.buffer(0, MOST_BYTES // dtype.itemsize, dtype) for dtype in DType}
         self._parts: dict[tuple[DType, int], Buffer] = {}  # of `_places`, by type and elements
-        self._turns = turns
+        self._segment = turns
+        self._turns = _native.EarlyTurns(turns.address, place.index, len(ranks))
         self._memory = memory
-        self._leader_rank = ranks[0]
+        self._ranks = ranks
+        self._look = polite_look() if leaders is None else leaders.endpoint.polite_look
         self._spin_us = spin_us
         self._timeout_s = timeout_s
         self._check = check
+        self._recorder = recorder
         self._turn = 0
         self._part: Buffer | None = None  # of what has begun
         self._exchange: BoundSchedule | None = None  # of it, while it is on its way; None on ranks that lead no node
         self._label = ""
         self._began_ns = 0
+
+    @staticmethod
+    def turns_bytes(ranks: int) -> int:
+        """What so many ranks of a node need of zeroed memory."""
+        return _native.EarlyTurns.bytes_needed(ranks)
 
     def configure(self, config: Config) -> None:
         """Take over what of ``config`` may change between two operations; the same on every rank."""
@@ -113,62 +118,103 @@ class EarlyAllreduce:
         return self._part is not None
 
     def begin(self, inputs: _native.TensorList | None, layout: Layout, reduction: Reduction, label: str) -> None:
-        """Put this rank's tensors on their way; returns when all ranks of the node have called it.
+        """Put this rank's tensors on their way; on a node's leader it returns when all ranks of the node have.
 
         Args:
             inputs: as they lie in ``layout``, of at least a byte and at most `MOST_BYTES`; None: nobody wants the
                 result.
         """
-        assert self._part is None, label
-        self._label, self._began_ns = label, time.monotonic_ns()
-        part = self._part_of(layout)
+        part = self._begin(layout, label)
         if inputs is not None:
             self._memory.pack(inputs, layout.dtype, part, 0)
-        across = reduction
-        if self._node is not None:
-            in_node, across = reduction.split()
-            self._node.reduce_scatter(part, self._all_to_leader(part), in_node, stays_open=True, label=label).wait()
+        self._turns.begin(self._turn)
         if self._leaders is not None:
+            in_node, across = self._split(reduction)
+            self._reduce_in_node(part, in_node)
             self._exchange = self._leaders.begin_allreduce(part, across, label)
-        self._turn += 1
         self._part = part
 
-    @property
-    def endpoint(self) -> Endpoint | None:
-        """By which native code may do all of it; None where it may not, or is not wanted."""
-        if self._leaders is None or self._node is not None or self._leaders.endpoint.functions is None:
-            return None
-        return self._leaders.endpoint
+    def _begin(self, layout: Layout, label: str) -> Buffer:
+        assert self._part is None, label
+        self._label, self._began_ns = label, time.monotonic_ns()
+        self._turn += 1
+        return self._part_of(layout)
 
-    def place(self, layout: Layout) -> int:
-        """The address by way of which tensors travel."""
-        return self._part_of(layout).address
+    def _split(self, reduction: Reduction) -> tuple[Reduction | None, Reduction]:
+        """What is done in the node, if anything, and between nodes."""
+        return reduction.split() if self._is_split else (None, reduction)
+
+    def _reduce_in_node(self, part: Buffer, reduction: Reduction | None) -> None:
+        """Of a leader: all places into its own, when all ranks of the node have begun."""
+        all_have_begun, turn = self._turns.all_have_begun, self._turn
+        if not all_have_begun(turn):
+            late = f"allreduce '{self._label}': not all ranks of {list(self._ranks)} on this node have come"
+            nap_until(lambda: all_have_begun(turn), late, timeout_s=self._timeout_s, check=self._check)
+        if reduction is not None:
+            _native.reduce([part.address], part.copies, part.numel, part.dtype, *reduction)
+
+    def prepared(
+        self, counts: _native.ReadyCounts, layout: Layout, reduction: Reduction
+    ) -> _native.EarlyAllreduce | None:
+        """What `do_at_once` runs; None where native code finds no MPI."""
+        if self._leaders is not None and self._leaders.endpoint.functions is None:
+            return None
+        part = self._part_of(layout)
+        in_node, _ = self._split(reduction)
+        tensors = layout.numels, layout.offsets, layout.end, part.copies, part.index, layout.dtype, layout.wire_dtype
+        return _native.EarlyAllreduce(counts, self._turns, self._look, *tensors, in_node)
 
     def do_at_once(
-        self, by: Callable[[_native.BoundMessages], int], layout: Layout, reduction: Reduction, label: str
+        self,
+        by: Callable[[_native.BoundMessages | None, int], int],
+        layout: Layout,
+        reduction: Reduction,
+        label: str,
     ) -> bool:
-        """`begin` and `finish` by native code, where there is an `endpoint`; whether it is done, or has only begun.
+        """`begin` and `finish` by native code; whether it is done, or has only begun.
 
         Args:
-            by: packs, sends and, if the result comes soon, unpacks; see `BoundSchedule.start`.
+            by: `run` of what is `prepared`, with the messages and the turn.
         """
-        assert self._part is None and self._leaders is not None, label
-        self._label, self._began_ns = label, time.monotonic_ns()
-        part = self._part_of(layout)
-        exchange = self._leaders.begin_allreduce(part, reduction, label, by)
-        if exchange.is_done:
+        part, turn = self._begin(layout, label), self._turn
+        if self._leaders is None:
+            is_done = by(None, turn) == _native.EarlyAllreduce.DONE
+        else:
+            is_done = False
+            in_node, across = self._split(reduction)
+
+            def start(messages: _native.BoundMessages) -> int:
+                nonlocal is_done
+                progress = by(messages, turn)
+                if progress == _native.EarlyAllreduce.NODE_IS_LATE:
+                    self._reduce_in_node(part, in_node)
+                    return messages.start()
+                is_done = progress == _native.EarlyAllreduce.DONE
+                return progress
+
+            self._exchange = self._leaders.begin_allreduce(part, across, label, start)
+        if is_done:
+            self._exchange = None
             self._record(part)
-            return True
-        self._turn += 1
-        self._part, self._exchange = part, exchange
-        return False
+        else:
+            self._part = part
+        return is_done
 
     def has_come(self) -> bool:
         """Of what has begun: whether its result is there, so that `finish` will not wait for other nodes."""
         if self._exchange is not None and self._exchange.advance():
             self._exchange = None
-            _native.store64(self._turns.address, self._turn)
-        return self._exchange is None and _native.load64(self._turns.address) >= self._turn
+            self._spread()
+        return self._exchange is None and self._turns.has_come(self._turn)
+
+    def _spread(self) -> None:
+        """Of a leader: the result into all places."""
+        part = self._part
+        assert part is not None
+        others = [place for place in part.copies if place != part.address]
+        if others:  # one source and no scale: a copy that reads once
+            _native.reduce(others, [part.address], part.nbytes, DType.UINT8, ReduceOp.SUM)
+        self._turns.bring(self._turn)
 
     def finish(self, outputs: _native.TensorList | None, layout: Layout) -> None:
         """Bring it to its end.
@@ -182,8 +228,6 @@ class EarlyAllreduce:
         self._wait(self.has_come)
         part = self._part
         assert part is not None
-        if self._node is not None:
-            self._node.allgather(part, self._all_to_leader(part), closes=True, label=self._label).wait()
         if outputs is not None:
             self._memory.unpack(part, 0, outputs, layout.dtype)
         self._part = None
@@ -213,7 +257,7 @@ class EarlyAllreduce:
         if self._exchange is not None:
             self._exchange.endpoint.until(done, self._exchange.peer)
             return
-        late = f"allreduce '{self._label}': rank {self._leader_rank}, which exchanges for this node, brought no result"
+        late = f"allreduce '{self._label}': rank {self._ranks[0]}, which exchanges for this node, brought no result"
         nap_until(done, late, timeout_s=self._timeout_s, check=self._check)
 
     def tensors(self, addresses: Sequence[int], layout: Layout) -> _native.TensorList:
@@ -221,16 +265,12 @@ class EarlyAllreduce:
 
     def await_node(self, counts: _native.ReadyCounts, plan: int, count: int, heard: int, patience_s: float) -> bool:
         """Whether all ranks of the node are ready."""
-        return self._node is None or counts.wait(plan, count, heard, patience_s, self._spin_us)
+        return len(self._ranks) == 1 or counts.wait(plan, count, heard, patience_s, self._spin_us)
 
     def _record(self, part: Buffer) -> None:
-        if self._leaders is not None:
-            recorder, dtype = self._leaders.recorder, part.dtype.label
-            recorder.add(Lane.RING, self._label, self._began_ns, time.monotonic_ns(), part.nbytes, dtype)
+        lane = Lane.NODE_ALLREDUCE if self._leaders is None else Lane.RING
+        self._recorder.add(lane, self._label, self._began_ns, time.monotonic_ns(), part.nbytes, part.dtype.label)
 
     def _part_of(self, layout: Layout) -> Buffer:
         key = layout.wire_dtype, layout.end
         return self._parts.get(key) or self._parts.setdefault(key, self._places[key[0]].narrow(0, layout.end))
-
-    def _all_to_leader(self, part: Buffer) -> list[list[Range]]:
-        return [[(0, part.numel)], *self._others]

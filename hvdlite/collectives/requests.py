@@ -8,7 +8,6 @@ plainly not there yet.
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,16 +19,12 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite import _native
 from hvdlite.collectives.mpi_functions import MpiFunctions
+from hvdlite.collectives.polite import polite_look
 from hvdlite.counters import Traffic
 from hvdlite.errors import CollectiveError
 from hvdlite.naps import FIRST_NAP_S, nap_until
 
-_SPIN_S = 200e-6  # a reply over a network comes within this, and so does one from a rank that wakes from a nap
-_LOOKS = 4  # tests between two offers of the core to others
-_BUSY_S = 1e-3  # who gets the core back later than this has offered it to somebody who computes
-_COURTESY_S = 50e-3  # for so long nobody spins then: an offer takes milliseconds, the end of a nap does not
 _CHECK_S = 10e-3  # between two looks at whether the job has failed
 _VERDICT_S = 1.0  # how long the sentinel gets to say which rank died after MPI said that something did
 
@@ -53,7 +48,7 @@ class Endpoint:
         functions: of MPI, for native code; None: Python calls MPI.
 
     Attributes:
-        polite_look: of native code for messages.
+        polite_look: for messages, from Python and from native code.
     """
 
     def __init__(
@@ -73,7 +68,7 @@ class Endpoint:
         self.size = comm.size
         self.traffic = Traffic()
         self.functions = functions
-        self.polite_look = _native.PoliteLook(*(round(1e6 * time_s) for time_s in (_SPIN_S, _BUSY_S, _COURTESY_S)))
+        self.polite_look = polite_look()
         self._name = self._label = ""
         self._comm = comm
         self._ranks = tuple(ranks)
@@ -81,7 +76,6 @@ class Endpoint:
         self._check = check
         self._nap_s = nap_us * 1e-6
         self._channel = channel
-        self._spin_from = 0.0
         self._receives: list[MPI.Request] = []
         self._sends: list[MPI.Request] = []
         self._lost: list[object] = []
@@ -153,17 +147,9 @@ class Endpoint:
         Raises:
             CollectiveError: ``peer`` did not come in time; or what ``check`` raises.
         """
-        if done():
+        start = time.monotonic()
+        if done() if nap_s else self.polite_look.until(done):
             return
-        start = now = time.monotonic()
-        while nap_s == 0.0 and now - start < _SPIN_S and now >= self._spin_from:
-            for _ in range(_LOOKS):
-                if done():
-                    return
-            os.sched_yield()
-            before, now = now, time.monotonic()
-            if now - before > _BUSY_S:
-                self._spin_from = now + _COURTESY_S
         late = f"rank {self._ranks[peer]} did not send or take its part"
         self._nap_until(done, late, start, nap_s or FIRST_NAP_S)
 

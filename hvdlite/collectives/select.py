@@ -23,7 +23,6 @@ from hvdlite.collectives.shm_exchange import ShmExchange
 from hvdlite.collectives.thresholds import limits_of
 from hvdlite.config import Config
 from hvdlite.memory.base import Memory
-from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.memory.views import Buffer
 from hvdlite.node import Node
 from hvdlite.recorder import Recorder
@@ -79,23 +78,21 @@ def build_backend(
 
     if len(nodes) == 1:
         return shm()
-    within: Backend | None = None
     backend: AcrossNodes | None = cross
     if cross is None or any(len(ranks) > 1 for ranks in nodes):
-        within = shm()
-        backend = hierarchical(within, cross, topology, config)
+        backend = hierarchical(shm(), cross, topology, config)
     assert backend is not None
     backend.early = EarlyAllreduce(
         cross if topology.is_leader else None,
-        within,
         memory.allocate(MOST_BYTES),
-        node.share(ALIGNMENT),
+        node.share(EarlyAllreduce.turns_bytes(node.local_size)),
         memory,
-        nodes=len(nodes),
+        nodes=[len(ranks) for ranks in nodes],
         ranks=node.ranks,
         spin_us=spin_us(config, node),
         timeout_s=config.collective_timeout_s,
         check=check,
+        recorder=recorder,
     )
     backend.early.configure(config)
     return backend

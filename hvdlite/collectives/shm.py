@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall
+from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, TensorReduction
 from hvdlite.collectives.schedule import scaling
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.errors import CollectiveError
@@ -79,23 +79,15 @@ class ShmBackend(Backend):
             self._expect_ok(status, "allreduce", label)
         return DONE
 
-    def allreduce_tensors(
-        self,
-        inputs: _native.TensorList,
-        outputs: _native.TensorList,
-        layout: Layout,
-        reduction: Reduction = SUM,
-        *,
-        staging: Buffer,
-        label: str = "",
-    ) -> Completion:
+    def allreduce_tensors(self, job: TensorReduction, *, staging: Buffer, label: str = "") -> Completion:
         """In windows that stay in cache: unpack one while packing another, and reduce my shard of the one between.
 
         All of it is one call: while the main thread computes, taking the GIL back costs up to 5 ms each time.
         ``staging`` is left alone.
         """
         if not self._window_bytes:
-            return super().allreduce_tensors(inputs, outputs, layout, reduction, staging=staging, label=label)
+            return super().allreduce_tensors(job, staging=staging, label=label)
+        inputs, outputs, layout, reduction = job
         wire_dtype = layout.wire_dtype
         with self._span(Lane.NODE_ALLREDUCE, layout.nbytes, wire_dtype, label):
             if layout.nbytes <= self.small_bytes:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from hvdlite.collectives.base import TensorReduction
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
 from hvdlite.distributed.carrier import Carrier, Part
 from hvdlite.dtypes import DType, ReduceOp, Reduction
@@ -79,9 +80,8 @@ class NetworkCarrier(Carrier):
         tensors = self._memory.tensors(inputs, layout.numels, layout.offsets)
         results = self._memory.tensors(outputs, layout.numels, layout.offsets)
         staging = self._engine.chunk(layout.wire_dtype)
-        self._backend.allreduce_tensors(
-            tensors, results, layout, reduction, staging=staging, label=call.operation
-        ).wait()
+        job = TensorReduction(tensors, results, layout, reduction)
+        self._backend.allreduce_tensors(job, staging=staging, label=call.operation).wait()
 
     @_told
     def reduce_scatter(

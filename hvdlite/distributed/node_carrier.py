@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvdlite import _native
+from hvdlite.collectives.base import TensorReduction
 from hvdlite.collectives.select import spin_us
 from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
@@ -78,9 +79,8 @@ class NodeCarrier(Carrier):
         tensors = self._engine.memory.tensors(inputs, layout.numels, layout.offsets)
         results = tensors if inputs == outputs else self._engine.memory.tensors(outputs, layout.numels, layout.offsets)
         staging = self._engine.chunk(layout.wire_dtype)
-        self._backend.allreduce_tensors(
-            tensors, results, layout, reduction, staging=staging, label=call.operation
-        ).wait()
+        job = TensorReduction(tensors, results, layout, reduction)
+        self._backend.allreduce_tensors(job, staging=staging, label=call.operation).wait()
 
     def reduce_scatter(
         self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hvdlite.collectives.base import TensorReduction
 from hvdlite.collectives.early import EarlyAllreduce
 from hvdlite.coordinator.burst import Run
 from hvdlite.coordinator.request import Request
@@ -163,7 +164,8 @@ class Allreduce(ReducingOperation):
         targets = sources if outputs is inputs else engine.tensors(outputs, layout)
         reduction = engine.resolved(self.reduction, wire_dtype)
         staging = engine.chunk(wire_dtype)
-        engine.backend.allreduce_tensors(sources, targets, layout, reduction, staging=staging, label=label).wait()
+        job = TensorReduction(sources, targets, layout, reduction)
+        engine.backend.allreduce_tensors(job, staging=staging, label=label).wait()
 
     def _reduce_at_home(self, engine: Engine, submission: Submission, home: Home, label: str) -> None:
         """Tensors that are not at their places are copied there, and results to where they are wanted."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backend_lab import KINDS, RANK, SIZE, Lab, allocate, assert_none, difference, encode, reduced, values_of
-from hvdlite.collectives.base import Backend
+from hvdlite.collectives.base import Backend, TensorReduction
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.memory.host import HostMemory
@@ -65,7 +65,7 @@ def allreduce(
     outputs = outputs or inputs
     layout = inputs.layout
     part = staging.as_dtype(layout.wire_dtype)
-    backend.allreduce_tensors(inputs.list, outputs.list, layout, reduction, staging=part).wait()
+    backend.allreduce_tensors(TensorReduction(inputs.list, outputs.list, layout, reduction), staging=part).wait()
 
 
 @pytest.mark.parametrize("dtype", REDUCING)

@@ -19,9 +19,11 @@
 #include <thread>
 #include <vector>
 
+#include "as_threads.h"
 #include "deadline.h"
 #include "elements.h"
 #include "heartbeat.h"
+#include "nodes_as_threads.h"
 #include "pack.h"
 #include "ready_counts.h"
 #include "signal.h"
@@ -32,26 +34,6 @@
 namespace {
 
 using namespace hvdlite;
-
-constexpr double kLongS = 60.0;  // never reached unless a case fails
-
-void require(bool holds, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::_Exit(1);  // the other ranks may wait for this one
-}
-#define REQUIRE(condition) require((condition), #condition)
-
-void on_ranks(int size, const std::function<void(int)>& work) {
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < size; ++rank) ranks.emplace_back(work, rank);
-  for (std::thread& rank : ranks) rank.join();
-}
-
-template <class T>
-std::uintptr_t address_of(const T* data) {
-  return reinterpret_cast<std::uintptr_t>(data);
-}
 
 // An abort word and a barrier.
 class Page {
@@ -336,19 +318,6 @@ void staged(int size) {
   });
 }
 
-// Zeroed lines, as shared memory is.
-class Lines {
- public:
-  explicit Lines(std::size_t bytes) : lines_((bytes + kCacheLine - 1) / kCacheLine) {}
-  std::uintptr_t address() const { return address_of(lines_.data()); }
-
- private:
-  struct alignas(kCacheLine) Line {
-    char bytes[kCacheLine];
-  };
-  std::vector<Line> lines_;
-};
-
 // One after the other, without meeting in between; now and then somebody is late, and what some have begun is
 // withdrawn.
 void small(int size, int spin_us) {
@@ -462,7 +431,7 @@ void race() {
   });
 }
 
-const std::map<std::string, std::function<void()>> kCases{
+const Cases kCases{
     {"barrier asleep", [] { barrier(0); }},
     {"barrier spinning", [] { barrier(1000); }},
     {"barrier timeout", barrier_timeout},
@@ -493,9 +462,11 @@ const std::map<std::string, std::function<void()>> kCases{
 }  // namespace
 
 int main(int argc, char** argv) {
+  Cases cases = kCases;
+  cases.merge(cases_across_nodes());
   if (argc == 2) {
-    kCases.at(argv[1])();
+    cases.at(argv[1])();
   } else {
-    for (const auto& [name, work] : kCases) std::puts(name.c_str());
+    for (const auto& [name, work] : cases) std::puts(name.c_str());
   }
 }

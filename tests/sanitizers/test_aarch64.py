@@ -19,8 +19,8 @@ QEMU = "qemu-aarch64-static"
 FLAGS = ["-std=c++17", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-iquote", ROOT / "csrc"]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
 SOURCES = [
-    *("deadline", "heartbeat", "instruction_set", "pack", "ready_counts", "reduce"),
-    *("signal", "small_allreduce", "socket_bell", "staged_allreduce"),
+    *("bound_messages", "deadline", "early_allreduce", "early_turns", "heartbeat", "instruction_set", "pack"),
+    *("ready_counts", "reduce", "signal", "small_allreduce", "socket_bell", "staged_allreduce"),
 ]
 NEEDED = "apt install g++-aarch64-linux-gnu qemu-user-static"
 
@@ -41,8 +41,8 @@ def program(tmp_path_factory: pytest.TempPathFactory, cross: str) -> Run:
         pytest.skip(f"no {QEMU} ({NEEDED})")
     binary = tmp_path_factory.mktemp("aarch64") / "ranks_as_threads"
     sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
-    main = Path(__file__).with_name("ranks_as_threads.cpp")
-    result = run(cross, *FLAGS, *CALLED, "-static", *sources, main, "-o", binary)
+    cases = [Path(__file__).with_name(f"{name}_as_threads.cpp") for name in ("ranks", "nodes")]
+    result = run(cross, *FLAGS, *CALLED, "-static", *sources, *cases, "-o", binary)
     assert result.returncode == 0, result.stdout
     return lambda *case: run(qemu, binary, *case)
 

@@ -19,6 +19,7 @@ UNIT_TESTS = [
     "test_native_pack.py",
     "test_native_scan.py",
     "test_native_staged_allreduce.py",
+    "test_native_messages.py",
     "test_native_instruction_sets.py",
     "test_native_signal.py",
     "test_native_socket_bell.py",

@@ -31,7 +31,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
     sources = [source for source in everything if source.stem not in left_out]
     of_devices = [source for source in sources if source.stem in ("cuda_driver", "device_copies", "device_stream")]
     chosen = {
-        "ranks_as_threads": (sources, []),
+        "ranks_as_threads": ([*sources, HERE / "nodes_as_threads.cpp"], []),
         "device_as_threads": (of_devices, [driver]),
         "device_schedules": (of_devices, [driver]),
     }

@@ -1,0 +1,139 @@
+#include "message_bindings.h"
+
+#include <pybind11/stl.h>
+#include <sched.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bound_messages.h"
+#include "early_allreduce.h"
+#include "early_turns.h"
+#include "elements.h"
+#include "polite_look.h"
+#include "ready_counts.h"
+#include "reduce.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace hvdlite {
+namespace {
+
+using Addresses = std::vector<std::uintptr_t>;
+using Counts = std::vector<std::uint64_t>;
+using WithoutGil = py::call_guard<py::gil_scoped_release>;
+
+void register_bound_messages(py::module_& m) {
+  using Addition = std::tuple<Addresses, Addresses, std::uint64_t, int, int, double, double>;
+  using Phase = std::tuple<Addresses, std::vector<std::pair<std::uintptr_t, int>>, std::vector<Addition>>;
+  py::class_<PoliteLook>(m, "PoliteLook")
+      .def(py::init([](int longest_us, int busy_us, int courtesy_us) {
+             using Microseconds = std::chrono::microseconds;
+             return std::make_unique<PoliteLook>(Microseconds(longest_us), Microseconds(busy_us),
+                                                 Microseconds(courtesy_us));
+           }),
+           "longest_us"_a, "busy_us"_a, "courtesy_us"_a)
+      .def(
+          "until",
+          [](PoliteLook& self, const py::function& happened) {
+            const auto offer_core = [] {
+              const py::gil_scoped_release without_gil;  // somebody else may need it to compute
+              sched_yield();
+            };
+            return self.until([&] { return happened().cast<bool>(); }, offer_core);
+          },
+          "happened"_a);
+
+  py::class_<BoundMessages> messages(m, "BoundMessages");
+  messages.attr("DONE") = static_cast<int>(BoundMessages::Progress::kDone);
+  messages.attr("WAITING") = static_cast<int>(BoundMessages::Progress::kWaiting);
+  messages.attr("FAILED") = static_cast<int>(BoundMessages::Progress::kFailed);
+  messages
+      .def(py::init([](std::uintptr_t start, std::uintptr_t test, const std::vector<Phase>& given) {
+             const MpiFunctions mpi{reinterpret_cast<decltype(MpiFunctions::start)>(start),
+                                    reinterpret_cast<decltype(MpiFunctions::test)>(test)};
+             std::vector<BoundMessages::Phase> phases;
+             for (const auto& [starts, waits, additions] : given) {
+               BoundMessages::Phase phase{starts, {}, {}};
+               for (const auto& [request, peer] : waits) phase.waits.push_back({request, peer});
+               for (const auto& [destinations, sources, numel, dtype, op, prescale, postscale] : additions) {
+                 const Reducer reducer(static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale);
+                 phase.additions.push_back({destinations, sources, numel, reducer});
+               }
+               phases.push_back(std::move(phase));
+             }
+             return std::make_unique<BoundMessages>(mpi, std::move(phases));
+           }),
+           "start"_a, "test"_a, "phases"_a)
+      .def(
+          "start", [](BoundMessages& self) { return static_cast<int>(self.start()); }, WithoutGil())
+      .def(
+          "advance", [](BoundMessages& self) { return static_cast<int>(self.advance()); }, WithoutGil())
+      .def(
+          "look",
+          [](BoundMessages& self, PoliteLook& look) {
+            auto progress = BoundMessages::Progress::kWaiting;
+            look.until([&] { return (progress = self.advance()) != BoundMessages::Progress::kWaiting; });
+            return static_cast<int>(progress);
+          },
+          "look"_a, WithoutGil())
+      .def_property_readonly("peer", &BoundMessages::peer)
+      .def_property_readonly("error", &BoundMessages::error);
+}
+
+void register_early_allreduce(py::module_& m) {
+  using Progress = EarlyAllreduce::Progress;
+  using Reduction = std::tuple<int, double, double>;
+  py::class_<EarlyTurns>(m, "EarlyTurns")
+      .def(py::init<std::uintptr_t, int, int>(), "address"_a, "rank"_a, "size"_a)
+      .def_static("bytes_needed", &EarlyTurns::bytes_needed, "size"_a)
+      .def("begin", &EarlyTurns::begin, "turn"_a)
+      .def("all_have_begun", &EarlyTurns::all_have_begun, "turn"_a)
+      .def("bring", &EarlyTurns::bring, "turn"_a)
+      .def("has_come", &EarlyTurns::has_come, "turn"_a);
+
+  py::class_<EarlyAllreduce> early(m, "EarlyAllreduce");
+  early.attr("DONE") = static_cast<int>(Progress::kDone);
+  early.attr("NODE_IS_LATE") = static_cast<int>(Progress::kNodeIsLate);
+  early
+      .def(py::init([](const ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
+                       std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
+                       const std::optional<Reduction>& in_node) {
+             const auto wire = static_cast<DType>(wire_dtype);
+             EarlyShape shape{std::move(numels),
+                              std::move(offsets),
+                              numel,
+                              std::move(places),
+                              rank,
+                              static_cast<DType>(dtype),
+                              wire,
+                              {}};
+             if (in_node) {
+               const auto& [op, prescale, postscale] = *in_node;
+               shape.in_node.emplace(wire, static_cast<Op>(op), prescale, postscale);
+             }
+             return std::make_unique<EarlyAllreduce>(counts, turns, look, std::move(shape));
+           }),
+           "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
+           "wire_dtype"_a, "in_node"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+      .def(
+          "run",
+          [](EarlyAllreduce& self, BoundMessages* messages, const Addresses& inputs, const Addresses& outputs,
+             std::uint64_t turn,
+             std::uint32_t heard) { return static_cast<int>(self.run(messages, inputs, outputs, turn, heard)); },
+          "messages"_a, "inputs"_a, "outputs"_a, "turn"_a, "heard"_a, WithoutGil());
+}
+
+}  // namespace
+
+void register_messages(py::module_& m) {
+  register_bound_messages(m);
+  register_early_allreduce(m);
+}
+
+}  // namespace hvdlite

@@ -1,0 +1,462 @@
+"""Wrong lines of what runs on the host."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+_COORDINATOR = "hvdlite/coordinator/"
+_COLLECTIVES = "hvdlite/collectives/"
+_TORCH = "hvdlite/torch/"
+_TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
+_PLANS = "unit/test_plans.py unit/test_frozen_plan.py"
+_EARLY = "unit/test_early.py"
+_MESSAGES = "unit/test_native_messages.py"
+_THREADS = "sanitizers/test_threads.py::test_every_case[ranks_as_threads]"
+
+MUTANTS = [
+    # The coordinator: whom it wakes, what it holds back, what it compares.
+    Mutant(f"{_COORDINATOR}worker.py", "if missed or unfinished:", "if unfinished:", "unit/test_worker.py"),
+    Mutant(f"{_COORDINATOR}worker.py", "if missed or unfinished:", "if missed:", "unit/test_worker.py"),
+    Mutant(f"{_COORDINATOR}worker.py", "                at_work.release()\n", "", "unit/test_worker.py"),
+    Mutant(f"{_COORDINATOR}coordinator.py", "        self._has_rung = False\n", "", "2 mpi/test_runtime.py"),
+    Mutant(
+        f"{_COORDINATOR}in_flight.py",
+        "for key in list(self._futures) if key not in self._executing]",
+        "for key in list(self._futures)]",
+        "unit/test_coordinator.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "while len(self._spread) > unsent:",
+        "while self._spread:",
+        "unit/test_coordinator.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "while self._own_words and self._own_words[0][0] <= self._published:",
+        "while self._own_words:",
+        "unit/test_coordinator.py",
+    ),
+    Mutant(
+        "csrc/ready_counts.cpp",
+        "return (word & ~kCountMask) == tag_of(plan) ? word & kCountMask : 0;",
+        "return word & kCountMask;",
+        "unit/test_control_page.py",
+    ),
+    # Plans that run free across nodes: what has begun is executed only if it was not dropped.
+    Mutant(
+        f"{_COORDINATOR}readiness.py",
+        "(not is_held and self._early.has_begun and self._early.has_come())",
+        "(self._early.has_begun and self._early.has_come())",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_leader.py",
+        "any(node.count > count or node.is_begun for node in nodes)",
+        "any(node.is_begun for node in nodes)",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}coordinator.py",
+        "                self._owner.early.drop(reaction.begun)\n",
+        "",
+        _PLANS,
+    ),
+    # Plans that run free: when an operation is due, what ends them, and what becomes of what has begun.
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "return plan if plan is not None and plan.is_free and self._held is None else None",
+        "return plan if plan is not None and plan.is_free else None",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "[*plan.take_bursts(count)] if plan.is_free else [plan.take(count)]",
+        "[plan.take(count)]",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "        turns.offered -= 1\n        self.ready -= 1\n",
+        "        self.ready -= 1\n",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "if self._pending or self.done != self.ready:",
+        "if self._pending:",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "        if self._plan.runs_free:\n",
+        "        if False:\n",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}readiness.py",
+        "if found.came_alone and all(",
+        "if all(",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}coordinator.py",
+        "self._queue or not self._in_flight.is_quiet or self.collector.is_open:",
+        "self._queue or self.collector.is_open:",
+        "3 mpi/test_prepared.py",
+    ),
+    # Plans that begin anew.
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "                self._negotiation.take_back()\n",
+        "                pass\n",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_leader.py",
+        "(self._rotation - known.began_at) % len(order)",
+        "self._rotation",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "        self._numbers.update(plan.next_numbers(count))\n",
+        "",
+        _PLANS,
+    ),
+    # Bursts: where they end, and what becomes of what does not come true.
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "        if plan.is_stuck:\n            return 0.0\n",
+        "",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "if math.inf in pauses or min(pauses)",
+        "if min(pauses)",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_leader.py",
+        "(place - came_since) % period",
+        "place",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_member.py",
+        "if self.ready != start or self.has_gap or",
+        "if",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}collector.py",
+        "                if expected[number] != request:\n                    return None\n",
+        "",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}coordinator.py",
+        "            self.collector.interrupt()\n            in_flight.admit",
+        "            in_flight.admit",
+        _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}burst.py",
+        "        if self.is_open:  # the rest may come only after this\n            self._take_apart()\n",
+        "",
+        _PLANS,
+    ),
+    Mutant(
+        "csrc/small_allreduce.cpp",
+        "turn_ % kPlaces) * kMostBytes",
+        "0) * kMostBytes",
+        _THREADS,
+    ),
+    Mutant("csrc/small_allreduce.cpp", "turn_ += has_begun_ ? 1 : 2;", "turn_ += 2;", _THREADS),
+    Mutant(
+        "csrc/small_allreduce.cpp",
+        "own.turn.store(turn_, std::memory_order_seq_cst);",
+        "own.turn.store(turn_, std::memory_order_relaxed);",
+        _THREADS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}control_page.py",
+        "self._capacity + min(map(_native.load64, self._tails))",
+        "self._capacity + max(map(_native.load64, self._tails))",
+        "unit/test_control_page.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}negotiation.py",
+        "        gathering.missing -= len(ranks)\n",
+        "        gathering.missing -= 1\n",
+        "unit/test_negotiation.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}negotiation.py",
+        "return tuple(ranks[i] for i in order), tuple(sizes[i] for i in order)",
+        "return tuple(ranks[i] for i in order), sizes",
+        "unit/test_negotiation.py",
+    ),
+    Mutant(
+        f"{_COORDINATOR}messages.py",
+        "            self._slots.move_to_end(request)\n",
+        "",
+        "unit/test_messages.py",
+    ),
+    # Allreduces that are begun early, in Python and in native code: who may read and write a place, and when.
+    Mutant(
+        f"{_COLLECTIVES}early.py",
+        "return self._exchange is None and self._turns.has_come(self._turn)",
+        "return self._exchange is None",
+        _EARLY,
+    ),
+    Mutant(f"{_COLLECTIVES}early.py", "        if not all_have_begun(turn):\n", "        if False:\n", _EARLY),
+    Mutant(
+        f"{_COLLECTIVES}early.py",
+        "            self._exchange = None\n            self._spread()\n",
+        "            self._exchange = None\n            self._turns.bring(self._turn)\n",
+        _EARLY,
+    ),
+    Mutant(
+        f"{_COLLECTIVES}early.py",
+        "return reduction.split() if self._is_split else (None, reduction)",
+        "return None, reduction",
+        _EARLY,
+    ),
+    Mutant(f"{_COLLECTIVES}across_nodes.py", "        counts.want_ring(False)\n", "", _EARLY),
+    Mutant("csrc/early_allreduce.cpp", "  if (messages != nullptr) spread(turn);\n", "", _MESSAGES),
+    Mutant(
+        "csrc/early_allreduce.cpp",
+        "return progress == Progress::kDone || progress == Progress::kFailed || counts_.has_news(heard);",
+        "return progress == Progress::kDone || progress == Progress::kFailed;",
+        _MESSAGES,
+    ),
+    Mutant(
+        "csrc/early_allreduce.cpp",
+        "if (!turns_.all_have_begun(turn)) return Progress::kNodeIsLate;",
+        "",
+        _MESSAGES,
+    ),
+    Mutant("csrc/bound_messages.cpp", "  wait_ = 0;\n", "", _MESSAGES),
+    Mutant("csrc/bound_messages.cpp", "if (error_ != 0) return false;", "", _MESSAGES),
+    Mutant("csrc/polite_look.h", "while (now < end && now >= from_) {", "while (now < end) {", _MESSAGES),
+    Mutant(
+        "csrc/early_turns.h",
+        "word(rank_).store(turn, std::memory_order_release);",
+        "word(rank_).store(turn, std::memory_order_relaxed);",
+        _THREADS,
+    ),
+    Mutant(
+        "csrc/early_turns.h",
+        "word(size_).store(turn, std::memory_order_release);",
+        "word(size_).store(turn, std::memory_order_relaxed);",
+        _THREADS,
+    ),
+    Mutant(
+        "csrc/early_turns.cpp",
+        "if (word(rank).load(std::memory_order_acquire) < turn) return false;",
+        "if (word(rank).load(std::memory_order_relaxed) < turn) return false;",
+        _THREADS,
+    ),
+    # Collectives: bytes that come from the wrong place, too early, or scaled twice.
+    Mutant(f"{_COLLECTIVES}shm.py", "if not (alone and stays_open):", "if not stays_open:", "3 mpi/test_backends.py"),
+    Mutant(
+        f"{_COLLECTIVES}thresholds.py",
+        "halvings if nodes & (nodes - 1) == 0 else halvings + 1",
+        "halvings",
+        "unit/test_algorithms.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}algorithms.py",
+        "own_first=rank < partner,",
+        "own_first=True,",
+        "unit/test_schedules.py unit/test_collective_executors.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}algorithms.py",
+        "postscale=postscale if step == size - 2 else 1.0,",
+        "postscale=postscale if step == 0 else 1.0,",
+        "unit/test_schedules.py unit/test_collective_executors.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}algorithms.py",
+        "if now == size and size % 2 == 1:",
+        "if now == size and size % 4 == 1:",
+        "unit/test_schedules.py unit/test_collective_executors.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}pairwise.py",
+        "ahead, behind = (rank + distance) % size, (rank - distance) % size",
+        "ahead, behind = (rank + distance) % size, (rank + distance) % size",
+        "3 mpi/test_alltoall.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}shm_exchange.py",
+        "end = begin + self._window",
+        "end = begin + self._window // 2",
+        "2 mpi/test_alltoall.py",
+    ),
+    # Ranks that meet without MPI.
+    Mutant(
+        "hvdlite/meeting_point.py",
+        "lambda: self._gone(gathering) or not gathering.missing",
+        "lambda: not gathering.missing",
+        "unit/test_rendezvous.py",
+    ),
+    Mutant(
+        "hvdlite/meeting_point.py",
+        "if rank in gathering.left or gathering.is_over:",
+        "if rank in gathering.left:",
+        "unit/test_rendezvous.py",
+    ),
+    Mutant("hvdlite/rendezvous.py", "self._subsets[members] += 1", "pass", "unit/test_rendezvous.py"),
+    Mutant(
+        "hvdlite/cli/ranks.py",
+        "end_with_parent(signal.SIGKILL)",
+        "end_with_parent(signal.SIGTERM)",
+        "faults/test_run_front.py",
+    ),
+    Mutant("hvdlite/cli/ranks.py", "self._ending.within(self._grace_s)", "pass", "unit/test_run.py"),
+    # Gradients: what is counted, who contributes, what is agreed on.
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "            and all(map(operator.is_, self._noted, self._inner_parameters))\n",
+        "",
+        "unit/test_optimizer_sequences.py unit/test_optimizer_buckets.py",
+    ),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "for slot in (self.order[0], self.order[-1]) if is_as_expected else self.order:",
+        "for slot in self.order[:1] + self.order[-1:]:",
+        "unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "return self._came_as_expected or slot.passes_left < self._passes",
+        "return slot.passes_left < self._passes",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "            and not any(map(_requires_grad, self._left_out))\n",
+        "",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "elif not arrival.has_come(slot):  # switched off before backward, not after it",
+        "else:",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "late = sorted(arrival.late, key=lambda slot: slot.index)",
+        "late = list(arrival.late)",
+        "2 mpi/test_optimizer.py mpi/test_optimizer_in_torch.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "            bucket.missing = bucket.active\n",
+        "            bucket.missing = len(bucket.slots)\n",
+        "unit/test_optimizer_buckets.py",
+    ),
+    Mutant(
+        f"{_TORCH}bucketing.py",
+        "order = list(dict.fromkeys(reversed(arrived)))[::-1]",
+        "order = list(dict.fromkeys(arrived))",
+        "unit/test_bucketing.py",
+    ),
+    Mutant(
+        f"{_TORCH}bucketing.py",
+        "return nodes > 1 or have or stay",
+        "return nodes > 1 or stay",
+        "unit/test_bucketing.py",
+    ),
+    # Tensor parallelism: windows in turns, whose rows, whose gradients.
+    Mutant(
+        f"{_TENSOR_PARALLEL}window.py",
+        "        self._filled_so_far += 1\n",
+        "",
+        "3 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}window.py",
+        "        begin = self.rank * height * columns\n",
+        "        begin = 0\n",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}window.py",
+        "        return view.own.clone()",
+        "        return view.own",
+        "4 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}meeting.py",
+        "if cards.count(card) != self.size:",
+        "if card not in cards:",
+        "unit/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}matmul.py",
+        "return bias if carrier.rank == 0 else None",
+        "return bias",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}clipping.py",
+        "(own if id(parameter) in split else common).add_(square)",
+        "own.add_(square)",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}vocabulary.py",
+        "highest.masked_fill(highest.isinf(), 0)",
+        "highest",
+        "2 mpi/test_tensor_parallel.py",
+    ),
+    Mutant(
+        f"{_TENSOR_PARALLEL}grid.py",
+        "for node in hvdlite.runtime().topology.nodes for rank in node]",
+        "for rank in range(size)]",
+        "4 mpi/test_tensor_parallel_nodes.py",
+    ),
+    # Native code: who is woken, what is rounded, where an edge is.
+    Mutant(
+        "csrc/signal.cpp",
+        "if (assistants_asleep.load(std::memory_order_seq_cst) != 0) futex_wake_all(count, kAssistant);",
+        "futex_wake_all(count, kOwner);",
+        "unit/test_native_signal.py",
+    ),
+    Mutant(
+        "csrc/signal.cpp",
+        "  reducer.reduce(copies, copies, shard.begin, shard.end);\n  return wait(timeout_s);\n",
+        "  reducer.reduce(copies, copies, shard.begin, shard.end);\n  return WaitStatus::kOk;\n",
+        "unit/test_native_signal.py",
+    ),
+    Mutant(
+        "csrc/staged_allreduce.cpp",
+        "if (k <= windows) {",
+        "if (k < windows) {",
+        "unit/test_native_staged_allreduce.py",
+    ),
+    Mutant(
+        "csrc/pack.cpp",
+        "  if (at < end) mover.zero(place(), end - at);\n",
+        "",
+        "unit/test_native_pack.py",
+    ),
+    Mutant(
+        "csrc/reduce.cpp",
+        "constexpr double kAbove = 1 << 24;",
+        "constexpr double kAbove = 1 << 4;",
+        "unit/test_native_reduce.py",
+    ),
+    Mutant(
+        "csrc/socket_bell.cpp",
+        "EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET",
+        "EPOLLIN | EPOLLRDHUP | EPOLLET",
+        "unit/test_native_socket_bell.py",
+    ),
+]

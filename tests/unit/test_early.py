@@ -1,0 +1,228 @@
+"""Allreduces that ranks begin early: those of one node are threads here, and another node is a message."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite import _native
+from hvdlite.collectives.across_nodes import AcrossNodes
+from hvdlite.collectives.base import PreparedCall
+from hvdlite.collectives.early import MOST_BYTES, EarlyAllreduce
+from hvdlite.collectives.polite import polite_look
+from hvdlite.config import Config
+from hvdlite.dtypes import SUM, DType, Reduction
+from hvdlite.memory.host import HostMemory
+from hvdlite.memory.layout import Layout
+from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.views import Buffer
+from hvdlite.recorder import Recorder
+from mpi_lab import Mpi
+from thread_comm import ThreadComm, on_ranks
+
+LINE = 64
+NOT_YET = _native.PreparedAllreduce.NOT_YET
+AVERAGE = Reduction(prescale=0.5, postscale=4.0)
+
+
+class Node:
+    """What threads share as if they were processes."""
+
+    def __init__(self, comm: ThreadComm) -> None:
+        self.local_rank, self.local_size = comm.rank, comm.size
+        self._comm = comm
+
+    def share(self, nbytes: int, *, reserved: bool = True) -> Segment:
+        made: Segment = self._comm.allgather(self._made(nbytes) if self.local_rank == 0 else None)[0]
+        return made
+
+    @staticmethod
+    def _made(nbytes: int) -> Segment:
+        file = create_memory_file(nbytes)
+        try:
+            return Segment(file, nbytes)
+        finally:
+            os.close(file)
+
+
+class Leaders:
+    """This node's leader, and that of another node, which sends 100 times the number of the operation."""
+
+    def __init__(self, mpi: Mpi, functions: bool) -> None:
+        self.number = 0
+        self._mpi = mpi
+        self.endpoint: Any = SimpleNamespace(
+            functions=mpi.functions if functions else None, polite_look=polite_look(), until=wait_until
+        )
+
+    def begin_allreduce(
+        self,
+        buf: Buffer,
+        reduction: Reduction,
+        label: str,
+        by: Callable[[_native.BoundMessages], int] | None = None,
+    ) -> Any:
+        theirs = np.full(buf.numel, 100.0 * self.number / reduction.prescale, np.float32)  # as if scaled already
+        addition = [buf.address], [buf.address, theirs.ctypes.data], buf.numel, buf.dtype, *reduction
+        messages = self._mpi.messages(([1], [(1, 1)], [addition]))
+        is_done = (messages.start() if by is None else by(messages)) == messages.DONE
+        return Exchange(self.endpoint, messages, is_done, theirs)
+
+
+class Exchange:
+    """As `hvdlite.collectives.bound.BoundSchedule`, which has begun."""
+
+    peer = 1
+
+    def __init__(self, endpoint: Any, messages: _native.BoundMessages, is_done: bool, memory: object) -> None:
+        self.endpoint = endpoint
+        self.is_done = is_done
+        self._messages = messages
+        self._memory = memory
+
+    def advance(self) -> bool:
+        self.is_done = self.is_done or self._messages.advance() == self._messages.DONE
+        return self.is_done
+
+
+def wait_until(done: Callable[[], bool], peer: int) -> None:
+    while not done():
+        time.sleep(0)
+
+
+class Sometimes:
+    """As if a message had come, with a chance of ``chance``."""
+
+    def __init__(self, chance: float, seed: int) -> None:
+        self._chance = chance
+        self._random = random.Random(seed)
+
+    def __contains__(self, request: object) -> bool:
+        return self._random.random() < self._chance
+
+
+class Rank:
+    """One of a node.
+
+    Args:
+        native: whether it knows functions of MPI.
+    """
+
+    def __init__(self, comm: ThreadComm, chance: float = 1.0, native: bool = True) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        node = Node(comm)
+        memory = HostMemory(node)  # type: ignore[arg-type]
+        mpi = Mpi()
+        mpi.done = Sometimes(chance, seed=1)
+        self.leaders = Leaders(mpi, native) if comm.rank == 0 else None
+        self.early = EarlyAllreduce(
+            self.leaders,
+            memory.allocate(MOST_BYTES),
+            node.share(EarlyAllreduce.turns_bytes(comm.size)),
+            memory,
+            nodes=[comm.size, 1],
+            ranks=range(comm.size),
+            spin_us=10,
+            timeout_s=10.0,
+            check=lambda: None,
+            recorder=Recorder(),
+        )
+        self.early.configure(Config())
+        self._page = page = node.share(2 * comm.size * LINE)
+        self.bell = page.address + (comm.size + comm.rank) * LINE
+        self.counts = _native.ReadyCounts(page.address, page.address + comm.size * LINE, comm.rank, comm.size)
+        self.layout = Layout.of([3], DType.FLOAT32, DType.FLOAT32)
+
+    def prepare(self, reduction: Reduction = SUM, patience_s: float = 10.0) -> PreparedCall:
+        backend: Any = SimpleNamespace(early=self.early)
+        call = AcrossNodes.prepare_allreduce(backend, self.counts, self.layout, reduction, None, patience_s, "early")
+        assert call is not None
+        return call
+
+    def input(self, number: int) -> np.ndarray:
+        if self.leaders is not None:
+            self.leaders.number = number
+        return np.full(3, self.rank + number, np.float32)
+
+    def expected(self, number: int, reduction: Reduction = SUM) -> list[float]:
+        own = reduction.prescale * sum(rank + number for rank in range(self.size))
+        return [reduction.postscale * (own + 100.0 * number)] * 3
+
+    def step_by_step(self, value: np.ndarray, number: int, reduction: Reduction) -> None:
+        """As the coordinator does it."""
+        self.counts.set(1, number)
+        self.finish(value, number, reduction)
+
+    def finish(self, value: np.ndarray, number: int, reduction: Reduction) -> None:
+        while self.counts.all(1) < number:
+            time.sleep(0)
+        tensors = self.early.tensors([value.ctypes.data], self.layout)
+        if not self.early.has_begun:
+            self.early.begin(tensors, self.layout, reduction, "early")
+        self.early.finish(tensors, self.layout)
+
+
+@pytest.mark.parametrize("chance", [0.01, 0.5, 1.0])
+@pytest.mark.parametrize("ways", ["PP", "NP", "PN", "NN", "NNN", "PNPN", "N", "-N"])
+def test_ranks_in_native_code_and_in_python_do_the_same(ways: str, chance: float) -> None:
+    """P: step by step; N: by a prepared call; -: by one that finds no function of MPI. Some operations are dropped."""
+
+    def work(comm: ThreadComm) -> list[str]:
+        way = ways[comm.rank]
+        rank = Rank(comm, chance, native=way != "-")
+        problems = []
+        calls = {reduction: rank.prepare(reduction) for reduction in (SUM, AVERAGE)}
+        for number in range(1, 60):
+            reduction = AVERAGE if number % 3 == 0 else SUM
+            value = rank.input(number)
+            if number % 7 == 0:  # some have begun
+                if comm.rank % 2 == 1:
+                    tensors = rank.early.tensors([value.ctypes.data], rank.layout)
+                    rank.early.begin(tensors, rank.layout, reduction, "dropped")
+                rank.early.drop(rank.layout, reduction, "dropped")
+                rank.counts.set(1, number)
+                continue
+            if way == "P":
+                rank.step_by_step(value, number, reduction)
+            else:
+                address = [value.ctypes.data]
+                heard = _native.load32(rank.bell)
+                if calls[reduction].run(address, address, 1, number, heard) == NOT_YET:
+                    rank.finish(value, number, reduction)
+            if value.tolist() != rank.expected(number, reduction):
+                problems.append(f"{number}: {value}")
+        return problems
+
+    assert [problem for problems in on_ranks(len(ways), work) for problem in problems] == []
+
+
+def test_who_is_at_work_is_not_rung_for_every_count() -> None:
+    """The coordinator wants a ring for it; whoever does the operation himself sees it anyway."""
+
+    def work(comm: ThreadComm) -> int:
+        rank = Rank(comm)
+        rank.counts.want_ring(True)
+        value = rank.input(1)
+        tensors = rank.early.tensors([value.ctypes.data], rank.layout)
+        if comm.rank == 1:
+            rank.counts.set(1, 1)
+            rank.early.begin(tensors, rank.layout, SUM, "early")
+        comm.allgather(None)
+        if comm.rank == 0:
+            address = [value.ctypes.data]
+            assert rank.prepare().run(address, address, 1, 1, 0) == _native.PreparedAllreduce.DONE
+            rank.counts.set(1, 2)
+        comm.allgather(None)
+        if comm.rank == 1:
+            rank.counts.set(1, 2)
+        comm.allgather(None)
+        return _native.load32(rank.bell)
+
+    assert on_ranks(2, work)[0] == 0

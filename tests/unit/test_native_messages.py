@@ -1,0 +1,227 @@
+"""_native's PoliteLook, BoundMessages and EarlyAllreduce, with an MPI whose functions are Python's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdlite import _native
+from hvdlite.dtypes import DType, ReduceOp
+from mpi_lab import Mpi
+
+DONE, WAITING, FAILED = _native.BoundMessages.DONE, _native.BoundMessages.WAITING, _native.BoundMessages.FAILED
+LINE = 64
+LONG_US = 60_000_000  # never reached unless a test fails
+
+
+@pytest.fixture
+def mpi() -> Mpi:
+    return Mpi()
+
+
+def addition(into: np.ndarray, of: np.ndarray) -> tuple[Any, ...]:
+    return [into.ctypes.data], [into.ctypes.data, of.ctypes.data], into.size, DType.FLOAT32, ReduceOp.SUM, 1.0, 1.0
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def test_phases_in_their_order_as_far_as_messages_have_come(mpi: Mpi) -> None:
+    sums, first, second = floats(1, 2), floats(10, 20), floats(100, 200)
+    messages = mpi.messages(
+        ([1, 2], [(1, 7), (2, 8)], [addition(sums, first)]),
+        ([3], [(3, 9)], [addition(sums, second)]),
+    )
+    assert messages.start() == WAITING
+    assert messages.peer == 7
+    assert mpi.calls == [("start", 1), ("start", 2), ("test", 1)]
+    mpi.done = {1}
+    assert messages.advance() == WAITING
+    assert messages.peer == 8
+    assert list(sums) == [1, 2]
+    mpi.done = {2}
+    assert messages.advance() == WAITING
+    assert messages.peer == 9
+    assert list(sums) == [11, 22]
+    mpi.done = {3}
+    assert messages.advance() == DONE
+    assert list(sums) == [111, 222]
+    mpi.done = {1, 2, 3}
+    mpi.calls.clear()
+    assert messages.start() == DONE  # again, from the beginning
+    assert mpi.calls == [("start", 1), ("start", 2), ("test", 1), ("test", 2), ("start", 3), ("test", 3)]
+    assert list(sums) == [221, 442]
+
+
+@pytest.mark.parametrize("call", [("start", 2), ("test", 1)])
+def test_an_error_of_mpi(mpi: Mpi, call: tuple[str, int]) -> None:
+    mpi.errors = {call: 15}
+    messages = mpi.messages(([1, 2], [(1, 0)], []))
+    assert messages.start() == FAILED
+    assert messages.error == 15
+    assert mpi.calls[-1] == call
+
+
+def test_nothing_to_do(mpi: Mpi) -> None:
+    assert mpi.messages().start() == DONE
+
+
+def test_a_look_goes_on_until_all_is_done(mpi: Mpi) -> None:
+    messages = mpi.messages(([1], [(1, 0)], []))
+    assert messages.start() == WAITING
+    mpi.done = {1}
+    assert messages.look(_native.PoliteLook(LONG_US, LONG_US, 0)) == DONE
+
+
+def test_a_look_ends_where_nothing_comes(mpi: Mpi) -> None:
+    messages = mpi.messages(([1], [(1, 0)], []))
+    assert messages.start() == WAITING
+    assert messages.look(_native.PoliteLook(1, LONG_US, 0)) == WAITING
+
+
+class Looks:
+    """A condition that becomes true with the look number ``last``."""
+
+    def __init__(self, last: int = 1_000_000) -> None:
+        self.count = 0
+        self._last = last
+
+    def __call__(self) -> bool:
+        self.count += 1
+        return self.count >= self._last
+
+
+def test_a_polite_look_ends_when_it_happened() -> None:
+    looks = Looks(1000)
+    assert _native.PoliteLook(LONG_US, LONG_US, 0).until(looks)
+    assert looks.count == 1000
+
+
+def test_a_polite_look_leaves_a_busy_core_alone() -> None:
+    """Any offer of the core takes longer than -1 us: the first ends the look, and for long nobody looks on."""
+    look = _native.PoliteLook(LONG_US, -1, LONG_US)
+    first, second = Looks(), Looks()
+    assert not look.until(first)
+    assert not look.until(second)
+    assert first.count > second.count == 2  # before and after
+    assert _native.PoliteLook(LONG_US, -1, 0).until(Looks(1000))  # without courtesy
+
+
+def test_a_polite_look_raises_what_its_condition_raises() -> None:
+    def fail() -> bool:
+        raise RuntimeError("as wanted")
+
+    with pytest.raises(RuntimeError, match="as wanted"):
+        _native.PoliteLook(LONG_US, LONG_US, 0).until(fail)
+
+
+class Early:
+    """Ranks of one node, of which rank 0 exchanges with a node of one that sends ``theirs``; float32 as ``wire``."""
+
+    def __init__(
+        self, mpi: Mpi, size: int, numels: tuple[int, ...] = (2,), wire: DType = DType.FLOAT32, look_us: int = 1
+    ) -> None:
+        self._offsets = [0, *itertools.accumulate(numels)]
+        self.memory = np.zeros((3 * size + 3) * LINE, np.uint8)
+        start = -self.memory.ctypes.data % LINE + self.memory.ctypes.data
+        numel = self._offsets[-1]
+        self.places = np.zeros((size, numel), np.float16 if wire is DType.FLOAT16 else np.float32)
+        self.theirs = np.zeros_like(self.places[0])
+        places = [place.ctypes.data for place in self.places]
+        of_others = [places[0]], [places[0], self.theirs.ctypes.data], numel, wire, ReduceOp.SUM, 1.0, 1.0
+        self.messages = mpi.messages(([1], [(1, 1)], [of_others]))
+        self.turns = [_native.EarlyTurns(start + 2 * size * LINE, rank, size) for rank in range(size)]
+        self.counts = [_native.ReadyCounts(start, start + size * LINE, rank, size) for rank in range(size)]
+        self.bell = start + size * LINE  # of rank 0
+        look = _native.PoliteLook(look_us, LONG_US, 0)
+        in_node = (ReduceOp.SUM, 1.0, 1.0) if size > 1 else None
+        layout = numels, self._offsets[:-1], numel
+        self._ranks = [
+            _native.EarlyAllreduce(
+                self.counts[rank],
+                self.turns[rank],
+                look,
+                *layout,
+                places,
+                rank,
+                DType.FLOAT32,
+                wire,
+                in_node,
+            )
+            for rank in range(size)
+        ]
+
+    def run(self, rank: int, inputs: list[np.ndarray], outputs: list[np.ndarray], turn: int = 1, heard: int = 0) -> int:
+        sources, targets = ([array.ctypes.data for array in arrays] for arrays in (inputs, outputs))
+        return self._ranks[rank].run(self.messages if rank == 0 else None, sources, targets, turn, heard)
+
+
+@pytest.fixture(params=[DType.FLOAT32, DType.FLOAT16], ids=lambda dtype: dtype.label)
+def wire(request: pytest.FixtureRequest) -> DType:
+    return request.param
+
+
+def test_early_allreduce_of_a_node_of_one(mpi: Mpi, wire: DType) -> None:
+    """Of several tensors, not in place, and with a cast on the way."""
+    early = Early(mpi, 1, (2, 1), wire)
+    early.theirs[:] = [10, 20, 30]
+    mpi.done = {1}
+    inputs, outputs = [floats(1, 2), floats(3)], [floats(0, 0), floats(0)]
+    assert early.run(0, inputs, outputs) == _native.EarlyAllreduce.DONE
+    assert [list(output) for output in outputs] == [[11, 22], [33]]
+    assert [list(value) for value in inputs] == [[1, 2], [3]]
+    assert early.turns[0].has_come(1)
+    assert not early.turns[0].has_come(2)
+
+
+def test_early_allreduce_of_a_node_of_two(mpi: Mpi, wire: DType) -> None:
+    """The result is in all places before anybody hears of it."""
+    early = Early(mpi, 2, wire=wire)
+    early.theirs[:] = [100, 200]
+    mpi.done = {1}
+    values = [floats(1, 2), floats(10, 20)]
+    assert early.run(1, [values[1]], [values[1]]) == WAITING
+    assert list(values[1]) == [10, 20]
+    assert not early.turns[1].has_come(1)
+    assert early.run(0, [values[0]], [values[0]]) == DONE
+    assert list(values[0]) == [111, 222]
+    assert early.turns[1].has_come(1)
+    assert early.places.tolist() == [[111, 222], [111, 222]]
+
+
+def test_nothing_is_sent_before_the_node_has_begun(mpi: Mpi) -> None:
+    early = Early(mpi, 2)
+    mpi.done = {1}
+    value = floats(1, 2)
+    assert early.run(0, [value], [value]) == _native.EarlyAllreduce.NODE_IS_LATE
+    assert mpi.calls == []
+    assert not early.turns[0].all_have_begun(1)
+    early.turns[1].begin(1)
+    assert early.turns[0].all_have_begun(1)
+    assert early.run(0, [value], [value]) == DONE
+
+
+def test_early_allreduce_whose_messages_are_late_or_fail(mpi: Mpi) -> None:
+    early = Early(mpi, 1)
+    value = floats(1, 2)
+    assert early.run(0, [value], [value]) == WAITING
+    assert early.messages.peer == 1
+    assert not early.turns[0].has_come(1)
+    mpi.errors = {("test", 1): 3}
+    assert early.run(0, [value], [value], turn=2) == FAILED
+    assert early.messages.error == 3
+    assert list(value) == [1, 2]
+
+
+def test_a_ring_ends_early_allreduce_at_once(mpi: Mpi) -> None:
+    early = Early(mpi, 1, look_us=LONG_US)
+    _native.doorbell_ring(early.bell)
+    value = floats(1, 2)
+    assert early.run(0, [value], [value], heard=0) == WAITING
+    assert mpi.calls == [("start", 1), ("test", 1)]
+    mpi.done = {1}
+    assert early.run(0, [value], [value], turn=2, heard=1) == DONE
