@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from hvdlite import recorder
+from hvdlite.collectives.select import spin_us
 from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
@@ -53,7 +54,8 @@ class Membership:
         else:
             self._carrier = NetworkCarrier(world, name, ranks)
         self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
-        self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health)
+        patience_us = spin_us(world.config, world.node)
+        self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health, patience_us)
         world.health.add(self.post)
         self._worlds = worlds
         self._is_closed = False

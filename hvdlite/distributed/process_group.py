@@ -20,7 +20,7 @@ from torch.autograd.profiler import record_function
 from hvdlite.distributed.collectives import Run, in_turn
 from hvdlite.distributed.devices import OtherDevices, by_device
 from hvdlite.distributed.membership import Membership
-from hvdlite.distributed.post import ANY
+from hvdlite.distributed.messages import ANY
 from hvdlite.distributed.work import GroupWork
 
 Tensors = list[torch.Tensor]
