@@ -11,6 +11,7 @@ from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
 from hvdlite.distributed.doors import Door, Entrance
+from hvdlite.distributed.group_timeline import GroupTimeline
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
@@ -31,6 +32,7 @@ class Membership:
         entrance: for messages to this rank.
         doors: of all ranks.
         worlds: in which this process is beside this one.
+        timeline: ends with the group, if there is one.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Membership:
         entrance: Entrance,
         doors: Sequence[Door],
         worlds: ProcessWorlds,
+        timeline: GroupTimeline | None,
     ) -> None:
         self.world = world
         self.name = name
@@ -58,6 +61,7 @@ class Membership:
         self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health, patience_us)
         world.health.add(self.post)
         self._worlds = worlds
+        self._timeline = timeline
         self._is_closed = False
 
     @property
@@ -126,6 +130,8 @@ class Membership:
             )
             self.lane.close(grace_s)
         self.post.close(grace_s)
+        if self._timeline is not None:
+            self._timeline.close()
         self._worlds.remove(health)
         health.expect_end()
         self._carrier.leave()

@@ -225,6 +225,36 @@ def test_one_timeline_and_one_count_of_both(hvdlite_first: bool, tmp_path: Path)
             hvd.shutdown()
 
 
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_the_timeline_of_the_settings_needs_no_init(
+    nodes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
+    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
+    with process_group(nodes):
+        dist.broadcast(torch.ones(10), 0)
+    if RANK == 0:
+        assert "broadcast" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    told(None)
+
+
+def test_init_begins_the_timeline_of_the_settings_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
+    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
+    with process_group():
+        dist.broadcast(torch.ones(10), 0)
+        hvd.init()
+        hvd.allreduce(torch.ones(3), name="gradient")
+        dist.all_gather([torch.empty(1) for _ in range(SIZE)], torch.ones(1))
+        hvd.shutdown()
+    if RANK == 0:
+        names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert "all_gather" in names and "broadcast" not in names
+        assert any("gradient" in name for name in names), names
+    told(None)
+
+
 @pytest.mark.parametrize("hvdlite_ends_first", [True, False])
 def test_either_may_end_first(hvdlite_ends_first: bool) -> None:
     tensor = torch.ones(10)
