@@ -200,8 +200,12 @@ class Incoming:
 
     def _write(self) -> None:
         if self._unsaid:
-            with suppress(BlockingIOError):
+            try:
                 self._unsaid = self._unsaid[self.link.send(self._unsaid) :]
+            except BlockingIOError:
+                pass
+            except OSError:  # the sender has left; what it has sent before can still be read
+                self._unsaid = b""
 
 
 def _after(parts: list[memoryview], count: int) -> list[memoryview]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from hvdlite import recorder
 from hvdlite.collectives.select import spin_us
@@ -33,6 +34,7 @@ class Membership:
         doors: of all ranks.
         worlds: in which this process is beside this one.
         timeline: ends with the group, if there is one.
+        store: torch's, of the group.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Membership:
         doors: Sequence[Door],
         worlds: ProcessWorlds,
         timeline: GroupTimeline | None,
+        store: Any,
     ) -> None:
         self.world = world
         self.name = name
@@ -55,7 +58,7 @@ class Membership:
         if len(world.topology.nodes) == 1:
             self._carrier = NodeCarrier(world, name, ranks, timeout_s)
         else:
-            self._carrier = NetworkCarrier(world, name, ranks)
+            self._carrier = NetworkCarrier(world, name, ranks, timeout_s, store)
         self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
         patience_us = spin_us(world.config, world.node)
         self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health, patience_us)

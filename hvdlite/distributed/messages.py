@@ -98,7 +98,7 @@ class Arrival:
                 )
             )
             return
-        if not self._is_in_place:
+        if own and not self._is_in_place:
             own[:] = self.memory
         put_back([wish.tensor], [wish.block])
         wish.work.finish(source=self.source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import hvdlite.torch as hvd
 from distributed_lab import NODES, RANK, SIZE, of_rank, process_group, told
 from hvdlite import mpi
-from hvdlite.distributed import doors
+from hvdlite.distributed import doors, late_watch
 from hvdlite.errors import ShutDownError, StartupError
 
 pytestmark = [
@@ -93,8 +94,9 @@ def test_messages(nodes: tuple[int, ...], reads_memory: bool, monkeypatch: pytes
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
-def test_who_is_late_is_named() -> None:
-    with process_group(timeout_s=1.0):
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_who_is_late_is_named(nodes: tuple[int, ...]) -> None:
+    with process_group(nodes, timeout_s=1.0):
         if RANK == LAST:
             told(None)
         else:
@@ -104,8 +106,12 @@ def test_who_is_late_is_named() -> None:
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
-def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on() -> None:
-    with process_group():
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on(
+    nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_watch, "_DECLARED_S", 0.02)
+    with process_group(nodes):
         if RANK == LAST:
             told(None)
         tensor = torch.ones(3)
@@ -120,8 +126,9 @@ def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on() -> No
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
-def test_a_call_has_the_timeout_of_its_options() -> None:
-    with process_group() as group:
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_call_has_the_timeout_of_its_options(nodes: tuple[int, ...]) -> None:
+    with process_group(nodes) as group:
         options = dist.BarrierOptions()
         options.timeout = timedelta(seconds=0.1)
         if RANK == LAST:
@@ -130,6 +137,26 @@ def test_a_call_has_the_timeout_of_its_options() -> None:
             with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 0.1 s"):
                 group.barrier(options).wait()
             told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_who_is_late_for_long_is_warned_of(
+    nodes: tuple[int, ...], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDLITE_STALL_CHECK_TIME_SECONDS", "0.2")
+    monkeypatch.setattr(late_watch, "_DECLARED_S", 0.02)
+    with process_group(nodes):
+        with caplog.at_level(logging.WARNING, logger="hvdlite"):
+            work = dist.barrier(async_op=True) if RANK != LAST else None
+            while work is not None and "has not come for" not in caplog.text:
+                time.sleep(1e-3)
+            told(None)
+        if work is None:
+            dist.barrier()
+        else:
+            assert f"barrier() of process group 0: rank {LAST} has not come for 0 s" in caplog.text
+            work.wait()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody leaves")

@@ -77,6 +77,24 @@ def test_a_message_arrives_in_the_tensor_that_waits_for_it(ends: Ends, numel: in
     assert arrival.wish is not None and arrival.wish.work.source_rank() == 3
 
 
+@pytest.mark.parametrize("numel", [0, 1])
+def test_what_came_before_its_tensor_and_before_its_sender_left_arrives(numel: int) -> None:
+    sends, receives = socket.socketpair()
+    outgoing, sent, received = Outgoing(), torch.rand(numel), torch.empty(numel)
+    outgoing.link = sends
+    outgoing.waiting.append(Parcel(0, sent, memory_of(sent), GroupWork(None, [], "send"), 0.0))
+    outgoing.write()
+    sends.close()
+    arrival = Incoming(
+        3, receives, os.getpid(), lambda *facts: Arrival(facts[0], facts[1], facts[2], None, None)
+    ).read()
+    assert arrival is not None
+    arrival.wish = wish_for(received)
+    arrival.deliver([0, 1, 2, 3])
+    assert arrival.wish.work.is_success() and torch.equal(sent, received)
+    receives.close()
+
+
 def test_large_messages_are_offers_where_memory_may_be_read() -> None:
     ends = Ends(may_read=True)
     assert len(ends.send(torch.ones(1))) == 1
