@@ -247,6 +247,14 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         together.perform()
         return together
 
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        """Every group has a world of its own, so there is nothing to split.
+
+        Raises:
+            ValueError: says what to do.
+        """
+        raise ValueError("process group hvdlite is not split: dist.new_group(ranks) makes a group of some of its ranks")
+
     # The end.
 
     def shutdown(self) -> None:

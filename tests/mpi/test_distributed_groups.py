@@ -176,6 +176,11 @@ def test_who_has_left_is_named() -> None:
         dist.barrier()
 
 
+def test_a_group_is_not_split() -> None:
+    with process_group() as group, pytest.raises(ValueError, match=r"dist.new_group\(ranks\) makes a group"):
+        group.split_group([RANK])
+
+
 def test_profilers_show_calls() -> None:
     with process_group():
         with torch.profiler.profile() as profile:
