@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import hvdlite.torch as hvd
-from distributed_lab import NODES, RANK, SIZE, of_rank, process_group, told
+from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told
 from hvdlite import mpi
-from hvdlite.distributed import doors, late_watch
+from hvdlite.distributed import doors, late_watch, node_carrier
 from hvdlite.errors import ShutDownError, StartupError
 
 pytestmark = [
@@ -46,6 +46,19 @@ def test_groups_of_some_ranks_end_in_any_order() -> None:
         dist.all_reduce(tensor)
         assert tensor[0] == SIZE
         assert dist.get_backend() == "hvdlite"
+
+
+def test_what_goes_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_carrier, "_STREAMED_BYTES", 0)
+    with process_group():
+        for numel in SIZES:
+            tensor, block = of_rank(RANK, numel, torch.uint8), torch.empty(SIZE * numel, dtype=torch.uint8)
+            dist.all_gather_into_tensor(block, tensor)
+            assert torch.equal(block, torch.cat([of_rank(rank, numel, torch.uint8) for rank in range(SIZE)])), numel
+            dist.all_to_all_single(block, torch.full_like(block, RANK))
+            assert torch.equal(block, torch.arange(SIZE, dtype=torch.uint8).repeat_interleave(numel)), numel
+            dist.broadcast(tensor, LAST)
+            assert torch.equal(tensor, of_rank(LAST, numel, torch.uint8)), numel
 
 
 @pytest.mark.parametrize("reads_memory", [True, False])
