@@ -68,6 +68,9 @@ class LateWatch:
         self._next_look_s = math.inf  # when the thread looks again by itself
         self._is_closing = False
         self._thread: threading.Thread | None = None
+        # Of the thread.
+        self._declared = 0  # the number of the last call that it has said this rank waits for
+        self._warned_s = 0.0  # how long that had taken when it warned last
 
     def begin(self, call: Call) -> None:
         """``call`` is under way from here on."""
@@ -107,31 +110,35 @@ class LateWatch:
         return min(_DECLARED_S, limit_s / 2)
 
     def _run(self) -> None:
-        declared, warned_s = 0, 0.0
+        seen = 0
         while not self._is_closing:
             current, now_s = self._under_way, time.monotonic()
-            if current is None:
-                self._sleep(math.inf)
+            if current is None:  # where calls are short one of them in a second wakes this thread
+                is_idle, seen = seen == self._number, self._number
+                self._sleep(math.inf if is_idle else now_s + _DECLARED_S)
                 continue
             waited_s = now_s - current.since_s
-            patience_s = self._patience_s(current.limit_s)
-            if waited_s >= patience_s and declared != current.number:
-                self._declare(current.number)
-                declared, warned_s = current.number, 0.0
+            self._speak(current, waited_s)
             if waited_s >= current.limit_s:
                 self._give_up(current)
                 return
-            if waited_s - warned_s >= self._stall_s and declared == current.number:
-                warned_s = waited_s
-                _LOG.warning("%s for %.0f s", self._told(current, "has not come"), waited_s)
-            self._sleep(
-                current.since_s
-                + (
-                    patience_s
-                    if waited_s < patience_s
-                    else min(current.limit_s, warned_s + self._stall_s, waited_s + _DECLARED_S)
-                )
-            )
+            self._sleep(current.since_s + self._next_look_after(current, waited_s))
+
+    def _speak(self, current: _UnderWay, waited_s: float) -> None:
+        """Say that this rank waits, and for whom, if it is time to."""
+        if waited_s >= self._patience_s(current.limit_s) and self._declared != current.number:
+            self._declare(current.number)
+            self._declared, self._warned_s = current.number, 0.0
+        if self._declared == current.number and waited_s - self._warned_s >= self._stall_s:
+            self._warned_s = waited_s
+            _LOG.warning("%s for %.0f s", self._told(current, "has not come"), waited_s)
+
+    def _next_look_after(self, current: _UnderWay, waited_s: float) -> float:
+        """Seconds after its beginning when there is something to do for it."""
+        patience_s = self._patience_s(current.limit_s)
+        if waited_s < patience_s:
+            return patience_s
+        return min(current.limit_s, self._warned_s + self._stall_s, waited_s + _DECLARED_S)
 
     def _sleep(self, until_s: float) -> None:
         self._next_look_s = until_s
