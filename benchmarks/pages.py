@@ -105,18 +105,28 @@ def split_table(report: Report) -> str:
 
 
 def collectives_table(report: Report) -> str:
-    """How many times as fast as over Gloo a call or a step of torch.distributed is."""
+    """How many times as fast as over Gloo a call of torch.distributed is, and in brackets a memcpy; and steps."""
     sizes = list(dict.fromkeys(row["bytes"] for row in report["collectives"]))
     rows: dict[str, list[str]] = {}
     for row in report["collectives"]:
-        rows.setdefault(row["collective"], []).append(f"{row['times_as_fast']['value']:.1f}")
+        bound = f" ({row['bound']['value']:.1f})" if "bound" in row else ""
+        rows.setdefault(row["collective"], []).append(f"{row['times_as_fast']['value']:.1f}{bound}")
     steps = [
-        [f"{kind}: {found['model']}", *(_two_digits(found["ways"][way]["median_ms"]) for way in ("hvdlite", "Gloo"))]
+        [
+            f"{kind}: {found['model']}",
+            *(_two_digits(found["ways"][way]["median_ms"]) for way in ("hvdlite", "Gloo")),
+            _interval(found["exposed"]) if "exposed" in found else "",
+        ]
         for kind, key in (("DDP", "ddp"), ("FSDP2", "fsdp2"))
         for found in report[key]
     ]
     first = _table(["times as fast as Gloo", *map(size, sizes)], [[name, *cells] for name, cells in rows.items()])
-    return f"{first}\n\n{_table(['step, ms', 'hvdlite', 'Gloo'], steps)}"
+    second = _table(["step, ms", "hvdlite", "Gloo", "exposed communication / Gloo's"], steps)
+    return f"{first}\n\n{second}"
+
+
+def _interval(ratio: dict[str, float]) -> str:
+    return f"{ratio['value']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def _ratio(row: dict[str, Any]) -> str:

@@ -24,12 +24,14 @@ class Exercise:
         call: does it once, over a group of all ranks.
         result: (numel,) where it ends up; None: nowhere on this rank.
         expected: the same, if each rank's source is its rank + 1.
+        is_written: this rank's result, if there is one, is not there before.
     """
 
     source: torch.Tensor
     call: Callable[[Group], object]
     result: torch.Tensor | None
     expected: torch.Tensor | None
+    is_written: bool = True
 
     def check(self, group: Group) -> None:
         """Leaves zeros in the source, so that sums of sums stay what they are.
@@ -42,6 +44,13 @@ class Exercise:
         if self.result is not None:
             torch.testing.assert_close(self.result, self.expected, rtol=0, atol=0)
         self.source.zero_()
+
+    def copy(self) -> Callable[[], object]:
+        """What writes as much as this rank has to write, once, from memory of its own."""
+        if self.result is None or not self.is_written:
+            return lambda: None
+        result, other = self.result, torch.zeros_like(self.result)
+        return lambda: result.copy_(other)
 
 
 def _total() -> int:
@@ -69,8 +78,8 @@ def reduce(numel: int) -> Exercise:
 
 
 def broadcast(numel: int) -> Exercise:
-    tensor = torch.empty(numel)
-    return Exercise(tensor, lambda group: dist.broadcast(tensor, 0, group=group), tensor, torch.ones(numel))
+    tensor, is_written = torch.empty(numel), dist.get_rank() != 0
+    return Exercise(tensor, lambda group: dist.broadcast(tensor, 0, group=group), tensor, torch.ones(numel), is_written)
 
 
 def all_gather(numel: int) -> Exercise:

@@ -4,7 +4,8 @@
     python -m hvdlite run --mpi -np 4 torch_distributed.py --json results/torch_distributed_4.json
 
 Both are process groups of the same processes, and take turns. A call is waited for. The bytes of a collective are those
-of a rank's larger buffer, and at least one element of each rank.
+of a rank's larger buffer, and at least one element of each rank. From 256 KiB on a memcpy takes turns with them, of as
+many bytes on every rank that has a result to write: where a rank writes its own result, no collective is faster.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from measure import (
     write_json,
 )
 from models import LONG, SHORT, Task
-from torch_collectives import COLLECTIVES, Exercise, Group
+from torch_collectives import COLLECTIVES, Group
 from train_step import CHECKED, LONG_S, block, check_equal, exposed_ratio
 from training import Alone, Way
 
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 SIZES = (4, 4 << 10, 256 << 10, 4 << 20, 64 << 20)
 MODELS = (*SHORT, *LONG)
 SHARDED = "three 4096^2 layers"  # 192 MiB
-HVDLITE, GLOO = "hvdlite", "Gloo"
+HVDLITE, GLOO, COPY = "hvdlite", "Gloo", "memcpy"
+COPIED_BYTES = 256 << 10  # of fewer the call takes the time
 LEAST_ROUNDS, MOST_ROUNDS = 5, 60
 BLOCK_BYTES, MOST_CALLS = 16 << 20, 100  # of a block of calls
 
@@ -92,13 +94,13 @@ def fsdp2(label: str, group: Group) -> type[Way]:
     return Fsdp2
 
 
-def timed(exercise: Exercise, group: Group, comm: MPI.Comm, calls: int) -> float:
+def timed(call: Callable[[], object], comm: MPI.Comm, calls: int) -> float:
     """Seconds per call; one call more goes before, to start the ranks together."""
     meet(comm)
-    exercise.call(group)
+    call()
     start = time.perf_counter()
     for _ in range(calls):
-        exercise.call(group)
+        call()
     return (time.perf_counter() - start) / calls
 
 
@@ -106,21 +108,26 @@ def measure_collective(name: str, nbytes: int, groups: Groups, comm: MPI.Comm, r
     numel = -(-nbytes // 4 // comm.size) * comm.size  # the ranks divide it
     exercise = COLLECTIVES[name](numel)
     calls = max(1, min(MOST_CALLS, BLOCK_BYTES // nbytes))
+    ways: dict[str, Callable[[], object]] = {label: partial(exercise.call, group) for label, group in groups.items()}
+    if nbytes >= COPIED_BYTES:
+        ways[COPY] = exercise.copy()
     for group in groups.values():
         exercise.check(group)
-        timed(exercise, group, comm, min(calls, 20))
-    seconds: dict[str, list[float]] = {label: [] for label in groups}
-    for label in in_turns([*groups], rounds):
-        seconds[label].append(timed(exercise, groups[label], comm, calls))
+    for call in ways.values():
+        timed(call, comm, min(calls, 20))
+    seconds: dict[str, list[float]] = {label: [] for label in ways}
+    for label in in_turns([*ways], rounds):
+        seconds[label].append(timed(ways[label], comm, calls))
     times = {label: slowest(comm, own) * 1e6 for label, own in seconds.items()}
     found = {label: summary(own) for label, own in times.items()}
-    return {
+    row = {
         "collective": name,
         "bytes": nbytes,
         "calls_per_round": calls,
         "ways": {label: {"median_us": median, "p95_us": p95} for label, (median, p95) in found.items()},
         "times_as_fast": estimate(median_ratio, times[GLOO], times[HVDLITE]),
     }
+    return row | ({"bound": estimate(median_ratio, times[GLOO], times[COPY])} if COPY in times else {})
 
 
 def check_shards_equal(ways: Sequence[Way]) -> None:
@@ -189,10 +196,11 @@ def print_report(report: dict[str, Any]) -> None:
             size(row["bytes"]),
             *(f"{row['ways'][label]['median_us']:.1f}" for label in (HVDLITE, GLOO)),
             show(row["times_as_fast"], 2),
+            show(row["bound"], 2) if "bound" in row else "",
         ]
         for row in report["collectives"]
     ]
-    print("\n" + table(["collective", "bytes", "hvdlite us", "Gloo us", "times as fast"], rows))
+    print("\n" + table(["collective", "bytes", "hvdlite us", "Gloo us", "times as fast", "a memcpy is"], rows))
     print_steps("DDP", report["ddp"], {"step": 3, "exposed": 2})
     print_steps("FSDP2", report["fsdp2"], {"step": 3})
 
@@ -219,7 +227,7 @@ def main() -> None:
     names = [task.name for task in MODELS]
     text = "of DDP (default: all; with more ranks than cores those whose step is short)"
     parser.add_argument("--models", nargs="*", choices=names, metavar="MODEL", help=text)
-    parser.add_argument("--seconds", type=float, default=6.0, help="for each model, about (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=45.0, help="for each model, about (default: %(default)s)")
     parser.add_argument("--step-rounds", type=int, help="blocks of steps (default: by what --seconds allows)")
     options = parser.parse_args()
 

@@ -286,8 +286,8 @@ void register_ordered_exchange(py::module_& m) {
   exchange.attr("CONTRADICTION") = static_cast<int>(Result::kContradiction);
   exchange.attr("DEPARTED") = static_cast<int>(Result::kDeparted);
   exchange
-      .def(py::init<std::uintptr_t, int, int, std::uintptr_t, int, std::uint64_t>(), "address"_a, "rank"_a, "size"_a,
-           "abort_address"_a, "spin_us"_a, "window_bytes"_a)
+      .def(py::init<std::uintptr_t, int, int, std::uintptr_t, int, std::uint64_t, std::uint64_t>(), "address"_a,
+           "rank"_a, "size"_a, "abort_address"_a, "spin_us"_a, "window_bytes"_a, "streamed_bytes"_a)
       .def_static("bytes_needed", &OrderedExchange::bytes_needed, "size"_a, "window_bytes"_a)
       .def(
           "meet",

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "spin.h"
+#include "streaming_copy.h"
 
 namespace hvdlite {
 namespace {
@@ -44,13 +45,14 @@ struct OrderedExchange::Line {
 };
 
 OrderedExchange::OrderedExchange(std::uintptr_t address, int rank, int size, std::uintptr_t abort_address, int spin_us,
-                                 std::uint64_t window_bytes)
+                                 std::uint64_t window_bytes, std::uint64_t streamed_bytes)
     : address_(address),
       abort_(reinterpret_cast<Word*>(abort_address)),
       spin_(std::max(spin_us, 0)),
       rank_(static_cast<std::uint32_t>(rank)),
       size_(static_cast<std::uint32_t>(size)),
-      window_bytes_(align_up(window_bytes)) {
+      window_bytes_(align_up(window_bytes)),
+      streamed_bytes_(streamed_bytes) {
   if (size < 1 || rank < 0 || rank >= size) throw std::invalid_argument("OrderedExchange: rank must be in [0, size)");
   if (address == 0 || address % kCacheLine != 0) {
     throw std::invalid_argument("OrderedExchange: address must be a multiple of 64");
@@ -108,6 +110,12 @@ std::uint64_t OrderedExchange::longest() const {
     longest = std::max(longest, line(rank).said[turn_ % kWindows].longest);
   }
   return longest;
+}
+
+OrderedExchange::Copy OrderedExchange::copy_of(const std::vector<Part>& arrivals) const {
+  std::uint64_t bytes = 0;
+  for (const auto& part : arrivals) bytes += part.second;
+  return bytes < streamed_bytes_ ? copy : streaming_copy;
 }
 
 template <class Fill>
@@ -174,13 +182,14 @@ OrderedExchange::Result OrderedExchange::alltoall(std::uint64_t card, const std:
       if (rank != rank_) copy(window(rank_) + rank * slot, piece.first, piece.second);
     }
   };
+  const Copy take = copy_of(arrivals);
   const auto read = [&](std::uint64_t k) {
     if (k == 0 && !sizes_agree()) return false;
     for (std::uint32_t rank = 0; rank < size_; ++rank) {
       const Part piece = piece_of(arrivals[rank], k, slot);
       const std::uintptr_t source =
           rank == rank_ ? piece_of(departures[rank], k, slot).first : window(rank) + rank_ * slot;
-      copy(piece.first, source, piece.second);
+      take(piece.first, source, piece.second);
     }
     return true;
   };
@@ -194,11 +203,12 @@ OrderedExchange::Result OrderedExchange::spread(std::uint64_t card, Part departu
     const Part piece = piece_of(departure, k, window_bytes_);
     if (size_ > 1) copy(window(rank_), piece.first, piece.second);
   };
+  const Copy take = copy_of(arrivals);
   const auto read = [&](std::uint64_t k) {
     for (std::uint32_t rank = 0; rank < size_; ++rank) {
       const Part piece = piece_of(arrivals[rank], k, window_bytes_);
       const std::uintptr_t source = rank == rank_ ? piece_of(departure, k, window_bytes_).first : window(rank);
-      if (piece.first != source) copy(piece.first, source, piece.second);
+      if (piece.first != source) take(piece.first, source, piece.second);
     }
     return true;
   };

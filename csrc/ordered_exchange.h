@@ -34,9 +34,10 @@ class OrderedExchange {
 
   using Part = std::pair<std::uintptr_t, std::uint64_t>;  // address, bytes
 
-  // `address`: of `bytes_needed` zeroed bytes, a multiple of 64. `abort_address`: ends every wait.
+  // `address`: of `bytes_needed` zeroed bytes, a multiple of 64. `abort_address`: ends every wait. Where a rank takes
+  // `streamed_bytes` or more in one `alltoall` or `spread`, they go past its caches.
   OrderedExchange(std::uintptr_t address, int rank, int size, std::uintptr_t abort_address, int spin_us,
-                  std::uint64_t window_bytes);
+                  std::uint64_t window_bytes, std::uint64_t streamed_bytes);
 
   static std::size_t bytes_needed(int size, std::uint64_t window_bytes);
 
@@ -62,6 +63,7 @@ class OrderedExchange {
 
  private:
   struct Line;
+  using Copy = void (*)(std::uintptr_t destination, std::uintptr_t source, std::uint64_t bytes);
 
   Line& line(std::uint32_t rank) const;
   std::uint64_t* sizes(std::uint32_t rank) const;
@@ -72,6 +74,7 @@ class OrderedExchange {
   std::uint64_t longest() const;
   template <class Fill>
   Result step(std::uint64_t card, std::uint64_t longest, Clock::time_point until, Fill fill);
+  Copy copy_of(const std::vector<Part>& arrivals) const;
   template <class Fill, class Read>
   Result pieces(std::uint64_t card, std::uint64_t longest, std::uint64_t piece_bytes, double timeout_s, Fill fill,
                 Read read);
@@ -83,6 +86,7 @@ class OrderedExchange {
   std::uint32_t rank_;
   std::uint32_t size_;
   std::uint64_t window_bytes_;
+  std::uint64_t streamed_bytes_;
   Word turn_{0};             // counts steps; may wrap; other threads read it in `late`
   bool counted_ = false;     // for step `turn_`, whose wait a timeout has ended
   std::uint64_t piece_ = 0;  // of the collective that a timeout has ended

@@ -160,8 +160,18 @@ class OrderedExchange:
     CONTRADICTION: ClassVar[int]
     DEPARTED: ClassVar[int]
 
-    def __init__(self, address: int, rank: int, size: int, abort_address: int, spin_us: int, window_bytes: int) -> None:
-        """``address``: of `bytes_needed` zeroed bytes; ``abort_address``: a 32-bit word, non-zero ends every wait."""
+    def __init__(
+        self,
+        address: int,
+        rank: int,
+        size: int,
+        abort_address: int,
+        spin_us: int,
+        window_bytes: int,
+        streamed_bytes: int,
+    ) -> None:
+        """``address``: of `bytes_needed` zeroed bytes; ``abort_address``: a 32-bit word, non-zero ends every wait;
+        ``streamed_bytes``: what a rank takes goes past its caches where it is as much as this."""
     @staticmethod
     def bytes_needed(size: int, window_bytes: int) -> int: ...
     def meet(self, card: int, timeout_s: float) -> int:

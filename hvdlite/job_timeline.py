@@ -7,26 +7,41 @@ import time
 from typing import Any
 
 from hvdlite.errors import ShutDownError
+from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.timeline.clock import measure_offset
 from hvdlite.timeline.timeline import Timeline
 from hvdlite.world import World
 
 
-class JobTimeline:
-    """Collective to build, before the coordinators of ``world`` run."""
+def begun_timeline(world: World, worlds: ProcessWorlds) -> tuple[Timeline, int]:
+    """A timeline of the ranks of ``world``, which records already if the job's settings say so; nanoseconds to add to
+    this node's monotonic clock for the root's. Collective, before the coordinators of ``world`` run.
+    """
+    topology, config = world.topology, world.config
+    if config.timeline:
+        worlds.take_over()  # on all ranks before one of them begins the file anew
+    clocks = world.allgather((measure_offset(world.leaders, topology, config.tree_fanout), time.monotonic_ns()))
+    offset_ns = clocks[topology.local_ranks[0]][0]
+    timeline = Timeline(topology.rank, topology.node_index, topology.is_leader, world.recorder, offset_ns)
+    if config.timeline:
+        worlds.record(timeline.close)
+        timeline.start(config.timeline, config.timeline_mark_cycles, clocks[0][1])
+    return timeline, offset_ns
 
-    def __init__(self, world: World) -> None:
-        topology, config = world.topology, world.config
+
+class JobTimeline:
+    """Collective to build, before the coordinators of ``world`` run.
+
+    Args:
+        worlds: in which this process is.
+    """
+
+    def __init__(self, world: World, worlds: ProcessWorlds) -> None:
         self._world = world
+        self._worlds = worlds
         self._switched = threading.Event()
         self._is_over = threading.Event()  # nothing will be written any more
-        clocks = world.allgather((measure_offset(world.leaders, topology, config.tree_fanout), time.monotonic_ns()))
-        self._offset_ns = clocks[topology.local_ranks[0]][0]
-        self._timeline = Timeline(
-            topology.rank, topology.node_index, topology.is_leader, world.recorder, self._offset_ns
-        )
-        if config.timeline:
-            self._timeline.start(config.timeline, config.timeline_mark_cycles, clocks[0][1])
+        self._timeline, self._offset_ns = begun_timeline(world, worlds)
 
     def start(self, path: str, mark_cycles: bool) -> None:
         """See `hvdlite.runtime.Runtime.start_timeline`."""
@@ -48,6 +63,7 @@ class JobTimeline:
     def close(self) -> None:
         """Once the coordinator has ended."""
         self._timeline.close()
+        self._worlds.stop_recording(self._timeline.close)
         self._is_over.set()
 
     def _switch(self, content: dict[str, Any]) -> None:
@@ -65,11 +81,13 @@ class JobTimeline:
         kind = content["kind"]
         if kind == "timeline_start":
             if not self._timeline.is_recording:  # rank 0 may have called twice
+                self._worlds.record(self._timeline.close)
                 self._timeline.start(content["path"], content["mark_cycles"], content["origin_ns"])
         elif kind in ("timeline_stop", "shutdown") and self._timeline.is_recording:
             self._timeline.flush_and_close()
             self._world.engine.backend.barrier()  # every rank of a node has written before its leader reads
             self._timeline.merge(None if self._world.leaders is None else self._world.gather_from_leaders)
+            self._worlds.stop_recording(self._timeline.close)
         if kind == "shutdown":
             self._is_over.set()
         self._switched.set()

@@ -47,6 +47,7 @@ class ProcessWorlds:
         self._places: list[_Place] = []
         self._ended: Counter[str] = Counter()  # what groups that are no more have counted
         self._recorder: Recorder | None = None
+        self._end_recording: Callable[[], None] | None = None
 
     def recorder(self, max_events: int) -> Recorder:
         """Of all worlds of this process; the first one says how much it keeps."""
@@ -54,6 +55,30 @@ class ProcessWorlds:
             if self._recorder is None:
                 self._recorder = Recorder(max_events)
             return self._recorder
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether somebody writes a timeline of what the recorder holds."""
+        return self._end_recording is not None
+
+    def record(self, end: Callable[[], None]) -> None:
+        """The caller writes it from here on; ``end`` is called if another one takes over."""
+        self.take_over()
+        with self._lock:
+            self._end_recording = end
+
+    def take_over(self) -> None:
+        """Whoever writes it writes no more."""
+        with self._lock:
+            before, self._end_recording = self._end_recording, None
+        if before is not None:
+            before()
+
+    def stop_recording(self, end: Callable[[], None]) -> None:
+        """It does no more, if it is still the one."""
+        with self._lock:
+            if self._end_recording == end:
+                self._end_recording = None
 
     def add(
         self,

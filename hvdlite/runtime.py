@@ -71,7 +71,7 @@ class Runtime:
         self.groups = {0: self.group}
         self._members = {0: self.topology.ranks}  # of every group, whether this process is one or not
         try:
-            self._timeline = JobTimeline(self.world)
+            self._timeline = JobTimeline(self.world, self._worlds)
         except BaseException as error:
             self.world.health.report(error)
             self.world.release()

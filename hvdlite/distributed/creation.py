@@ -18,6 +18,7 @@ from hvdlite.agreement import Bootstrap
 from hvdlite.bootstrap import start_world
 from hvdlite.config import Config
 from hvdlite.distributed.doors import Entrance
+from hvdlite.distributed.group_timeline import group_timeline
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.errors import StartupError
@@ -27,6 +28,7 @@ from hvdlite.rendezvous import RendezvousRanks
 from hvdlite.torch_store import InGivenStore
 
 _FAREWELL_S = 2.0
+_NEVER_S = 1e6  # between nodes a `hvdlite.distributed.late_watch.LateWatch` ends waits
 
 
 def create(options: Any) -> HvdliteProcessGroup:
@@ -52,6 +54,8 @@ def _created(options: Any) -> HvdliteProcessGroup:
     config = replace(settings, collective_timeout_s=timeout_s)
     configure_logging(config, ranks[rank])
     bootstrap = None if size == 1 else _meet(options.store, name, rank, size, timeout_s, config)
+    if bootstrap is not None and bootstrap.comm is not None:
+        config = replace(config, collective_timeout_s=_NEVER_S)
     entrance = Entrance(
         config.network_interfaces, from_other_nodes=bootstrap is not None and bootstrap.comm is not None
     )
@@ -68,12 +72,15 @@ def _created(options: Any) -> HvdliteProcessGroup:
             names=ranks,
         )
         on_failure.pop_all()
+    worlds = default_runtime.worlds()
+    timeline = None
+    if not options.global_ranks_in_group:  # of all ranks
+        timeline = group_timeline(start.world, worlds, InGivenStore(options.store), config.failure_grace_s)
     if bootstrap is not None:
         bootstrap.close()  # the world has its own; after a failure other ranks may not come here
-    if not options.global_ranks_in_group:  # of all ranks
+    if not options.global_ranks_in_group:
         default_runtime.peers().told = _without_launcher(options.store, rank, size, config)
-    worlds = default_runtime.worlds()
-    membership = Membership(start.world, name, ranks, timeout_s, entrance, doors, worlds)
+    membership = Membership(start.world, name, ranks, timeout_s, entrance, doors, worlds, timeline, options.store)
     worlds.add(start.world.health, start.processes, ranks, membership.statistics)
     default_runtime.accompany(membership)
     return HvdliteProcessGroup(membership, options.store)

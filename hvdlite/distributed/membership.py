@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from hvdlite import recorder
+from hvdlite.collectives.select import spin_us
 from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
 from hvdlite.distributed.doors import Door, Entrance
+from hvdlite.distributed.group_timeline import GroupTimeline
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
@@ -30,6 +33,8 @@ class Membership:
         entrance: for messages to this rank.
         doors: of all ranks.
         worlds: in which this process is beside this one.
+        timeline: ends with the group, if there is one.
+        store: torch's, of the group.
     """
 
     def __init__(
@@ -41,6 +46,8 @@ class Membership:
         entrance: Entrance,
         doors: Sequence[Door],
         worlds: ProcessWorlds,
+        timeline: GroupTimeline | None,
+        store: Any,
     ) -> None:
         self.world = world
         self.name = name
@@ -51,11 +58,13 @@ class Membership:
         if len(world.topology.nodes) == 1:
             self._carrier = NodeCarrier(world, name, ranks, timeout_s)
         else:
-            self._carrier = NetworkCarrier(world, name, ranks)
+            self._carrier = NetworkCarrier(world, name, ranks, timeout_s, store)
         self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
-        self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health)
+        patience_us = spin_us(world.config, world.node)
+        self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health, patience_us)
         world.health.add(self.post)
         self._worlds = worlds
+        self._timeline = timeline
         self._is_closed = False
 
     @property
@@ -124,6 +133,8 @@ class Membership:
             )
             self.lane.close(grace_s)
         self.post.close(grace_s)
+        if self._timeline is not None:
+            self._timeline.close()
         self._worlds.remove(health)
         health.expect_end()
         self._carrier.leave()

@@ -13,6 +13,7 @@ import numpy as np
 from hvdlite.collectives.base import TensorReduction
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
 from hvdlite.distributed.carrier import Carrier, Part
+from hvdlite.distributed.late_watch import LateWatch
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.engine import Engine
 from hvdlite.errors import CollectiveError, StallError
@@ -29,36 +30,59 @@ def _told(method: Method) -> Method:
     """A method after whose failure no rank waits for the others any more."""
 
     @wraps(method)
-    def call(self: NetworkCarrier, *args: Any) -> None:
+    def watched(self: NetworkCarrier, call: Call, *args: Any) -> None:
+        self.watch.begin(call)
         try:
-            method(self, *args)
+            method(self, call, *args)
         except CollectiveError as error:
             self.health.report(StallError(str(error)))  # the first that is reported counts, of the cause as a rule
             raise
+        finally:
+            self.watch.end()
 
-    return cast(Method, call)
+    return cast(Method, watched)
 
 
 class NetworkCarrier(Carrier):
-    """See `hvdlite.distributed.carrier.Carrier`. Waits for ranks are the backend's, and as long as its.
+    """See `hvdlite.distributed.carrier.Carrier`. Waits for ranks are the backend's, and end with the world's health.
 
     Args:
         world: of these ranks, whose backend nobody else uses.
         name: of the group, for people.
         ranks: what errors call the ranks of the group.
+        timeout_s: the longest wait for a rank.
+        store: torch's, of the group.
     """
 
-    def __init__(self, world: World, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_s: float, store: Any) -> None:
         self.health = world.health
+        self.watch = LateWatch(world, name, ranks, timeout_s, store, world.health.report)
         self._engine: Engine = world.engine
         self._memory, self._backend = world.engine.memory, world.engine.backend
         self._rank, self._size = world.engine.rank, world.engine.size
         self._name = name
         self._ranks = tuple(ranks)
-        self.timeout_s = world.config.collective_timeout_s
+
+    @property
+    def timeout_s(self) -> float:
+        """The longest wait for a rank."""
+        return self.watch.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self.watch.timeout_s = timeout_s
+
+    def late(self) -> Sequence[int]:
+        return self.watch.late()
+
+    def leave(self) -> None:
+        self.watch.close()
 
     @_told
     def meet(self, call: Call) -> None:
+        self._meet(call)
+
+    def _meet(self, call: Call) -> None:
         """The greatest card and the smallest one are the same."""
         card = call.card >> 1  # as a positive 64-bit integer
         own = np.array([card, -card], np.int64)
@@ -74,7 +98,7 @@ class NetworkCarrier(Carrier):
     def allreduce(
         self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
     ) -> None:
-        self.meet(call)
+        self._meet(call)
         self._engine.executed.buckets += 1
         self._engine.executed.reduced_bytes += layout.nbytes
         tensors = self._memory.tensors(inputs, layout.numels, layout.offsets)
@@ -88,7 +112,7 @@ class NetworkCarrier(Carrier):
         self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction
     ) -> None:
         """Piece by piece; block r of the staging memory is the next piece of what rank r gets."""
-        self.meet(call)
+        self._meet(call)
         self._engine.executed.buckets += 1
         self._engine.executed.reduced_bytes += layout.nbytes * self._size
         memory, dtype, numel = self._memory, layout.dtype, layout.numels[0]
@@ -107,7 +131,7 @@ class NetworkCarrier(Carrier):
 
     @_told
     def spread(self, call: Call, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int]) -> None:
-        self.meet(call)
+        self._meet(call)
         self._spread(departure, arrivals, nbytes, call.operation)
 
     def _spread(self, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int], label: str) -> None:
@@ -128,7 +152,7 @@ class NetworkCarrier(Carrier):
 
     @_told
     def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
-        self.meet(call)
+        self._meet(call)
         sizes = self._all_sizes([size for _, size in departures], [size for _, size in arrivals])
         sends, wants = sizes[:, : self._size], sizes[:, self._size :]
         if not np.array_equal(sends, wants.T):

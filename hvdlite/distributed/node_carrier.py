@@ -22,6 +22,7 @@ from hvdlite.world import World
 
 _LOG = logging.getLogger("hvdlite")
 _CHUNKS = 2  # of which a window has room: more bytes for a wait than an allreduce takes, and still in cache
+_STREAMED_BYTES = 16 << 20  # larger results do not fit the caches; to read their old contents first would take longer
 _TELL = 0x7465_6C6C  # the card of ranks that tell one another what they have come for
 
 
@@ -53,6 +54,7 @@ class NodeCarrier(Carrier):
             node.abort_address,
             spin_us(config, node),
             window_bytes,
+            _STREAMED_BYTES,
         )
 
     @property

@@ -20,7 +20,7 @@ from torch.autograd.profiler import record_function
 from hvdlite.distributed.collectives import Run, in_turn
 from hvdlite.distributed.devices import OtherDevices, by_device
 from hvdlite.distributed.membership import Membership
-from hvdlite.distributed.post import ANY
+from hvdlite.distributed.messages import ANY
 from hvdlite.distributed.work import GroupWork
 
 Tensors = list[torch.Tensor]
@@ -246,6 +246,14 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         together = GroupWork(in_turn([work.synchronize for work in works]), [], "coalesced")
         together.perform()
         return together
+
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        """Every group has a world of its own, so there is nothing to split.
+
+        Raises:
+            ValueError: says what to do.
+        """
+        raise ValueError("process group hvdlite is not split: dist.new_group(ranks) makes a group of some of its ranks")
 
     # The end.
 

@@ -26,6 +26,13 @@ class Waited(Protocol):
         """The group, and its ranks that have not come for the call that is being done."""
 
 
+class Doer(Protocol):
+    """Whoever does calls."""
+
+    def assist(self, work: GroupWork) -> None:
+        """Do what there is to do for ``work``, which the caller waits for, unless another thread does."""
+
+
 class GroupWork(Work):
     """A call on its way, and its end.
 
@@ -44,7 +51,7 @@ class GroupWork(Work):
         self._result = result
         self.title = title
         self._group = group
-        self._lane: Lane | None = None
+        self._doer: Doer | None = None
         self._error: BaseException | None = None
         self._is_done = False
         self._source = -1
@@ -61,13 +68,17 @@ class GroupWork(Work):
         Args:
             is_awaited: the caller waits for it; raises what has gone wrong.
         """
-        self._lane = lane
+        self.is_done_by(lane)
         if not is_awaited:
             lane.add(self)
         elif not lane.do(self):
             self.wait()
         elif self._error is not None:
             raise self._error
+
+    def is_done_by(self, doer: Doer) -> None:
+        """Whom the thread that waits for it assists."""
+        self._doer = doer
 
     def perform(self) -> None:
         """Do it now."""
@@ -114,8 +125,8 @@ class GroupWork(Work):
         return True
 
     def _wait(self, seconds: float) -> None:
-        if seconds <= 0 and self._lane is not None:
-            self._lane.assist(self)
+        if seconds <= 0 and self._doer is not None:
+            self._doer.assist(self)
         if not self._ended().wait(seconds if seconds > 0 else None):
             whom = "" if self._group is None else f" {self._group.whom_it_waits_for()}"
             raise CollectiveError(f"{self.title}{whom} is not done after the timeout of {seconds:g} s of its wait()")

@@ -96,9 +96,10 @@ def test_costs(launch: Launch, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_torch_distributed(launch: Launch, tmp_path: Path) -> None:
-    few = ("--rounds=1", "--step-rounds=1", "--bytes", "4", "4096", "--models", "400 tiny parameters")
+    few = ("--rounds=1", "--step-rounds=1", "--bytes", "4", "262144", "--models", "400 tiny parameters")
     report = run(launch, 2, "torch_distributed.py", tmp_path / "t.json", *few)
-    assert {row["bytes"] for row in report["collectives"]} == {4, 4096}
+    assert {row["bytes"] for row in report["collectives"]} == {4, 262144}
+    assert all(("bound" in row) == (row["bytes"] == 262144) for row in report["collectives"])
     assert {"all_reduce", "all_gather", "send and receive"} <= {row["collective"] for row in report["collectives"]}
     assert all(row["times_as_fast"]["value"] > 0 for row in report["collectives"])
     (ddp,), (fsdp2,) = report["ddp"], report["fsdp2"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import hvdlite.torch as hvd
-from distributed_lab import NODES, RANK, SIZE, of_rank, process_group, told
+from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told
 from hvdlite import mpi
+from hvdlite.distributed import doors, late_watch, node_carrier
 from hvdlite.errors import ShutDownError, StartupError
 
 pytestmark = [
@@ -45,8 +48,24 @@ def test_groups_of_some_ranks_end_in_any_order() -> None:
         assert dist.get_backend() == "hvdlite"
 
 
+def test_what_goes_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_carrier, "_STREAMED_BYTES", 0)
+    with process_group():
+        for numel in SIZES:
+            tensor, block = of_rank(RANK, numel, torch.uint8), torch.empty(SIZE * numel, dtype=torch.uint8)
+            dist.all_gather_into_tensor(block, tensor)
+            assert torch.equal(block, torch.cat([of_rank(rank, numel, torch.uint8) for rank in range(SIZE)])), numel
+            dist.all_to_all_single(block, torch.full_like(block, RANK))
+            assert torch.equal(block, torch.arange(SIZE, dtype=torch.uint8).repeat_interleave(numel)), numel
+            dist.broadcast(tensor, LAST)
+            assert torch.equal(tensor, of_rank(LAST, numel, torch.uint8)), numel
+
+
+@pytest.mark.parametrize("reads_memory", [True, False])
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_messages(nodes: tuple[int, ...]) -> None:
+def test_messages(nodes: tuple[int, ...], reads_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not reads_memory:  # as where the system forbids it
+        monkeypatch.setattr(doors, "reaches", lambda *_: False)
     with process_group(nodes):
         after, before = (RANK + 1) % SIZE, (RANK - 1) % SIZE
         for numel in (0, 1, 300_000):  # more than sockets hold: ranks that all send first wait for nobody
@@ -77,14 +96,20 @@ def test_messages(nodes: tuple[int, ...]) -> None:
         for work in dist.batch_isend_irecv(pair) if SIZE > 1 else ():
             work.wait()
         assert SIZE == 1 or received[0] == before
+        large = of_rank(RANK, 300_000)
+        works = dist.isend(large, after), dist.irecv(found := torch.empty(300_000), before)
+        while not all(work.is_completed() for work in works):  # nobody waits
+            time.sleep(1e-3)
+        assert torch.equal(found, of_rank(before, 300_000))
         dist.isend(torch.ones(4), after, tag=6)
         with pytest.raises(ValueError, match="has sent 16 bytes, and the tensor for them has 12"):
             dist.recv(torch.empty(3), before, tag=6)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
-def test_who_is_late_is_named() -> None:
-    with process_group(timeout_s=1.0):
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_who_is_late_is_named(nodes: tuple[int, ...]) -> None:
+    with process_group(nodes, timeout_s=1.0):
         if RANK == LAST:
             told(None)
         else:
@@ -94,8 +119,12 @@ def test_who_is_late_is_named() -> None:
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
-def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on() -> None:
-    with process_group():
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on(
+    nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(late_watch, "_DECLARED_S", 0.02)
+    with process_group(nodes):
         if RANK == LAST:
             told(None)
         tensor = torch.ones(3)
@@ -110,8 +139,9 @@ def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on() -> No
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
-def test_a_call_has_the_timeout_of_its_options() -> None:
-    with process_group() as group:
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_call_has_the_timeout_of_its_options(nodes: tuple[int, ...]) -> None:
+    with process_group(nodes) as group:
         options = dist.BarrierOptions()
         options.timeout = timedelta(seconds=0.1)
         if RANK == LAST:
@@ -120,6 +150,26 @@ def test_a_call_has_the_timeout_of_its_options() -> None:
             with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 0.1 s"):
                 group.barrier(options).wait()
             told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_who_is_late_for_long_is_warned_of(
+    nodes: tuple[int, ...], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDLITE_STALL_CHECK_TIME_SECONDS", "0.2")
+    monkeypatch.setattr(late_watch, "_DECLARED_S", 0.02)
+    with process_group(nodes):
+        with caplog.at_level(logging.WARNING, logger="hvdlite"):
+            work = dist.barrier(async_op=True) if RANK != LAST else None
+            while work is not None and "has not come for" not in caplog.text:
+                time.sleep(1e-3)
+            told(None)
+        if work is None:
+            dist.barrier()
+        else:
+            assert f"barrier() of process group 0: rank {LAST} has not come for 0 s" in caplog.text
+            work.wait()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody leaves")
@@ -137,6 +187,11 @@ def test_who_has_left_is_named() -> None:
                 dist.all_reduce(torch.ones(3), group=group)
         told(None)
         dist.barrier()
+
+
+def test_a_group_is_not_split() -> None:
+    with process_group() as group, pytest.raises(ValueError, match=r"dist.new_group\(ranks\) makes a group"):
+        group.split_group([RANK])
 
 
 def test_profilers_show_calls() -> None:
@@ -213,6 +268,36 @@ def test_one_timeline_and_one_count_of_both(hvdlite_first: bool, tmp_path: Path)
                 assert any("gradient" in name for name in names), names
         finally:
             hvd.shutdown()
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_the_timeline_of_the_settings_needs_no_init(
+    nodes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
+    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
+    with process_group(nodes):
+        dist.broadcast(torch.ones(10), 0)
+    if RANK == 0:
+        assert "broadcast" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    told(None)
+
+
+def test_init_begins_the_timeline_of_the_settings_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
+    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
+    with process_group():
+        dist.broadcast(torch.ones(10), 0)
+        hvd.init()
+        hvd.allreduce(torch.ones(3), name="gradient")
+        dist.all_gather([torch.empty(1) for _ in range(SIZE)], torch.ones(1))
+        hvd.shutdown()
+    if RANK == 0:
+        names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        assert "all_gather" in names and "broadcast" not in names
+        assert any("gradient" in name for name in names), names
+    told(None)
 
 
 @pytest.mark.parametrize("hvdlite_ends_first", [True, False])

@@ -151,9 +151,11 @@ def test_torch_distributed_against_gloo() -> None:
 
 
 def test_the_table_of_collectives() -> None:
-    rows = collectives_table(torch_report(reduce=6.0)).splitlines()
-    assert rows[0] == "| times as fast as Gloo | 4 B | 1 MiB |" and rows[2] == "| reduce | 12.0 | 6.0 |"
-    assert rows[-2:] == ["| DDP: transformer | 4 | 8 |", "| FSDP2: transformer | 4 | 8 |"]
+    report = torch_report(reduce=6.0)
+    report["collectives"][1]["bound"] = exactly(8.0)
+    rows = collectives_table(report).splitlines()
+    assert rows[0] == "| times as fast as Gloo | 4 B | 1 MiB |" and rows[2] == "| reduce | 12.0 | 6.0 (8.0) |"
+    assert rows[-2:] == ["| DDP: transformer | 4 | 8 | 0.25 (0.25 to 0.25) |", "| FSDP2: transformer | 4 | 8 |  |"]
 
 
 def test_steps() -> None:
