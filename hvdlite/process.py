@@ -62,6 +62,7 @@ class ProcessHooks:
       order, so the process ends without it, with a status that makes the launcher end the rest: its own, as of
       sys.exit(3), or 1. Likewise where ranks run without MPI. A stall is different: all ranks live, and where each has
       caught the error the job ends in order.
+      Where others go on without this rank, it ends by a signal, and MPI is not ended by those that have gone on.
       A process of multiprocessing closes the runtime, and leaves its end to that.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
