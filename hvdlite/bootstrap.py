@@ -99,7 +99,7 @@ def start_world(
         cards = exchange(own, lambda: _card(own, config, versions, news))
         config = cards[0].config
         _check_versions(cards)
-        nodes, node = discover(own, config.start_timeout_s)
+        nodes, node = discover(own, _LINKS_SHARE * config.start_timeout_s)
         undo.callback(node.close)
         _check_reach(own, nodes, cards)
         mpi.unlink_shared_files()  # every local rank has mapped them by now

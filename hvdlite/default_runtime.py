@@ -21,6 +21,7 @@ from hvdlite.peers import Peers, start_deadline
 from hvdlite.process import Companion, InitArguments, ProcessHooks
 from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.runtime import Runtime
+from hvdlite.survivors import Survivors
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -109,6 +110,8 @@ def _build(arguments: InitArguments, config: Config) -> None:
         with _hooks.peers.of(arguments.comm, config) as ranks:
             configure_logging(config, 0 if ranks is None else ranks.rank)
             _hooks.started(Runtime(ranks, config, versions=arguments.versions, worlds=_hooks.worlds), arguments)
+        if _hooks.peers.survivors is not None:
+            runtime().world.health.add(_hooks.peers.survivors)
     except BaseException:
         _hooks.startup_failed()
         raise
@@ -116,7 +119,7 @@ def _build(arguments: InitArguments, config: Config) -> None:
         deadline.cancel()
 
 
-def membership() -> Membership | None:
+def membership() -> Membership | Survivors | None:
     """That of this process in an elastic job; None in others."""
     return _hooks.peers.membership
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import selectors
 import socket
 import struct
@@ -41,6 +42,18 @@ class Word(IntEnum):
     DEPOSIT = 5  # a rank: the number of the commit whose file comes with it
     FETCH = 6  # a rank: asks for the commit, answered with HOLDS and its file
     ANEW = 7  # a rank, and on to hvdliterun: the ranks end in order, to be started on other hosts
+    AT_WORK = 8  # likewise: the ranks train, 1, or have trained to the end, 0
+    CLAIM = 9  # likewise: ranks want to go on without others, see `claim_of`; answered with 1 or 0
+
+
+def claim_of(generation: int, count: int) -> int:
+    """The number of a CLAIM."""
+    return generation << 32 | count
+
+
+def claimed_by(number: int) -> tuple[int, int]:
+    """The generation and the count of a CLAIM."""
+    return number >> 32, number & 0xFFFFFFFF
 
 
 class Keeper:
@@ -56,6 +69,7 @@ class Keeper:
         self._number, self._file = 0, -1
         self._news = 0
         self._head = head
+        self._granted: queue.SimpleQueue[int] = queue.SimpleQueue()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind("\0" + name)
         listener.listen(1024)
@@ -75,6 +89,8 @@ class Keeper:
                 self._news |= number
             elif word == Word.BEGIN:
                 self._news = 0
+            elif word == Word.CLAIM:
+                self._granted.put(number)
 
     def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
         threading.Thread(target=self._serve, args=(link,), daemon=True).start()
@@ -106,10 +122,10 @@ class Keeper:
                 socket.send_fds(link, [MESSAGE.pack(Word.HOLDS, number)], kept)
             elif word == Word.NEWS:
                 link.sendall(MESSAGE.pack(Word.NEWS, self._news))
-            elif word == Word.ANEW:
+            elif word in (Word.ANEW, Word.AT_WORK, Word.CLAIM):
                 with self._lock:
-                    self._head.sendall(MESSAGE.pack(Word.ANEW, 0))
-                link.sendall(MESSAGE.pack(Word.ANEW, 0))
+                    self._head.sendall(MESSAGE.pack(word, number))
+                link.sendall(MESSAGE.pack(word, self._granted.get() if word == Word.CLAIM else 0))
             else:
                 raise ConnectionError("no request")
 

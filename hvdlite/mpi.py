@@ -176,6 +176,11 @@ def is_running() -> bool:
     return mpi is not None and bool(mpi.Is_initialized()) and not mpi.Is_finalized()
 
 
+def outlives_ranks() -> bool:
+    """Whether MPI goes on when ranks die (ULFM): where Open MPI's mpirun was told so. MPI need not run yet."""
+    return environment.variables().get("OMPI_MCA_mpi_ft_enable", "") in ("1", "true")
+
+
 def allows_threads() -> bool:
     """Whether MPI, which runs, lets several threads call it at once."""
     mpi = sys.modules["mpi4py.MPI"]

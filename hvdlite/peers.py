@@ -18,6 +18,7 @@ from hvdlite.meeting_point import AtMeetingPoint
 from hvdlite.membership import Membership
 from hvdlite.rendezvous import Place, RendezvousRanks
 from hvdlite.safekeeping import Safekeeping
+from hvdlite.survivors import Survivors
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,7 +30,7 @@ class Peers:
     """The processes that were started together. One object for the life of a process, since it numbers its meetings.
 
     Attributes:
-        membership: of this process in an elastic job without MPI; None in others.
+        membership: of this process in an elastic job, without MPI or where MPI survives deaths; None in others.
         keeper: of this process's host, in an elastic job by mpirun; None in others.
     """
 
@@ -40,7 +41,16 @@ class Peers:
         worker = other_variable(WORKER)
         where = other_variable(KEEPER)
         self.keeper = Safekeeping(where) if where else None
-        self.membership = Membership(other_variable(MEETING_POINT), int(worker)) if worker else None
+        self.membership: Membership | Survivors | None = None
+        if worker:
+            self.membership = Membership(other_variable(MEETING_POINT), int(worker))
+        elif self.keeper is not None and mpi.outlives_ranks():
+            self.membership = Survivors(self.keeper.claim)
+
+    @property
+    def survivors(self) -> Survivors | None:
+        """`membership` where MPI survives deaths; None in other jobs."""
+        return self.membership if isinstance(self.membership, Survivors) else None
 
     def meet_anew(self, failed: int | None, *, follows_rank_0: bool) -> None:
         """In an elastic job, become a rank of its next generation, which waits for all that live; see `Membership`.
@@ -51,7 +61,8 @@ class Peers:
         membership = self.membership
         if membership is not None:
             generation = membership.join(failed, follows_rank_0=follows_rank_0)
-            environment.add(launched.told(membership.rank, len(generation.workers)))
+            if isinstance(membership, Membership):
+                environment.add(launched.told(membership.rank, len(generation.workers)))
 
     @contextmanager
     def of(self, comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Iterator[Bootstrap | None]:
@@ -64,7 +75,7 @@ class Peers:
         everybody = self._all(config)
         if comm is None:
             yield everybody
-        elif self.membership is not None:
+        elif isinstance(self.membership, Membership):
             raise ConfigError("hvd.init(comm=...) names ranks, which change in an elastic job: call hvd.init()")
         elif not isinstance(comm, Sequence):
             if not comm:
@@ -102,9 +113,12 @@ class Peers:
                 'hvd.init() below `if __name__ == "__main__":`.'
             )
         if by_mpi:
-            return mpi.world(config, process)
+            everybody = mpi.world(config, process)
+            if everybody is None or self.survivors is None:
+                return everybody
+            return self.survivors.ranks(everybody, config)
         assert process is not None
-        if self.membership is not None:
+        if isinstance(self.membership, Membership):
             generation, worker = self.membership.generation, self.membership.worker
             assert generation is not None
             timeout_s = _MEETING_SHARE * config.start_timeout_s

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import multiprocessing.util
 import os
+import signal
 import sys
 import threading
 import time
@@ -61,6 +62,7 @@ class ProcessHooks:
       order, so the process ends without it, with a status that makes the launcher end the rest: its own, as of
       sys.exit(3), or 1. Likewise where ranks run without MPI. A stall is different: all ranks live, and where each has
       caught the error the job ends in order.
+      Where others go on without this rank, it ends by a signal, and MPI is not ended by those that have gone on.
       A process of multiprocessing closes the runtime, and leaves its end to that.
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
@@ -89,6 +91,7 @@ class ProcessHooks:
         """Whether this process was forked from the one that has called init()."""
         self._failed = False
         self._was_uncaught = False
+        self._fails_alone = False
         self._previous_hook = sys.__excepthook__
 
     def install(self) -> None:
@@ -124,6 +127,7 @@ class ProcessHooks:
                     time.sleep(_RANK_0_FIRST_S)  # the launcher shall name the rank that shows it
                     return
                 self.runtime.fail(error)
+                self._fails_alone = True
         is_told = is_known_everywhere(error) or isinstance(error, StartupError)
         if is_told and launched_rank() != 0:
             time.sleep(_RANK_0_FIRST_S)
@@ -150,6 +154,9 @@ class ProcessHooks:
         if self._failed and (mpi.is_running() or _is_one_of_several()):
             # MPI_Finalize would wait for ranks that never come; the launcher ends them when it sees this status.
             self._end_without_mpi(1)
+        elif self.peers.survivors is not None and self.peers.survivors.has_lost_some:
+            self.peers.survivors.close()
+            self._end_without_mpi(0)
         elif not mpi.finalize(patience_s, lambda: runtime is not None and not runtime.can_end_in_order):
             self._end_without_mpi(self._explain_end(patience_s))
         if runtime is not None:
@@ -174,7 +181,11 @@ class ProcessHooks:
         if self._was_uncaught or is_stuck or (mpi.is_running() and not mpi.ends_with_hvdlite()):
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(1)
+            survivors = self.peers.survivors
+            if survivors is not None and (self._fails_alone or survivors.is_left_out):
+                # Open MPI 5.0.11's mpirun takes a rank that exits with 1 for two, and ends the others' last one.
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(1 if self._was_uncaught else least)
         _native.end_at_exit(least)
 
     def _at_worker_exit(self) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 from contextlib import ExitStack
 
-from hvdlite.keeper import MESSAGE, TO_RANKS, Word
+from hvdlite.keeper import MESSAGE, TO_RANKS, Word, claim_of
 from hvdlite.meeting_point import connect
 from hvdlite.wire import read_exactly
 
@@ -33,6 +33,14 @@ class Safekeeping:
     def begin_anew(self) -> None:
         """Tell hvdliterun that the ranks end in order now, to be started on other hosts."""
         self._ask(Word.ANEW)
+
+    def claim(self, number: int, count: int) -> bool:
+        """Whether hvdliterun lets ``count`` ranks go on as generation ``number``, after others have died."""
+        return bool(self._ask(Word.CLAIM, claim_of(number, count))[0])
+
+    def say_at_work(self, is_at_work: bool) -> None:
+        """Tell hvdliterun that these ranks train, or have trained to the end."""
+        self._ask(Word.AT_WORK, is_at_work)
 
     def close(self) -> None:
         if self._link is not None:

@@ -32,6 +32,7 @@ class Launch:
         scheduled_hosts: how many hosts the batch scheduler has given, where mpirun is to ask it.
         is_elsewhere: whether those are other machines than this one.
         outlives_ranks: when a rank dies the others are left alone: they end by themselves, and may save before.
+        goes_on: and these go on, if MPI can.
         notes: for the user.
     """
 
@@ -44,6 +45,7 @@ class Launch:
     scheduled_hosts: int = 1
     is_elsewhere: bool = False
     outlives_ranks: bool = False
+    goes_on: bool = False
     notes: tuple[str, ...] = ()
 
     @property

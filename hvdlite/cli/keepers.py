@@ -42,6 +42,9 @@ def agent_of(launch: Launch, environ: Mapping[str, str]) -> list[str]:
     return [*shlex.split(chosen.partition(" : ")[0]), *launch.ssh]
 
 
+OnWord = Callable[[Word, int], int]
+
+
 @dataclass
 class _Keeper:
     """One that was started; ``link`` is there once it has called.
@@ -83,7 +86,7 @@ class Keepers:
         is_local: whether all hosts are this machine, so that nothing has to listen on the network.
         interfaces: where to listen otherwise; see `hvdlite.interfaces.select`.
         patience_s: without an answer for so long a connection is lost.
-        on_anew: called on a thread when ranks say that they end in order, to be started on other hosts.
+        on_word: called on a thread with what ranks say to hvdliterun, and its number; the answer to a CLAIM.
 
     Attributes:
         environment: by which ranks find the keeper of their host.
@@ -94,14 +97,14 @@ class Keepers:
         launch: Launch,
         environ: Mapping[str, str],
         patience_s: float,
-        on_anew: Callable[[], object],
+        on_word: OnWord,
         *,
         is_local: bool,
     ) -> None:
         self._agent = agent_of(launch, environ)
         self._environ = environ
         self._patience_s = patience_s
-        self._on_anew = on_anew
+        self._on_word = on_word
         self._key, self._ranks_key = new_key(), new_key()
         self._name = f"hvdlite-keeper-{secrets.token_hex(16)}"
         self.environment = {KEEPER: f"{self._name}:{self._ranks_key.hex()}"}
@@ -229,8 +232,10 @@ class Keepers:
         with link, suppress(OSError):
             while True:
                 word, number = MESSAGE.unpack(read_exactly(link, MESSAGE.size))
-                if word == Word.ANEW:
-                    self._on_anew()
+                if word != Word.HOLDS:
+                    answer = self._on_word(Word(word), number)
+                    if word == Word.CLAIM:
+                        link.sendall(MESSAGE.pack(word, answer))
                     continue
                 with self._changed:
                     if keeper.link is None:  # it has all that it needs, and listens

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from hvdlite.cli.children import Stops
 from hvdlite.cli.host_choice import Avoided, choose
 from hvdlite.cli.job import Host
-from hvdlite.cli.keepers import Keepers
+from hvdlite.cli.keepers import Keepers, OnWord
+from hvdlite.cli.rank_words import RankWords
 from hvdlite.errors import ConfigError
 from hvdlite.keeper import Word
 from hvdlite.membership import ADDED, REMOVED
@@ -27,8 +28,11 @@ INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT
 _LOOK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
 
-Generation = Callable[[Sequence[Host], Callable[[], list[int]]], int]
-"""Runs ranks on these hosts to their end, and spares those children; returns the exit status."""
+Generation = Callable[[Sequence[Host], Callable[[], list[int]], Callable[[], bool]], int]
+"""Runs ranks on these hosts to their end, and spares those children; returns the exit status.
+
+It is also given whether the ranks have said that they have come to their end.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,14 @@ class KeptJob:
     Args:
         look: the hosts that the job may use now; raises ConfigError.
         generation: runs one.
-        make_keepers: is given what to call when ranks end to be started anew.
+        make_keepers: is given what to call with words of ranks, see `Keepers`.
     """
 
     def __init__(
         self,
         look: Callable[[], Sequence[Host]],
         generation: Generation,
-        make_keepers: Callable[[Callable[[], object]], Keepers],
+        make_keepers: Callable[[OnWord], Keepers],
         limits: Limits,
     ) -> None:
         self._look = look
@@ -70,11 +74,11 @@ class KeptJob:
         self._avoided = Avoided()
         self._hosts: Sequence[Host] = ()
         self._said = ""
-        self._anew = threading.Event()
+        self._words = RankWords(limits.least)
 
     def run(self) -> int:
         """Returns the exit status: that of the last generation, or 128 + n after signal n to this process."""
-        with Stops() as stops, closing(self._make_keepers(self._anew.set)) as keepers:
+        with Stops() as stops, closing(self._make_keepers(self._hear)) as keepers:
             failures, idle, committed = 0, 0, 0
             while True:
                 chosen = self._gather(keepers, stops)
@@ -84,9 +88,11 @@ class KeptJob:
                     return 1
                 status = self._run_generation(keepers, chosen)
                 lost = self._find_lost(keepers, chosen)
-                if self._anew.is_set():
+                if self._words.anew:
                     self._say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
                     continue
+                if status == 0 and self._words.is_at_work:
+                    status = 1  # mpirun does not mind ranks that were killed
                 if status == 0 or status in INTERRUPTED:
                     return status
                 failures += 1
@@ -125,16 +131,22 @@ class KeptJob:
             self._sleep(_LOOK_S, stops)
 
     def _run_generation(self, keepers: Keepers, chosen: Sequence[Host]) -> int:
-        self._anew.clear()
+        self._words.begin()
         keepers.tell(Word.BEGIN)
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(keepers, chosen, is_over), daemon=True)
         watch.start()
         try:
-            return self._generation(chosen, lambda: keepers.processes)
+            return self._generation(chosen, lambda: keepers.processes, lambda: self._words.is_over)
         finally:
             is_over.set()
             watch.join()
+
+    def _hear(self, word: Word, number: int) -> int:
+        answer = self._words.hear(word, number)
+        if word == Word.CLAIM and answer:
+            self._say(f"ranks have failed; {self._words.left} go on from the last commit")
+        return answer
 
     def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
         """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave."""
@@ -151,8 +163,19 @@ class KeptJob:
             now = {host.name: host.slots for host in chosen}
             comes = any(slots > now.get(name, 0) for name, slots in then.items())
             goes = any(then.get(name, 0) < slots for name, slots in now.items())
-            if (has_room and comes) or goes:
+            comes = (comes and has_room) or self._can_be_more(keepers)
+            if comes or goes:
                 keepers.tell(Word.NEWS, ADDED * comes | REMOVED * goes)
+
+    def _can_be_more(self, keepers: Keepers) -> bool:
+        """Whether there is room for more ranks than go on since others have died."""
+        if not self._words.may_be_joined:
+            return False
+        self._avoid(keepers.ask())
+        self._avoid(keepers.start(self._avoided.usable(self._hosts, time.monotonic())))
+        kept = keepers.kept
+        able = choose([host for host in self._hosts if host.name in kept], self._limits.most, kept)
+        return sum(host.slots for host in able) > (self._words.left or 0)
 
     def _find_lost(self, keepers: Keepers, chosen: Sequence[Host]) -> list[str]:
         keepers.ask()

@@ -7,7 +7,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +32,14 @@ class Expected:
         is_local: whether all ranks are on this machine.
         start_timeout_s: until then ranks have started.
         ssh_port: where other hosts were reached.
+        is_over: whether ranks have said that they have come to the end, whatever becomes of others.
     """
 
     hosts: tuple[Host, ...]
     is_local: bool
     start_timeout_s: float
     ssh_port: int = 22
+    is_over: Callable[[], bool] = lambda: False
 
 
 class LauncherWatch:
@@ -104,7 +106,7 @@ class LauncherWatch:
     def _explain_outliving(self, since_s: float) -> str | None:
         if since_s < OUTLIVES_S:
             return None
-        if self._expected.is_local:
+        if self._expected.is_local or (self._expected.is_over() and since_s > self._expected.start_timeout_s):
             return f"mpirun has not ended {since_s:.0f} s after its last rank"
         silent = self._silence() or self._unreachable()
         return f"mpirun has not ended {since_s:.0f} s after its last rank here{_listed(silent)}" if silent else None

@@ -146,6 +146,7 @@ def _ssh_settings(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) ->
 
 def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
     given = _Given(launch.options, environ)
+    new = mpirun.version >= (5,)
     arguments = []
 
     def parameter(name: str, value: str, kind: str = "--mca") -> None:
@@ -161,23 +162,28 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
         arguments.append("--oversubscribe")
     if launch.outlives_ranks and not given.option("enable-recovery", "disable-recovery"):
         arguments.append("--enable-recovery")  # else it ends the others within 0.3 s
+    goes_on = launch.goes_on and new and not given.option("with-ft")
+    if goes_on:
+        arguments += ["--with-ft", "ulfm"]
     if not given.binding():
         # By default rank 0 of every job on a machine is bound to core 0, with all its threads.
         arguments += ["--bind-to", "none"]
     # Otherwise ranks that wait keep their cores: with more ranks than cores, an allreduce takes 20 times as long.
     parameter("mpi_yield_when_idle", "1")
-    if mpirun.version >= (5,) and not _INFINIBAND.exists():
+    if new and not _INFINIBAND.exists():
         parameter("osc", "^ucx")  # else every rank warns that UCX found no device
     if launch.host_count > 1:
-        new = mpirun.version >= (5,)
         # HAN finds nodes by hostname: where containers share one, the first collective hangs.
         parameter("coll", "^han")
         kind = "--prtemca" if new else "--mca"
-        # The defaults notice a lost host after minutes or not at all. The ranks themselves shall be the first.
-        patience_s = Config.from_env(environ).heartbeat_timeout_s
-        parameter("oob_tcp_keepalive_time", str(max(2, round(patience_s / 2))), kind)
-        parameter("oob_tcp_keepalive_intvl", str(max(1, round(patience_s / 4))), kind)
-        parameter("oob_tcp_keepalive_probes", "3", kind)
+        if goes_on:
+            parameter("oob_tcp_keepalive_time", "0", kind)  # mpirun ends all ranks when it notices a lost host
+        else:
+            # The defaults notice a lost host after minutes or not at all. The ranks themselves shall be the first.
+            patience_s = Config.from_env(environ).heartbeat_timeout_s
+            parameter("oob_tcp_keepalive_time", str(max(2, round(patience_s / 2))), kind)
+            parameter("oob_tcp_keepalive_intvl", str(max(1, round(patience_s / 4))), kind)
+            parameter("oob_tcp_keepalive_probes", "3", kind)
         if launch.interfaces:
             names = [interface.name for interface in select(launch.interfaces)]
             if len(names) == 1:  # Open MPI 5.0.11's mpirun crashes on a list of two; it tries all by itself

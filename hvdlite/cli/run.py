@@ -20,7 +20,7 @@ from hvdlite.cli.children import how_ended, shell_status
 from hvdlite.cli.discovery import hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
-from hvdlite.cli.keepers import Keepers
+from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.supervise import supervise
@@ -142,6 +142,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         settings = arguments.effects.settings
         environ = {**environment.variables(), **settings}
         launch = replace(launch_of(arguments, environ), outlives_ranks=arguments.is_elastic)
+        launch = replace(launch, goes_on=arguments.is_elastic and launch.scheduled_hosts == 1)
         if "doctor" in arguments.switches and launch.host_count > 1:
             environ |= before_mpi.invitation([host.name for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
@@ -229,18 +230,18 @@ def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Map
     def look() -> Sequence[Host]:
         return hosts_of(arguments.discovery, arguments.slots_per_host) if arguments.discovery else hosts
 
-    def make(on_anew: Callable[[], object]) -> Keepers:
+    def make(on_word: OnWord) -> Keepers:
         is_local = launch.is_local and not arguments.discovery
         patience_s = 2 * config.heartbeat_timeout_s  # what ranks survive keepers survive as well
-        keepers = Keepers(launch, environ, patience_s, on_anew, is_local=is_local)
+        keepers = Keepers(launch, environ, patience_s, on_word, is_local=is_local)
         variables.update(keepers.environment)
         return keepers
 
-    def generation(on: Sequence[Host], spared: Callable[[], list[int]]) -> int:
+    def generation(on: Sequence[Host], spared: Callable[[], list[int]], is_over: Callable[[], bool]) -> int:
         count = sum(host.slots for host in on)
         now = replace(launch, hosts=() if tuple(on) == here else tuple(on), ranks=count)
         command = mpirun.build(chosen, now, variables)
-        return _run_mpirun(chosen, now, command, {**variables, **command.environment}, spared)
+        return _run_mpirun(chosen, now, command, {**variables, **command.environment}, spared, is_over)
 
     return kept_job.KeptJob(look, generation, make, limits).run()
 
@@ -251,12 +252,14 @@ def _run_mpirun(
     command: Command,
     environ: Mapping[str, str],
     spared: Callable[[], list[int]] = list,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> int:
     started = time.time()
     many = chosen.mpi is Mpi.OPEN_MPI and launch.host_count > 1
     codes = ExitCodes() if chosen.mpi is Mpi.MPICH else None
     ssh_port = next((int(port) for option, port in pairwise(launch.ssh) if option == "-p"), 22)
-    expected = Expected(launch.hosts, launch.is_local, Config.from_env(environ).start_timeout_s, ssh_port)
+    start_s = Config.from_env(environ).start_timeout_s
+    expected = Expected(launch.hosts, launch.is_local, start_s, ssh_port, is_over)
     ending = supervise(
         command.argv,
         environ,

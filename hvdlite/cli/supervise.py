@@ -176,7 +176,7 @@ class _Run:
                 self.lost = self.lost or watch.suspicion or None
         os.close(ended)
         if self._was_given_up:
-            return max(self._statuses, default=1)
+            return max(self._statuses, default=0 if expected.is_over() else 1)
         return shell_status(self.child.returncode)
 
     def _heed_stops(self) -> None:

@@ -11,6 +11,7 @@ import torch
 import hvdlite
 from hvdlite import default_runtime
 from hvdlite.errors import ConfigError, MismatchError
+from hvdlite.survivors import Survivors
 from hvdlite.torch.functions import allgather_object
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.ranges import profiler_of_this_process
@@ -40,7 +41,10 @@ def init(
         if process_sets.lower() != "dynamic":
             raise ValueError(f"process_sets is {process_sets!r}; pass a list of hvd.ProcessSet, or 'dynamic'")
         process_sets = None
-    if process_sets and default_runtime.membership() is not None:
+    member = default_runtime.membership()
+    if process_sets and isinstance(member, Survivors):
+        member.hindrance = "hvd.init(process_sets=...) names them all"
+    elif process_sets and member is not None:
         raise ConfigError(
             "hvd.init(process_sets=[...]) names ranks, which change under `hvdliterun --elastic`: call "
             "hvd.add_process_set in the training function, which all ranks begin together"

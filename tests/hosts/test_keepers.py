@@ -72,9 +72,15 @@ if hvd.rank() == 0:
 
 
 class Job:
-    """The training under hvdliterun on host 0."""
+    """The training under hvdliterun on host 0.
 
-    def __init__(self, lab: Lab, mpi: str, directory: Path, *words: str, options: list[str]) -> None:
+    Args:
+        goes_on: ranks that live go on, where MPI can.
+    """
+
+    def __init__(
+        self, lab: Lab, mpi: str, directory: Path, *words: str, options: list[str], goes_on: bool = False
+    ) -> None:
         self.directory = directory
         script = directory / "train.py"
         script.write_text(TRAINING)
@@ -82,7 +88,8 @@ class Job:
         variables = {**lab.launch_environment, **settings, "OMP_NUM_THREADS": "1"}
         variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         words_before = ["env", *(f"{name}={value}" for name, value in variables.items())]
-        front = [python_of(mpi), "-m", "hvdlite", "run", "--elastic", *options]
+        begins_anew = [] if goes_on or mpi != "openmpi" else ["--with-ft", "no"]
+        front = [python_of(mpi), "-m", "hvdlite", "run", "--elastic", *begins_anew, *options]
         self.process = subprocess.Popen(
             [*lab.enter(0), *words_before, *front, str(script), str(directory), *words],
             stdout=subprocess.PIPE,

@@ -12,7 +12,7 @@ import pytest
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER
-from hvdlite.keeper import MESSAGE, TO_RANKS, Word
+from hvdlite.keeper import MESSAGE, TO_RANKS, Word, claimed_by
 from hvdlite.meeting_point import connect
 from hvdlite.memory.segment import create_memory_file, is_final, write_memory_file
 from hvdlite.safekeeping import Safekeeping
@@ -24,14 +24,15 @@ class Job:
     """hvdliterun's end, and where ranks find the keeper."""
 
     def __init__(self) -> None:
-        self.anew = 0
+        self.said: list[tuple[Word, int]] = []
         environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        self.keepers = Keepers(Launch(("train.py",), 2), environ, 20.0, self._count, is_local=True)
+        self.keepers = Keepers(Launch(("train.py",), 2), environ, 20.0, self._hear, is_local=True)
         assert self.keepers.start([HERE]) == []
         self.where = self.keepers.environment[KEEPER]
 
-    def _count(self) -> None:
-        self.anew += 1
+    def _hear(self, word: Word, number: int) -> int:
+        self.said.append((word, number))
+        return int(word == Word.CLAIM and claimed_by(number) == (2, 3))
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +113,24 @@ def test_news_stay_until_ranks_begin(job: Job) -> None:
     job.keepers.tell(Word.BEGIN)
     job.keepers.ask()
     assert rank.news() == 0
+    rank.close()
+
+
+def test_what_ranks_say_reaches_hvdliterun(job: Job) -> None:
+    rank = Safekeeping(job.where)
+    rank.say_at_work(True)
+    rank.say_at_work(False)
+    assert rank.claim(2, 3) and not rank.claim(3, 2)
     rank.begin_anew()
     job.keepers.ask()
-    assert job.anew == 1
+    assert [word for word, _ in job.said] == [Word.AT_WORK, Word.AT_WORK, Word.CLAIM, Word.CLAIM, Word.ANEW]
+    assert [number for _, number in job.said[:2]] == [1, 0]
     rank.close()
 
 
 def test_a_host_without_an_answer_is_named() -> None:
     launch = Launch(("train.py",), 2, options=("--mca", "plm_rsh_agent", "false"))
-    keepers = Keepers(launch, {**os.environ}, 20.0, lambda: None, is_local=True)
+    keepers = Keepers(launch, {**os.environ}, 20.0, lambda word, number: 0, is_local=True)
     try:
         assert keepers.start([Host("elsewhere", 1)]) == ["elsewhere"]
         assert keepers.kept == {}

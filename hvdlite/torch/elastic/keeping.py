@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +73,21 @@ def recall(state: Kept) -> None:
         kept: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=False)
     state.take(kept, commits)
     _LOG.info("rank %d takes up commit %d", hvdlite.rank(), commits)
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """The ranks train, until all have come to the end: mpirun may call ranks that were killed a success."""
+    _say_at_work(True)
+    yield
+    _say_at_work(False)
+
+
+def _say_at_work(is_at_work: bool) -> None:
+    keeper = default_runtime.peers().keeper
+    if keeper is not None and hvdlite.rank() == 0:
+        with suppress(OSError):  # it has ended with hvdliterun
+            keeper.say_at_work(is_at_work)
 
 
 def news() -> int:

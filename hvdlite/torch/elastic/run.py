@@ -61,8 +61,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     def wrapped(state: State, *args: Any, **kwargs: Any) -> T:
         hvdlite.rank()  # raises before init()
         keeping.recall(state)
-        start_again = _start_again if default_runtime.peers().keeper is None else keeping.end_to_begin_anew
-        return run_with(start_again, func, state, *args, **kwargs)
+        with keeping.at_work():
+            return run_with(_strategy(), func, state, *args, **kwargs)
 
     return wrapped
 
@@ -112,21 +112,46 @@ def _has_newcomers() -> bool:
     return member is not None and member.generation is not None and member.generation.has_newcomers
 
 
+def _strategy() -> Callable[[State, Why], None]:
+    """What is done before the training function starts over."""
+    if default_runtime.peers().keeper is None:
+        return _start_again
+    return keeping.end_to_begin_anew if default_runtime.membership() is None else _go_on_or_begin_anew
+
+
+def _go_on_or_begin_anew(state: State, why: Why) -> None:
+    """Under mpirun: the ranks that live go on where they can; else all end, to begin anew."""
+    may_go_on = not isinstance(why, (HostsUpdatedInterrupt, StallError))
+    if may_go_on and not (isinstance(why, ShutDownError) and why.is_final):
+        try:
+            _restart(state, why)
+            return
+        except StartupError as error:
+            _LOG.warning("rank %d: %s", hvdlite.runtime().rank, error)
+    keeping.end_to_begin_anew(state, why)
+
+
 def _start_again(state: State, why: Why) -> None:
     is_elastic = default_runtime.membership() is not None
     if isinstance(why, HorovodInternalError):
         if not is_elastic and (cause := _hindrance(why)):
             state.restore()
             raise _unrecoverable(cause, why) from why
-        _LOG.warning("rank %d: hvd.elastic.run goes back to the last commit, after: %s", hvdlite.runtime().rank, why)
     elif not is_elastic:
         return
     try:
-        restart(follows_rank_0=state.follows_rank_0)  # ends what other ranks wait for with an error: they come as well
+        _restart(state, why)
     except StartupError as error:
         if isinstance(why, HorovodInternalError):
             state.restore()
         raise _unrecoverable(str(error), why) from error
+
+
+def _restart(state: State, why: Why) -> None:
+    """hvdlite runs again, with the state of the last commit after a failure. Raises StartupError."""
+    if isinstance(why, HorovodInternalError):
+        _LOG.warning("rank %d: hvd.elastic.run goes back to the last commit, after: %s", hvdlite.runtime().rank, why)
+    restart(follows_rank_0=state.follows_rank_0)  # ends what other ranks wait for with an error: they come as well
     state.abandon()
     if isinstance(why, HorovodInternalError):
         state.restore()

@@ -107,7 +107,7 @@ class State(ABC):
         with self._updates_lock:
             mine, self._updates = self._updates, 0
         member = default_runtime.membership()
-        return mine | keeping.news() if member is None else mine | member.news()
+        return mine | keeping.news() | (0 if member is None else member.news())
 
     def on_hosts_updated(self, timestamp: float, update_result: int) -> None:
         """For whoever watches the hosts, from any thread: the next `check_host_updates` tells all ranks.

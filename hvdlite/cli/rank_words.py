@@ -1,0 +1,67 @@
+"""What the ranks of an elastic job by mpirun say to hvdliterun, through the keepers of their hosts."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from hvdlite.keeper import Word, claimed_by
+from hvdlite.naps import growing_pause_s
+
+_FIRST_S, _LONGEST_S = 10.0, 600.0  # how long ranks that go on without others are left alone
+
+
+class RankWords:
+    """Those of one mpirun after the other. Any thread may call.
+
+    Args:
+        least: fewer ranks do not go on.
+
+    Attributes:
+        anew: all ranks end in order, to be started on other hosts.
+        is_at_work: they train, and have not come to the end.
+        left: how many go on, after others have died; None: no rank has died.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._lock = threading.Lock()  # guards what follows
+        self._times = 0  # that ranks have gone on
+        self.begin()
+
+    def begin(self) -> None:
+        """Ranks are started."""
+        self.anew = self.is_at_work = self._was_at_work = False
+        self.left: int | None = None
+        self._generation = 1  # the last that has begun
+        self._alone_until_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks have trained to the end."""
+        return self._was_at_work and not self.is_at_work
+
+    @property
+    def may_be_joined(self) -> bool:
+        """Whether ranks that go on without others have done so for long enough."""
+        return self.left is not None and time.monotonic() >= self._alone_until_s
+
+    def hear(self, word: Word, number: int) -> int:
+        """Something that a rank says; returns the answer to a CLAIM, which is granted once for each generation."""
+        with self._lock:
+            if word == Word.ANEW:
+                self.anew = True
+            elif word == Word.AT_WORK:
+                self.is_at_work = bool(number)
+                self._was_at_work = True
+            elif word == Word.CLAIM:
+                return self._grant(*claimed_by(number))
+        return 0
+
+    def _grant(self, generation: int, count: int) -> int:
+        if generation <= self._generation or count < self._least:
+            return 0
+        self._generation, self.left = generation, count
+        self._alone_until_s = time.monotonic() + growing_pause_s(_FIRST_S, _LONGEST_S, self._times)
+        self._times += 1
+        return 1

@@ -1,0 +1,169 @@
+"""A process's place among ranks that go on, in the same processes, after others have died under mpirun.
+
+hvdliterun lets one group of them go on: two, on the two sides of a network that is cut, would train apart.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from hvdlite import launched
+from hvdlite.agreement import Bootstrap
+from hvdlite.config import Config
+from hvdlite.errors import HorovodInternalError, StallError, StartupError
+from hvdlite.lifeline import Lifeline
+from hvdlite.mpi import MpiRanks
+from hvdlite.rendezvous import RendezvousRanks
+from hvdlite.roster import Generation
+from hvdlite.surviving_ranks import Medium, SurvivingRanks
+from hvdlite.survivor_meeting import SurvivorMeeting, call_to
+
+_SPREAD_S = 1.0  # how long news of a failure are on their way
+_MEETING_SHARE = 0.8  # of the time for the start, as elsewhere
+
+Claim = Callable[[int, int], bool]
+"""Asks whether so many ranks may be that generation; raises OSError where nobody can be asked."""
+
+
+class Survivors:
+    """That of this process; has what `hvdlite.membership.Membership` has. Workers are ranks of COMM_WORLD.
+
+    Attributes:
+        generation: the present one; None before the first `join`.
+        is_left_out: the others go on without this rank.
+        hindrance: why these ranks cannot go on without one of them; empty where they can.
+    """
+
+    def __init__(self, claim: Claim) -> None:
+        self.generation: Generation | None = None
+        self.is_left_out = False
+        self.hindrance = ""
+        self._claim = claim
+        self._lifeline: Lifeline | None = None
+        self._medium: Medium | None = None
+        self._called = 1  # the number of the generation to which this rank has called the others
+        self._ends: dict[int, int] = {}  # pidfds of workers on this machine
+        self._left_out: list[int] = []  # those of them that are no workers any more
+
+    @property
+    def worker(self) -> int:
+        process = launched.this_process()
+        assert process is not None
+        return process.rank
+
+    @property
+    def rank(self) -> int:
+        assert self.generation is not None
+        return self.generation.workers.index(self.worker)
+
+    @property
+    def has_lost_some(self) -> bool:
+        """Whether this generation goes on without ranks that MPI was started with: MPI cannot end in order."""
+        return self.generation is not None and self.generation.number > 1
+
+    def join(self, failed: int | None = None, *, follows_rank_0: bool = True) -> Generation:
+        """Become a rank of the next generation: the first has all, the next ones those that live.
+
+        Args:
+            failed: the rank whose failure has ended the last generation, if it is known.
+            follows_rank_0: any rank has a state, so it does not matter.
+
+        Raises:
+            StartupError: there is none; says why.
+        """
+        if self.generation is None:
+            process = launched.this_process()
+            assert process is not None
+            self.generation = Generation(1, tuple(range(process.size)), has_newcomers=False)
+            return self.generation
+        if self.hindrance or self._lifeline is None:
+            raise StartupError(self.hindrance or "a rank has failed while MPI was started")
+        old = self.generation
+        if failed is not None and old.workers[failed] == self.worker:
+            self.is_left_out = True
+            raise StartupError("the others have given this rank up")
+        members = self._agree(self._lifeline, old, None if failed is None else old.workers[failed])
+        self._see_to_end(set(old.workers) - set(members))
+        self.generation = Generation(old.number + 1, members, has_newcomers=False)
+        return self.generation
+
+    def ranks(self, everybody: MpiRanks, config: Config) -> Bootstrap:
+        """Those of `generation`. Collective.
+
+        Args:
+            everybody: COMM_WORLD.
+        """
+        generation = self.generation
+        assert generation is not None
+        if self._lifeline is None or self._medium is None:
+            self._lifeline, self._medium = Lifeline(everybody.comm), Medium(everybody.comm)
+            self._find_neighbours(everybody)
+        if generation.number == 1:
+            return everybody
+        timeout_s = _MEETING_SHARE * config.start_timeout_s
+        name = f"generation {generation.number}"
+        meeting = RendezvousRanks(self._lifeline, name, generation.workers, everybody.rank, timeout_s)
+        return SurvivingRanks(meeting, generation.workers, self._medium, timeout_s)
+
+    def news(self) -> int:
+        """None: there are no newcomers."""
+        return 0
+
+    def fail(self, reason: HorovodInternalError) -> None:
+        """Called by the health of the generation when it ends: say at once that this rank lives."""
+        if not isinstance(reason, StallError):
+            self._call()
+
+    def close(self) -> None:
+        """This process ends: mpirun waits for who is left out as well, and may be stopped."""
+        for end in self._left_out:
+            with suppress(OSError):
+                signal.pidfd_send_signal(end, signal.SIGKILL)
+
+    def _call(self) -> None:
+        generation = self.generation
+        if self._lifeline is None or generation is None or self._called > generation.number:
+            return
+        self._called = generation.number + 1
+        for worker in generation.workers:
+            if worker != self.worker:
+                self._lifeline.send(worker, call_to(self._called), b"")
+
+    def _agree(self, lifeline: Lifeline, old: Generation, dead: int | None) -> tuple[int, ...]:
+        """The workers of the next generation."""
+        config = Config.from_env()
+        # The neighbours of a silent rank give it up one after the other: each looks, and hears, so often.
+        silence_s = _SPREAD_S + 2 * min(2.0, config.heartbeat_timeout_s / 4)
+        number = old.number + 1
+        self._call()
+        meeting = SurvivorMeeting(lifeline, number, silence_s, config.elastic_timeout_s)
+        living = [worker for worker in old.workers if worker != dead]
+        return meeting.members(self.worker, living, lambda count: self._refusal(number, count))
+
+    def _refusal(self, number: int, count: int) -> str:
+        try:
+            if self._claim(number, count):
+                return ""
+        except OSError as error:
+            return f"the keeper of rank {self.worker}'s host cannot be asked whether {count} ranks may go on: {error}"
+        return f"hvdliterun does not let {count} ranks go on: they are too few, or others do already"
+
+    def _find_neighbours(self, everybody: MpiRanks) -> None:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        place = boot, os.stat("/proc/self/ns/pid").st_ino
+        for worker, (other, pid) in enumerate(everybody.allgather((place, os.getpid()))):
+            if other == place and worker != everybody.rank:
+                with suppress(OSError):
+                    self._ends[worker] = os.pidfd_open(pid)
+
+    def _see_to_end(self, left_out: set[int]) -> None:
+        """Kill who is left out, and may be stopped; who ends by itself has a moment to say why."""
+        self._left_out += [self._ends.pop(worker) for worker in left_out if worker in self._ends]
+        timer = threading.Timer(Config.from_env().failure_grace_s, self.close)
+        timer.daemon = True
+        timer.start()

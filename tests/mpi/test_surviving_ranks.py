@@ -1,0 +1,107 @@
+"""Ranks that go on in a communicator of more: what a world asks of them, while all the others stay away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from backend_lab import RANK, SIZE
+from hvdlite.dtypes import DType
+from hvdlite.lifeline import Lifeline
+from hvdlite.rendezvous import MissingError, RendezvousRanks
+from hvdlite.runtime import Runtime
+from hvdlite.surviving_ranks import Medium, SurvivingRanks
+from machines_lab import machines
+from runtime_lab import TINY, Tensor, agree, allreduce
+
+several = pytest.mark.skipif(SIZE == 1, reason="needs a rank that stays away")
+
+
+class Job:
+    """Made while all ranks live."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.lifeline, self.medium = Lifeline(comm), Medium(comm)
+
+    def ranks(self, members: list[int], name: str) -> SurvivingRanks:
+        meeting = RendezvousRanks(self.lifeline, name, members, RANK, 20.0)
+        return SurvivingRanks(meeting, members, self.medium, 20.0)
+
+    def free(self) -> None:
+        self.lifeline._comm.Free()
+        self.medium.comm.Free()
+
+
+@pytest.fixture
+def job(comm: MPI.Intracomm) -> Iterator[Job]:
+    job = Job(comm)
+    yield job
+    job.free()
+
+
+@several
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_runtime_on_the_ranks_that_are_left(comm: MPI.Intracomm, job: Job, apart: bool) -> None:
+    """All but rank 0, on one node and each on its own; then on all once more, as yet another generation."""
+    problems = []
+    for number, members in enumerate([list(range(1, SIZE)), list(range(SIZE)), list(range(1, SIZE))]):
+        if RANK not in members:
+            continue
+        with machines(tuple(members) if apart else (0,) * len(members)):
+            runtime = Runtime(job.ranks(members, f"generation {number}"), TINY)
+        with runtime:
+            problems.append(None if (runtime.rank, runtime.size) == (members.index(RANK), len(members)) else "ranks")
+            for numel in (5, 5003):
+                tensor = Tensor.of(np.full(numel, float(RANK)), DType.FLOAT32)
+                allreduce(runtime, tensor, name="gradient").wait()
+                problems.append(tensor.problem(np.full(numel, float(sum(members))), f"{members}"))
+    agree(comm, *problems)
+
+
+@several
+def test_what_an_earlier_generation_has_left_meets_no_later_one(comm: MPI.Intracomm, job: Job) -> None:
+    """A message under way when the first ends, of the same ranks, in the same direction, with the same tag."""
+    problem = None
+    if RANK in (0, 1):
+        first, second = job.ranks([0, 1], "first"), job.ranks([0, 1], "second")
+        if RANK == 0:
+            first.Isend([b"old", MPI.BYTE], 1).Wait()
+            second.Isend([b"new", MPI.BYTE], 1).Wait()
+        else:
+            arrived = bytearray(3)
+            second.Irecv([arrived, MPI.BYTE], 0).Wait()
+            problem = None if arrived == b"new" else repr(arrived)
+            first.Irecv([arrived, MPI.BYTE], 0).Wait()
+    agree(comm, problem)
+
+
+@several
+def test_parts_are_in_the_order_of_their_keys(comm: MPI.Intracomm, job: Job) -> None:
+    ranks = job.ranks(list(range(SIZE)), "all")
+    part = ranks.Split(0 if RANK != 0 else MPI.UNDEFINED, -RANK)
+    problem = None
+    if part is not None:
+        order = part.allgather(RANK)
+        problem = None if order == list(range(SIZE - 1, 0, -1)) else str(order)
+    agree(comm, problem, None if (part is None) == (RANK == 0) else "who is not included has a part")
+
+
+@several
+def test_who_does_not_come_is_named(comm: MPI.Intracomm, job: Job) -> None:
+    """On every rank that waits, within the time limit."""
+    failure = None
+    if RANK != SIZE - 1:
+        failure = _missing(lambda: job.lifeline.gather("key", range(SIZE), RANK, b"", 0.3))
+    comm.Barrier()
+    agree(comm, None if RANK == SIZE - 1 or f"rank {SIZE - 1} did not come" in str(failure) else str(failure))
+
+
+def _missing(action: Callable[[], object]) -> MissingError | None:
+    try:
+        action()
+    except MissingError as error:
+        return error
+    return None
