@@ -16,7 +16,7 @@ A rank for which the plan does not come true (an operation of it is missing, or 
 come) asks the root to end it. Before a plan begins or ends, every rank holds new claims back for a moment, so that no
 operation is claimed on one rank and counted on another:
 
-HOLD and what comes after it (RESUME, FREEZE, RELEASE, REOPEN or END) are in the log, so every rank takes them at the same
+HOLD and what comes after it (RESUME, FREEZE, RELEASE, REOPEN or END) are in the log, so every rank takes them at one
 point. Between the two no rank claims anything, and the answers, HELD, come up behind all claims that were made before:
 when the root has all of them, it knows of every claim there is.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from hvdlite.collectives.base import TensorReduction
 from hvdlite.collectives.early import EarlyAllreduce
@@ -22,6 +23,9 @@ from hvdlite.memory.views import TensorView
 from hvdlite.operations.operation import Operation, Work
 from hvdlite.operations.reducing import ReducingOperation
 from hvdlite.recorder import Lane
+
+if TYPE_CHECKING:
+    from hvdlite._native import TensorList
 
 _TELLING_BYTES = 256 << 10  # from here on bytes matter more than what every allreduce costs
 
@@ -119,16 +123,12 @@ class Allreduce(ReducingOperation):
             engine.fastest_allreduce = max(engine.fastest_allreduce, nbytes / (time.monotonic() - began_s))
 
     def prepare_burst(self, engine: Engine, requests: Sequence[Operation]) -> Run:
-        layout = _together(requests)
-        tensors, allreduce = engine.memory.tensors, engine.backend.allreduce_tensors
-        reduction = engine.resolved(self.reduction, layout.wire_dtype)
+        layout, tensors = _together(requests), engine.memory.tensors
 
         def run(inputs: Sequence[int], outputs: Sequence[int], label: str) -> None:
-            engine.executed.reduced_bytes += layout.nbytes
             sources = tensors(inputs, layout.numels, layout.offsets)
             targets = sources if outputs == inputs else tensors(outputs, layout.numels, layout.offsets)
-            staging = engine.chunk(layout.wire_dtype)
-            allreduce(sources, targets, layout, reduction, staging=staging, label=label).wait()
+            self._reduce_tensors(engine, sources, targets, layout, label)
 
         return run
 
@@ -158,14 +158,17 @@ class Allreduce(ReducingOperation):
         layout: Layout,
         label: str,
     ) -> None:
-        engine.executed.reduced_bytes += layout.nbytes
-        wire_dtype = layout.wire_dtype
         sources = engine.tensors(inputs, layout)
         targets = sources if outputs is inputs else engine.tensors(outputs, layout)
-        reduction = engine.resolved(self.reduction, wire_dtype)
-        staging = engine.chunk(wire_dtype)
-        job = TensorReduction(sources, targets, layout, reduction)
-        engine.backend.allreduce_tensors(job, staging=staging, label=label).wait()
+        self._reduce_tensors(engine, sources, targets, layout, label)
+
+    def _reduce_tensors(
+        self, engine: Engine, sources: TensorList, targets: TensorList, layout: Layout, label: str
+    ) -> None:
+        engine.executed.reduced_bytes += layout.nbytes
+        wire_dtype = layout.wire_dtype
+        job = TensorReduction(sources, targets, layout, engine.resolved(self.reduction, wire_dtype))
+        engine.backend.allreduce_tensors(job, staging=engine.chunk(wire_dtype), label=label).wait()
 
     def _reduce_at_home(self, engine: Engine, submission: Submission, home: Home, label: str) -> None:
         """Tensors that are not at their places are copied there, and results to where they are wanted."""
