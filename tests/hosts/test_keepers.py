@@ -30,7 +30,21 @@ hvd.init()
 weights = torch.nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)], op=hvd.Sum)
 sampler = hvd.elastic.ElasticSampler(range(SAMPLES))
-state = hvd.elastic.TorchState(torch.nn.ParameterList([weights]), optimizer, sampler=sampler, batch=0, extra=0)
+
+class Slow:
+    "Takes its time when it is written for the keeper."
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __getstate__(self):
+        main = sys.modules["__main__"]  # by name, as a global would be pickled with this class
+        time.sleep("kill" in sys.argv and main.state.batch == 3)
+        return {"is": "slow"}
+
+slow = Slow()
+parameters = torch.nn.ParameterList([weights])
+state = hvd.elastic.TorchState(parameters, optimizer, sampler=sampler, batch=0, extra=0, slow=slow)
 
 def happens(name):
     "Once in the life of the job."
@@ -133,8 +147,9 @@ def test_ranks_begin_anew_from_memory(hosts: Hosts, mpi: str, tmp_path: Path) ->
     job = Job(lab, mpi, tmp_path, "kill", options=["-np", "3", "-H", "node0:2,node1:1"])
     text = job.end()
     check_counts(text, 3)
-    assert starts(text) == {(3, 0), (3, 3)}, text
-    assert "goes on from commit 3, which is kept in memory (1 of 10 restarts)" in text
+    # Commit 3 was on its way. Those that live hand it over before they end, if their mpirun lets them.
+    assert starts(text) in ([{(3, 0), (3, 3)}] if mpi == "openmpi" else [{(3, 0), (3, 3)}, {(3, 0), (3, 2)}]), text
+    assert re.search(r"goes on from commit [23], which is kept in memory \(1 of 10 restarts\)", text), text
     assert lab.pids(0) == lab.pids(1) == []
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -69,6 +72,46 @@ def test_the_newest_commit_is_there_for_other_processes(job: Job) -> None:
     assert kept(job.where) == (4, b"of commit 4")
     assert job.keepers.ask() == []
     assert job.keepers.kept == {"localhost": 4}
+
+
+def test_a_commit_is_written_while_the_rank_goes_on_and_the_next_waits_for_it(job: Job) -> None:
+    put(job.where, 10, b"of commit 10")
+    may_end, done = threading.Event(), []
+
+    def slowly(target: BinaryIO) -> None:
+        may_end.wait()
+        done.append("written")
+        target.write(b"of commit 11")
+
+    def at_once(target: BinaryIO) -> None:
+        done.append("next")
+        target.write(b"of commit 12")
+
+    rank = Safekeeping(job.where)
+    rank.hand_over(11, slowly)
+    assert kept(job.where) == (10, b"of commit 10")
+    assert rank.news() == 0
+    threading.Timer(0.2, may_end.set).start()
+    rank.hand_over(12, at_once)
+    assert done[0] == "written"
+    rank.settle()
+    assert done == ["written", "next"] and kept(job.where) == (12, b"of commit 12")
+    rank.close()
+
+
+def test_a_commit_that_cannot_be_kept_is_a_warning(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(target: BinaryIO) -> None:
+        raise TypeError("cannot pickle 'module' object")
+
+    put(job.where, 20, b"sound")
+    rank = Safekeeping(job.where)
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        rank.hand_over(21, fail)
+        rank.settle()
+    assert "commit 21 is not kept outside of this process: cannot pickle" in caplog.text
+    rank.hand_over(22, lambda target: target.write(b"the next"))
+    rank.close()  # settles
+    assert kept(job.where) == (22, b"the next")
 
 
 def test_what_could_still_be_changed_is_refused(job: Job) -> None:
