@@ -26,6 +26,7 @@ INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT
 """Exit statuses after which nothing is started again."""
 _LOOK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
+_FROM_THE_BEGINNING = "the beginning, as no host that answers has a commit"
 
 Generation = Callable[[Sequence[Host], Callable[[], list[int]]], int]
 """Runs ranks on these hosts to their end, and spares those children; returns the exit status."""
@@ -84,10 +85,12 @@ class KeptJob:
                     return 1
                 status = self._run_generation(keepers, chosen)
                 lost = self._find_lost(keepers, chosen)
+                if status in INTERRUPTED:
+                    return status
                 if self._anew.is_set():
                     self._say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
                     continue
-                if status == 0 or status in INTERRUPTED:
+                if status == 0:
                     return status
                 failures += 1
                 if failures > self._limits.restarts:
@@ -96,7 +99,7 @@ class KeptJob:
                 newest = max(keepers.kept.values(), default=0)
                 idle = 0 if newest > committed else idle + 1
                 committed = newest
-                where = f"commit {newest}, which is kept in memory" if newest else "the beginning"
+                where = f"commit {newest}, which is kept in memory" if newest else _FROM_THE_BEGINNING
                 what = f"{', '.join(lost)} did not answer" if lost else f"ranks have failed (exit status {status})"
                 self._say(f"{what}; goes on from {where} ({failures} of {self._limits.restarts} restarts)")
                 if idle:
@@ -104,25 +107,39 @@ class KeptJob:
 
     def _gather(self, keepers: Keepers, stops: Stops) -> list[Host]:
         """The hosts of the next generation, whose keepers live; none if there are not enough in time."""
-        deadline_s = time.monotonic() + self._limits.timeout_s
+        least, timeout_s = self._limits.least, self._limits.timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        waits = False
         while True:
-            self._find_hosts()
-            usable = self._avoided.usable(self._hosts, time.monotonic())
-            trusted = self._avoided.trusted(usable)
-            # Others are tried while these train, since one that is still silent costs seconds.
-            is_enough = sum(host.slots for host in trusted) >= self._limits.least
-            self._avoid(keepers.start(trusted if is_enough else usable))
-            kept = keepers.kept
-            chosen = choose([host for host in usable if host.name in kept], self._limits.most, kept)
-            if stops or sum(host.slots for host in chosen) >= self._limits.least:
+            chosen = self._choose(keepers)
+            slots = sum(host.slots for host in chosen)
+            if stops or slots >= least:
                 return chosen
             if time.monotonic() >= deadline_s:
                 self._say(
-                    f"the job ends: fewer than --min-np {self._limits.least} slots on hosts that answer for "
-                    f"{self._limits.timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT)"
+                    f"the job ends: fewer than --min-np {least} slots on hosts that answer for {timeout_s:g} s "
+                    "(HVDLITE_ELASTIC_TIMEOUT)"
                 )
                 return []
+            if not waits:
+                self._say(
+                    f"waits for hosts, up to {timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT): there are {slots} slots on "
+                    f"those that answer, and --min-np is {least}"
+                )
+                waits = True
             self._sleep(_LOOK_S, stops)
+            self._avoid(keepers.ask())
+
+    def _choose(self, keepers: Keepers) -> list[Host]:
+        """The hosts that could have ranks now, once they have keepers."""
+        self._find_hosts()
+        usable = self._avoided.usable(self._hosts, time.monotonic())
+        trusted = self._avoided.trusted(usable)
+        # Others are tried while these train, since one that is still silent costs seconds.
+        is_enough = sum(host.slots for host in trusted) >= self._limits.least
+        self._avoid(keepers.start(trusted if is_enough else usable))
+        kept = keepers.kept
+        return choose([host for host in usable if host.name in kept], self._limits.most, kept)
 
     def _run_generation(self, keepers: Keepers, chosen: Sequence[Host]) -> int:
         self._anew.clear()
