@@ -154,14 +154,17 @@ class KeptJob:
             watch.join()
 
     def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
-        """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave."""
+        """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave.
+
+        A keeper that has ended, on a host with ranks, is replaced.
+        """
         while not is_over.wait(_LOOK_S):
             self._find_hosts()
             names = {host.name for host in chosen}
-            fresh = [host for host in self._hosts if host.name not in names]
             has_room = sum(host.slots for host in chosen) < self._limits.most
-            if has_room and fresh:
-                self._avoid(keepers.start(self._avoided.usable(fresh, time.monotonic())))
+            welcome = [host for host in self._hosts if has_room or host.name in names]
+            keepers.begin_start(self._avoided.usable(welcome, time.monotonic()))
+            self._avoid(keepers.give_up_late())
             kept = keepers.kept
             wanted = [host for host in self._hosts if host.name in names or host.name in kept]
             then = {host.name: host.slots for host in choose(wanted, self._limits.most, kept)}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from hvdlite.memory.segment import create_memory_file, is_final, write_memory_fi
 from hvdlite.safekeeping import Safekeeping
 
 HERE = Host("localhost", 2)
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 class Job:
@@ -28,8 +31,7 @@ class Job:
 
     def __init__(self) -> None:
         self.anew = 0
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        self.keepers = Keepers(Launch(("train.py",), 2), environ, 20.0, self._count, is_local=True)
+        self.keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, self._count, is_local=True)
         assert self.keepers.start([HERE]) == []
         self.where = self.keepers.environment[KEEPER]
 
@@ -159,6 +161,42 @@ def test_news_stay_until_ranks_begin(job: Job) -> None:
     job.keepers.ask()
     assert job.anew == 1
     rank.close()
+
+
+def test_a_keeper_outlives_the_thread_that_wanted_it() -> None:
+    """Hosts that come while ranks train are tried on a thread, which ends with these ranks."""
+    keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, lambda: None, is_local=True)
+    try:
+        thread = threading.Thread(target=keepers.start, args=([HERE],))
+        thread.start()
+        thread.join()
+        with pytest.raises(subprocess.TimeoutExpired):
+            keepers._started[0].child.wait(0.3)
+        assert keepers.ask() == [] and keepers.kept == {"localhost": 0}
+    finally:
+        keepers.close()
+
+
+def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
+    keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, lambda: None, is_local=True)
+    try:
+        assert keepers.start([HERE]) == []
+        where = keepers.environment[KEEPER]
+        rank = Safekeeping(where)
+        assert rank.news() == 0
+        (killed,) = keepers.processes
+        os.kill(killed, signal.SIGKILL)
+        with keepers._changed:
+            assert keepers._changed.wait_for(lambda: not keepers._living, 20)
+        with pytest.raises(OSError, match="ended|gone|reset|pipe"):
+            rank.news()
+        assert keepers.start([HERE]) == []
+        assert killed not in keepers.processes
+        rank.hand_over(5, lambda target: target.write(b"commit 5"))  # to the new one
+        rank.close()
+        assert kept(where) == (5, b"commit 5")
+    finally:
+        keepers.close()
 
 
 def test_a_host_without_an_answer_is_named() -> None:

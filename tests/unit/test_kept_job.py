@@ -35,10 +35,17 @@ class Keepers:
         self.told: list[tuple[Word, int]] = []
         self.is_closed = False
 
-    def start(self, hosts: Iterable[Host]) -> list[str]:
+    def begin_start(self, hosts: Iterable[Host]) -> None:
         wanted = [host.name for host in hosts if host.name not in self.kept]
         self.kept |= {name: 0 for name in wanted if name not in self.silent}
-        return [name for name in wanted if name in self.silent]
+        self._late = [name for name in wanted if name in self.silent]
+
+    def give_up_late(self) -> list[str]:
+        return self._late
+
+    def start(self, hosts: Iterable[Host]) -> list[str]:
+        self.begin_start(hosts)
+        return self._late
 
     def ask(self) -> list[str]:
         lost = [name for name in self.kept if name in self.silent]
@@ -207,6 +214,18 @@ def test_a_host_that_is_silent_does_not_join() -> None:
         return 0
 
     assert Job(watch).run() == 0
+
+
+def test_a_keeper_that_ends_while_ranks_run_is_replaced() -> None:
+    def watch(job: Job) -> int:
+        del job.keepers.kept["b"]
+        deadline_s = time.monotonic() + 20
+        while "b" not in job.keepers.kept:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        return 0
+
+    assert Job(watch, most=4).run() == 0
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])
