@@ -29,7 +29,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not 
 _FROM_THE_BEGINNING = "the beginning, as no host that answers has a commit"
 
 Generation = Callable[[Sequence[Host], Callable[[], list[int]]], int]
-"""Runs ranks on these hosts to their end, and spares those children; returns the exit status."""
+"""Runs ranks on these hosts; returns the exit status. Asks, once they have ended, which children are none of theirs."""
 
 
 @dataclass(frozen=True)
@@ -147,11 +147,17 @@ class KeptJob:
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(keepers, chosen, is_over), daemon=True)
         watch.start()
-        try:
-            return self._generation(chosen, lambda: keepers.processes)
-        finally:
+
+        def end_watch() -> list[int]:
+            # What it starts meanwhile would pass for something that ranks have left behind.
             is_over.set()
             watch.join()
+            return keepers.processes
+
+        try:
+            return self._generation(chosen, end_watch)
+        finally:
+            end_watch()
 
     def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
         """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave.

@@ -66,6 +66,7 @@ class Job:
     Attributes:
         look: the discovery script; by default it prints ``hosts``.
         ran: the hosts of each generation.
+        spared: which children of this process a generation does not end.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Job:
         self.look: Callable[[], Sequence[Host]] = lambda: self.hosts
         self.keepers = Keepers()
         self.ran: list[list[Host]] = []
+        self.spared: Callable[[], list[int]] = list
         self.begin_anew: Callable[[], object] = lambda: None
         self._generations = iter(generations)
         self._limits = Limits(least, most, restarts, timeout_s)
@@ -95,6 +97,7 @@ class Job:
 
     def _generation(self, hosts: Sequence[Host], spared: Callable[[], list[int]]) -> int:
         self.ran.append(list(hosts))
+        self.spared = spared
         return next(self._generations)(self)
 
 
@@ -226,6 +229,18 @@ def test_a_keeper_that_ends_while_ranks_run_is_replaced() -> None:
         return 0
 
     assert Job(watch, most=4).run() == 0
+
+
+def test_nothing_is_started_while_what_ranks_have_left_behind_is_ended() -> None:
+    def end(job: Job) -> int:
+        job.keepers.processes = [1, 2]
+        assert job.spared() == [1, 2]
+        job.hosts = [A, B, C]
+        time.sleep(0.1)
+        assert "c" not in job.keepers.kept
+        return 0
+
+    assert Job(end).run() == 0
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])
