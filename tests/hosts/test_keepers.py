@@ -107,7 +107,7 @@ class Job:
         )
 
     def wait_for(self, name: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (self.directory / name).exists():
             assert time.monotonic() < deadline, f"{name} has not come\n{self.stop()}"
             time.sleep(0.05)
@@ -116,7 +116,7 @@ class Job:
         self.process.kill()
         return str(self.process.communicate()[0])
 
-    def end(self, hear: Callable[[str], object] = lambda line: None, timeout: float = 110) -> str:
+    def end(self, hear: Callable[[str], object] = lambda line: None, timeout: float = 200) -> str:
         """All output, of a job that has succeeded, which ``hear`` gets line by line."""
         assert self.process.stdout is not None
         killer = threading.Timer(timeout, self.process.kill)
@@ -196,7 +196,7 @@ def test_hosts_that_crash_are_waited_for(hosts: Hosts, mpi: str, tmp_path: Path)
         if "of 3 at batch 5" in line and "two" in heard:
             (tmp_path / "go").touch()
 
-    text = job.end(hear, timeout=150)
+    text = job.end(hear)
     check_counts(text, 3)
     assert "node1, node2 did not answer; goes on from commit 5, which is kept in memory" in text, text
     assert heard == ["waits", "two"] and starts(text) == {(3, 0), (2, 5), (3, 5)}, text

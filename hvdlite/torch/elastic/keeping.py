@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
+import cloudpickle
 import torch
 
 import hvdlite
@@ -48,7 +49,8 @@ def deposit(state: Kept, commits: int) -> None:
 
     def write(target: BinaryIO) -> None:
         wait_for_copies()
-        torch.save(kept, target)
+        # What came from another rank is of classes that only cloudpickle knows, if the program itself has defined them.
+        torch.save(kept, target, pickle_module=cloudpickle)
 
     keeper.hand_over(commits, write)
 
