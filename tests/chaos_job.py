@@ -86,9 +86,15 @@ class Job:
 
     Args:
         front: the words before the script: hvdliterun and its options.
+        log: where to write each line of the output as it comes, and when it came.
     """
 
-    def __init__(self, directory: Path, front: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, front: Sequence[str], environ: Mapping[str, str], log: Path | None = None
+    ) -> None:
+        self._log_file = log
+        if log is not None:
+            log.write_text("")
         self._began_s = time.monotonic()
         self._stop = directory / "stop"
         script = directory / "train.py"
@@ -126,7 +132,11 @@ class Job:
 
     def note(self, line: str) -> None:
         """A line for the log."""
-        self.log.append(f"{time.monotonic() - self._began_s:.2f} {line}")
+        timed = f"{time.monotonic() - self._began_s:.2f} {line}"
+        self.log.append(timed)
+        if self._log_file is not None:
+            with self._log_file.open("a") as file:
+                file.write(timed)
 
     def recoveries(self, struck: Sequence[float]) -> list[float]:
         """Seconds from each of these times (of time.time) to the next commit, the shortest first."""

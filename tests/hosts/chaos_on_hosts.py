@@ -149,14 +149,14 @@ def run_on_hosts(minutes: float, ranks: int, seed: int, mpi: str, log: Path | No
     Args:
         ranks: on each of `HOSTS` hosts.
         mpi: "openmpi" or "mpich".
-        log: where to write what was printed, and when; without it the end is printed if something was wrong.
+        log: where to write what the job prints, and when.
     """
     chance = random.Random(seed)
     counts: Counter[str] = Counter()
     struck: list[float] = []
     with tempfile.TemporaryDirectory(prefix="hvdlite-chaos-") as directory, Lab(HOSTS) as lab:
         names = HostList(lab, Path(directory), ranks)
-        job = Job(Path(directory), _front(lab, mpi, names), os.environ)
+        job = Job(Path(directory), _front(lab, mpi, names), os.environ, log)
         mishaps = Mishaps(lab, job, names, chance)
         ends_s = time.monotonic() + 60 * minutes
         while time.monotonic() < ends_s and job.process.poll() is None:
@@ -173,9 +173,7 @@ def run_on_hosts(minutes: float, ranks: int, seed: int, mpi: str, log: Path | No
         problems.append("there was no mishap")
     if left:
         problems.append(f"processes are left: {left}")
-    if log:
-        log.write_text("".join(job.log))
-    elif problems:
+    if problems:
         print("".join(job.log[-400:]))
     return problems
 
