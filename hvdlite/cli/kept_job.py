@@ -198,9 +198,10 @@ class KeptJob:
                 self._say(f"{error}; the job goes on with the hosts that it has")
 
     def _avoid(self, names: Sequence[str]) -> None:
-        for name in names:
-            pause_s = self._avoided.avoid(name, time.monotonic())
-            self._say(f"{name} does not answer, and is left alone for {pause_s:g} s")
+        now_s = time.monotonic()
+        for host in self._avoided.usable([Host(name, 1) for name in names], now_s):  # others have been named already
+            pause_s = self._avoided.avoid(host.name, now_s)
+            self._say(f"{host.name} does not answer, and is left alone for {pause_s:g} s")
 
     def _sleep(self, seconds: float, stops: Stops) -> None:
         end_s = time.monotonic() + seconds

@@ -132,6 +132,19 @@ def test_ranks_begin_anew_on_the_hosts_that_answer(capfd: pytest.CaptureFixture[
     assert "b did not answer; goes on from commit 3, which is kept in memory (1 of 9 restarts)" in said
 
 
+def test_a_host_that_is_lost_twice_is_left_alone_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def lose(job: Job) -> int:
+        job.keepers.silent.add("b")
+        del job.keepers.kept["b"]
+        time.sleep(0.2)  # its keeper is started again, in vain; then its ranks are missed
+        return 1
+
+    job = Job(lose, succeed)
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A]]
+    assert capfd.readouterr().err.count("b does not answer, and is left alone") == 1
+
+
 def test_it_is_said_that_all_commits_are_lost(capfd: pytest.CaptureFixture[str]) -> None:
     def change_hosts(job: Job) -> int:
         job.hosts = [A, B, C]
