@@ -24,11 +24,12 @@ class Safekeeping:
     def __init__(self, where: str) -> None:
         self._where = where
         self._deposit: threading.Thread | None = None
+        self._has_warned = False  # since a commit was kept
         self._asking = threading.Lock()  # guards what follows
         self._link: socket.socket | None = None
 
     def hand_over(self, number: int, write: Callable[[BinaryIO], object]) -> None:
-        """Let the keeper have commit ``number``, as ``write`` writes it on another thread; a failure is a warning.
+        """Let the keeper have commit ``number``, as ``write`` writes it on another thread; the first failure in a row is a warning.
 
         Waits for the commit that was handed over before: only one is on its way.
         """
@@ -71,8 +72,11 @@ class Safekeeping:
                 self.deposit(number, file)
             finally:
                 os.close(file)
+            self._has_warned = False
         except Exception as error:  # whatever the program's own values raise when they are pickled
-            _LOG.warning("commit %d is not kept outside of this process: %s", number, error)
+            if not self._has_warned:
+                _LOG.warning("commit %d is not kept outside of this process: %s", number, error)
+            self._has_warned = True
 
     def _ask(self, word: Word, number: int = 0, files: list[int] | None = None) -> tuple[int, int | None]:
         with self._asking:
