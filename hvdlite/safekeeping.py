@@ -29,9 +29,10 @@ class Safekeeping:
         self._link: socket.socket | None = None
 
     def hand_over(self, number: int, write: Callable[[BinaryIO], object]) -> None:
-        """Let the keeper have commit ``number``, as ``write`` writes it on another thread; the first failure in a row is a warning.
+        """Let the keeper have commit ``number``, as ``write`` writes it on another thread.
 
-        Waits for the commit that was handed over before: only one is on its way.
+        Waits for the commit that was handed over before: only one is on its way. The first failure in a row is a
+        warning.
         """
         self.settle()
         # No daemon: a process that ends, unless it is killed, leaves its last commit behind.
