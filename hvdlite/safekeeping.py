@@ -2,21 +2,48 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import BinaryIO
 
 from hvdlite.keeper import MESSAGE, TO_RANKS, Word, claim_of
 from hvdlite.meeting_point import connect
+from hvdlite.memory.segment import write_memory_file
 from hvdlite.wire import read_exactly
+
+_LOG = logging.getLogger("hvdlite")
 
 
 class Safekeeping:
-    """At the keeper ``where`` (HVDLITE_KEEPER). All methods raise OSError where it is gone."""
+    """At the keeper ``where`` (HVDLITE_KEEPER). Methods that ask it raise OSError where it is gone, or stopped."""
 
     def __init__(self, where: str) -> None:
         self._where = where
+        self._deposit: threading.Thread | None = None
+        self._has_warned = False  # since a commit was kept
+        self._asking = threading.Lock()  # guards what follows
         self._link: socket.socket | None = None
+
+    def hand_over(self, number: int, write: Callable[[BinaryIO], object]) -> None:
+        """Let the keeper have commit ``number``, as ``write`` writes it on another thread.
+
+        Waits for the commit that was handed over before: only one is on its way. The first failure in a row is a
+        warning.
+        """
+        self.settle()
+        # No daemon: a process that ends, unless it is killed, leaves its last commit behind.
+        self._deposit = threading.Thread(target=self._write, args=(number, write), name="hvdlite deposit")
+        self._deposit.start()
+
+    def settle(self) -> None:
+        """Wait until the keeper has what was handed over, or never will."""
+        if self._deposit is not None:
+            self._deposit.join()
+            self._deposit = None
 
     def deposit(self, number: int, file: int) -> None:
         """Let the keeper have commit ``number``, a memory file (`write_memory_file`); returns once it has."""
@@ -43,24 +70,48 @@ class Safekeeping:
         self._ask(Word.AT_WORK, is_at_work)
 
     def close(self) -> None:
+        self.settle()
+        with self._asking:
+            self._hang_up()
+
+    def _write(self, number: int, write: Callable[[BinaryIO], object]) -> None:
+        try:
+            file = write_memory_file(write)
+            try:
+                self.deposit(number, file)
+            finally:
+                os.close(file)
+            self._has_warned = False
+        except Exception as error:  # whatever the program's own values raise when they are pickled
+            if not self._has_warned:
+                _LOG.warning("commit %d is not kept outside of this process: %s", number, error)
+            self._has_warned = True
+
+    def _ask(self, word: Word, number: int = 0, files: list[int] | None = None) -> tuple[int, int | None]:
+        with self._asking:
+            try:
+                if self._link is None:
+                    self._link = connect(self._where, TO_RANKS)
+                return _exchange(self._link, MESSAGE.pack(word, number), files or [])
+            except OSError:
+                self._hang_up()
+                raise
+
+    def _hang_up(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
 
-    def _ask(self, word: Word, number: int = 0, files: list[int] | None = None) -> tuple[int, int | None]:
-        if self._link is None:
-            self._link = connect(self._where, TO_RANKS)
-        try:
-            socket.send_fds(self._link, [MESSAGE.pack(word, number)], files or [])
-            data, got, _, _ = socket.recv_fds(self._link, MESSAGE.size, 1)
-            with ExitStack() as on_failure:
-                for file in got:
-                    on_failure.callback(os.close, file)
-                if not data:
-                    raise ConnectionError("the keeper has ended")
-                _, answer = MESSAGE.unpack(data + read_exactly(self._link, MESSAGE.size - len(data)))
-                on_failure.pop_all()
-        except OSError:
-            self.close()
-            raise
-        return answer, got[0] if got else None
+
+def _exchange(link: socket.socket, request: bytes, files: list[int]) -> tuple[int, int | None]:
+    """The number in the answer, and the file that came with it."""
+    socket.send_fds(link, [request], files)
+    data, got, _, _ = socket.recv_fds(link, MESSAGE.size, 1)
+    with ExitStack() as on_failure:
+        for file in got:
+            on_failure.callback(os.close, file)
+        if not data:
+            raise ConnectionError("the keeper has ended")
+        _, answer = MESSAGE.unpack(data + read_exactly(link, MESSAGE.size - len(data)))
+        on_failure.pop_all()
+    return answer, got[0] if got else None

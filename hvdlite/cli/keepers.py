@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -50,30 +51,41 @@ class _Keeper:
     """One that was started; ``link`` is there once it has called.
 
     Attributes:
+        until_s: when it should have called, by the monotonic clock.
         kept: the number of the commit that it has.
         answered: how many messages have come.
     """
 
     host: str
     child: subprocess.Popen[bytes]
+    until_s: float
     link: socket.socket | None = None
     kept: int = 0
     answered: int = 0
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it may still call."""
+        return self.link is None and self.child.poll() is None and time.monotonic() < self.until_s
 
     def say(self, word: Word, number: int = 0) -> None:
         if self.link is not None:
             with suppress(OSError):
                 self.link.sendall(MESSAGE.pack(word, number), socket.MSG_DONTWAIT)
 
-    def end(self) -> None:
+    def hang_up(self) -> None:
+        """Let it end, which it does where it can hear this."""
         if self.link is not None:
             with suppress(OSError):
                 self.link.shutdown(socket.SHUT_RDWR)
         if self.child.stdin is not None:
             with suppress(OSError):
                 self.child.stdin.close()
+
+    def end(self, patience_s: float = 0.0) -> None:
+        self.hang_up()
         try:
-            self.child.wait(_END_S)
+            self.child.wait(patience_s)
         except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.wait()
@@ -118,6 +130,7 @@ class Keepers:
             addresses = [a for interface in select(launch.interfaces) for a in interface.addresses]
             listeners = listen_at(addresses, 128)
             self._where = [one.getsockname()[:2] for one in listeners]
+        self._starter = ThreadPoolExecutor(1, "hvdlite keepers")
         self._changed = threading.Condition()  # guards what follows
         self._started: dict[int, _Keeper] = {}  # by number
         self._numbers = 0
@@ -136,20 +149,33 @@ class Keepers:
         with self._changed:
             return {host: keeper.kept for host, keeper in self._living.items()}
 
-    def start(self, hosts: Iterable[Host]) -> list[str]:
-        """Start those of ``hosts`` that have none; the names of the hosts whose keeper did not call in time."""
-        wanted = [host for host in hosts if host.name not in self.kept]
-        made = [self._start(host) for host in wanted]
-        deadline_s = time.monotonic() + _START_S
+    def begin_start(self, hosts: Iterable[Host]) -> None:
+        """Start those of ``hosts`` that have none."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: all(one.link is not None or one.child.poll() is not None for one in made),
-                max(0.0, deadline_s - time.monotonic()),
-            )
-            late = [keeper for keeper in made if keeper.link is None]
+            there = {keeper.host for keeper in self._started.values()}
+        # Not on this thread, with whose end the kernel would end them: one that waits for a host ends with the ranks.
+        for started in [self._starter.submit(self._start, host) for host in hosts if host.name not in there]:
+            started.result()
+
+    def give_up_late(self) -> list[str]:
+        """The names of the hosts whose keepers have been started, and did not call in time."""
+        with self._changed:
+            late = [one for one in self._started.values() if one.link is None and not one.is_coming]
         for keeper in late:
             self._forget(keeper)
         return [keeper.host for keeper in late]
+
+    def start(self, hosts: Sequence[Host]) -> list[str]:
+        """Start those of ``hosts`` that have none, and wait for them; see `give_up_late`."""
+        self.begin_start(hosts)
+        names = {host.name for host in hosts}
+        with self._changed:
+            waited = [keeper for keeper in self._started.values() if keeper.host in names]
+            until_s = max((keeper.until_s for keeper in waited), default=0.0)
+            self._changed.wait_for(
+                lambda: not any(keeper.is_coming for keeper in waited), max(0.0, until_s - time.monotonic())
+            )
+        return self.give_up_late()
 
     def ask(self) -> list[str]:
         """Ask all what they have; the names of the hosts that do not answer, whose keepers are given up."""
@@ -178,7 +204,10 @@ class Keepers:
         with self._changed:
             started = list(self._started.values())
         for keeper in started:
-            self._forget(keeper)
+            keeper.hang_up()
+        for keeper in started:
+            keeper.end(_END_S)
+        self._starter.shutdown()
 
     def _start(self, host: Host) -> _Keeper:
         here = is_this_machine(host)
@@ -196,7 +225,7 @@ class Keepers:
         with self._changed:
             number = self._numbers
             self._numbers += 1
-            keeper = self._started[number] = _Keeper(host.name, child)
+            keeper = self._started[number] = _Keeper(host.name, child, time.monotonic() + _START_S)
         told = {
             "where": self._where,
             "number": number,
@@ -244,14 +273,12 @@ class Keepers:
                     keeper.kept = number
                     keeper.answered += 1
                     self._changed.notify_all()
-        with self._changed:
-            if self._living.get(keeper.host) is keeper:
-                del self._living[keeper.host]
-            self._changed.notify_all()
+        self._forget(keeper)
 
     def _forget(self, keeper: _Keeper) -> None:
         with self._changed:
             if self._living.get(keeper.host) is keeper:
                 del self._living[keeper.host]
             self._started = {number: other for number, other in self._started.items() if other is not keeper}
+            self._changed.notify_all()
         keeper.end()

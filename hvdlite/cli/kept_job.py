@@ -27,11 +27,13 @@ INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT
 """Exit statuses after which nothing is started again."""
 _LOOK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
+_FROM_THE_BEGINNING = "the beginning, as no host that answers has a commit"
 
 Generation = Callable[[Sequence[Host], Callable[[], list[int]], Callable[[], bool]], int]
-"""Runs ranks on these hosts to their end, and spares those children; returns the exit status.
+"""Runs ranks on these hosts to their end; returns the exit status.
 
-It is also given whether the ranks have said that they have come to their end.
+It is also given what says, once the ranks have ended, which children are none of theirs; and whether ranks have said
+that they have come to their end.
 """
 
 
@@ -88,12 +90,14 @@ class KeptJob:
                     return 1
                 status = self._run_generation(keepers, chosen)
                 lost = self._find_lost(keepers, chosen)
+                if status in INTERRUPTED:
+                    return status
                 if self._words.anew:
                     self._say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
                     continue
                 if status == 0 and self._words.is_at_work:
                     status = 1  # mpirun does not mind ranks that were killed
-                if status == 0 or status in INTERRUPTED:
+                if status == 0:
                     return status
                 failures += 1
                 if failures > self._limits.restarts:
@@ -102,7 +106,7 @@ class KeptJob:
                 newest = max(keepers.kept.values(), default=0)
                 idle = 0 if newest > committed else idle + 1
                 committed = newest
-                where = f"commit {newest}, which is kept in memory" if newest else "the beginning"
+                where = f"commit {newest}, which is kept in memory" if newest else _FROM_THE_BEGINNING
                 what = f"{', '.join(lost)} did not answer" if lost else f"ranks have failed (exit status {status})"
                 self._say(f"{what}; goes on from {where} ({failures} of {self._limits.restarts} restarts)")
                 if idle:
@@ -110,25 +114,39 @@ class KeptJob:
 
     def _gather(self, keepers: Keepers, stops: Stops) -> list[Host]:
         """The hosts of the next generation, whose keepers live; none if there are not enough in time."""
-        deadline_s = time.monotonic() + self._limits.timeout_s
+        least, timeout_s = self._limits.least, self._limits.timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        waits = False
         while True:
-            self._find_hosts()
-            usable = self._avoided.usable(self._hosts, time.monotonic())
-            trusted = self._avoided.trusted(usable)
-            # Others are tried while these train, since one that is still silent costs seconds.
-            is_enough = sum(host.slots for host in trusted) >= self._limits.least
-            self._avoid(keepers.start(trusted if is_enough else usable))
-            kept = keepers.kept
-            chosen = choose([host for host in usable if host.name in kept], self._limits.most, kept)
-            if stops or sum(host.slots for host in chosen) >= self._limits.least:
+            chosen = self._choose(keepers)
+            slots = sum(host.slots for host in chosen)
+            if stops or slots >= least:
                 return chosen
             if time.monotonic() >= deadline_s:
                 self._say(
-                    f"the job ends: fewer than --min-np {self._limits.least} slots on hosts that answer for "
-                    f"{self._limits.timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT)"
+                    f"the job ends: fewer than --min-np {least} slots on hosts that answer for {timeout_s:g} s "
+                    "(HVDLITE_ELASTIC_TIMEOUT)"
                 )
                 return []
+            if not waits:
+                self._say(
+                    f"waits for hosts, up to {timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT): there are {slots} slots on "
+                    f"those that answer, and --min-np is {least}"
+                )
+                waits = True
             self._sleep(_LOOK_S, stops)
+            self._avoid(keepers.ask())
+
+    def _choose(self, keepers: Keepers) -> list[Host]:
+        """The hosts that could have ranks now, once they have keepers."""
+        self._find_hosts()
+        usable = self._avoided.usable(self._hosts, time.monotonic())
+        trusted = self._avoided.trusted(usable)
+        # Others are tried while these train, since one that is still silent costs seconds.
+        is_enough = sum(host.slots for host in trusted) >= self._limits.least
+        self._avoid(keepers.start(trusted if is_enough else usable))
+        kept = keepers.kept
+        return choose([host for host in usable if host.name in kept], self._limits.most, kept)
 
     def _run_generation(self, keepers: Keepers, chosen: Sequence[Host]) -> int:
         self._words.begin()
@@ -136,11 +154,17 @@ class KeptJob:
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(keepers, chosen, is_over), daemon=True)
         watch.start()
-        try:
-            return self._generation(chosen, lambda: keepers.processes, lambda: self._words.is_over)
-        finally:
+
+        def end_watch() -> list[int]:
+            # What it starts meanwhile would pass for something that ranks have left behind.
             is_over.set()
             watch.join()
+            return keepers.processes
+
+        try:
+            return self._generation(chosen, end_watch, lambda: self._words.is_over)
+        finally:
+            end_watch()
 
     def _hear(self, word: Word, number: int) -> int:
         answer = self._words.hear(word, number)
@@ -149,22 +173,26 @@ class KeptJob:
         return answer
 
     def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
-        """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave."""
+        """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave.
+
+        A keeper that has ended, on a host with ranks, is replaced.
+        """
         while not is_over.wait(_LOOK_S):
             self._find_hosts()
             names = {host.name for host in chosen}
-            fresh = [host for host in self._hosts if host.name not in names]
             has_room = sum(host.slots for host in chosen) < self._limits.most
-            if has_room and fresh:
-                self._avoid(keepers.start(self._avoided.usable(fresh, time.monotonic())))
+            welcome = [host for host in self._hosts if has_room or host.name in names]
+            keepers.begin_start(self._avoided.usable(welcome, time.monotonic()))
+            self._avoid(keepers.give_up_late())
             kept = keepers.kept
             wanted = [host for host in self._hosts if host.name in names or host.name in kept]
             then = {host.name: host.slots for host in choose(wanted, self._limits.most, kept)}
             now = {host.name: host.slots for host in chosen}
             comes = any(slots > now.get(name, 0) for name, slots in then.items())
             goes = any(then.get(name, 0) < slots for name, slots in now.items())
-            comes = (comes and has_room) or self._can_be_more(keepers)
-            if comes or goes:
+            may_be_more = self._can_be_more(keepers)
+            comes |= may_be_more
+            if may_be_more or (has_room and comes) or goes:
                 keepers.tell(Word.NEWS, ADDED * comes | REMOVED * goes)
 
     def _can_be_more(self, keepers: Keepers) -> bool:
@@ -195,9 +223,10 @@ class KeptJob:
                 self._say(f"{error}; the job goes on with the hosts that it has")
 
     def _avoid(self, names: Sequence[str]) -> None:
-        for name in names:
-            pause_s = self._avoided.avoid(name, time.monotonic())
-            self._say(f"{name} does not answer, and is left alone for {pause_s:g} s")
+        now_s = time.monotonic()
+        for host in self._avoided.usable([Host(name, 1) for name in names], now_s):  # others have been named already
+            pause_s = self._avoided.avoid(host.name, now_s)
+            self._say(f"{host.name} does not answer, and is left alone for {pause_s:g} s")
 
     def _sleep(self, seconds: float, stops: Stops) -> None:
         end_s = time.monotonic() + seconds

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite import connections, environment
+from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
 
@@ -108,7 +109,7 @@ class LauncherWatch:
             return None
         if self._expected.is_local or (self._expected.is_over() and since_s > self._expected.start_timeout_s):
             return f"mpirun has not ended {since_s:.0f} s after its last rank"
-        silent = self._silence() or self._unreachable()
+        silent = self._silence() or self._unreachable() or lost_frames.complaints(self._others)
         return f"mpirun has not ended {since_s:.0f} s after its last rank here{_listed(silent)}" if silent else None
 
     def _explain_absence(self, since_s: float) -> str | None:
@@ -119,10 +120,14 @@ class LauncherWatch:
         self.suspicion = missing if silent else ""
         return missing if silent and since_s >= self._expected.start_timeout_s else None
 
+    @property
+    def _others(self) -> list[str]:
+        return [host.name for host in self._expected.hosts if not is_this_machine(host)]
+
     def _silence(self) -> list[str]:
         """What is wrong with other hosts, host by host, as far as it shows here."""
         links = connections.of_processes([self._pid, *children_of(self._pid)])
-        others = [host.name for host in self._expected.hosts if not is_this_machine(host)]
+        others = self._others
         if not others:
             return connections.complaints(links)
         peers = {link.peer for link in links if link.is_open and not link.peer.startswith("127.")}
@@ -149,7 +154,7 @@ class LauncherWatch:
     def _unreachable(self) -> list[str]:
         """Hosts that were reached by ssh, and that do not even refuse a connection now; asked once in a while."""
         self.next_look_s = time.monotonic() + _PROBE_S
-        others = [host.name for host in self._expected.hosts if not is_this_machine(host)]
+        others = self._others
         with ThreadPoolExecutor(max_workers=len(others) or 1) as pool:
             answers = pool.map(lambda name: _answers(name, self._expected.ssh_port), others)
         silent = [name for name, answers_now in zip(others, answers, strict=True) if not answers_now]

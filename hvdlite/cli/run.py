@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from hvdlite import environment
-from hvdlite.cli import check_build, elastic, horovodrun, kept_job, mpirun, ranks
+from hvdlite.cli import check_build, elastic, horovodrun, kept_job, lost_frames, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.children import how_ended, shell_status
 from hvdlite.cli.discovery import hosts_of, slots_of
@@ -272,6 +272,10 @@ def _run_mpirun(
         _remove_shared_memory(started)
     if ending.lost:
         print(f"hvdlite run: ended: {ending.lost}", file=sys.stderr)
+    elif ending.status != 0 and not launch.outlives_ranks and ending.status not in kept_job.INTERRUPTED:
+        others = [host.name for host in launch.hosts if not is_this_machine(host)]
+        for text in lost_frames.complaints(others):
+            print(f"hvdlite run: {text}", file=sys.stderr)
     elif ending.found and ending.status == 0:
         print(f"hvdlite run: failed: mpirun's exit status is 0, but it said {ending.found!r} above", file=sys.stderr)
         return 1

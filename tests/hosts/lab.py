@@ -233,6 +233,15 @@ class Lab:
         """Lose ``host`` as in a power cut: its network goes first, so that nobody hears of its processes' end."""
         (self.directory / f"lost{host}").touch()
         self.cut(host)
+        self.kill_processes(host)
+
+    def repair(self, host: int) -> None:
+        """Undo `crash`: the host is there again, and nothing runs on it."""
+        (self.directory / f"lost{host}").unlink()
+        self.mend(host)
+
+    def kill_processes(self, host: int) -> None:
+        """Kill everything in ``host``, whose network stays."""
         self._holders[host].kill_processes()
 
     def cut(self, host: int) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -18,6 +23,7 @@ from hvdlite.memory.segment import create_memory_file, is_final, write_memory_fi
 from hvdlite.safekeeping import Safekeeping
 
 HERE = Host("localhost", 2)
+ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 class Job:
@@ -25,8 +31,7 @@ class Job:
 
     def __init__(self) -> None:
         self.said: list[tuple[Word, int]] = []
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        self.keepers = Keepers(Launch(("train.py",), 2), environ, 20.0, self._hear, is_local=True)
+        self.keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, self._hear, is_local=True)
         assert self.keepers.start([HERE]) == []
         self.where = self.keepers.environment[KEEPER]
 
@@ -70,6 +75,47 @@ def test_the_newest_commit_is_there_for_other_processes(job: Job) -> None:
     assert kept(job.where) == (4, b"of commit 4")
     assert job.keepers.ask() == []
     assert job.keepers.kept == {"localhost": 4}
+
+
+def test_a_commit_is_written_while_the_rank_goes_on_and_the_next_waits_for_it(job: Job) -> None:
+    put(job.where, 10, b"of commit 10")
+    may_end, done = threading.Event(), []
+
+    def slowly(target: BinaryIO) -> None:
+        may_end.wait()
+        done.append("written")
+        target.write(b"of commit 11")
+
+    def at_once(target: BinaryIO) -> None:
+        done.append("next")
+        target.write(b"of commit 12")
+
+    rank = Safekeeping(job.where)
+    rank.hand_over(11, slowly)
+    assert kept(job.where) == (10, b"of commit 10")
+    assert rank.news() == 0
+    threading.Timer(0.2, may_end.set).start()
+    rank.hand_over(12, at_once)
+    assert done[0] == "written"
+    rank.settle()
+    assert done == ["written", "next"] and kept(job.where) == (12, b"of commit 12")
+    rank.close()
+
+
+def test_a_commit_that_cannot_be_kept_is_a_warning(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(target: BinaryIO) -> None:
+        raise TypeError("cannot pickle 'module' object")
+
+    put(job.where, 20, b"sound")
+    rank = Safekeeping(job.where)
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        rank.hand_over(21, fail)
+        rank.hand_over(21, fail)
+        rank.settle()
+    assert caplog.text.count("commit 21 is not kept outside of this process: cannot pickle") == 1
+    rank.hand_over(22, lambda target: target.write(b"the next"))
+    rank.close()  # settles
+    assert kept(job.where) == (22, b"the next")
 
 
 def test_what_could_still_be_changed_is_refused(job: Job) -> None:
@@ -126,6 +172,42 @@ def test_what_ranks_say_reaches_hvdliterun(job: Job) -> None:
     assert [word for word, _ in job.said] == [Word.AT_WORK, Word.AT_WORK, Word.CLAIM, Word.CLAIM, Word.ANEW]
     assert [number for _, number in job.said[:2]] == [1, 0]
     rank.close()
+
+
+def test_a_keeper_outlives_the_thread_that_wanted_it() -> None:
+    """Hosts that come while ranks train are tried on a thread, which ends with these ranks."""
+    keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, lambda word, number: 0, is_local=True)
+    try:
+        thread = threading.Thread(target=keepers.start, args=([HERE],))
+        thread.start()
+        thread.join()
+        with pytest.raises(subprocess.TimeoutExpired):
+            keepers._started[0].child.wait(0.3)
+        assert keepers.ask() == [] and keepers.kept == {"localhost": 0}
+    finally:
+        keepers.close()
+
+
+def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
+    keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, lambda word, number: 0, is_local=True)
+    try:
+        assert keepers.start([HERE]) == []
+        where = keepers.environment[KEEPER]
+        rank = Safekeeping(where)
+        assert rank.news() == 0
+        (killed,) = keepers.processes
+        os.kill(killed, signal.SIGKILL)
+        with keepers._changed:
+            assert keepers._changed.wait_for(lambda: not keepers._living, 20)
+        with pytest.raises(OSError, match="ended|gone|reset|pipe"):
+            rank.news()
+        assert keepers.start([HERE]) == []
+        assert killed not in keepers.processes
+        rank.hand_over(5, lambda target: target.write(b"commit 5"))  # to the new one
+        rank.close()
+        assert kept(where) == (5, b"commit 5")
+    finally:
+        keepers.close()
 
 
 def test_a_host_without_an_answer_is_named() -> None:

@@ -1,27 +1,26 @@
 """Under mpirun an elastic job is started anew: its commits are in the care of keepers, which outlive the ranks.
 
-The first rank of each of the first two nodes hands its commits over; either copy is enough.
+The first rank of each node hands its commits over to the keeper there, which costs the network nothing; any copy is
+enough. It is written while training goes on, so a keeper may still have the commit before the last.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
+import cloudpickle
 import torch
 
 import hvdlite
 from hvdlite import default_runtime
-from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, StartupError, UnrecoverableError
-from hvdlite.memory.segment import write_memory_file
+from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, UnrecoverableError
 from hvdlite.safekeeping import Safekeeping
 
 _LOG = logging.getLogger("hvdlite")
-_COPIES = 2
 
 
 class Kept(Protocol):
@@ -34,32 +33,41 @@ class Kept(Protocol):
 
 
 def _own_keeper() -> Safekeeping | None:
-    """The one to which this rank hands commits over; None: it has none, or others do so."""
+    """The one to which this rank speaks; None: it has none, or another rank of this node does so."""
     keeper = default_runtime.peers().keeper
-    if keeper is None or hvdlite.local_rank() != 0 or hvdlite.cross_rank() >= _COPIES:
-        return None
-    return keeper
+    return None if keeper is None or hvdlite.local_rank() != 0 else keeper
 
 
 def deposit(state: Kept, commits: int) -> None:
-    """Let the keeper have what ``state`` has saved as commit ``commits``; returns once it has."""
+    """Let the keeper have what ``state`` has saved as commit ``commits``, while this thread goes on.
+
+    Waits until it has the commit before.
+    """
     keeper = _own_keeper()
     if keeper is None or (kept := state.kept()) is None:
         return
-    try:
-        file = write_memory_file(lambda target: torch.save(kept, target))
-        try:
-            keeper.deposit(commits, file)
-        finally:
-            os.close(file)
-    except (OSError, StartupError) as error:
-        _LOG.warning("rank %d: commit %d is not kept outside of this process: %s", hvdlite.rank(), commits, error)
+    wait_for_copies = _copies_of_gpu()
+
+    def write(target: BinaryIO) -> None:
+        wait_for_copies()
+        # What came from another rank is of classes that only cloudpickle knows, if the program itself has defined them.
+        torch.save(kept, target, pickle_module=cloudpickle)
+
+    keeper.hand_over(commits, write)
+
+
+def _copies_of_gpu() -> Callable[[], object]:
+    """Waits for what `State.save` has begun on this thread's stream: another thread's is not ordered after it."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return lambda: None
+    saved = torch.cuda.current_stream().record_event()
+    return lambda: saved.synchronize()
 
 
 def recall(state: Kept) -> None:
     """Make ``state`` that of the commit that is kept on this host, if there is one; `State.sync` shares the newest."""
-    keeper = default_runtime.peers().keeper
-    if keeper is None or hvdlite.local_rank() != 0:
+    keeper = _own_keeper()
+    if keeper is None:
         return
     try:
         commits, file = keeper.fetch()
@@ -97,7 +105,7 @@ def news() -> int:
         return 0
     try:
         return keeper.news()
-    except OSError:  # `deposit` says so
+    except OSError:  # a commit says so
         return 0
 
 

@@ -55,7 +55,10 @@ class State(ABC):
         """Go back to the last `save`."""
 
     def kept(self) -> dict[str, Any] | None:
-        """What was saved last, for a keeper outside of this process; None: this state cannot be kept there."""
+        """What was saved last, for a keeper outside of this process; None: this state cannot be kept there.
+
+        Nothing in it may change: it is read while training goes on.
+        """
         return None
 
     def take(self, kept: dict[str, Any], commits: int) -> None:
@@ -278,7 +281,7 @@ class TorchState(ObjectState):
 
     def kept(self) -> dict[str, Any] | None:
         handled = {
-            name: handler.value.state_dict() if _has_state_dict(handler.value) else handler.value
+            name: copy.deepcopy(handler.value.state_dict() if _has_state_dict(handler.value) else handler.value)
             for name, handler in self._handlers.items()
         }
         return {**(super().kept() or {}), **handled}

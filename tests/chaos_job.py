@@ -1,0 +1,191 @@
+"""The job that tests/chaos.py disturbs, what its output tells, and whether it came to the right end.
+
+Weights count how often each sample went into them, so at the end of every epoch they show whether one was lost or
+counted twice.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+TRAINING = """
+import os, signal, sys, time
+import torch
+import hvdlite.torch as hvd
+
+SAMPLES, BATCH = 120, 2
+
+class Asked(Exception):
+    "By a signal, as if a sample could not be read."
+
+def on_signal(number, frame):
+    raise Asked
+
+signal.signal(signal.SIGUSR2, on_signal)
+hvd.init()
+torch.set_num_threads(1)
+counts = torch.nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([counts], lr=1.0), [("counts", counts)], op=hvd.Sum)
+sampler = hvd.elastic.ElasticSampler(range(SAMPLES))
+state = hvd.elastic.TorchState(torch.nn.ParameterList([counts]), optimizer, sampler=sampler, epoch=0, extra=0, batch=0)
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+@hvd.elastic.run
+def train(state):
+    say("starts", hvd.rank(), hvd.size(), os.getpid())
+    while True:
+        # Samples that come twice, since those that are left do not divide by the ranks: in the last batch of the pass.
+        extra = sampler.total_size - len(sampler.remaining_indices)
+        for number, batch in enumerate(torch.utils.data.DataLoader(range(SAMPLES), BATCH, sampler=sampler)):
+            optimizer.zero_grad()
+            (-counts[batch].sum()).backward()
+            optimizer.step()
+            time.sleep(0.01)
+            sampler.record_batch(number, BATCH)
+            state.batch += 1
+            if state.batch % 3 == 0:
+                state.commit()
+                if hvd.rank() == 0:
+                    say("commit", time.time())
+        state.epoch += 1
+        state.extra += extra
+        sampler.set_epoch(state.epoch)
+        total, least = int(counts.sum().item()), int(counts.min().item())
+        ends = hvd.allreduce(torch.tensor(int(os.path.exists(sys.argv[1]))), op=hvd.Max, name="ends").item()
+        if hvd.rank() == 0:
+            say("epoch", state.epoch, "total", total, "least", least, "wanted", state.epoch * SAMPLES + state.extra)
+        state.commit()
+        if ends:
+            return
+
+train(state)
+say("counts", *map(int, counts.tolist()))
+"""
+# Short enough for a stopped process to be found between two mishaps.
+SETTINGS = {
+    "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6",
+    "HVDLITE_FAILURE_GRACE_SECONDS": "3",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+END_S = 120.0  # for the last epoch, on a busy machine
+_ENDS = ("goes on with", "goes on from", "begin anew on")  # of generations
+
+
+class Job:
+    """The training under hvdliterun, and what its output has told so far.
+
+    Args:
+        front: the words before the script: hvdliterun and its options.
+        log: where to write each line of the output as it comes, and when it came.
+    """
+
+    def __init__(
+        self, directory: Path, front: Sequence[str], environ: Mapping[str, str], log: Path | None = None
+    ) -> None:
+        self._log_file = log
+        if log is not None:
+            log.write_text("")
+        self._began_s = time.monotonic()
+        self._stop = directory / "stop"
+        script = directory / "train.py"
+        script.write_text(TRAINING)
+        self.process = subprocess.Popen(
+            [*front, str(script), str(self._stop)],
+            env=dict(environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self.members: set[int] = set()  # of the last generation that has said so
+        self.sizes: Counter[int] = Counter()
+        self.epochs = 0
+        self.commits: list[float] = []
+        self.log: list[str] = []  # lines, each with the time since the start
+        self._wrong: list[str] = []
+        self._ends: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def end(self) -> list[str]:
+        """Let it come to its end after this epoch; what was wrong."""
+        self._stop.touch()
+        status = self._wait()
+        problems = [f"wrong: {line}" for line in self._wrong]
+        if status != 0:
+            problems.append("it did not end" if status is None else f"exit status {status}")
+        if not self.epochs:
+            problems.append("nothing has happened")
+        if len(set(self._ends)) != 1:
+            problems.append(f"ranks end with {len(set(self._ends))} different weights")
+        return problems
+
+    def note(self, line: str) -> None:
+        """A line for the log."""
+        timed = f"{time.monotonic() - self._began_s:.2f} {line}"
+        self.log.append(timed)
+        if self._log_file is not None:
+            with self._log_file.open("a") as file:
+                file.write(timed)
+
+    def recoveries(self, struck: Sequence[float]) -> list[float]:
+        """Seconds from each of these times (of time.time) to the next commit, the shortest first."""
+        commits = list(self.commits)
+        waits = (next((commit - time_s for commit in commits if commit > time_s + 0.2), None) for time_s in struck)
+        return sorted(wait for wait in waits if wait is not None)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.note(line)
+            words = line.split()
+            if any(text in line for text in _ENDS):
+                self.members = set()
+            elif words[:1] == ["starts"]:
+                self.members = self.members | {int(words[3])}
+                self.sizes[int(words[2])] += words[1] == "0"
+            elif words[:1] == ["commit"]:
+                self.commits.append(float(words[1]))
+            elif words[:1] == ["counts"]:
+                self._ends.append(line)
+            elif found := re.match(r"epoch (\d+) total (\d+) least (\d+) wanted (\d+)", line):
+                epoch, total, least, wanted = map(int, found.groups())
+                if total != wanted or least < epoch or epoch < self.epochs:
+                    self._wrong.append(line)
+                self.epochs = epoch
+
+    def _wait(self) -> int | None:
+        """The exit status; None where it had to be ended."""
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait()
+            return None
+        finally:
+            self._reader.join()
+
+
+def report(job: Job, what: str, mishaps: Mapping[str, int], struck: Sequence[float]) -> None:
+    """Print figures.
+
+    Args:
+        what: the run, in words.
+        mishaps: how many of each kind.
+        struck: when those were that end ranks.
+    """
+    print(f"chaos: {what}: {sum(mishaps.values())} mishaps, {dict(mishaps)}")
+    print(f"chaos: {job.epochs} epochs, {len(job.commits)} commits, starts with so many ranks: {dict(job.sizes)}")
+    if waits := job.recoveries(struck):
+        median_s = statistics.median(waits)
+        print(f"chaos: from a mishap to the next commit: median {median_s:.2f} s, longest {waits[-1]:.2f} s")

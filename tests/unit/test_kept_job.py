@@ -1,0 +1,324 @@
+"""Generations of an elastic job over hosts, without hosts: the test plays mpirun, the keepers and the network."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from hvdlite.cli import kept_job
+from hvdlite.cli.job import Host
+from hvdlite.cli.keepers import OnWord
+from hvdlite.cli.kept_job import KeptJob, Limits
+from hvdlite.errors import ConfigError
+from hvdlite.keeper import Word
+from hvdlite.membership import ADDED, REMOVED
+
+A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
+
+
+class Keepers:
+    """As `hvdlite.cli.keepers.Keepers`, of hosts that answer or do not.
+
+    Attributes:
+        silent: hosts that do not answer.
+        kept: commits, by host.
+        told: all that was told.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[int] = []
+        self.silent: set[str] = set()
+        self.kept: dict[str, int] = {}
+        self.told: list[tuple[Word, int]] = []
+        self.is_closed = False
+
+    def begin_start(self, hosts: Iterable[Host]) -> None:
+        wanted = [host.name for host in hosts if host.name not in self.kept]
+        self.kept |= {name: 0 for name in wanted if name not in self.silent}
+        self._late = [name for name in wanted if name in self.silent]
+
+    def give_up_late(self) -> list[str]:
+        return self._late
+
+    def start(self, hosts: Iterable[Host]) -> list[str]:
+        self.begin_start(hosts)
+        return self._late
+
+    def ask(self) -> list[str]:
+        lost = [name for name in self.kept if name in self.silent]
+        for name in lost:
+            del self.kept[name]
+        return lost
+
+    def tell(self, word: Word, number: int = 0) -> None:
+        self.told.append((word, number))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Job:
+    """A job whose generations are functions of the test, called one after the other.
+
+    Attributes:
+        look: the discovery script; by default it prints ``hosts``.
+        ran: the hosts of each generation.
+        spared: which children of this process a generation does not end.
+    """
+
+    def __init__(
+        self,
+        *generations: Callable[[Job], int],
+        least: int = 1,
+        most: int = 100,
+        restarts: int = 9,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self.hosts: Sequence[Host] = [A, B]
+        self.look: Callable[[], Sequence[Host]] = lambda: self.hosts
+        self.keepers = Keepers()
+        self.ran: list[list[Host]] = []
+        self.spared: Callable[[], list[int]] = list
+        self.says: OnWord = lambda word, number: 0
+        self.is_over: Callable[[], bool] = lambda: False
+        self._generations = iter(generations)
+        self._limits = Limits(least, most, restarts, timeout_s)
+
+    def run(self) -> int:
+        status = KeptJob(self.look, self._generation, self._make_keepers, self._limits).run()  # type: ignore[arg-type]
+        assert self.keepers.is_closed
+        return status
+
+    def begin_anew(self) -> None:
+        self.says(Word.ANEW, 0)
+
+    def _make_keepers(self, on_word: OnWord) -> Keepers:
+        self.says = on_word
+        return self.keepers
+
+    def _generation(self, hosts: Sequence[Host], spared: Callable[[], list[int]], is_over: Callable[[], bool]) -> int:
+        self.ran.append(list(hosts))
+        self.spared, self.is_over = spared, is_over
+        return next(self._generations)(self)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_job, "_LOOK_S", 0.02)
+    monkeypatch.setattr(kept_job, "_FIRST_PAUSE_S", 0.02)
+
+
+def commits(number: int, *silent: str, then: int = 1) -> Callable[[Job], int]:
+    """A generation that commits so often, then loses hosts."""
+
+    def generation(job: Job) -> int:
+        for host in job.ran[-1]:
+            job.keepers.kept[host.name] = number
+        job.keepers.silent |= {*silent}
+        return then
+
+    return generation
+
+
+def succeed(job: Job) -> int:
+    return 0
+
+
+def test_ranks_begin_anew_on_the_hosts_that_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(commits(3, "b"), succeed)
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A]]
+    said = capfd.readouterr().err
+    assert "b does not answer, and is left alone for 10 s" in said
+    assert "b did not answer; goes on from commit 3, which is kept in memory (1 of 9 restarts)" in said
+
+
+def test_a_host_that_is_lost_twice_is_left_alone_once(capfd: pytest.CaptureFixture[str]) -> None:
+    def lose(job: Job) -> int:
+        job.keepers.silent.add("b")
+        del job.keepers.kept["b"]
+        time.sleep(0.2)  # its keeper is started again, in vain; then its ranks are missed
+        return 1
+
+    job = Job(lose, succeed)
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A]]
+    assert capfd.readouterr().err.count("b does not answer, and is left alone") == 1
+
+
+def test_it_is_said_that_all_commits_are_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    def change_hosts(job: Job) -> int:
+        job.hosts = [A, B, C]
+        return commits(3, "a", "b")(job)
+
+    job = Job(change_hosts, succeed)
+    assert job.run() == 0
+    assert job.ran == [[A, B], [C]]
+    said = capfd.readouterr().err
+    assert "a, b did not answer; goes on from the beginning, as no host that answers has a commit (1 of 9" in said
+
+
+def test_it_waits_for_enough_hosts_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(commits(3, "b"), succeed, least=3)
+    looks = iter(range(1000))
+    job.look = lambda: [A, B] if next(looks) < 5 else [A, B, C]
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A, C]]
+    said = capfd.readouterr().err
+    waits = "waits for hosts, up to 5 s (HVDLITE_ELASTIC_TIMEOUT): there are 2 slots on those that answer, and --min-np"
+    assert said.count(waits) == 1, said
+
+
+def test_it_does_not_wait_forever(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(succeed, least=5, timeout_s=0.1)
+    assert job.run() == 1
+    assert job.ran == []
+    assert "the job ends: fewer than --min-np 5 slots on hosts that answer for 0.1 s" in capfd.readouterr().err
+
+
+def test_a_host_that_ends_while_others_are_waited_for_is_noticed() -> None:
+    job = Job(succeed, least=4)
+    looks = []
+
+    def look() -> Sequence[Host]:
+        looks.append(1)
+        if len(looks) == 3:
+            job.keepers.silent.add("a")
+        return [A] if len(looks) < 5 else [A, B, C]
+
+    job.look = look
+    assert job.run() == 0
+    assert job.ran == [[B, C]]
+
+
+def until_told(number: int, change: Callable[[Job], object]) -> Callable[[Job], int]:
+    """A generation after whose start something changes, and that ends in order once it was told so."""
+
+    def generation(job: Job) -> int:
+        job.keepers.told.clear()
+        change(job)
+        deadline_s = time.monotonic() + 20
+        while (Word.NEWS, number) not in job.keepers.told:
+            assert time.monotonic() < deadline_s, job.keepers.told
+            time.sleep(0.01)
+        for host in job.ran[-1]:
+            job.keepers.kept[host.name] += 1
+        job.begin_anew()
+        return 0
+
+    return generation
+
+
+def test_hosts_join_up_to_the_most_and_leave() -> None:
+    def add(job: Job) -> None:
+        job.hosts = [A, B, C]
+
+    def remove(job: Job) -> None:
+        job.hosts = [B, C]
+
+    job = Job(until_told(ADDED, add), until_told(ADDED | REMOVED, remove), succeed, most=5, restarts=0)
+    job.hosts = [A, B]
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A, B, Host("c", 1)], [B, C]]
+
+
+def test_a_host_that_is_silent_does_not_join() -> None:
+    def watch(job: Job) -> int:
+        job.hosts = [A, B, C]
+        job.keepers.silent.add("c")
+        time.sleep(0.3)
+        assert [word for word, _ in job.keepers.told] == [Word.BEGIN]
+        return 0
+
+    assert Job(watch).run() == 0
+
+
+def test_a_keeper_that_ends_while_ranks_run_is_replaced() -> None:
+    def watch(job: Job) -> int:
+        del job.keepers.kept["b"]
+        deadline_s = time.monotonic() + 20
+        while "b" not in job.keepers.kept:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        return 0
+
+    assert Job(watch, most=4).run() == 0
+
+
+def test_nothing_is_started_while_what_ranks_have_left_behind_is_ended() -> None:
+    def end(job: Job) -> int:
+        job.keepers.processes = [1, 2]
+        assert job.spared() == [1, 2]
+        job.hosts = [A, B, C]
+        time.sleep(0.1)
+        assert "c" not in job.keepers.kept
+        return 0
+
+    assert Job(end).run() == 0
+
+
+def test_ranks_that_were_killed_are_no_success() -> None:
+    """Which an mpirun that lets ranks go on without others may say, see `Word.AT_WORK`."""
+
+    def killed(job: Job) -> int:
+        job.says(Word.AT_WORK, 1)
+        assert not job.is_over()
+        return 0
+
+    def trained(job: Job) -> int:
+        assert not job.is_over()
+        job.says(Word.AT_WORK, 1)
+        job.says(Word.AT_WORK, 0)
+        assert job.is_over()
+        return 0
+
+    job = Job(killed, trained, succeed)
+    assert job.run() == 0
+    assert len(job.ran) == 2
+
+
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_a_signal_is_the_end(begins_anew: bool) -> None:
+    def interrupted(job: Job) -> int:
+        if begins_anew:  # the ranks were just about to
+            job.begin_anew()
+        return 130
+
+    job = Job(interrupted, succeed)
+    assert job.run() == 130
+    assert len(job.ran) == 1
+
+
+def test_a_signal_between_generations_is_the_end() -> None:
+    def fail(job: Job) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 1
+
+    job = Job(fail, succeed)
+    assert job.run() == 143
+    assert len(job.ran) == 1
+
+
+def test_it_ends_when_no_restart_is_left(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(commits(1), commits(2), commits(3, then=7), restarts=2)
+    assert job.run() == 7
+    assert "the job ends: it has failed 3 times (--restarts 2)" in capfd.readouterr().err
+
+
+def test_a_script_that_fails_leaves_the_hosts_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
+    answers: list[Sequence[Host]] = [[A, B]]
+
+    def look() -> Sequence[Host]:
+        if not answers:
+            raise ConfigError("--host-discovery-script s: exit status 1")
+        return answers.pop()
+
+    job = Job(commits(1), succeed)
+    job.look = look
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A, B]]
+    assert capfd.readouterr().err.count("exit status 1; the job goes on with the hosts that it has") == 1
