@@ -104,6 +104,7 @@ class Burst(Future):
 
     def succeed(self) -> None:
         """All of it is done."""
+        self.parts.clear()  # who keeps a handle keeps the memory of one operation, not of all
         self._complete()
 
     def apart(self) -> Sequence[Submission]:

@@ -97,9 +97,9 @@ class Collector:
                 expected[number] = request  # an equal one has come over the wire
             burst.parts.append((source, target, NAMED if count is None else count(request.label), owner))
             if number + 1 == len(expected):
-                self._open, burst.is_open = None, False
-                self.position = (self.position + len(expected)) % self._period
                 self._recipient.take_over((burst,))
+                self.position = (self.position + len(expected)) % self._period
+                self._open, burst.is_open = None, False
         return burst, number
 
     def _begin(self, request: Request) -> Burst | None:
@@ -116,7 +116,8 @@ class Collector:
         self.position = -1
         if self._open is not None:
             burst, self._open = self._open, None
-            self._recipient.take_over(burst.apart())
+            if not burst.is_done:
+                self._recipient.take_over(burst.apart())
 
     def take_apart(self) -> None:
         """Somebody waits, so that no more may come before what is there is done."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from math import inf
 
 import pytest
 
 from coordinator_lab import submission
+from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.plan_leader import Found, OrderWatch, PlanLeader
 from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
@@ -222,6 +224,23 @@ def test_who_waits_in_the_middle_of_a_burst_ends_the_plan(how: str) -> None:
         assert not made[3].poll()
     assert member.complaint(1.0 if how == "time" else 0.0) == PlanMessage(Verb.BREAK, 4)
     assert member.complaint(2.0) is None  # once
+
+
+def test_a_burst_that_is_done_keeps_no_memory_alive() -> None:
+    """Who keeps the handle of one of its operations would keep the tensors of all."""
+
+    class Memory:
+        pass
+
+    made = [submission(name) for name in "ab"]
+    burst = Burst(KnownBurst([(each.request, NAMED) for each in made]), 0, lambda: None)
+    memory = [Memory() for _ in made]
+    burst.parts += [(0, 0, NAMED, own) for own in memory]
+    alive = [weakref.ref(own) for own in memory]
+    burst.succeed()
+    del memory
+    assert [own() for own in alive] == [None, None]
+    burst.wait(1)
 
 
 def test_nothing_is_done_alone_in_a_burst() -> None:
