@@ -282,7 +282,7 @@ def test_what_comes_one_by_one_needs_no_message_and_nobody_who_tells(nodes: list
     assert not any(lab.pages[0]._shared.logs) and job.plans == [1] * len(lab.ranks)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("collected", [0.0, 1.0])
 def test_what_is_submitted_at_once_is_done_at_once(collected: float, seed: int) -> None:
     """However it came; and needs no message."""
@@ -303,7 +303,7 @@ def test_what_is_submitted_at_once_is_done_at_once(collected: float, seed: int) 
     assert [len(owner.buckets) - before for owner, before in zip(lab.owners, done, strict=True)] == [10 * per_step] * 3
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("collected", [0.0, 0.9, 1.0])
 def test_a_program_that_waits_where_it_did_not_before_gets_another_plan(collected: float, seed: int) -> None:
     """In which nobody has to complain."""
@@ -332,8 +332,8 @@ def test_who_is_told_how_far_to_go_does_nothing_at_once(nodes: list[tuple[int, .
 MANY = [(name, 4) for name in "ab?cd?"] + [("|", 0)] + [(name, 4) for name in "ef?"] + [("loss", 1), ("|", 0)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(6))
 def test_what_deviates_from_bursts(size: int, seed: int) -> None:
     """At every place: all do the same in the same order, and are not in doubt about where a burst ends."""
     lab = Lab([tuple(range(size))], seed)
@@ -412,7 +412,7 @@ ADVERSARY = [("?", 4), ("b", 4), ("|", 0), ("generator", 4), ("loss", 1), ("|", 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_on_one_node_a_plan_begins_anew_where_what_is_claimed_is_its_beginning(size: int, seed: int) -> None:
     """Then a change costs the claim that has shown it, wherever the plan had begun before."""
     lab = Lab([tuple(range(size))], seed)
@@ -434,7 +434,7 @@ def test_on_one_node_a_plan_begins_anew_where_what_is_claimed_is_its_beginning(s
     job.check_order()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_what_alternates_and_deviates(seed: int) -> None:
     lab = Lab([(0, 1, 2)], seed)
     job = Job(lab, at_once=True, collected=0.9)
