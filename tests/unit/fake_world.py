@@ -146,6 +146,7 @@ class _Coordinator:
     """Executes an operation when it is waited for, and not before, so that whoever forgets to wait sees its inputs."""
 
     runs_free = False
+    collector = SimpleNamespace(expects_bursts=False)
 
     def __init__(self, world: FakeWorld) -> None:
         self._world = world
