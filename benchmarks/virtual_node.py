@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.config import Config
+from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.messages import Claim, Decoder, Encoder, EndOfBatch, Message, PlanMessage, Response, Written
 from hvdlite.coordinator.negotiation import Negotiation
 from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader, Sender
@@ -130,11 +131,13 @@ class VirtualNode:
         responses: list[Response] = []
         for local_rank, rank in enumerate(self.ranks):
             reaction = rank.member.obey(message, now_s)
-            assert local_rank == 0 or len(reaction.responses) == len(responses)
-            responses = list(reaction.responses)
+            done = [response for batch in reaction.batches if not isinstance(batch, Burst) for response in batch]
+            assert local_rank == 0 or len(done) == len(responses)
+            responses = done
             answers = [(local_rank, reaction.answer)] if reaction.answer is not None else []
             letters += self._written(answers, now_s)
             for submission in reaction.again:
+                assert isinstance(submission, Submission)
                 letter = self.submit(local_rank, submission, now_s)
                 letters += [(local_rank, letter)] if letter is not None else []
         return responses, letters
@@ -143,7 +146,8 @@ class VirtualNode:
         """Its ranks have read these responses."""
         for rank in self.ranks:
             for response in batch:
-                rank.member.logged(response)
+                rank.member.logged(response, 0.0)
+                rank.member.answered(response.key)
 
     @property
     def has_plan(self) -> bool:

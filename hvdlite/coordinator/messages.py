@@ -81,7 +81,7 @@ class EndOfBatch:
 class Verb(IntEnum):
     """What a message about the frozen plan says, and what its count is."""
 
-    HOLD = 0  # from the root: hold new claims back; how many operations would be the period of a plan, 0 to end one
+    HOLD = 0  # from the root: hold new claims back, and say where you have paused in so many operations
     HELD = 1  # to the root: done; how many operations of the plan are ready. Without a plan: 0, or -1 if claims wait
     RESUME = 2  # from the root: go on as before
     FREEZE = 3  # from the root: the plan is as many operations as the log ended with

@@ -237,6 +237,7 @@ class PlanLeader:
         self._own = own
         self._watch = watch
         self._bursts = bursts
+        self._asks = bursts is not None and len(own) == len(senders)  # between nodes there are no bursts
         self.runs_free = False
         """A plan is open of which each rank sees how far to go, so that the log must not say what else to do."""
         self._held: dict[Sender, PlanMessage] = {}
@@ -337,7 +338,7 @@ class PlanLeader:
         self._holding = True
         self._wanted = 0 if self.is_open else self._watch.period()
         self._seen = self._watch.length
-        return PlanMessage(Verb.HOLD, self._wanted)
+        return PlanMessage(Verb.HOLD, self._wanted if self._asks else 0)
 
     def _decide(self, watch: OrderWatch, answer: PlanMessage, claimed: Callable[[], Sequence[Request]]) -> PlanMessage:
         count = answer.count
