@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import hvdlite
 from data_path import Machine
-from hvdlite.coordinator.plan_leader import OrderWatch
+from hvdlite.coordinator.order_watch import OrderWatch
 from hvdlite.coordinator.submission import Submission
 from hvdlite.memory.base import FusionBuffer, Home
 from hvdlite.memory.layout import align_up, slot_offsets

@@ -17,7 +17,8 @@ from hvdlite.config import Config
 from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.messages import Claim, Decoder, Encoder, EndOfBatch, Message, PlanMessage, Response, Written
 from hvdlite.coordinator.negotiation import Negotiation
-from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader, Sender
+from hvdlite.coordinator.order_watch import OrderWatch
+from hvdlite.coordinator.plan_leader import PlanLeader, Sender
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.submission import Submission
 from hvdlite.counters import Traffic

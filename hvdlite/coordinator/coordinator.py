@@ -23,11 +23,12 @@ from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.follower import Follower
+from hvdlite.coordinator.frozen_plan import Batch, FrozenPlan
 from hvdlite.coordinator.fusion import fuse
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
-from hvdlite.coordinator.plan_member import Batch, FrozenPlan, PlanMember
+from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome, Prepared
 from hvdlite.coordinator.readiness import Early, Readiness, ReadinessAcrossNodes, ReadinessInNode
 from hvdlite.coordinator.request import Request

@@ -25,7 +25,8 @@ from hvdlite.coordinator.messages import (
     Written,
 )
 from hvdlite.coordinator.negotiation import LOOK_S, Negotiation
-from hvdlite.coordinator.plan_leader import OrderWatch, PlanLeader
+from hvdlite.coordinator.order_watch import OrderWatch
+from hvdlite.coordinator.plan_leader import PlanLeader
 from hvdlite.coordinator.readiness import Readiness
 from hvdlite.coordinator.stall import StallWatch
 from hvdlite.coordinator.tree import Tree

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hvdlite.coordinator.control_page import ControlPage
+from hvdlite.coordinator.frozen_plan import FrozenPlan
 from hvdlite.coordinator.fusion import bursts
-from hvdlite.coordinator.plan_leader import Found
-from hvdlite.coordinator.plan_member import FrozenPlan
+from hvdlite.coordinator.order_watch import Found
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
 

@@ -20,7 +20,7 @@ import json, sys
 import numpy as np
 import hvdlite
 from hvdlite import TensorView
-from hvdlite.coordinator.plan_leader import OrderWatch
+from hvdlite.coordinator.order_watch import OrderWatch
 from hvdlite.memory.base import Home
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async

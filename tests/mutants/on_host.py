@@ -76,13 +76,13 @@ MUTANTS = [
         _PLANS,
     ),
     Mutant(
-        f"{_COORDINATOR}plan_member.py",
+        f"{_COORDINATOR}frozen_plan.py",
         "        turns.offered -= 1\n        self.ready -= 1\n",
         "        self.ready -= 1\n",
         _PLANS,
     ),
     Mutant(
-        f"{_COORDINATOR}plan_member.py",
+        f"{_COORDINATOR}frozen_plan.py",
         "if self._pending or self.done != self.ready:",
         "if self._pending:",
         _PLANS,
@@ -113,7 +113,7 @@ MUTANTS = [
         _PLANS,
     ),
     Mutant(
-        f"{_COORDINATOR}plan_leader.py",
+        f"{_COORDINATOR}order_watch.py",
         "(self._rotation - known.began_at) % len(order)",
         "self._rotation",
         _PLANS,
@@ -144,7 +144,7 @@ MUTANTS = [
         _PLANS,
     ),
     Mutant(
-        f"{_COORDINATOR}plan_member.py",
+        f"{_COORDINATOR}frozen_plan.py",
         "if self.ready != start or self.has_gap or",
         "if",
         _PLANS,

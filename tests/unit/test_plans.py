@@ -9,9 +9,11 @@ import pytest
 
 from coordinator_lab import submission
 from hvdlite.coordinator.burst import Burst, KnownBurst
+from hvdlite.coordinator.frozen_plan import FrozenPlan
 from hvdlite.coordinator.messages import PlanMessage, Response, Verb
-from hvdlite.coordinator.plan_leader import Found, OrderWatch, PlanLeader
-from hvdlite.coordinator.plan_member import FrozenPlan, PlanMember
+from hvdlite.coordinator.order_watch import Found, OrderWatch
+from hvdlite.coordinator.plan_leader import PlanLeader
+from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Pace
 
