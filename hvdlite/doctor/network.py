@@ -29,7 +29,7 @@ from hvdlite.doctor.station import (
     received,
 )
 
-_ANSWER_S = 1.0
+_ANSWER_S = 4.0  # of a program, on a host whose kernel has answered: it may be busy
 _RETRY_S = 0.1
 _PINGS = 30
 _STREAM_S = 0.15
