@@ -15,7 +15,7 @@ from hvdlite.coordinator.order_watch import Found, OrderWatch
 from hvdlite.coordinator.plan_leader import PlanLeader
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.request import NAMED
-from hvdlite.coordinator.submission import Pace
+from hvdlite.coordinator.submission import Pace, Submission
 
 
 def period_of(names: str) -> int:
@@ -243,6 +243,42 @@ def test_a_burst_that_is_done_keeps_no_memory_alive() -> None:
     del memory
     assert [own() for own in alive] == [None, None]
     burst.wait(1)
+
+
+def burst_of(plan: FrozenPlan, first: int) -> Burst:
+    """What begins at place ``first`` of the plan, complete."""
+    known = plan.known_bursts[first]
+    burst = Burst(known, 0, lambda: None)
+    burst.parts += [(0, 0, NAMED, None) for _ in known.requests]
+    return burst
+
+
+def test_a_burst_is_taken_only_where_it_comes_next() -> None:
+    plan = with_bursts(2, 3).plan
+    assert plan is not None
+    assert not plan.offer_burst(burst_of(plan, 2))
+    assert plan.offer_burst(burst_of(plan, 0))
+    assert plan.offer(submission("d"))  # before c
+    assert not plan.offer_burst(burst_of(plan, 2))
+    assert plan.offer(submission("c"))
+    assert not plan.offer_burst(burst_of(plan, 2))  # two of its operations are there
+    assert plan.offer(submission("e"))
+    assert plan.offer_burst(burst_of(plan, 0)) and plan.ready == 7
+    assert [type(batch) for batch in plan.take_bursts(7)] == [Burst, list, Burst]
+
+
+@pytest.mark.parametrize("how", ["wait", "poll"])
+def test_who_asks_for_a_burst_that_is_open_has_it_taken_apart(how: str) -> None:
+    made = [submission(name) for name in "ab"]
+    parts: list[Submission] = []
+    burst = Burst(KnownBurst([(each.request, NAMED) for each in made]), 0, lambda: parts.extend(burst.apart()))
+    burst.assist = lambda future: future.succeed()  # type: ignore[attr-defined]
+    burst.parts.append((0, 0, NAMED, None))
+    if how == "wait":
+        burst.wait(0)
+    else:
+        assert not burst.poll(0)
+    assert [part.is_done for part in parts] == [how == "wait"]
 
 
 def test_nothing_is_done_alone_in_a_burst() -> None:
