@@ -134,9 +134,9 @@ class Coordinator:
         self._last_submitted = "nothing"
         self._batch: list[Response] = []
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
-        early = owner.early
+        early, own = owner.early, weakref.proxy(self)
         self._readiness: Readiness = (
-            ReadinessInNode(page, lambda: _burst_bytes(owner.config))
+            ReadinessInNode(page, lambda: _burst_bytes(own._owner.config))
             if early is None
             else ReadinessAcrossNodes(page, early, clock)
         )
@@ -145,7 +145,7 @@ class Coordinator:
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
         self.close = self._in_flight.close
-        self.collector = Collector(self._in_flight, self._worker.assist, self._pace, weakref.proxy(self), clock)
+        self.collector = Collector(self._in_flight, self._worker.assist, self._pace, own, clock)
 
     # From user threads.
 
