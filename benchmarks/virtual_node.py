@@ -148,7 +148,6 @@ class VirtualNode:
         for rank in self.ranks:
             for response in batch:
                 rank.member.logged(response, 0.0)
-                rank.member.answered(response.key)
 
     @property
     def has_plan(self) -> bool:

@@ -26,6 +26,17 @@ from hvdlite.world import World
 T = TypeVar("T")
 
 
+class Remembered(dict[Hashable, T]):
+    """What was made for each key; only so many, since who has more does not repeat himself."""
+
+    def remember(self, key: Hashable, made: T) -> T:
+        """``made`` for ``key``."""
+        if len(self) >= KNOWN_REQUESTS:
+            self.clear()
+        self[key] = made
+        return made
+
+
 class Group:
     """The ranks of ``world``."""
 
@@ -40,9 +51,9 @@ class Group:
         self._lock = threading.Lock()  # guards _unnamed
         self._unnamed: Counter[str] = Counter()
         self._joins = world.joins
-        self.prepared: dict[Hashable, Any] = {}
+        self.prepared: Remembered[Any] = Remembered()
         """What `perform` takes, or None where there is no such operation, by whatever tells one from another."""
-        self.requests: dict[Hashable, Request] = {}
+        self.requests: Remembered[Request] = Remembered()
         """Likewise, of operations that are collected."""
 
     @property
@@ -79,13 +90,6 @@ class Group:
             sequence = self._unnamed[label]
             self._unnamed[label] += 1
         return sequence
-
-    def remember(self, key: Hashable, request: Request) -> Request:
-        """``request`` for ``key``; only so many, since who has more does not repeat himself."""
-        if len(self.requests) >= KNOWN_REQUESTS:
-            self.requests.clear()
-        self.requests[key] = request
-        return request
 
     def perform(self, prepared: Prepared[T], tensors: T, name: str | None) -> None:
         """Do a prepared operation, and return when it is complete.

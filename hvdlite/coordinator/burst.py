@@ -25,13 +25,15 @@ class KnownBurst:
 
     Args:
         entries: (request, sequence) of its operations, as they came before.
+        end: place in the period of what comes after it.
 
     Attributes:
         names: keys of those operations that have a name; others have another key every time.
         run: None until it is done for the first time.
     """
 
-    def __init__(self, entries: Sequence[tuple[Request, int]]) -> None:
+    def __init__(self, entries: Sequence[tuple[Request, int]], end: int) -> None:
+        self.end = end
         self.requests = [request for request, _ in entries]
         self.names = frozenset((request.name, NAMED) for request, sequence in entries if sequence == NAMED)
         self.label = f"{self.requests[0].name} and {len(entries) - 1} more"

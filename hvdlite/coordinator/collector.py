@@ -20,7 +20,11 @@ from hvdlite.coordinator.submission import Future, Pace, Submission
 
 
 class Recipient(Protocol):
-    """Is called with the lock of what is in flight."""
+    """Is asked with the lock of what is in flight."""
+
+    @property
+    def position(self) -> int:
+        """In the period of the plan, of what is submitted next; -1 where that is not known."""
 
     def take_over(self, made: Sequence[Burst | Submission], /) -> None:
         """A burst which is complete; or submissions."""
@@ -37,9 +41,6 @@ class Collector:
         pace: likewise.
         recipient: of what was collected.
         clock: in seconds.
-
-    Attributes:
-        position: in the period of the plan, of what is submitted next, as far as is known; -1.
     """
 
     def __init__(
@@ -57,9 +58,7 @@ class Collector:
         self._clock = clock
         self._since_s = 0.0  # of what is open
         self._known: Mapping[int, KnownBurst] = {}
-        self._period = 1
         self._open: Burst | None = None
-        self.position = -1
         self.expects_bursts = False
         """Whether `take` may do something."""
 
@@ -98,12 +97,11 @@ class Collector:
             burst.parts.append((source, target, NAMED if count is None else count(request.label), owner))
             if number + 1 == len(expected):
                 self._recipient.take_over((burst,))
-                self.position = (self.position + len(expected)) % self._period
                 self._open, burst.is_open = None, False
         return burst, number
 
     def _begin(self, request: Request) -> Burst | None:
-        known = self._known.get(self.position)
+        known = self._known.get(self._recipient.position)
         if known is None or known.requests[0] != request or not self._in_flight.has_none_of(known.names):
             return None
         self._open = burst = Burst(known, time.monotonic_ns(), self.take_apart)
@@ -113,7 +111,6 @@ class Collector:
 
     def interrupt(self) -> None:
         """With the lock of what is in flight: something else is submitted next."""
-        self.position = -1
         if self._open is not None:
             burst, self._open = self._open, None
             if not burst.is_done:
@@ -128,15 +125,11 @@ class Collector:
 
     def end(self) -> None:
         """Nothing is known of what comes next."""
-        self.follow({}, 1)
+        self.follow({})
 
-    def follow(self, known: Mapping[int, KnownBurst], period: int) -> None:
-        """From here on this is what comes.
-
-        Args:
-            known: bursts by the place of their first operation in the ``period``.
-        """
-        self._known, self._period, self.expects_bursts = known, period, bool(known)
+    def follow(self, known: Mapping[int, KnownBurst]) -> None:
+        """From here on these bursts come, by the places of their first operations in the period."""
+        self._known, self.expects_bursts = known, bool(known)
         self.take_apart()
 
     def patience_s(self) -> float:

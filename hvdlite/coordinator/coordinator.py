@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hvdlite.config import Config
 from hvdlite.coordinator.burst import Burst
@@ -28,16 +28,17 @@ from hvdlite.coordinator.fusion import fuse
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
+from hvdlite.coordinator.owner import Owner
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome, Prepared
-from hvdlite.coordinator.readiness import Early, Readiness, ReadinessAcrossNodes, ReadinessInNode
+from hvdlite.coordinator.readiness import Readiness, ReadinessAcrossNodes, ReadinessInNode
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.stall import status_of
 from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.coordinator.tree import Tree
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError, MismatchError, ShutDownError
-from hvdlite.recorder import Lane, Recorder
+from hvdlite.recorder import Lane
 from hvdlite.topology import Topology
 
 T = TypeVar("T")
@@ -45,47 +46,6 @@ T = TypeVar("T")
 _NOT_YET = Outcome.NOT_YET
 _WATCH_S = 1.0  # between two looks at what GPUs do
 _CHUNKS_OF_BURST = 8
-
-
-class Owner(Protocol):
-    """Whom a coordinator works for. All but `check` is called by who is at work, in the order of the log."""
-
-    config: Config
-    recorder: Recorder
-
-    def check(self) -> None:
-        """Raise the reason once the world has failed."""
-
-    @property
-    def execute(self) -> Callable[[Sequence[tuple[Response, Submission | None]]], object]:
-        """Does what all ranks agreed on, at once, and returns what the user gets.
-
-        None is what this rank has not submitted, since it has joined.
-        """
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether something that was executed has yet to be done by a GPU."""
-
-    def watch(self) -> None:
-        """See that what is under way goes on; raises what ends the world."""
-
-    @property
-    def early(self) -> Early | None:
-        """Operations that may begin before all ranks are ready, where ranks are on several nodes."""
-
-    @property
-    def execute_burst(self) -> Callable[[Burst], object]:
-        """Does all of a burst at once, as all ranks do."""
-
-    def withdraw(self) -> None:
-        """A plan that ran free has ended: what prepared operations have begun, and not done, will not be."""
-
-    def coordinator_died(self, error: BaseException) -> None:
-        """What has ended the coordinator before its time."""
-
-    def take_notice(self, content: dict[str, Any]) -> None:
-        """What concerns the whole world, and is none of the coordinator's business."""
 
 
 @dataclass(slots=True)
@@ -174,21 +134,30 @@ class Coordinator:
 
     def take_over(self, made: Sequence[Submission | Burst]) -> None:
         """What was collected; with the lock of what is in flight."""
-        in_flight, progress = self._in_flight, self._progress
+        in_flight = self._in_flight
         if in_flight.closed is not None:
             for one in made:
                 one.fail(in_flight.closed)
             return
         for one in made:
-            if isinstance(one, Burst):
-                in_flight.put(one.keys, one)
-                progress.submissions += len(one.parts)
-            else:
-                in_flight.put((one.key,), one)
-                progress.submissions += 1
+            keys = one.keys
+            in_flight.put(keys, one)
+            self._progress.submissions += len(keys)
         self._queue.extend(made)
         self._last_submitted = made[-1].label
         self.ring_once()
+
+    @property
+    def position(self) -> int:
+        """In the period of a plan that runs free, of what is submitted next; -1 where that is not known yet."""
+        plan, queue = self._plan.free, self._queue
+        if plan is None:
+            return -1
+        try:
+            last = queue[-1]
+        except IndexError:  # all was offered to the plan
+            return plan.position
+        return last.known.end % len(plan) if isinstance(last, Burst) else -1
 
     def ring_once(self) -> None:
         """Wake the thread, unless it has yet to follow a ring; with the lock of what is in flight."""
@@ -222,7 +191,6 @@ class Coordinator:
                 outcome = prepared.run(tensors, self._plan.number, plan.ready, worker.heard)
                 if outcome is not _NOT_YET:
                     plan.done = plan.told = plan.ready
-                self.collector.position = plan.position
             except BaseException as error:
                 self._interrupted(plan, prepared, sequence, tensors, error)
                 raise
@@ -401,19 +369,10 @@ class Coordinator:
         elif plan.ready > plan.told:
             plan.told = plan.ready
             self._page.set_ready(self._plan.number, plan.told)
-        self._expect()
 
     def _admit(self, submission: Submission, now_s: float) -> None:
         if not self._plan.admit(submission, now_s):
             self._station.say(submission.claim(self._rank))
-
-    def _expect(self) -> None:
-        """Tell the collector what comes next."""
-        plan = self._plan.free
-        if plan is not None and plan.known_bursts:
-            with self._in_flight.lock:
-                if not self._queue and not self.collector.is_open:
-                    self.collector.position = plan.position
 
     def _obey(self, message: Message) -> None:
         """Do what a message of the log says."""
@@ -423,7 +382,6 @@ class Coordinator:
             self._progress.responses += 1
             self._batch.append(message)
             self._plan.logged(message, self._in_flight.pause_s(message.key))
-            self._plan.answered(message.key)
         elif isinstance(message, EndOfBatch):
             self._progress.batches += 1
             batch, self._batch = self._batch, []
@@ -444,7 +402,7 @@ class Coordinator:
             assert self._plan.plan is not None
             self._page.want_ring(self._plan.plan.is_free or self._leader is not None)
             self._page.set_ready(self._plan.number, 0)
-            self.collector.follow(self._plan.plan.known_bursts, len(self._plan.plan))
+            self.collector.follow(self._plan.plan.known_bursts)
         if reaction.again:
             self._queue.extendleft(reversed(reaction.again))
         if reaction.answer is not None:

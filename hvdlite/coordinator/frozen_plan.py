@@ -54,8 +54,7 @@ class FrozenPlan:
         self._pending: dict[int, Submission | Burst] = {}
         begins = [*(bursts or range(len(entries))), len(entries)]
         self._burst_at = [(start, end) for start, end in pairwise(begins) for _ in range(start, end)]
-
-        known = {start: KnownBurst(entries[start:end]) for start, end in set(self._burst_at) if end - start > 1}
+        known = {start: KnownBurst(entries[start:end], end) for start, end in pairwise(begins) if end - start > 1}
         self.known_bursts = {start: burst for start, burst in known.items() if burst.can_be_collected}
         """By the places of their first operations in the period."""
 

@@ -81,6 +81,7 @@ class PlanMember:
         Args:
             pause_s: before this rank submitted it, see `hvdlite.coordinator.submission.Pace.step`.
         """
+        self.answered(response.key)
         self._recent.append((response.request, response.sequence, pause_s))
         if response.sequence != NAMED:
             self._numbers[response.request.name] = response.sequence + 1
@@ -90,13 +91,11 @@ class PlanMember:
         if self._held is not None:
             self._held.append(submission)
             return True
-        if self.plan is None:
-            self._claimed[submission.key] = submission
-            return False
-        if self.plan.offer(submission):
-            self._moved_s = now_s
-            return True
-        self._contradicted |= self.plan.contradicts(submission)
+        if self.plan is not None:
+            if self.plan.offer(submission):
+                self._moved_s = now_s
+                return True
+            self._contradicted |= self.plan.contradicts(submission)
         self._claimed[submission.key] = submission
         return False
 
@@ -160,7 +159,7 @@ class PlanMember:
         return tuple(places)
 
     def answered(self, key: Key) -> None:
-        """What was claimed is, by a response or a fault."""
+        """What was claimed is; by a fault, since `logged` does so by itself."""
         self._claimed.pop(key, None)
 
     def obey(self, message: PlanMessage, now_s: float) -> Reaction:
@@ -179,18 +178,18 @@ class PlanMember:
             reaction.again, self._held = self._held, None
             if verb in (Verb.FREEZE, Verb.RELEASE):
                 entries = [(request, sequence) for request, sequence, _ in self._recent][-message.count :]
-                self._begin(FrozenPlan(entries, verb is Verb.RELEASE, message.places), entries, reaction)
+                self._begin(message, entries, reaction)
             elif verb in (Verb.END, Verb.REOPEN):
                 self._end(message, reaction)
                 if verb is Verb.REOPEN:
                     reaction.again = [*self._claimed.values(), *reaction.again]
                     self._claimed.clear()
                     entries = self._renumbered(self._entries[message.plan], message.first)
-                    self._begin(FrozenPlan(entries, True, message.places), entries, reaction)
+                    self._begin(message, entries, reaction)
         return reaction
 
-    def _begin(self, plan: FrozenPlan, entries: Sequence[tuple[Request, int]], reaction: Reaction) -> None:
-        self.plan = plan
+    def _begin(self, message: PlanMessage, entries: Sequence[tuple[Request, int]], reaction: Reaction) -> None:
+        self.plan = FrozenPlan(entries, message.verb is not Verb.FREEZE, message.places)
         self.number += 1
         self._entries[self.number] = entries
         self._entries.pop(self.number - REMEMBERED_PLANS - 1, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.coordinator.messages import Claim
@@ -142,6 +142,11 @@ class Submission(Future):
         self.is_awaited = False
         """Whether anybody has asked for it who may not go on without."""
         self._result: Any = None
+
+    @property
+    def keys(self) -> Collection[Key]:
+        """Under which it is in flight."""
+        return (self.key,)
 
     def claim(self, rank: int) -> Claim:
         if self.sizes is None:

@@ -10,14 +10,13 @@ from hvdlite.collectives.base import DONE, Done, PreparedCall
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
-from hvdlite.group import Group
+from hvdlite.group import Group, Remembered
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allreduce import Allreduce, found_home
 from hvdlite.recorder import Lane
 
-_KNOWN = 1024  # operations; whoever has more does not repeat himself
 _OUTCOMES = Outcome.DONE, Outcome.NOT_YET, Outcome.DONE_AND_RUNG
 _NOT_YET = Outcome.NOT_YET
 
@@ -54,14 +53,11 @@ class PreparedAllreduce:
         cls, group: Group, key: Hashable, request: Callable[[], Allreduce | None], home: Home | None
     ) -> PreparedAllreduce | None:
         """What ``key`` stands for, made from ``request`` if it is new; None where it cannot be prepared."""
-        known: dict[Hashable, PreparedAllreduce | None] = group.prepared
+        known: Remembered[PreparedAllreduce | None] = group.prepared
         if key in known:
             return known[key]
-        if len(known) >= _KNOWN:
-            known.clear()
         made = request()
-        known[key] = found = None if made is None else cls._of(group, made, home)
-        return found
+        return known.remember(key, None if made is None else cls._of(group, made, home))
 
     @classmethod
     def _of(cls, group: Group, request: Allreduce, home: Home | None) -> PreparedAllreduce | None:

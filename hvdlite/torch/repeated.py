@@ -85,7 +85,7 @@ def begun_in_burst(
         made = _request(tensor, name, op, prescale, postscale, process_set, Compression.none, None)
         if made is None:
             return None
-        request = group.remember(key, made)
+        request = group.requests.remember(key, made)
     result = tensor if in_place else torch.empty_like(tensor)
     # Its storages are owned as they are now, should `tensor.set_()` bring another.
     owner = tensor.untyped_storage() if in_place else (tensor.untyped_storage(), result)

@@ -235,7 +235,7 @@ def test_a_burst_that_is_done_keeps_no_memory_alive() -> None:
         pass
 
     made = [submission(name) for name in "ab"]
-    burst = Burst(KnownBurst([(each.request, NAMED) for each in made]), 0, lambda: None)
+    burst = Burst(KnownBurst([(each.request, NAMED) for each in made], 2), 0, lambda: None)
     memory = [Memory() for _ in made]
     burst.parts += [(0, 0, NAMED, own) for own in memory]
     alive = [weakref.ref(own) for own in memory]
@@ -271,7 +271,7 @@ def test_a_burst_is_taken_only_where_it_comes_next() -> None:
 def test_who_asks_for_a_burst_that_is_open_has_it_taken_apart(how: str) -> None:
     made = [submission(name) for name in "ab"]
     parts: list[Submission] = []
-    burst = Burst(KnownBurst([(each.request, NAMED) for each in made]), 0, lambda: parts.extend(burst.apart()))
+    burst = Burst(KnownBurst([(each.request, NAMED) for each in made], 2), 0, lambda: parts.extend(burst.apart()))
     burst.assist = lambda future: future.succeed()  # type: ignore[attr-defined]
     burst.parts.append((0, 0, NAMED, None))
     if how == "wait":
