@@ -177,7 +177,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--second-try",
         action="store_true",
-        help="run what fails in a stage that starts processes once more, for busy machines; the summary tells",
+        help="run what fails once more, for busy machines; the summary tells",
     )
     parser.add_argument("--thorough", action="store_true", help="also what takes long")
     parser.add_argument(
@@ -381,7 +381,7 @@ def promote(child: subprocess.Popen[bytes]) -> None:
 
 def try_again(stage: Stage, arguments: argparse.Namespace, number: str) -> None:
     """The failed tests of ``stage``, if that may be, one at a time; all of it where it broke off."""
-    if not stage.failures or not arguments.second_try or stage.suite in ("lint", "unit"):
+    if not stage.failures or not arguments.second_try or stage.suite == "lint":
         return
     print(f"\n==> {number} {stage.title}: a second try", flush=True)
     second = Stage(stage.suite, stage.title, stage.command, stage.time_limit_s)

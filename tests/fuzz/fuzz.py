@@ -32,7 +32,7 @@ def main() -> None:
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate([*target.seeds, *targets.cases(name)]):
         (corpus / f"seed{number}").write_bytes(seed)
-    options = [f"-max_total_time={seconds}", "-max_len=2000", "-timeout=20", "-rss_limit_mb=2000", "-close_fd_mask=1"]
+    options = [f"-max_total_time={seconds}", "-max_len=2000", "-timeout=100", "-rss_limit_mb=2000", "-close_fd_mask=1"]
     atheris.Setup([sys.argv[0], *options, f"-artifact_prefix={directory}/", str(corpus)], target.take)
     atheris.Fuzz()
 
