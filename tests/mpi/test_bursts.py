@@ -88,9 +88,12 @@ class Program:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_repeats_is_collected_and_right(dtype: torch.dtype, taken: list[bool]) -> None:
     program = Program(dtype=dtype)
-    for _ in range(100):  # plans of the tests before may have been in vain, so that this one takes longer
-        assert not program.step()
-    assert sum(taken) > len(program.numels)
+    for _ in range(10):  # a plan that is disturbed again and again, as on a busy machine, is made later and later
+        for _ in range(100):
+            assert not program.step()
+        if min(hvd.allgather_object(sum(taken))) > len(program.numels):
+            return
+    raise AssertionError(f"{sum(taken)} of {1000 * len(program.numels)} operations were collected")
 
 
 def test_more_than_one_burst_may_be_under_way() -> None:
