@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hvdlite.group import Group
 from hvdlite.memory.base import FusionBuffer
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.operations.allocate import allocate, allocate_on_device
+from hvdlite.torch.block import Block, DeviceBlock, block_bytes
 from hvdlite.torch.buckets import CompressedBucket, DenseBucket, LooseBucket
 from hvdlite.torch.compression import AnyCompressor, is_custom
 from hvdlite.torch.device import Now
 from hvdlite.torch.device_homes import DeviceHomeBucket
 from hvdlite.torch.gradients import Bucket, Kind, Slot
-from hvdlite.torch.homes import BlockBucket, HomeBucket, block_bytes
+from hvdlite.torch.homes import BlockBucket, HomeBucket
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum
 
 Part = tuple[str, Sequence[Slot]]
@@ -71,7 +73,9 @@ class BucketMaker:
             return has_homes or (self._options.allows_homes and not any(slot.is_large for slot in slots))
 
         def elsewhere(part: Part) -> Bucket:
-            return self.loose(*part) if part[1][0].is_on_device else BlockBucket(*part, self._group.memory)
+            return (
+                self.loose(*part) if part[1][0].is_on_device else BlockBucket(*part, partial(Block, self._group.memory))
+            )
 
         at_home = iter(self._at_home(name, [part for part in parts if is_at_home(part)]))
         return [next(at_home) if is_at_home(part) else elsewhere(part) for part in parts]
@@ -106,7 +110,7 @@ class BucketMaker:
         if buffer is None:
             return self.loose(name, slots)
         if not slots[0].is_on_device:
-            return HomeBucket(name, slots, self._group.memory, buffer, offset_bytes)
+            return HomeBucket(name, slots, buffer, offset_bytes, partial(Block, self._group.memory))
         memory = self._group.device_memory
         assert isinstance(memory, DeviceMemory)
-        return DeviceHomeBucket(name, slots, memory, buffer, offset_bytes)
+        return DeviceHomeBucket(name, slots, buffer, offset_bytes, partial(DeviceBlock, memory))

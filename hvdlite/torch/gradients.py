@@ -141,6 +141,16 @@ class Slot:
                 stacklevel=2,
             )
 
+    def deliver_view(self) -> None:
+        """Make `view`, if there is one, ``p.grad``."""
+        if not self.active:
+            return
+        gradient = self.param.grad
+        if gradient is None or gradient._version != self.version:
+            self.warn_if_changed()
+        if self.view is not None and gradient is not self.view:
+            self.param.grad = self.view
+
     def leave_view(self) -> None:
         """Copy a gradient that lives in `view` to memory of its own; the view will hold something else."""
         if self.view is not None and self.param.grad is self.view:

@@ -362,8 +362,8 @@ def test_gradients_of_users_in_the_fusion_buffer() -> None:
     """An allreduce of ``p.grad`` itself, once it lives in its slot."""
     model = Scales([(100, 100), (3,)])
     optimizer = wrap(model, op=hvd.Sum)
-    for _ in range(2):
-        optimizer.zero_grad()
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
         model.loss(hvd.rank() + 1).backward()
         optimizer.step()
     for p in model.p:

@@ -1,0 +1,118 @@
+"""Small gradients of a DistributedOptimizer: in which memory they are, and that it is nobody else's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hvdlite.torch as hvd
+
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
+
+SIZES = [1, 5, 64, 300, 8192, 3]
+
+
+def made() -> tuple[torch.nn.ParameterList, Any]:
+    """Parameters, and their optimizer, which has taken the steps in which ranks agree on an order."""
+    parameters = torch.nn.ParameterList(torch.ones(size) for size in SIZES)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.0), named_parameters=parameters.named_parameters(), op=hvd.Sum
+    )
+    for _ in range(3):
+        step(parameters, optimizer)
+    return parameters, optimizer
+
+
+def step(parameters: torch.nn.ParameterList, optimizer: Any, *, set_to_none: bool = True) -> None:
+    optimizer.zero_grad(set_to_none=set_to_none)
+    backward(parameters)
+    optimizer.step()
+    check(parameters)
+
+
+def backward(parameters: torch.nn.ParameterList, **options: bool) -> None:
+    """The gradient of parameter i, all ones, is ``(i + 1) * (rank + 1) * (1, 2, 3, ...)``."""
+    terms = [(p * p * weight / 2).sum() for p, weight in zip(parameters, weights(hvd.rank() + 1), strict=True)]
+    torch.stack(terms).sum().backward(**options)
+
+
+def weights(factor: int) -> list[torch.Tensor]:
+    return [(i + 1.0) * factor * torch.arange(1.0, size + 1) for i, size in enumerate(SIZES)]
+
+
+def check(parameters: torch.nn.ParameterList) -> None:
+    for p, expected in zip(parameters, weights(hvd.size() * (hvd.size() + 1) // 2), strict=True):
+        assert p.grad is not None
+        assert torch.equal(p.grad, expected)
+
+
+def grads(parameters: torch.nn.ParameterList) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def are_in_a_block(gradients: list[torch.Tensor]) -> bool:
+    addresses = [gradient.data_ptr() for gradient in gradients]
+    return max(addresses) - min(addresses) < 4 * sum(SIZES) + 64 * len(SIZES)
+
+
+def test_a_new_gradient_stays_where_autograd_has_made_it() -> None:
+    parameters, optimizer = made()
+    optimizer.zero_grad()
+    backward(parameters)
+    before = grads(parameters)
+    optimizer.step()
+    assert all(now is then for now, then in zip(grads(parameters), before, strict=True))
+    check(parameters)
+
+
+def test_a_gradient_that_stays_becomes_a_part_of_a_block() -> None:
+    if hvd.size() == 1:
+        pytest.skip("alone nothing is moved")
+    parameters, optimizer = made()
+    for _ in range(3):
+        step(parameters, optimizer, set_to_none=False)
+    settled = grads(parameters)
+    assert are_in_a_block(settled)
+    step(parameters, optimizer, set_to_none=False)
+    assert all(now is then for now, then in zip(grads(parameters), settled, strict=True))
+    step(parameters, optimizer)  # made anew
+    for _ in range(2):
+        step(parameters, optimizer)
+    before = grads(parameters)
+    check(parameters)
+    assert not any(now is then for now, then in zip(before, settled, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_with_a_graph_is_left_as_it_is() -> None:
+    if hvd.size() == 1:
+        pytest.skip("alone nothing is reduced")
+    parameters, optimizer = made()
+    optimizer.zero_grad()
+    backward(parameters, create_graph=True)
+    local = grads(parameters)
+    assert all(gradient.requires_grad for gradient in local)
+    with torch.no_grad():
+        optimizer.step()
+    check(parameters)
+    assert all(torch.equal(now, own) for now, own in zip(local, weights(hvd.rank() + 1), strict=True))
+
+
+@pytest.mark.parametrize("how", ["changed", "replaced"])
+@pytest.mark.parametrize("which", [0, 2, len(SIZES) - 1])
+def test_a_gradient_that_the_user_changes_before_the_step_gets_the_result(which: int, how: str) -> None:
+    if hvd.size() == 1:
+        pytest.skip("alone nothing is reduced")
+    parameters, optimizer = made()
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(parameters)
+        if how == "changed":
+            grads(parameters)[which].zero_()
+        else:
+            parameters[which].grad = torch.zeros(SIZES[which])
+        with pytest.warns(UserWarning, match=f"the gradient of '{which}' was changed between"):
+            optimizer.step()
+        check(parameters)
