@@ -266,7 +266,10 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     above = only or mpi == "openmpi" or (arguments.thorough and (mpi, ranks) == ("mpich", 3))
                     files = FOR_INTEL_MPI if mpi == "intelmpi" and not only else ()
                     unmarked = [] if above else ["any_mpi"]
-                    unmarked += ["up_to_three_ranks"] if ranks > 3 and not arguments.thorough else []
+                    if not arguments.thorough:
+                        unmarked += (
+                            ["up_to_three_ranks"] if ranks > 3 else ["not_with_three_ranks"] if ranks == 3 else []
+                        )
                     stages.append(
                         Stage(suite, title, [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)], limit)
                     )

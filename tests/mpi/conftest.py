@@ -53,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "up_to_three_ranks: four find nothing there that three do not; left out with four"
     )
+    config.addinivalue_line(
+        "markers", "not_with_three_ranks: three find nothing there that two, or four, do not; left out with three"
+    )
     config.stash[_RANKS] = _Ranks()
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if WORLD.rank != 0 and reporter is not None:

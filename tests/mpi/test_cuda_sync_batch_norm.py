@@ -12,7 +12,12 @@ from cuda_lab import simulated
 from cuda_torch import TorchOnGpu
 from test_sync_batch_norm import ROWS, compare
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.not_with_three_ranks,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.usefixtures("running"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ from hvdlite.tensor_parallel.methods import Method
 from tensor_parallel_lab import integers
 from test_tensor_parallel_misuse import everywhere_the_same
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.not_with_three_ranks, pytest.mark.usefixtures("running")]
 
 METHODS = ["ring_exchange", "pipeline", "bulk", "multicast", "unfused"]
 

@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hvdlite.torch as hvd
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.not_with_three_ranks,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.usefixtures("running"),
+]
 
 STEPS = 4
 BATCH = 3  # per rank
