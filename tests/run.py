@@ -94,6 +94,8 @@ MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 RANKS = {"openmpi": (1, 2, 3, 4), "mpich": (3,), "intelmpi": (3,)}
 ALL_RANKS = (1, 2, 3, 4)
 USUAL_MPIS = ("openmpi", "mpich")
+LEFT_OUT = {3: ["not_with_three_ranks"], 4: ["up_to_three_ranks"]}
+"""By the number of ranks, the marks of tests that find nothing there."""
 # Tests of the mpi suite that are run without MPI as well: who takes part, and every operation once.
 WITHOUT_MPI = (
     "test_alltoall.py",
@@ -266,10 +268,7 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     above = only or mpi == "openmpi" or (arguments.thorough and (mpi, ranks) == ("mpich", 3))
                     files = FOR_INTEL_MPI if mpi == "intelmpi" and not only else ()
                     unmarked = [] if above else ["any_mpi"]
-                    if not arguments.thorough:
-                        unmarked += (
-                            ["up_to_three_ranks"] if ranks > 3 else ["not_with_three_ranks"] if ranks == 3 else []
-                        )
+                    unmarked += [] if arguments.thorough else LEFT_OUT.get(ranks, [])
                     stages.append(
                         Stage(suite, title, [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)], limit)
                     )
