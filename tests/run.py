@@ -268,7 +268,7 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     above = only or mpi == "openmpi" or (arguments.thorough and (mpi, ranks) == ("mpich", 3))
                     files = FOR_INTEL_MPI if mpi == "intelmpi" and not only else ()
                     unmarked = [] if above else ["any_mpi"]
-                    unmarked += [] if arguments.thorough else LEFT_OUT.get(ranks, [])
+                    unmarked += [] if arguments.thorough else LEFT_OUT.get(min(ranks, 4), [])
                     stages.append(
                         Stage(suite, title, [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)], limit)
                     )
