@@ -116,3 +116,26 @@ def test_a_gradient_that_the_user_changes_before_the_step_gets_the_result(which:
         with pytest.warns(UserWarning, match=f"the gradient of '{which}' was changed between"):
             optimizer.step()
         check(parameters)
+
+
+@pytest.mark.parametrize("which", [0, 2, len(SIZES) - 1])
+def test_another_tensor_as_often_changed_gets_the_result(which: int) -> None:
+    parameters, optimizer = made()
+    for _ in range(3):
+        optimizer.zero_grad()
+        backward(parameters)
+        other = grads(parameters)[which].clone()
+        while other._version < grads(parameters)[which]._version:
+            other.mul_(1)
+        parameters[which].grad = other
+        optimizer.step()
+        check(parameters)
+
+
+def test_gradients_that_no_backward_has_made_may_have_gaps() -> None:
+    parameters, optimizer = made()
+    for _ in range(3):
+        for p, weight in zip(parameters, weights(hvd.rank() + 1), strict=True):
+            p.grad = torch.stack([weight, -weight], dim=1)[:, 0]
+        optimizer.step()
+        check(parameters)

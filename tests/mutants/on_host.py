@@ -338,6 +338,42 @@ MUTANTS = [
         "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
     ),
     Mutant(
+        f"{_TORCH}block.py",
+        "are_new = not before or before == self._versions",
+        "are_new = True",
+        "2 mpi/test_small_gradients.py",
+    ),
+    Mutant(
+        f"{_TORCH}block.py",
+        " and not any(map(_requires_grad, gradients)) else None",
+        " else None",
+        "2 mpi/test_small_gradients.py",
+    ),
+    Mutant(
+        f"{_TORCH}block.py",
+        "all(map(operator.is_, now, gradients)) and list(map(_version, now)) == self._versions",
+        "all(map(operator.is_, now, gradients))",
+        "2 mpi/test_small_gradients.py",
+    ),
+    Mutant(
+        f"{_TORCH}block.py",
+        "all(map(operator.is_, now, gradients)) and list(",
+        "list(",
+        "2 mpi/test_small_gradients.py",
+    ),
+    Mutant(
+        f"{_TORCH}block.py",
+        "            and all(map(_is_contiguous, gradients))\n",
+        "",
+        "2 mpi/test_small_gradients.py",
+    ),
+    Mutant(
+        f"{_TORCH}block.py",
+        " and all(map(_is_active, self._slots))",
+        "",
+        "unit/test_optimizer_changes.py",
+    ),
+    Mutant(
         f"{_TORCH}reducer.py",
         "            and not any(map(_requires_grad, self._left_out))\n",
         "",
