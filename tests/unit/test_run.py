@@ -414,6 +414,8 @@ class TestRunning:
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
     def test_an_interruption_ends_everything(self, tmp_path: Path, number: int, status: int) -> None:
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # these tests run under nohup, which children inherit
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
         # An orphan in a session of its own, as mpirun's daemons are.
         pids = tmp_path / "pids"
         script = f"setsid sh -c 'sleep 60 & echo $! $$ >{pids}.new; mv {pids}.new {pids}; wait' & echo up; wait"
