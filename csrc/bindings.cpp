@@ -27,6 +27,7 @@
 #include "ready_counts.h"
 #include "reduce.h"
 #include "scan.h"
+#include "shortcut_bindings.h"
 #include "signal.h"
 #include "small_allreduce.h"
 #include "socket_bell.h"
@@ -362,6 +363,7 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_signal(m);
   hvdlite::register_small_allreduce(m);
   hvdlite::register_plans(m);
+  hvdlite::register_shortcut(m);
   hvdlite::register_messages(m);
   hvdlite::register_file_mapping(m);
   hvdlite::register_ordered_exchange(m);

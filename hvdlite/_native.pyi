@@ -1,10 +1,12 @@
-"""The compiled extension: kernels on addresses. It links neither torch nor MPI, and releases the GIL in every call.
+"""The compiled extension: kernels on addresses. It links neither torch nor MPI; what takes long releases the GIL.
 
 ``dtype`` and ``op`` are the integers of hvdlite.dtypes; addresses and counts are 64-bit.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -271,6 +273,96 @@ class PreparedAllreduce:
         """Plan, count and result of the last `run`, if it has said so; else those of the one before."""
     def ready_ns(self) -> int:
         """When all were ready, in the time of `time.monotonic_ns`."""
+
+class Count:
+    """Numbers of the unnamed operations of a kind: 0, 1, 2, ..."""
+
+    next: int
+
+    def take(self) -> int:
+        """`next`, which is one more afterwards."""
+    def restart(self) -> None: ...
+
+class Signature:
+    """What a caller has passed for one tensor. Source: csrc/signature.h."""
+
+    def __init__(
+        self,
+        tensor: object,
+        name: str | None,
+        op: object,
+        prescale: float,
+        postscale: float,
+        address: int,
+        home: weakref.ref[Any] | None,
+    ) -> None:
+        """``home``: of the memory in which ``tensor`` lives, if another one must be at the same ``address``."""
+
+class Signatures:
+    """Of the operations of a burst, by their places."""
+
+    def __init__(self, count: int) -> None: ...
+    def knows(self, place: int) -> bool: ...
+    def learn(self, place: int, signature: Signature) -> None: ...
+
+class Shortcut:
+    """From a call in Python to what comes next in a plan that runs free. Source: csrc/shortcut.cpp."""
+
+    closings: int
+    """How often it was closed."""
+    untold: int
+    """Operations that were done here, and that `take` has yet to tell of."""
+
+    def __init__(
+        self,
+        at_work: Any,
+        recorder: object,
+        rest: Callable[[Any, int, int, int, object, int], Any],
+    ) -> None:
+        """``rest``: called with what was begun and not done without a remark, by whoever is at work, as (prepared,
+        sequence, address of the input, of the output, owner of both, result of `PreparedAllreduce.run`); returns what
+        is to be waited for afterwards, or None."""
+    def follow(self, plan: int, period: int) -> None:
+        """A plan begins, of so many operations in a period."""
+    def learn(
+        self,
+        position: int,
+        signature: Signature,
+        prepared: object,
+        call: PreparedAllreduce,
+        unnamed: Count | None,
+        sequence: int,
+        stride: int,
+    ) -> None:
+        """What comes at ``position`` of the period: ``prepared``, which ``call`` does. ``unnamed`` gives it the number
+        ``sequence`` next, and later one that is ``stride`` larger each time."""
+    def open(self, done: int, heard: int, closings: int) -> None:
+        """``done`` operations of the plan are, and so many rings were followed. Nothing happens if it was closed since
+        there were ``closings``."""
+    def close(self) -> None:
+        """Something else begins."""
+    def forget(self) -> None:
+        """Refer to no operation any more."""
+    def take(self) -> list[tuple[Any, int]]:
+        """(prepared, how often it was done) since the last time, the one that was done last at the end."""
+    def function(self, new_like: Callable[[Any], Any]) -> Callable[..., Any]:
+        """(tensor, name, op, prescale, postscale, in_place) -> the result, or None where nothing was done."""
+
+class Collecting:
+    """What is submitted of a burst between its first operation and its last. Source: csrc/collecting.cpp."""
+
+    def begin(self, burst: object, parts: list[Any], signatures: Signatures, lock: threading.Lock) -> None:
+        """From now on, appended to ``parts`` unless ``lock`` is held: (input, output, sequence, owner)."""
+    def end(self) -> None: ...
+    def function(
+        self,
+        make_handle: Callable[[Any, int, Any, Any], Any],
+        new_like: Callable[[Any], Any],
+        named: int,
+        unnamed: Count,
+    ) -> Callable[..., Any]:
+        """(tensor, name, op, prescale, postscale, in_place) -> ``make_handle(burst, place, result, name)``, or None
+        where nothing was done. ``named`` is the sequence of what has a name, ``unnamed`` counts what has none."""
 
 class PoliteLook:
     """How long one looks for what others bring, before one leaves them the core. Source: csrc/polite_look.h."""

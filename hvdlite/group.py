@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+from hvdlite._native import Count
 from hvdlite.config import Config
 from hvdlite.coordinator.messages import KNOWN_REQUESTS
 from hvdlite.coordinator.prepared import Prepared
@@ -49,12 +50,14 @@ class Group:
         self.memory = world.engine.memory
         self._numbers = itertools.count()
         self._lock = threading.Lock()  # guards _unnamed
-        self._unnamed: Counter[str] = Counter()
+        self._unnamed: defaultdict[str, Count] = defaultdict(Count)
         self._joins = world.joins
         self.prepared: Remembered[Any] = Remembered()
         """What `perform` takes, or None where there is no such operation, by whatever tells one from another."""
         self.requests: Remembered[Request] = Remembered()
         """Likewise, of operations that are collected."""
+        self.shortcuts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        """Of the functions for tensors, which make them; see hvdlite/torch/repeated.py."""
 
     @property
     def device_memory(self) -> Memory | None:
@@ -83,13 +86,16 @@ class Group:
         They count per kind, so that ranks that ran others meanwhile still agree. Once all ranks have joined, they begin
         anew: ranks that went on alone have counted more.
         """
+        return self.unnamed(label).take()
+
+    def unnamed(self, label: str) -> Count:
+        """What gives unnamed operations of kind ``label`` their sequence numbers; always the same one."""
         with self._lock:
             if self._joins != self.world.joins:
                 self._joins = self.world.joins
-                self._unnamed.clear()
-            sequence = self._unnamed[label]
-            self._unnamed[label] += 1
-        return sequence
+                for count in self._unnamed.values():
+                    count.restart()
+            return self._unnamed[label]
 
     def perform(self, prepared: Prepared[T], tensors: T, name: str | None) -> None:
         """Do a prepared operation, and return when it is complete.
@@ -97,9 +103,10 @@ class Group:
         Args:
             name: the user's, if there is one.
         """
-        sequence = self.count(prepared.request.label) if name is None else NAMED
+        unnamed = self.unnamed(prepared.request.label) if name is None else None
+        sequence = NAMED if unnamed is None else unnamed.take()
         coordinator = self.world.coordinator
-        done = coordinator.run_at_once(prepared, sequence, tensors)
+        done = coordinator.at_once.run(prepared, sequence, tensors, unnamed)
         if done is True:
             return
         if isinstance(done, Submission):

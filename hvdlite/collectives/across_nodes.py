@@ -77,6 +77,7 @@ class _PreparedCall:
         label: str,
         native: _native.EarlyAllreduce | None,
     ) -> None:
+        self.direct = None  # who is late is for Python
         self._native = native
         self._early = early
         self._counts = counts

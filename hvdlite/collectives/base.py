@@ -33,7 +33,7 @@ from hvdlite.memory.views import Buffer
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 if TYPE_CHECKING:
-    from hvdlite._native import ReadyCounts, TensorList
+    from hvdlite._native import PreparedAllreduce, ReadyCounts, TensorList
     from hvdlite.config import Config
 
 LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
@@ -81,6 +81,10 @@ class TensorReduction(NamedTuple):
 
 class PreparedCall(Protocol):
     """See `Backend.prepare_allreduce`, and `hvdlite._native.PreparedAllreduce` for what it returns."""
+
+    @property
+    def direct(self) -> PreparedAllreduce | None:
+        """What does the same without Python, if there is something."""
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int, /) -> int: ...
 

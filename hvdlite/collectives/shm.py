@@ -252,6 +252,7 @@ class _PreparedCall:
     """What `ShmBackend.prepare_allreduce` returns."""
 
     def __init__(self, native: _native.PreparedAllreduce, expect_ok: Callable[[int], None]) -> None:
+        self.direct = native
         self.run, self.last, self.ready_ns = native.run, native.last, native.ready_ns
         self._expect_ok = expect_ok
 

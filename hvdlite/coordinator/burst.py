@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from hvdlite._native import Signatures
 from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.coordinator.submission import Future, Submission, label_of
 from hvdlite.memory.views import TensorView
@@ -30,6 +31,7 @@ class KnownBurst:
     Attributes:
         names: keys of those operations that have a name; others have another key every time.
         run: None until it is done for the first time.
+        signatures: of its operations, what a caller passes.
     """
 
     def __init__(self, entries: Sequence[tuple[Request, int]], end: int) -> None:
@@ -38,6 +40,7 @@ class KnownBurst:
         self.names = frozenset((request.name, NAMED) for request, sequence in entries if sequence == NAMED)
         self.label = f"{self.requests[0].name} and {len(entries) - 1} more"
         self.run: Run | None = None
+        self.signatures = Signatures(len(entries))
 
     @property
     def can_be_collected(self) -> bool:

@@ -1,9 +1,10 @@
 """Collects what is submitted into bursts, as far as it comes as a frozen plan says.
 
-A submission that does is an address in a list, and no more; the last of a burst hands it to the coordinator, which does
-all of it by one call. What a plan says is a guess here. What does not come true is taken apart into submissions as any
-other: where another operation comes first, where somebody waits for a burst that is not complete, where its rest takes
-too long, and where the coordinator finds that the plan has ended.
+A submission that does is an address in a list, and no more, appended by native code (csrc/collecting.h) where it comes
+as it came before; the last of a burst hands it to the coordinator, which does all of it by one call. What a plan says
+is a guess here. What does not come true is taken apart into submissions as any other: where another operation comes
+first, where somebody waits for a burst that is not complete, where its rest takes too long, and where the coordinator
+finds that the plan has ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from hvdlite._native import Collecting
 from hvdlite.coordinator.burst import BURST_S, Burst, KnownBurst
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.request import NAMED, Request
@@ -59,6 +61,8 @@ class Collector:
         self._since_s = 0.0  # of what is open
         self._known: Mapping[int, KnownBurst] = {}
         self._open: Burst | None = None
+        self.native = Collecting()
+        """What `take` would do as well, unless it is the first or the last of a burst."""
         self.expects_bursts = False
         """Whether `take` may do something."""
 
@@ -96,6 +100,7 @@ class Collector:
                 expected[number] = request  # an equal one has come over the wire
             burst.parts.append((source, target, NAMED if count is None else count(request.label), owner))
             if number + 1 == len(expected):
+                self.native.end()
                 self._recipient.take_over((burst,))
                 self._open, burst.is_open = None, False
         return burst, number
@@ -107,11 +112,13 @@ class Collector:
         self._open = burst = Burst(known, time.monotonic_ns(), self.take_apart)
         burst.assist, burst.pace, self._since_s = self._assist, self._pace, self._clock()
         self._recipient.ring_once()
+        self.native.begin(burst, burst.parts, known.signatures, self._in_flight.lock)
         return burst
 
     def interrupt(self) -> None:
         """With the lock of what is in flight: something else is submitted next."""
         if self._open is not None:
+            self.native.end()
             burst, self._open = self._open, None
             if not burst.is_done:
                 self._recipient.take_over(burst.apart())

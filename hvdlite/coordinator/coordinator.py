@@ -15,22 +15,23 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
 from hvdlite.config import Config
+from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.follower import Follower
-from hvdlite.coordinator.frozen_plan import Batch, FrozenPlan
+from hvdlite.coordinator.frozen_plan import Batch
 from hvdlite.coordinator.fusion import fuse
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
 from hvdlite.coordinator.owner import Owner
 from hvdlite.coordinator.plan_member import PlanMember
-from hvdlite.coordinator.prepared import Outcome, Prepared
+from hvdlite.coordinator.progress import Progress
 from hvdlite.coordinator.readiness import Readiness, ReadinessAcrossNodes, ReadinessInNode
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.stall import status_of
@@ -41,23 +42,8 @@ from hvdlite.errors import HorovodInternalError, MismatchError, ShutDownError
 from hvdlite.recorder import Lane
 from hvdlite.topology import Topology
 
-T = TypeVar("T")
-
-_NOT_YET = Outcome.NOT_YET
 _WATCH_S = 1.0  # between two looks at what GPUs do
 _CHUNKS_OF_BURST = 8
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a coordinator has done so far."""
-
-    submissions: int = 0
-    cycles: int = 0
-    responses: int = 0
-    faults: int = 0
-    batches: int = 0
-    counted: int = 0
 
 
 class Coordinator:
@@ -91,7 +77,6 @@ class Coordinator:
         self._queue: deque[Submission | Burst | Notice] = deque()
         self._has_rung = False  # for submissions, which the next cycle will find
         self._progress = Progress()
-        self._last_submitted = "nothing"
         self._batch: list[Response] = []
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
         early, own = owner.early, weakref.proxy(self)
@@ -104,8 +89,18 @@ class Coordinator:
         self._station = self._leader or Follower(page, config.cache_capacity)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
-        self.close = self._in_flight.close
         self.collector = Collector(self._in_flight, self._worker.assist, self._pace, own, clock)
+        self.at_once = AtOnce(
+            self._worker,
+            self._plan,
+            self._in_flight,
+            self._pace,
+            self._progress,
+            owner.recorder,
+            lambda: not own._queue and not own.collector.is_open,
+            lambda error: own._end(error),
+            clock,
+        )
 
     # From user threads.
 
@@ -122,12 +117,13 @@ class Coordinator:
         """
         in_flight = self._in_flight
         with in_flight.lock:
+            self.at_once.shortcut.close()
             self.collector.interrupt()
             in_flight.admit(submission)
             submission.assist, submission.pace = self._worker.assist, self._pace
             submission.pause_s = self._pace.step(submission.submitted_ns)
             self._queue.append(submission)
-            self._last_submitted = submission.label
+            self._pace.last_label = submission.label
             self._progress.submissions += 1
             if background:
                 self.ring_once()
@@ -144,7 +140,7 @@ class Coordinator:
             in_flight.put(keys, one)
             self._progress.submissions += len(keys)
         self._queue.extend(made)
-        self._last_submitted = made[-1].label
+        self._pace.last_label = made[-1].label
         self.ring_once()
 
     @property
@@ -156,84 +152,20 @@ class Coordinator:
         try:
             last = queue[-1]
         except IndexError:  # all was offered to the plan
-            return plan.position
+            return (plan.ready + self.at_once.shortcut.untold) % len(plan)
         return last.known.end % len(plan) if isinstance(last, Burst) else -1
 
     def ring_once(self) -> None:
-        """Wake the thread, unless it has yet to follow a ring; with the lock of what is in flight."""
+        """There is something new: wake the thread, unless it has yet to follow a ring; with the lock of what is in
+        flight."""
+        self.at_once.shortcut.close()
         if not self._has_rung:
             self._has_rung = True
             self._page.ring_self()
 
-    def run_at_once(self, prepared: Prepared[T], sequence: int, tensors: T) -> bool | Submission:
-        """Do an operation on the caller's thread, in one native call, if it comes next in a plan that runs free.
-
-        Args:
-            tensors: what ``prepared`` takes.
-
-        Returns:
-            Whether it was done; where it was not, nothing has happened, and it has to be submitted. Or what is to be
-            waited for, as other ranks are late.
-
-        Raises:
-            HorovodInternalError: it came to nothing.
-        """
-        worker = self._worker
-        if worker.is_own_thread_at_work:  # which a signal handler has interrupted
-            return False
-        try:  # an interrupt may come between any two instructions
-            plan = self._plan.free if worker.begin() else None
-            if plan is None or self._queue or not self._in_flight.is_quiet or self.collector.is_open:
-                return False
-            if not plan.begin_next(prepared.request, sequence):
-                return False
-            try:
-                outcome = prepared.run(tensors, self._plan.number, plan.ready, worker.heard)
-                if outcome is not _NOT_YET:
-                    plan.done = plan.told = plan.ready
-            except BaseException as error:
-                self._interrupted(plan, prepared, sequence, tensors, error)
-                raise
-            self._last_submitted = prepared.label
-            self._progress.submissions += 1
-            if outcome is not _NOT_YET:
-                self._pace.has_waited = True
-                self._progress.counted += 1
-                self._progress.batches += 1
-                if outcome is Outcome.DONE_AND_RUNG:
-                    worker.follow()
-                return True
-            return self._leave(plan, prepared, sequence, tensors)
-        finally:
-            worker.finish()
-
-    def _leave(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T) -> Submission:
-        """What this rank has said to be ready for waits for other ranks."""
-        submission = prepared.submission(sequence, tensors)
-        submission.assist, submission.pace = self._worker.assist, self._pace
-        plan.leave_next(submission)
-        plan.told = plan.ready
-        self._plan.moved(self._clock())
-        self._in_flight.resume(submission)
-        return submission
-
-    def _interrupted(
-        self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T, error: BaseException
-    ) -> None:
-        """``prepared`` has failed; or Ctrl-C has come, and the other ranks go on."""
-        outcome = prepared.outcome(self._plan.number, plan.ready)
-        if isinstance(error, HorovodInternalError) or outcome is Outcome.FAILED:
-            self._end(error)
-        elif outcome is None:
-            plan.cancel_next(prepared.request)
-        elif outcome is _NOT_YET:
-            self._leave(plan, prepared, sequence, tensors)
-        else:
-            plan.done = plan.told = plan.ready
-
     @property
     def runs_free(self) -> bool:
-        """Whether `run_at_once` may do something."""
+        """Whether `at_once` may do something."""
         return self._plan.free is not None
 
     def announce(self, content: dict[str, Any]) -> None:
@@ -244,23 +176,32 @@ class Coordinator:
         """
         with self._in_flight.lock:
             self._in_flight.check_open()
+            self.at_once.shortcut.close()
             self._queue.append(Notice(content))
         self._page.ring_self()
+
+    def close(self, error: HorovodInternalError) -> None:
+        """See `InFlight.close`."""
+        self.at_once.shortcut.close()
+        self._in_flight.close(error)
 
     def retire(self) -> None:
         """Once it has ended in order: refer to nothing that refers to it, so that all goes with its last user."""
         del self._owner
         self._worker.retire()
+        self.at_once.shortcut.forget()
         if self._in_flight.closed is not None:
             self._in_flight.closed.with_traceback(None)  # frames of who was refused
 
     def refuse(self, error: HorovodInternalError) -> None:
         """Fail later submissions with ``error``, and those in flight, where nobody is at work any more."""
         self._in_flight.refuse(error)
+        self.at_once.shortcut.forget()
         self.collector.end()
 
     def statistics(self) -> dict[str, int]:
         """What it has done, said and heard so far; see `hvdlite.statistics`."""
+        self.at_once.settle_if_idle()
         written = self._station.written
         return {
             **asdict(self._progress),
@@ -314,6 +255,7 @@ class Coordinator:
         if self._queue and self._owner.config.cycle_ms:
             time.sleep(self._owner.config.cycle_ms / 1e3)
         now_s = self._clock()
+        self.at_once.settle()
         self._progress.cycles += 1
         if self._owner.recorder.mark_cycles:
             self._owner.recorder.mark(Lane.CYCLE, "CYCLE_START")
@@ -402,6 +344,7 @@ class Coordinator:
             assert self._plan.plan is not None
             self._page.want_ring(self._plan.plan.is_free or self._leader is not None)
             self._page.set_ready(self._plan.number, 0)
+            self.at_once.shortcut.follow(self._plan.number, len(self._plan.plan))
             self.collector.follow(self._plan.plan.known_bursts)
         if reaction.again:
             self._queue.extendleft(reversed(reaction.again))
@@ -473,7 +416,7 @@ class Coordinator:
         kind = content["kind"]
         if kind == "stall_query":
             joined, keys = self._in_flight.has_joined, self._in_flight.keys()
-            status = status_of(content, self._rank, self._last_submitted, keys, joined)
+            status = status_of(content, self._rank, self._pace.last_label, keys, joined)
             self._queue.append(Notice(status))
             self._page.ring_self()
         elif kind == "shutdown":

@@ -69,11 +69,6 @@ class FrozenPlan:
         return turn * len(self._entries) + start, turn * len(self._entries) + end
 
     @property
-    def position(self) -> int:
-        """In the period, of what is submitted next."""
-        return self.ready % len(self._entries)
-
-    @property
     def tellable(self) -> int:
         """Of what is ready, all that is not of a burst which is incomplete."""
         return self._burst_of(self.ready)[0]
@@ -141,6 +136,18 @@ class FrozenPlan:
         assert turns is not None, request
         turns.offered -= 1
         self.ready -= 1
+
+    def count_done(self, request: Request, times: int) -> None:
+        """``request`` was done so many times, when it came next and nothing was waited for."""
+        turns = self._turns_of(request)
+        assert turns is not None, request
+        turns.offered += times
+        self.ready += times
+        self.done = self.told = self.ready
+
+    def per_period(self, request: Request) -> int:
+        """How many operations of its name there are in the period."""
+        return self._per_period[request.name]
 
     def leave_next(self, submission: Submission) -> None:
         """It waits for other ranks."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
 
-T = TypeVar("T", contravariant=True)
+if TYPE_CHECKING:
+    from hvdlite._native import PreparedAllreduce, Signature
+
+T = TypeVar("T")
 
 
 class Outcome(IntEnum):
@@ -21,7 +24,15 @@ class Outcome(IntEnum):
 
 
 class Prepared(Protocol[T]):
-    """One native call that tells the other ranks, waits for them and does it, with tensors as ``T`` describes them."""
+    """One native call that tells the other ranks, waits for them and does it, with tensors as ``T`` describes them.
+
+    Attributes:
+        signature: what a caller passes; None where that is not one tensor.
+        direct: that call, where no Python belongs to it.
+    """
+
+    signature: Signature | None
+    direct: PreparedAllreduce | None
 
     @property
     def request(self) -> Request:
@@ -41,6 +52,15 @@ class Prepared(Protocol[T]):
         Raises:
             HorovodInternalError: it came to nothing.
         """
+
+    def ended(self, result: int) -> Outcome:
+        """What `direct` has returned, as `run` does; raises likewise."""
+
+    def count_done(self, times: int) -> None:
+        """So often `direct` was called by somebody else, and has done it."""
+
+    def tensors(self, source: int, target: int, owner: object) -> T:
+        """Of one tensor at the address ``source`` whose result goes to ``target``."""
 
     def outcome(self, plan: int, count: int) -> Outcome | None:
         """How the last `run` ended, if it was for operation ``count`` of ``plan``, and told the other ranks."""

@@ -28,9 +28,11 @@ def label_of(request: Request, sequence: int) -> str:
 class Pace:
     """How one rank submits: what it waits for between two submissions, and how long it takes."""
 
-    __slots__ = ("_last_ns", "has_waited")
+    __slots__ = ("_last_ns", "has_waited", "last_label")
 
     def __init__(self) -> None:
+        self.last_label = "nothing"
+        """Of what was submitted last, for people."""
         self.has_waited = True
         """Whether anybody has waited for a future, or asked for it, since the last submission."""
         self._last_ns = 0

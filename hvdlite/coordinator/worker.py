@@ -56,8 +56,9 @@ class Worker:
         self._page = page
         self._idle_s = idle_s
         self._spin_us = spin_us
-        self._at_work = threading.RLock()  # held by whoever is
-        self.heard = -1
+        self.at_work = threading.RLock()
+        """Held by whoever is."""
+        self.heard = 0
         """The count of rings that the last cycle began with: a ring that came since has yet to be followed."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -84,7 +85,7 @@ class Worker:
         It saves two changes of threads, each of which costs as much as a small operation. If the thread is at work, it
         goes on, and the caller waits.
         """
-        at_work, page, work = self._at_work, self._page, self._work
+        at_work, page, work = self.at_work, self._page, self._work
         if _owns(at_work):
             raise RuntimeError(
                 f"'{submission.label}' was waited for by a signal handler that interrupted hvdlite at work"
@@ -111,16 +112,16 @@ class Worker:
     @property
     def is_own_thread_at_work(self) -> bool:
         """Whether it is the caller's thread that is."""
-        return _owns(self._at_work)
+        return _owns(self.at_work)
 
     def begin(self) -> bool:
         """Whether the caller's thread is at work from here on, as nobody else was; `finish` follows in any case."""
-        return self._at_work.acquire(blocking=False)
+        return self.at_work.acquire(blocking=False)
 
     def finish(self) -> None:
         """The end of what `begin` may have begun."""
-        if _owns(self._at_work):
-            self._at_work.release()
+        if _owns(self.at_work):
+            self.at_work.release()
 
     def follow(self) -> None:
         """Of who is at work: look for what has rung meanwhile, which the thread may have slept through."""
@@ -140,7 +141,7 @@ class Worker:
     def _run(self) -> None:
         page, work = self._page, self._work
         while True:
-            with self._at_work:
+            with self.at_work:
                 if work.has_ended:
                     return
                 rings = self.heard = page.rings()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlite.collectives.base import DONE, Done, PreparedCall
 from hvdlite.coordinator.prepared import Outcome
@@ -16,6 +17,9 @@ from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allreduce import Allreduce, found_home
 from hvdlite.recorder import Lane
+
+if TYPE_CHECKING:
+    from hvdlite._native import Signature
 
 _OUTCOMES = Outcome.DONE, Outcome.NOT_YET, Outcome.DONE_AND_RUNG
 _NOT_YET = Outcome.NOT_YET
@@ -36,11 +40,19 @@ class Tensors(NamedTuple):
 
 
 class PreparedAllreduce:
-    """``request``, as one call of the backend of ``group``; what `Group.perform` takes, with `Tensors`."""
+    """``request``, as one call of the backend of ``group``; what `Group.perform` takes, with `Tensors`.
 
-    def __init__(self, group: Group, request: Allreduce, layout: Layout, call: PreparedCall) -> None:
+    Attributes:
+        home_memory: in which its tensors live, if they live in one place; a weak reference.
+    """
+
+    def __init__(self, group: Group, request: Allreduce, layout: Layout, call: PreparedCall, home: Home | None) -> None:
         self.request = request
         self.label = request.name
+        self.signature: Signature | None = None
+        self.direct = call.direct
+        self.home_memory = None if home is None else weakref.ref(home.buffer.owner)
+        self._memory = group.memory
         self._call = call
         self._run = call.run
         self._executed = group.world.engine.executed
@@ -71,22 +83,31 @@ class PreparedAllreduce:
         patience_s = min(world.config.stall_patience_s, world.config.idle_s)
         counts, label = world.coordinator.counts, request.name
         call = engine.backend.prepare_allreduce(counts, layout, reduction, buffer, patience_s, label)
-        return None if call is None else cls(group, request, layout, call)
+        return None if call is None else cls(group, request, layout, call, home)
 
     def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.prepared.Prepared`."""
         start_ns = time.monotonic_ns() if self._recorder.enabled else 0
-        result = self._run(tensors.inputs, tensors.outputs, plan, count, heard)
+        outcome = self.ended(self._run(tensors.inputs, tensors.outputs, plan, count, heard))
+        if start_ns and outcome is not _NOT_YET:
+            ready_ns = self._call.ready_ns()
+            if ready_ns:
+                self._record(start_ns, ready_ns, time.monotonic_ns())
+        return outcome
+
+    def ended(self, result: int) -> Outcome:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
         if result >= len(_OUTCOMES):
             self._call.explain(result)
         outcome = _OUTCOMES[result]
         if outcome is not _NOT_YET:
-            self._executed.buckets += 1
-            self._executed.reduced_bytes += self._nbytes
-            ready_ns = self._call.ready_ns() if start_ns else 0
-            if ready_ns:
-                self._record(start_ns, ready_ns, time.monotonic_ns())
+            self.count_done(1)
         return outcome
+
+    def count_done(self, times: int) -> None:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        self._executed.buckets += times
+        self._executed.reduced_bytes += times * self._nbytes
 
     def _record(self, start_ns: int, ready_ns: int, end_ns: int) -> None:
         add, kind = self._recorder.add, self.request.label
@@ -105,6 +126,12 @@ class PreparedAllreduce:
         inputs = self._views(tensors.inputs, tensors.owner)
         outputs = inputs if tensors.outputs is tensors.inputs else self._views(tensors.outputs, tensors.owner)
         return Submission(self.request, sequence, inputs, outputs, home=tensors.home)
+
+    def tensors(self, source: int, target: int, owner: object) -> Tensors:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        inputs = [source]
+        home = None if self.home_memory is None else self._memory.find(source, self._nbytes)
+        return Tensors(inputs, inputs if target == source else [target], home, owner)
 
     def _views(self, addresses: Sequence[int], owner: object) -> list[TensorView]:
         specs = self.request.tensors

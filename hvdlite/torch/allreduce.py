@@ -18,7 +18,7 @@ from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Adasum, ReduceOptions, reduce_options
-from hvdlite.torch.repeated import begun_in_burst, reduced_at_once
+from hvdlite.torch.repeated import again, begun_in_burst, reduced_at_once
 from hvdlite.torch.start import start_allreduce
 
 
@@ -117,6 +117,11 @@ def allreduce(
         UsageError: ``op`` is none of these.
         HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
+    shortcuts = getattr(process_set, "shortcuts", None)
+    if shortcuts is not None and average is None and compression is Compression.none:
+        done: torch.Tensor | None = shortcuts[True](tensor, name, op, prescale_factor, postscale_factor, False)
+        if done is not None:
+            return done
     if average is None and not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
         reduced = reduced_at_once(
             tensor, name, op, prescale_factor, postscale_factor, process_set, compression, in_place=False
@@ -127,6 +132,7 @@ def allreduce(
     return reduce_compressed(_Allreduce, [tensor], name, options, compression, grouped=False)[0]
 
 
+@again(in_place=False, is_awaited=False)
 @takes_arrays()
 def allreduce_async(
     tensor: torch.Tensor,
@@ -146,6 +152,7 @@ def allreduce_async(
     return only(_start([tensor], name, options, in_place=False, grouped=False))
 
 
+@again(in_place=True, is_awaited=True)
 @takes_arrays(in_place=True)
 def allreduce_(
     tensor: torch.Tensor,
@@ -165,6 +172,7 @@ def allreduce_(
     return _start([tensor], name, options, in_place=True, grouped=False, background=False).synchronize()[0]
 
 
+@again(in_place=True, is_awaited=False)
 @takes_arrays(in_place=True)
 def allreduce_async_(
     tensor: torch.Tensor,

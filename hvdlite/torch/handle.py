@@ -75,13 +75,13 @@ class HandleInBurst(Handle[torch.Tensor]):
     Args:
         burst: what the operation is part of.
         number: which part.
-        name: the user's, if there is one.
         result: what it has brought when it is complete.
+        name: the user's, if there is one.
     """
 
     __slots__ = ("_burst", "_name", "_number")
 
-    def __init__(self, burst: Burst, number: int, recorder: Recorder, name: str | None, result: torch.Tensor) -> None:
+    def __init__(self, recorder: Recorder, burst: Burst, number: int, result: torch.Tensor, name: str | None) -> None:
         self._burst = burst
         self._number = number
         self._recorder = recorder

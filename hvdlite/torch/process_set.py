@@ -32,6 +32,8 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
         self.process_set_id: int | None = None
+        self.shortcuts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        """See `hvdlite.torch.repeated.again`."""
         self.mpi_comm: MPI.Comm | None = None
         self._ranks: list[int] | None = None
         if isinstance(ranks_or_comm, Iterable):

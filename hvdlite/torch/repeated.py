@@ -1,26 +1,77 @@
 """Allreduces that a program does again and again, once ranks have agreed on their order.
 
 Who waits for one has it done in one call; others are collected into bursts. Both look whether all is as it was before,
-and usual; what is not, or is a mistake, is for the ways of any other operation.
+and usual; what is not, or is a mistake, is for the ways of any other operation. What is as it was in the last period of
+the plan is done by native code alone (csrc/shortcut.h, csrc/collecting.h): `again` asks it first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, TypeVar
+
 import torch
 
+from hvdlite._native import Signature
+from hvdlite.coordinator.request import NAMED
 from hvdlite.dtypes import ReduceOp
+from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.prepared import PreparedAllreduce, Tensors, can_be_prepared
+from hvdlite.torch import device
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.device import is_on_device
 from hvdlite.torch.handle import Handle, HandleInBurst
-from hvdlite.torch.process_set import ProcessSet
+from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Adasum, reduce_options
 from hvdlite.torch.tensor_view import contiguous_block, view_of
 
+R = TypeVar("R")
+
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = frozenset({type(None), int, ReduceOp})
+
+
+def again(*, in_place: bool, is_awaited: bool) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """A form of `hvd.allreduce` without compression, for which native code is asked before anything else."""
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        @wraps(function)
+        def call(
+            tensor: Any,
+            average: bool | None = None,
+            name: str | None = None,
+            op: int | None = None,
+            prescale_factor: float = 1.0,
+            postscale_factor: float = 1.0,
+            process_set: ProcessSet = global_process_set,
+        ) -> R:
+            shortcuts = getattr(process_set, "shortcuts", None)
+            if shortcuts is not None and average is None:
+                done: R | None = shortcuts[is_awaited](tensor, name, op, prescale_factor, postscale_factor, in_place)
+                if done is not None:
+                    return done
+            return function(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+
+        return call
+
+    return decorate
+
+
+def _shorten(process_set: ProcessSet, group: Group) -> None:
+    """Have `again` ask what knows the operations of ``group``."""
+    if (
+        group.shortcuts is None and type(device.gpus) is device.Gpus
+    ):  # else memory of the host may be said to be a GPU's
+        coordinator, unnamed = group.world.coordinator, group.unnamed(Allreduce.label)
+        make_handle = partial(HandleInBurst, group.recorder)
+        group.shortcuts = (
+            coordinator.collector.native.function(make_handle, torch.empty_like, NAMED, unnamed),
+            coordinator.at_once.shortcut.function(torch.empty_like),
+        )
+    process_set.shortcuts = group.shortcuts
 
 
 def reduced_at_once(
@@ -50,6 +101,9 @@ def reduced_at_once(
     )
     if prepared is None:
         return None
+    if prepared.signature is None and compression is Compression.none:
+        prepared.signature = Signature(tensor, name, op, prescale, postscale, address, prepared.home_memory)
+        _shorten(process_set, group)
     result = tensor if in_place else torch.empty_like(tensor)
     inputs = [address]
     outputs = inputs if in_place else [result.data_ptr()]
@@ -91,7 +145,13 @@ def begun_in_burst(
     owner = tensor.untyped_storage() if in_place else (tensor.untyped_storage(), result)
     count = group.count if name is None else None
     taken = collector.take(request, address, address if in_place else result.data_ptr(), owner, count)
-    return None if taken is None else HandleInBurst(*taken, group.recorder, name, result)
+    if taken is None:
+        return None
+    burst, place = taken
+    if not burst.known.signatures.knows(place):
+        burst.known.signatures.learn(place, Signature(tensor, name, op, prescale, postscale, address, None))
+        _shorten(process_set, group)
+    return HandleInBurst(group.recorder, burst, place, result, name)
 
 
 def _usual_address(tensor: torch.Tensor, name: str | None, op: int | None) -> int | None:

@@ -31,6 +31,7 @@ class AtOnce:
         self._last: tuple[int, int, Outcome] | None = None
         self.request, self.label = made.request, made.label
         self.interrupt: str | None = None
+        self.signature = self.direct = None
 
     def run(self, tensors: None, plan: int, count: int, heard: int) -> Outcome:
         if self.interrupt == "before":
@@ -127,7 +128,7 @@ class Job:
             if self.lab.random.random() < 0.1:
                 prepared.interrupt = self.lab.random.choice(["before", "after"])
             try:
-                done = coordinator.run_at_once(prepared, made.sequence, None)
+                done = coordinator.at_once.run(prepared, made.sequence, None, None)
             except KeyboardInterrupt:
                 outcome = prepared.outcome(coordinator._plan.number, coordinator._plan.plan.ready)
                 done = made if outcome is Outcome.NOT_YET else outcome is not None

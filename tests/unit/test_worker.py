@@ -115,7 +115,7 @@ class Interrupted:
 def test_an_interrupt_leaves_the_work_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage()
     with monkeypatch.context() as patch:
-        patch.setattr(stage.worker, "_at_work", Interrupted(stage.worker._at_work))
+        patch.setattr(stage.worker, "at_work", Interrupted(stage.worker.at_work))
         with pytest.raises(KeyboardInterrupt):
             stage.worker.assist(submission("a"))
     assert stage.thread_works()

@@ -1,0 +1,53 @@
+#include "collecting.h"
+
+#include <utility>
+
+namespace py = pybind11;
+
+namespace hvdlite {
+
+void Collecting::begin(py::object burst, py::list parts, std::shared_ptr<const Signatures> signatures,
+                       py::object lock) {
+  burst_ = std::move(burst);
+  parts_ = std::move(parts);
+  signatures_ = std::move(signatures);
+  lock_ = std::move(lock);
+}
+
+void Collecting::end() {
+  burst_ = {};
+  signatures_ = nullptr;
+}
+
+// Of what comes next.
+const Signature* Collecting::expected() const {
+  if (signatures_ == nullptr || parts_.size() + 1 >= signatures_->by_place.size()) return nullptr;
+  return signatures_->by_place[parts_.size()].get();
+}
+
+py::object Collecting::take(const Arguments& arguments, bool in_place, const Maker& maker) {
+  const Signature* const signature = expected();
+  if (signature == nullptr) return {};
+  const auto signatures = signatures_;  // it may end while we look
+  std::uintptr_t source = 0;
+  if (!signature->matches(arguments, source)) return {};
+  const py::handle tensor(arguments.tensor);
+  auto result = py::reinterpret_borrow<py::object>(tensor);
+  std::uintptr_t target = source;
+  if (!in_place) {
+    result = maker.new_like(tensor);
+    target = address_of(result);
+  }
+  // As it is now, should `tensor.set_()` bring another.
+  py::object owner = tensor.attr("untyped_storage")();
+  if (!in_place) owner = py::make_tuple(owner, result);
+
+  // From here on no Python runs until it is taken.
+  if (expected() != signature || lock_.attr("locked")().ptr() != Py_False) return {};
+  const py::object burst = burst_;
+  const std::size_t place = parts_.size();
+  parts_.append(py::make_tuple(source, target, signature->is_named() ? maker.named : maker.unnamed->next++, owner));
+  return maker.make_handle(burst, place, result, py::handle(arguments.name));
+}
+
+}  // namespace hvdlite

@@ -1,0 +1,42 @@
+// Operations of a burst, as they are submitted: an address each, in a list of Python's.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "signature.h"
+
+namespace hvdlite {
+
+// All but the first and the last of a burst, which `hvdlite.coordinator.collector` takes, as it does what comes
+// otherwise. With the GIL, under which nobody else does anything between two looks at what Python sees; who is in the
+// middle of something holds `lock`.
+class Collecting {
+ public:
+  // From now on operations are parts of `burst`: (input, output, sequence, owner of both), in `parts`.
+  void begin(pybind11::object burst, pybind11::list parts, std::shared_ptr<const Signatures> signatures,
+             pybind11::object lock);
+  void end();
+
+  // What makes handles, as `make_handle(burst, place, result, name)`, results that are not in place, and sequences:
+  // `named` of what has a name.
+  struct Maker {
+    pybind11::object make_handle;
+    pybind11::object new_like;
+    std::int64_t named;
+    std::shared_ptr<Count> unnamed;
+  };
+  // The handle of an operation that was taken, in place or not; null where nothing was done.
+  pybind11::object take(const Arguments& arguments, bool in_place, const Maker& maker);
+
+ private:
+  const Signature* expected() const;
+
+  pybind11::object burst_;
+  pybind11::list parts_;
+  std::shared_ptr<const Signatures> signatures_;
+  pybind11::object lock_;
+};
+
+}  // namespace hvdlite

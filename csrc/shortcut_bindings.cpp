@@ -1,0 +1,153 @@
+#include "shortcut_bindings.h"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <utility>
+
+#include "collecting.h"
+#include "shortcut.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace hvdlite {
+
+namespace {
+
+// A function of Python's own kind that refers to a T. pybind11's take 0.3 us to call, these a tenth.
+template <class T>
+py::object function_of(PyMethodDef& definition, T closure) {
+  const py::capsule self(new T(std::move(closure)), [](void* owned) { delete static_cast<T*>(owned); });
+  PyObject* made = PyCFunction_New(&definition, self.ptr());
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+// (tensor, name, op, prescale, postscale, in_place)
+constexpr Py_ssize_t kArguments = 6;
+
+// `attempt` of a T and of such arguments, whose result is None where it is null.
+template <class T, class Attempt>
+PyObject* attempted(PyObject* self, PyObject* const* given, Py_ssize_t count, Attempt attempt) {
+  if (count != kArguments) {
+    PyErr_SetString(PyExc_TypeError, "expected (tensor, name, op, prescale, postscale, in_place)");
+    return nullptr;
+  }
+  try {
+    T& closure = *static_cast<T*>(PyCapsule_GetPointer(self, nullptr));
+    py::object result =
+        attempt(closure, Arguments{given[0], given[1], given[2], given[3], given[4]}, given[5] == Py_True);
+    return result ? result.release().ptr() : py::none().release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+struct Repeater {
+  std::shared_ptr<Shortcut> shortcut;
+  py::object new_like;
+};
+
+struct Collector {
+  std::shared_ptr<Collecting> collecting;
+  Collecting::Maker maker;
+};
+
+PyObject* repeat(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  return attempted<Repeater>(self, given, count, [](Repeater& closure, const Arguments& arguments, bool in_place) {
+    return closure.shortcut->repeat(arguments, in_place ? py::handle() : closure.new_like);
+  });
+}
+
+PyObject* collect(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  return attempted<Collector>(self, given, count, [](Collector& closure, const Arguments& arguments, bool in_place) {
+    return closure.collecting->take(arguments, in_place, closure.maker);
+  });
+}
+
+template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyMethodDef definition(const char* name) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+}
+
+PyMethodDef repeat_definition = definition<repeat>("repeat");
+PyMethodDef collect_definition = definition<collect>("collect");
+
+}  // namespace
+
+void register_shortcut(py::module_& m) {
+  py::class_<Count, std::shared_ptr<Count>>(m, "Count")
+      .def(py::init<>())
+      .def_readonly("next", &Count::next)
+      .def("take", [](Count& self) { return self.next++; })
+      .def("restart", [](Count& self) { self.next = 0; });
+
+  py::class_<Signature, std::shared_ptr<Signature>>(m, "Signature")
+      .def(py::init([](const py::object& tensor, const py::object& name, const py::object& op,
+                       const py::object& prescale, const py::object& postscale, std::uintptr_t address,
+                       py::object home) {
+             const Arguments arguments{tensor.ptr(), name.ptr(), op.ptr(), prescale.ptr(), postscale.ptr()};
+             return std::make_shared<Signature>(arguments, address, std::move(home));
+           }),
+           "tensor"_a, "name"_a, "op"_a, "prescale"_a, "postscale"_a, "address"_a, "home"_a);
+
+  py::class_<Signatures, std::shared_ptr<Signatures>>(m, "Signatures")
+      .def(py::init([](std::size_t count) {
+             auto made = std::make_shared<Signatures>();
+             made->by_place.resize(count);
+             return made;
+           }),
+           "count"_a)
+      .def(
+          "knows", [](const Signatures& self, std::size_t place) { return self.by_place.at(place) != nullptr; },
+          "place"_a)
+      .def(
+          "learn",
+          [](Signatures& self, std::size_t place, std::shared_ptr<Signature> signature) {
+            self.by_place.at(place) = std::move(signature);
+          },
+          "place"_a, "signature"_a);
+
+  py::class_<Shortcut, std::shared_ptr<Shortcut>>(m, "Shortcut")
+      .def(py::init<py::object, py::object, py::object>(), "at_work"_a, "recorder"_a, "rest"_a)
+      .def("follow", &Shortcut::follow, "plan"_a, "period"_a)
+      .def(
+          "learn",
+          [](Shortcut& self, std::size_t position, std::shared_ptr<Signature> signature, py::object prepared,
+             PreparedAllreduce& call, std::shared_ptr<Count> unnamed, std::int64_t sequence, std::int64_t stride) {
+            self.learn(position,
+                       {std::move(signature), std::move(prepared), &call, std::move(unnamed), sequence, stride});
+          },
+          "position"_a, "signature"_a, "prepared"_a, "call"_a, "unnamed"_a, "sequence"_a, "stride"_a)
+      .def("open", &Shortcut::open, "done"_a, "heard"_a, "closings"_a)
+      .def("close", &Shortcut::close)
+      .def_property_readonly("closings", &Shortcut::closings)
+      .def("forget", &Shortcut::forget)
+      .def("take", &Shortcut::take)
+      .def_property_readonly("untold", &Shortcut::untold)
+      .def(
+          "function",
+          [](std::shared_ptr<Shortcut> self, py::object new_like) {
+            return function_of(repeat_definition, Repeater{std::move(self), std::move(new_like)});
+          },
+          "new_like"_a);
+
+  py::class_<Collecting, std::shared_ptr<Collecting>>(m, "Collecting")
+      .def(py::init<>())
+      .def("begin", &Collecting::begin, "burst"_a, "parts"_a, "signatures"_a, "lock"_a)
+      .def("end", &Collecting::end)
+      .def(
+          "function",
+          [](std::shared_ptr<Collecting> self, py::object make_handle, py::object new_like, std::int64_t named,
+             std::shared_ptr<Count> unnamed) {
+            Collecting::Maker maker{std::move(make_handle), std::move(new_like), named, std::move(unnamed)};
+            return function_of(collect_definition, Collector{std::move(self), std::move(maker)});
+          },
+          "make_handle"_a, "new_like"_a, "named"_a, "unnamed"_a);
+}
+
+}  // namespace hvdlite

@@ -1,0 +1,101 @@
+#include "signature.h"
+
+#include <utility>
+
+namespace py = pybind11;
+
+namespace hvdlite {
+
+namespace {
+
+// Names are interned once: a lookup by an interned one compares addresses.
+PyObject* interned(const char* name) {
+  PyObject* made = PyUnicode_InternFromString(name);
+  if (made == nullptr) throw py::error_already_set();
+  return made;
+}
+
+py::object checked(PyObject* made) {
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+py::object attribute(PyObject* tensor, PyObject* name) { return checked(PyObject_GetAttr(tensor, name)); }
+
+py::object call(PyObject* tensor, PyObject* method) { return checked(PyObject_CallMethodNoArgs(tensor, method)); }
+
+bool same_text(PyObject* some, PyObject* other) {
+  if (some == other) return true;
+  if (!PyUnicode_CheckExact(some) || !PyUnicode_CheckExact(other)) return false;
+  return PyUnicode_Compare(some, other) == 0;
+}
+
+bool same_number(PyObject* some, PyObject* other) {
+  if (some == other) return true;
+  return PyFloat_CheckExact(some) && PyFloat_CheckExact(other) && PyFloat_AS_DOUBLE(some) == PyFloat_AS_DOUBLE(other);
+}
+
+bool equal(PyObject* some, PyObject* other) {
+  const int found = PyObject_RichCompareBool(some, other, Py_EQ);
+  if (found < 0) throw py::error_already_set();
+  return found == 1;
+}
+
+struct Names {
+  PyObject* dtype = interned("dtype");
+  PyObject* layout = interned("layout");
+  PyObject* shape = interned("shape");
+  PyObject* is_cpu = interned("is_cpu");
+  PyObject* is_contiguous = interned("is_contiguous");
+  PyObject* data_ptr = interned("data_ptr");
+};
+
+const Names& names() {
+  static const Names made;  // while the process lives
+  return made;
+}
+
+py::object owned(PyObject* borrowed) { return py::reinterpret_borrow<py::object>(borrowed); }
+
+}  // namespace
+
+std::uintptr_t address_of(py::handle tensor) {
+  const py::object address = call(tensor.ptr(), names().data_ptr);
+  const auto found = PyLong_AsUnsignedLongLong(address.ptr());
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return found;
+}
+
+Signature::Signature(const Arguments& arguments, std::uintptr_t address, py::object home)
+    : name_(owned(arguments.name)),
+      op_(owned(arguments.op)),
+      prescale_(owned(arguments.prescale)),
+      postscale_(owned(arguments.postscale)),
+      type_(owned(reinterpret_cast<PyObject*>(Py_TYPE(arguments.tensor)))),
+      dtype_(attribute(arguments.tensor, names().dtype)),
+      layout_(attribute(arguments.tensor, names().layout)),
+      shape_(attribute(arguments.tensor, names().shape)),
+      home_(std::move(home)),
+      address_(address) {}
+
+bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) const {
+  PyObject* tensor = arguments.tensor;
+  if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != type_.ptr() || arguments.op != op_.ptr()) return false;
+  if (!same_text(arguments.name, name_.ptr()) || !same_number(arguments.prescale, prescale_.ptr())) return false;
+  if (!same_number(arguments.postscale, postscale_.ptr())) return false;
+  try {
+    if (attribute(tensor, names().dtype).ptr() != dtype_.ptr()) return false;
+    if (attribute(tensor, names().layout).ptr() != layout_.ptr()) return false;
+    if (attribute(tensor, names().is_cpu).ptr() != Py_True) return false;
+    if (!equal(attribute(tensor, names().shape).ptr(), shape_.ptr())) return false;
+    if (call(tensor, names().is_contiguous).ptr() != Py_True) return false;
+    address = address_of(tensor);
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
+    return false;
+  }
+  if (home_.is_none()) return address != 0 || address_ == 0;
+  return address == address_ && PyWeakref_GetObject(home_.ptr()) != Py_None;
+}
+
+}  // namespace hvdlite

@@ -1,0 +1,60 @@
+// What a caller passed for one tensor, and whether another call passes the same: by looking, without a lookup.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace hvdlite {
+
+// Of a call: the tensor and how it is reduced; borrowed.
+struct Arguments {
+  PyObject* tensor;
+  PyObject* name;
+  PyObject* op;
+  PyObject* prescale;
+  PyObject* postscale;
+};
+
+// All methods need the GIL. Tensors are asked by the names of torch.Tensor; torch itself is not linked.
+class Signature {
+ public:
+  // `home`: a weak reference to the memory in which the tensor lives, at this address; None: it may be anywhere on the
+  // host.
+  Signature(const Arguments& arguments, std::uintptr_t address, pybind11::object home);
+
+  // Whether a call with `arguments` is the same, so that its tensor is contiguous memory of the host, at `address`.
+  // Raises what is no Exception; else no error is left.
+  bool matches(const Arguments& arguments, std::uintptr_t& address) const;
+
+  bool is_named() const { return !name_.is_none(); }
+
+ private:
+  pybind11::object name_;
+  pybind11::object op_;
+  pybind11::object prescale_;
+  pybind11::object postscale_;
+  pybind11::object type_;
+  pybind11::object dtype_;
+  pybind11::object layout_;
+  pybind11::object shape_;
+  pybind11::object home_;
+  std::uintptr_t address_;
+};
+
+// Numbers of the unnamed operations of a kind, from 0 on; under the GIL.
+struct Count {
+  std::int64_t next = 0;
+};
+
+// Of the operations of a burst, by their places; null where it is not known yet.
+struct Signatures {
+  std::vector<std::shared_ptr<const Signature>> by_place;
+};
+
+// `tensor.data_ptr()`; raises.
+std::uintptr_t address_of(pybind11::handle tensor);
+
+}  // namespace hvdlite

@@ -1,0 +1,201 @@
+"""Operations of a plan that runs free, done on the thread of who waits for them, in one native call.
+
+What was done so before, and is called again alike, does not even come here: the shortcut (csrc/shortcut.h) looks at
+what the caller passes, and does it. What it has done so far is counted by `settle`, before anything else of the plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hvdlite._native import Count, Shortcut
+from hvdlite.coordinator.frozen_plan import FrozenPlan
+from hvdlite.coordinator.in_flight import InFlight
+from hvdlite.coordinator.plan_member import PlanMember
+from hvdlite.coordinator.prepared import Outcome, Prepared
+from hvdlite.coordinator.progress import Progress
+from hvdlite.coordinator.request import NAMED
+from hvdlite.coordinator.submission import Pace, Submission
+from hvdlite.coordinator.worker import Worker
+from hvdlite.errors import HorovodInternalError
+from hvdlite.recorder import Recorder
+
+T = TypeVar("T")
+
+_NOT_YET = Outcome.NOT_YET
+
+
+class AtOnce:
+    """Part of a coordinator, whose objects it is given.
+
+    Args:
+        is_idle: whether nothing is submitted that the coordinator has yet to look at.
+        end: of the world, by what has failed.
+        clock: in seconds.
+
+    Attributes:
+        shortcut: open while nothing stands between a call and what comes next in the plan.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: PlanMember,
+        in_flight: InFlight,
+        pace: Pace,
+        progress: Progress,
+        recorder: Recorder,
+        is_idle: Callable[[], bool],
+        end: Callable[[BaseException], None],
+        clock: Callable[[], float],
+    ) -> None:
+        own = weakref.proxy(self)
+        self.shortcut = Shortcut(worker.at_work, recorder, lambda *left: own._go_on(*left))
+        self._worker = worker
+        self._plan = plan
+        self._in_flight = in_flight
+        self._pace = pace
+        self._progress = progress
+        self._is_idle = is_idle
+        self._end = end
+        self._clock = clock
+
+    def run(self, prepared: Prepared[T], sequence: int, tensors: T, unnamed: Count | None) -> bool | Submission:
+        """Do an operation on the caller's thread, if it comes next in a plan that runs free.
+
+        Args:
+            tensors: what ``prepared`` takes.
+            unnamed: what has counted ``sequence``, where it has no name.
+
+        Returns:
+            Whether it was done; where it was not, nothing has happened, and it has to be submitted. Or what is to be
+            waited for, as other ranks are late.
+
+        Raises:
+            HorovodInternalError: it came to nothing.
+        """
+        worker = self._worker
+        if worker.is_own_thread_at_work:  # which a signal handler has interrupted
+            return False
+        try:  # an interrupt may come between any two instructions
+            if not worker.begin():
+                return False
+            self._settle()
+            closings = self.shortcut.closings
+            plan = self._plan.free
+            if plan is None or not self._is_idle() or not self._in_flight.is_quiet:
+                return False
+            if not plan.begin_next(prepared.request, sequence):
+                return False
+            number, heard = self._plan.number, worker.heard
+            left = self._finish(
+                plan, prepared, sequence, tensors, lambda: prepared.run(tensors, number, plan.ready, heard)
+            )
+            if left is not None:
+                return left
+            if self.shortcut.closings == closings:
+                self._learn(plan, prepared, sequence, unnamed)
+                self.shortcut.open(plan.done, heard, closings)
+            return True
+        finally:
+            worker.finish()
+
+    def settle(self) -> None:
+        """Count what the shortcut has done, and close it. By who is at work."""
+        self.shortcut.close()
+        for prepared, times in self.shortcut.take():
+            plan = self._plan.plan
+            assert plan is not None
+            plan.count_done(prepared.request, times)
+            prepared.count_done(times)
+            self._done(prepared.label, times)
+
+    def settle_if_idle(self) -> None:
+        """`settle`, unless somebody is at work, who has."""
+        if not self._worker.is_own_thread_at_work:
+            try:
+                if self._worker.begin():
+                    self._settle()
+            finally:
+                self._worker.finish()
+
+    def _settle(self) -> None:
+        """The same on a thread that an interrupt may hit in the middle of it: that is the end then."""
+        try:
+            self.settle()
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _done(self, label: str, times: int = 1) -> None:
+        self._pace.last_label = label
+        self._pace.has_waited = True
+        self._progress.submissions += times
+        self._progress.counted += times
+        self._progress.batches += times
+
+    def _finish(
+        self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T, ended: Callable[[], Outcome]
+    ) -> Submission | None:
+        """What has begun, by its outcome; what is left to be waited for."""
+        try:
+            outcome = ended()
+            if outcome is not _NOT_YET:
+                plan.done = plan.told = plan.ready
+        except BaseException as error:
+            self._interrupted(plan, prepared, sequence, tensors, error)
+            raise
+        if outcome is _NOT_YET:
+            self._pace.last_label = prepared.label
+            self._progress.submissions += 1
+            return self._leave(plan, prepared, sequence, tensors)
+        self._done(prepared.label)
+        if outcome is Outcome.DONE_AND_RUNG:
+            self._worker.follow()
+        return None
+
+    def _go_on(
+        self, prepared: Any, sequence: int, source: int, target: int, owner: object, result: int
+    ) -> Submission | None:
+        """What the shortcut has begun, at work, and not done without a remark; what is left to be waited for."""
+        self._settle()
+        plan = self._plan.free
+        assert plan is not None
+        begun = plan.begin_next(prepared.request, sequence)
+        assert begun, prepared.label
+        tensors = prepared.tensors(source, target, owner)
+        return self._finish(plan, prepared, sequence, tensors, lambda: prepared.ended(result))
+
+    def _learn(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, unnamed: Count | None) -> None:
+        """What was done is the shortcut's from now on, if there is one."""
+        if prepared.signature is None or prepared.direct is None:
+            return
+        stride = 0 if sequence == NAMED else plan.per_period(prepared.request)
+        position = (plan.done - 1) % len(plan)
+        self.shortcut.learn(position, prepared.signature, prepared, prepared.direct, unnamed, sequence + stride, stride)
+
+    def _leave(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T) -> Submission:
+        """What this rank has said to be ready for waits for other ranks."""
+        submission = prepared.submission(sequence, tensors)
+        submission.assist, submission.pace = self._worker.assist, self._pace
+        plan.leave_next(submission)
+        plan.told = plan.ready
+        self._plan.moved(self._clock())
+        self._in_flight.resume(submission)
+        return submission
+
+    def _interrupted(
+        self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T, error: BaseException
+    ) -> None:
+        """``prepared`` has failed; or Ctrl-C has come, and the other ranks go on."""
+        outcome = prepared.outcome(self._plan.number, plan.ready)
+        if isinstance(error, HorovodInternalError) or outcome is Outcome.FAILED:
+            self._end(error)
+        elif outcome is None:
+            plan.cancel_next(prepared.request)
+        elif outcome is _NOT_YET:
+            self._leave(plan, prepared, sequence, tensors)
+        else:
+            plan.done = plan.told = plan.ready

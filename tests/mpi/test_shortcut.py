@@ -1,0 +1,335 @@
+"""From a call that repeats to the memory without Python: what it does, what it leaves to others, and that it counts."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from harness_ranks import harness_ranks
+from hvdlite.coordinator.at_once import AtOnce
+from hvdlite.coordinator.collector import Collector
+from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.coordinator.submission import Submission
+from hvdlite.errors import HorovodInternalError
+from hvdlite.operations.allocate import allocate
+
+WORLD = harness_ranks()
+REPEATS = 30
+PERIOD = 5
+
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def running() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.fixture
+def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operations that Python was asked to do at once, to collect, or to submit."""
+    found: list[str] = []
+    run, take, submit = AtOnce.run, Collector.take, Coordinator.submit
+
+    def seen_run(self: AtOnce, prepared: object, *rest: object) -> object:
+        found.append(prepared.label)  # type: ignore[attr-defined]
+        return run(self, prepared, *rest)  # type: ignore[arg-type]
+
+    def seen_take(self: Collector, request: object, *rest: object) -> object:
+        found.append(request.name)  # type: ignore[attr-defined]
+        return take(self, request, *rest)  # type: ignore[arg-type]
+
+    def seen_submit(self: Coordinator, submission: Submission, **how: bool) -> None:
+        found.append(submission.label)
+        submit(self, submission, **how)
+
+    monkeypatch.setattr(Coordinator, "submit", seen_submit)
+    monkeypatch.setattr(AtOnce, "run", seen_run)
+    monkeypatch.setattr(Collector, "take", seen_take)
+    return found
+
+
+def total(factor: float = 1.0) -> float:
+    return factor * sum(range(1, hvd.size() + 1))
+
+
+def most_by_python(step: Callable[[], object], by_python: list[str]) -> int:
+    """Do ``step``, and one operation more: how many operations of the step some rank has left to Python."""
+    by_python.clear()
+    step()
+    return int(hvd.allreduce(torch.tensor([float(len(by_python))]), op=hvd.Max, name="by Python").item())
+
+
+def until_taken(step: Callable[[], object], by_python: list[str], most: int = 0) -> None:
+    """Repeat ``step`` until Python does no more than ``most`` of its operations on any rank."""
+    for _ in range(300):
+        if most_by_python(step, by_python) <= most:
+            return
+    raise AssertionError(f"left to Python: {by_python}")
+
+
+def blocking(names: Sequence[str | None], numel: int = 3) -> Callable[[], None]:
+    """A step: each sum is what it must be."""
+    turn = 0
+
+    def step() -> None:
+        nonlocal turn
+        turn += 1
+        for place, name in enumerate(names):
+            tensor = torch.full((numel + place,), float((hvd.rank() + 1) * (turn % 7 + place)))
+            if place % 2:
+                result = hvd.allreduce_(tensor, op=hvd.Sum, name=name)
+                assert result is tensor
+            else:
+                result = hvd.allreduce(tensor, op=hvd.Sum, name=name)
+            assert torch.equal(result, torch.full_like(result, total(turn % 7 + place))), (turn, place)
+
+    return step
+
+
+@pytest.mark.parametrize("numel", [0, 3, 5000, 100_000])
+@pytest.mark.parametrize("are_named", [True, False], ids=["named", "unnamed"])
+def test_what_repeats_comes_to_no_python(numel: int, are_named: bool, by_python: list[str]) -> None:
+    names = [f"named {numel} {place}" if are_named else None for place in range(PERIOD)]
+    until_taken(blocking(names, numel), by_python)
+
+
+def test_every_operation_is_counted_once(by_python: list[str]) -> None:
+    step = blocking([f"counted {place}" if place % 2 else None for place in range(PERIOD)])
+    until_taken(step, by_python)
+    before = hvd.statistics()
+    for _ in range(REPEATS):
+        most_by_python(step, by_python)
+    after = hvd.statistics()
+    found = {name: after[name] - before[name] for name in ("submissions", "buckets")}
+    assert found == dict.fromkeys(found, REPEATS * (PERIOD + 1))
+    nbytes = 4 * sum(3 + place for place in range(PERIOD)) + 4
+    assert after["reduced_bytes"] - before["reduced_bytes"] == REPEATS * nbytes
+
+
+CASES: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, float]]] = {
+    "shape": lambda x: (hvd.allreduce(x.new_full((2, 3), x[0].item()), op=hvd.Sum, name="case"), total()),
+    "dtype": lambda x: (hvd.allreduce(x.double(), op=hvd.Sum, name="case").float(), total()),
+    "op": lambda x: (hvd.allreduce(x, op=hvd.Max, name="case"), float(hvd.size())),
+    "default op": lambda x: (hvd.allreduce(x, name="case"), total() / hvd.size()),
+    "prescale": lambda x: (hvd.allreduce(x, op=hvd.Sum, name="case", prescale_factor=2.0), total(2)),
+    "postscale": lambda x: (hvd.allreduce(x, op=hvd.Sum, name="case", postscale_factor=3.0), total(3)),
+    "name": lambda x: (hvd.allreduce(x, op=hvd.Sum, name="another case"), total()),
+    "no name": lambda x: (hvd.allreduce(x, op=hvd.Sum), total()),
+    "average": lambda x: (hvd.allreduce(x, average=True, name="case"), total() / hvd.size()),
+    "not contiguous": lambda x: (
+        hvd.allreduce(torch.stack([x, -x], dim=1)[:, 0], op=hvd.Sum, name="case"),
+        total(),
+    ),
+    "parameter": lambda x: (hvd.allreduce(torch.nn.Parameter(x), op=hvd.Sum, name="case").detach(), total()),
+    "with a history": lambda x: (
+        hvd.allreduce((x.clone().requires_grad_() * 1), op=hvd.Sum, name="case").detach(),
+        total(),
+    ),
+    "array": lambda x: (torch.from_numpy(hvd.allreduce(x.numpy(), op=hvd.Sum, name="case")), total()),
+    "compressed": lambda x: (
+        hvd.allreduce(x, op=hvd.Sum, name="case", compression=hvd.Compression.bf16),
+        total(),
+    ),
+    "equal name": lambda x: (hvd.allreduce(x, op=hvd.Sum, name="".join(["ca", "se"])), total()),
+    "another tensor": lambda x: (hvd.allreduce(x.clone(), op=hvd.Sum, name="case"), total()),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_what_is_passed_otherwise_is_done_otherwise(what: str, by_python: list[str]) -> None:
+    own = torch.full((6,), hvd.rank() + 1.0)
+
+    def step() -> None:
+        assert hvd.allreduce(own, op=hvd.Sum, name="case")[5].item() == total()
+
+    until_taken(step, by_python)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        result, expected = CASES[what](own)
+    assert result.flatten().tolist() == [expected] * 6
+    step()
+
+
+@pytest.mark.parametrize("place", range(PERIOD))
+@pytest.mark.parametrize("how", ["another operation", "one more", "one less", "asynchronous", "late", "a broadcast"])
+def test_what_deviates(how: str, place: int, by_python: list[str]) -> None:
+    step = blocking([f"deviates {number}" for number in range(PERIOD)])
+    until_taken(step, by_python)
+    own = torch.full((4,), hvd.rank() + 1.0)
+    for number in range(PERIOD):
+        name = f"deviates {number}"
+        tensor = torch.full((3 + number,), hvd.rank() + 1.0)
+        if number == place:
+            if how == "another operation":
+                assert hvd.allreduce(own, op=hvd.Sum, name="deviation")[0].item() == total()
+                continue
+            if how == "one less":
+                continue
+            if how == "one more":
+                assert hvd.allreduce(own, op=hvd.Sum, name="deviation")[0].item() == total()
+            if how == "a broadcast":
+                assert hvd.broadcast(own, root_rank=1, name="deviation")[0].item() == 2.0
+            if how == "late" and hvd.rank() == place % hvd.size():
+                time.sleep(0.03)
+            if how == "asynchronous":
+                handle = hvd.allreduce_async(tensor, op=hvd.Sum, name=name)
+                assert hvd.synchronize(handle)[0].item() == total()
+                continue
+        assert hvd.allreduce(tensor, op=hvd.Sum, name=name)[0].item() == total(), number
+    for _ in range(3):
+        step()
+
+
+def test_while_a_timeline_is_recorded_all_is_seen(tmp_path: object, by_python: list[str]) -> None:
+    step = blocking(["seen"])
+    until_taken(step, by_python)
+    recorder = hvdlite.runtime().group.recorder
+    recorder.start()
+    try:
+        by_python.clear()
+        step()
+        assert by_python == ["seen"]
+        assert any("seen" in event[2] for event in recorder.drain()[0])
+    finally:
+        recorder.stop()
+    until_taken(step, by_python)
+
+
+def test_several_threads(by_python: list[str]) -> None:
+    """Of each its own operations, in an order that nobody knows."""
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(200):
+                tensor = torch.full((number + 1,), float((hvd.rank() + 1) * turn))
+                assert hvd.allreduce_(tensor, op=hvd.Sum, name=f"thread {number}")[0].item() == total(turn)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_process_set_has_its_own(by_python: list[str]) -> None:
+    if hvd.size() == 2:
+        pytest.skip("needs a set whose ranks are not those of the job")
+    members = hvd.add_process_set([0, 1])
+    try:
+        own = torch.full((3,), hvd.rank() + 1.0)
+        for turn in range(100):
+            if members.included():
+                result = hvd.allreduce(own, op=hvd.Sum, name="of two", process_set=members)
+                assert result[0].item() == 3.0, turn
+            if turn % 2:
+                assert hvd.allreduce(own, op=hvd.Sum, name="of all")[0].item() == total()
+    finally:
+        hvd.remove_process_set(members)
+    with pytest.raises(ValueError, match="not registered"):
+        hvd.allreduce(own, op=hvd.Sum, name="of two", process_set=members)
+
+
+def test_in_its_slot_it_is_the_same_slot(by_python: list[str]) -> None:
+    """What lives elsewhere, or in memory that was given back, is no operation at home."""
+    group = hvdlite.runtime().group
+    for turn in range(3):
+        buffer = allocate(group, 4096, f"shortcut {turn}")
+        at_home = torch.from_numpy(buffer.memory[:256].view(np.float32))
+
+        def step(at_home: torch.Tensor = at_home) -> None:
+            at_home.fill_(hvd.rank() + 1.0)
+            assert hvd.allreduce_(at_home, op=hvd.Sum, name="at home")[63].item() == total()
+
+        until_taken(step, by_python)
+        elsewhere = torch.full((64,), hvd.rank() + 1.0)
+        assert hvd.allreduce_(elsewhere, op=hvd.Sum, name="at home")[63].item() == total()
+        step()
+        del buffer, at_home, step
+
+
+def test_another_generation_begins_anew(by_python: list[str]) -> None:
+    step = blocking(["generation", None])
+    until_taken(step, by_python)
+    hvd.shutdown()
+    with pytest.raises(ValueError, match=r"hvd\.init"):
+        step()
+    hvd.init()
+    until_taken(step, by_python)
+
+
+def test_in_a_forked_child_nothing_is_done(by_python: list[str]) -> None:
+    step = blocking(["forked"])
+    until_taken(step, by_python)
+    tensor = torch.ones(3)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            hvd.allreduce_(tensor, op=hvd.Sum, name="forked")
+        except HorovodInternalError:
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    step()
+
+
+BURST = 40
+
+
+def burst(turn: int, *, odd: int = -1) -> list[Any]:
+    """Handles of operations that are done; that at ``odd`` is another one than ever."""
+    inputs = [torch.full((i % 5 + 1,), float((hvd.rank() + 1) * (i + turn))) for i in range(BURST)]
+    if odd >= 0:
+        inputs[odd] = inputs[odd].repeat(2)
+    handles = []
+    for i, tensor in enumerate(inputs):
+        begin = hvd.allreduce_async_ if i % 2 else hvd.allreduce_async
+        handles.append(begin(tensor, op=hvd.Sum, name=None if i % 4 == 3 else f"in burst {i}"))
+    for i, (handle, tensor) in enumerate(zip(handles, inputs, strict=True)):
+        result = hvd.synchronize(handle)
+        assert (result is tensor) == bool(i % 2)
+        assert torch.equal(result, torch.full_like(tensor, total(i + turn))), (i, turn)
+    return handles
+
+
+def test_bursts_are_collected_without_python(by_python: list[str]) -> None:
+    """But the first operation of each, and the last; a machine that is busy while a plan is made divides it."""
+    for attempt in range(20):
+        for turn in range(20):
+            left = most_by_python(lambda turn=turn: burst(turn), by_python)  # type: ignore[misc]
+        if left <= BURST // 4:
+            break
+        hvd.allreduce(torch.ones(1), name=f"attempt {attempt}")  # so that another plan is made
+    else:
+        raise AssertionError(f"left to Python: {by_python}")
+    assert all(hvd.poll(handle) for handle in burst(7))
+
+
+@pytest.mark.parametrize("odd", [0, 1, 17, 38, 39])
+def test_bursts_that_deviate(odd: int) -> None:
+    for turn in range(20):
+        burst(turn)
+    burst(4, odd=odd)
+    burst(5)
