@@ -1,13 +1,14 @@
 """When all gradients of a bucket are there: hooks of autograd, and the counts that they keep.
 
 A hook is called once autograd has accumulated into its parameter; with 400 tiny parameters a step is the price of
-Python per hook. Where all gradients are in one bucket nothing is to be done before the last has come, so those between
-the first and the last are not counted one by one (inner_gradients.py) but by the hook of the last, if they have come
-as they should.
+Python per hook. Where all gradients are in one bucket nothing is to be done before the last has come, so the hooks of
+those between the first and the last are the `append` of a list: no Python runs. The hook of the last compares that
+list with the order in which the gradients should come, and counts all at once if they are the same; one by one if not.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdlite.errors import UsageError
 from hvdlite.torch.gradients import Bucket, Slot
-from hvdlite.torch.inner_gradients import InnerGradients, Notes
+
+
+class _Notes(list[torch.Tensor]):
+    """Parameters whose gradients have come. Its `append` is a hook, by which another `Arrival` knows it."""
 
 
 class Arrival:
@@ -29,7 +33,7 @@ class Arrival:
         complete: called with each bucket when the last gradient that it counts on is there.
 
     Attributes:
-        slots: all; each has a hook, unless this rank is alone, or the slot is an inner one that needs none.
+        slots: all; each has a hook, unless this rank is alone.
         order: slots in the order in which their gradients have come since the last `reset`, once per backward pass.
         late: slots in ``order`` on which no bucket counts.
         waits_for_sparse: a gradient that could be sparse does not complete its bucket.
@@ -45,15 +49,15 @@ class Arrival:
         self._complete = complete
         self._hooks: list[RemovableHandle] = []
         self._expected: list[Slot] = []  # of the only bucket, in the order in which gradients should come
-        self._inner = InnerGradients()  # of all but the first and the last of `_expected`
-        self._inner_hooks: list[RemovableHandle] = []
+        self._inner_parameters: list[torch.Tensor] = []  # of all but the first and the last of `_expected`
+        self._noted = _Notes()  # inner parameters whose gradients have come, but are not counted yet
         self._came_as_expected = False  # all gradients, so that inner slots were not counted one by one
         self._is_paused = False
 
     @property
     def has_pending(self) -> bool:
         """Whether gradients have come since the last `reset`."""
-        return bool(self.order or (self._inner.notes and not self._is_paused))
+        return bool(self.order or (self._noted and not self._is_paused))
 
     def has_come(self, slot: Slot) -> bool:
         """Whether a gradient of ``slot``, on which a bucket counts, has come since the last `reset`."""
@@ -67,7 +71,6 @@ class Arrival:
     @passes.setter
     def passes(self, passes: int) -> None:
         self._passes = passes
-        self._hook_inner()  # which know of one pass only if there are none
         for slot in self.slots:
             slot.passes_left = passes
 
@@ -82,7 +85,7 @@ class Arrival:
             yield
         finally:
             self._is_paused = before
-            self._inner.notes.clear()
+            self._noted.clear()
 
     # Hooks.
 
@@ -91,7 +94,7 @@ class Arrival:
         slot.passes_left = self._passes
         self.slots.append(slot)
         if is_watched:
-            self._hooks.append(_hook(slot.param, partial(self._on_gradient, slot)))
+            self._hook(slot, partial(self._on_gradient, slot))
 
     def watch(self, order: Sequence[Slot] = ()) -> None:
         """Register hooks anew.
@@ -101,25 +104,21 @@ class Arrival:
         """
         self.unwatch()
         self._expected = list(order)
-        self._inner = InnerGradients([slot.param for slot in order[1:-1]])
-        roles: dict[Slot, Callable[[Slot, torch.Tensor], None]] = {}
-        if order:
-            roles = {order[0]: self._on_first, order[-1]: self._on_last}
+        self._inner_parameters = [slot.param for slot in order[1:-1]]
         inner = set(order[1:-1])
         for slot in self.slots:
-            if slot not in inner:
-                self._hooks.append(_hook(slot.param, partial(roles.get(slot, self._on_gradient), slot)))
-        self._hook_inner()
+            if slot in inner:
+                self._hook(slot, self._noted.append)
+            else:
+                self._hook(slot, partial(self._on_last if order and slot is order[-1] else self._on_gradient, slot))
 
     def unwatch(self) -> None:
         """Leave the parameters alone."""
-        self._unhook_inner()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._count_expected()
         self._expected = []
-        self._inner = InnerGradients()
 
     @property
     def expects_an_order(self) -> bool:
@@ -132,21 +131,16 @@ class Arrival:
             hooks = getattr(slot.param, "_post_accumulate_grad_hooks", None) or {}
             for hook in hooks.values():
                 owner = getattr(getattr(hook, "func", hook), "__self__", None)
-                if isinstance(owner, Arrival | Notes) and owner is not self and owner is not self._inner.notes:
+                if isinstance(owner, Arrival | _Notes) and owner is not self and owner is not self._noted:
                     return slot.name
         return None
 
-    def _hook_inner(self) -> None:
-        if not self._inner.have_hooks:
-            note = self._inner.notes.append
-            self._inner_hooks = [_hook(slot.param, note) for slot in self._expected[1:-1]]
-            self._inner.hooked(True)
-
-    def _unhook_inner(self) -> None:
-        for hook in self._inner_hooks:
-            hook.remove()
-        self._inner_hooks.clear()
-        self._inner.hooked(False)
+    def _hook(self, slot: Slot, hook: Callable[[torch.Tensor], None]) -> None:
+        param = slot.param
+        switched_on = param.requires_grad
+        param.requires_grad_(True)  # torch refuses hooks otherwise, and keeps them when it is switched off
+        self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        param.requires_grad_(switched_on)
 
     def check_only_owner(self) -> None:
         """Raises:
@@ -161,12 +155,6 @@ class Arrival:
             )
 
     # In backward.
-
-    def _on_first(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """The gradient that should come first, of the only bucket."""
-        if not self._is_paused and not self.order and not self._inner.begin():
-            self._hook_inner()
-        self._on_gradient(slot, parameter)
 
     def _on_gradient(self, slot: Slot, _: torch.Tensor) -> None:
         if self._is_paused or not (self.order or self._begin()):
@@ -202,9 +190,10 @@ class Arrival:
             and self._passes == 1
             and bucket is not None
             and bucket.missing == len(self._expected) - 1  # all are counted on
-            and self._inner.are_complete()
+            and len(self._noted) == len(self._inner_parameters)
+            and all(map(operator.is_, self._noted, self._inner_parameters))
         ):
-            self._inner.notes.clear()
+            self._noted.clear()
             self.order += self._expected[1:]
             slot.passes_left = bucket.missing = 0
             self._came_as_expected = True
@@ -214,16 +203,15 @@ class Arrival:
             self._on_gradient(slot, parameter)
 
     def count_noted(self) -> None:
-        """Count the gradients of inner slots that have come, if they did not all come as expected."""
-        if self._came_as_expected and not self._inner.notes:
+        """Count the gradients of inner slots, whose hooks have only made notes."""
+        if not self._noted:
             return
-        come = self._inner.take()
-        self._hook_inner()
-        if come:
-            self._count_expected()  # some of these come once more
-            slots = {id(slot.param): slot for slot in self.slots}
-            for parameter in come:
-                self._on_gradient(slots[id(parameter)], parameter)
+        noted = self._noted.copy()
+        self._noted.clear()
+        self._count_expected()  # some of these come once more
+        slots = {id(slot.param): slot for slot in self.slots}
+        for parameter in noted:
+            self._on_gradient(slots[id(parameter)], parameter)
 
     def _count_expected(self) -> None:
         """Write the counts of slots whose gradients came as expected, if they did."""
@@ -242,14 +230,4 @@ class Arrival:
         self._came_as_expected = False
         self.order.clear()
         self.late.clear()
-        self._inner.end()
-        if self._inner.need_no_hooks:
-            self._unhook_inner()
-
-
-def _hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    switched_on = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch refuses hooks otherwise, and keeps them when it is switched off
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(switched_on)
-    return handle
+        self._noted.clear()
