@@ -115,14 +115,12 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   // From here on no Python runs until the operation does.
   Entry* entry = next();
   if (entry == nullptr || entry->signature != signature) return {};
-  if (entry->unnamed != nullptr && entry->unnamed->next != entry->sequence) return {};
+  const auto turn = static_cast<std::int64_t>(done_ / entries_.size());
+  const std::int64_t sequence = entry->sequence + turn * entry->stride;
+  if (entry->unnamed != nullptr && entry->unnamed->next != sequence) return {};
   if (!begin_work()) return {};
   AtWork at_work(release_);
-  const std::int64_t sequence = entry->sequence;
-  if (entry->unnamed != nullptr) {
-    ++entry->unnamed->next;
-    entry->sequence += entry->stride;
-  }
+  if (entry->unnamed != nullptr) ++entry->unnamed->next;
   PreparedAllreduce* const call = entry->call;
   const py::object prepared = entry->prepared;
   input_[0] = address;

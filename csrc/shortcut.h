@@ -29,7 +29,7 @@ class Shortcut {
   void follow(std::uint64_t plan, std::size_t period);
 
   // An operation of a plan. `prepared`: does it, by `call`, which lives as long. `unnamed`: counts it, null where it
-  // has a name. `sequence`: its number when it comes next; the time after that it is `stride` larger.
+  // has a name. `sequence`: its number in the first period; in each one after that it is `stride` larger.
   struct Operation {
     std::shared_ptr<const Signature> signature;
     pybind11::object prepared;

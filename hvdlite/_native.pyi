@@ -335,7 +335,7 @@ class Shortcut:
         stride: int,
     ) -> None:
         """What comes at ``position`` of the period: ``prepared``, which ``call`` does. ``unnamed`` gives it the number
-        ``sequence`` next, and later one that is ``stride`` larger each time."""
+        ``sequence`` in the first period, and one that is ``stride`` larger in each one after that."""
     def open(self, done: int, heard: int, closings: int) -> None:
         """``done`` operations of the plan are, and so many rings were followed. Nothing happens if it was closed since
         there were ``closings``."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hvdlite._native import Count
 from hvdlite.config import Config
-from hvdlite.coordinator.messages import KNOWN_REQUESTS
 from hvdlite.coordinator.prepared import Prepared
+from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
 from hvdlite.memory.base import Memory
@@ -25,17 +25,6 @@ from hvdlite.recorder import Recorder
 from hvdlite.world import World
 
 T = TypeVar("T")
-
-
-class Remembered(dict[Hashable, T]):
-    """What was made for each key; only so many, since who has more does not repeat himself."""
-
-    def remember(self, key: Hashable, made: T) -> T:
-        """``made`` for ``key``."""
-        if len(self) >= KNOWN_REQUESTS:
-            self.clear()
-        self[key] = made
-        return made
 
 
 class Group:

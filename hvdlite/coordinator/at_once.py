@@ -16,7 +16,7 @@ from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome, Prepared
 from hvdlite.coordinator.progress import Progress
-from hvdlite.coordinator.request import NAMED
+from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError
@@ -53,6 +53,7 @@ class AtOnce:
     ) -> None:
         own = weakref.proxy(self)
         self.shortcut = Shortcut(worker.at_work, recorder, lambda *left: own._go_on(*left))
+        self._known: Remembered[tuple[Prepared[Any], Count | None]] = Remembered()  # by their requests
         self._worker = worker
         self._plan = plan
         self._in_flight = in_flight
@@ -96,7 +97,7 @@ class AtOnce:
             if left is not None:
                 return left
             if self.shortcut.closings == closings:
-                self._learn(plan, prepared, sequence, unnamed)
+                self._learn(plan, prepared, unnamed)
                 self.shortcut.open(plan.done, heard, closings)
             return True
         finally:
@@ -168,13 +169,28 @@ class AtOnce:
         tensors = prepared.tensors(source, target, owner)
         return self._finish(plan, prepared, sequence, tensors, lambda: prepared.ended(result))
 
-    def _learn(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, unnamed: Count | None) -> None:
-        """What was done is the shortcut's from now on, if there is one."""
+    def follow(self, number: int, plan: FrozenPlan) -> None:
+        """A plan begins. By who is at work."""
+        self.shortcut.follow(number, len(plan))
+        for request in plan.requests:
+            known = self._known.get(request)
+            if known is not None:
+                self._show(plan, *known)
+
+    def _learn(self, plan: FrozenPlan, prepared: Prepared[T], unnamed: Count | None) -> None:
+        """What was done is the shortcut's from now on, if it can do it."""
         if prepared.signature is None or prepared.direct is None:
             return
-        stride = 0 if sequence == NAMED else plan.per_period(prepared.request)
-        position = (plan.done - 1) % len(plan)
-        self.shortcut.learn(position, prepared.signature, prepared, prepared.direct, unnamed, sequence + stride, stride)
+        known = self._known.get(prepared.request)
+        if known is None or known[0] is not prepared:
+            self._known.remember(prepared.request, (prepared, unnamed))
+            self._show(plan, prepared, unnamed)
+
+    def _show(self, plan: FrozenPlan, prepared: Prepared[Any], unnamed: Count | None) -> None:
+        """The shortcut where ``prepared`` comes in the period."""
+        assert prepared.signature is not None and prepared.direct is not None
+        for place, first, stride in plan.alone(prepared.request):
+            self.shortcut.learn(place, prepared.signature, prepared, prepared.direct, unnamed, first, stride)
 
     def _leave(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T) -> Submission:
         """What this rank has said to be ready for waits for other ranks."""

@@ -58,9 +58,10 @@ class Burst(Future):
     Attributes:
         parts: of every operation that was submitted so far.
         is_open: more of it is to come.
+        has_succeeded: all of it is done, as one.
     """
 
-    __slots__ = ("_apart", "_take_apart", "is_open", "known", "parts", "since_ns")
+    __slots__ = ("_apart", "_take_apart", "has_succeeded", "is_open", "known", "parts", "since_ns")
 
     def __init__(self, known: KnownBurst, since_ns: int, take_apart: Callable[[], object]) -> None:
         super().__init__()
@@ -68,6 +69,7 @@ class Burst(Future):
         self.since_ns = since_ns
         self.parts: list[Part] = []
         self.is_open = True
+        self.has_succeeded = False
         self._take_apart = take_apart
         self._apart: Sequence[Submission] = ()
 
@@ -93,7 +95,7 @@ class Burst(Future):
         """Sleep until operation ``number`` of it is complete; raises what it ended in."""
         if self.is_open:  # the rest may come only after this
             self._take_apart()
-        self._ask()
+        self.ask()
         self._sleep()
         if self._apart:
             self._apart[number].wait()
@@ -104,12 +106,13 @@ class Burst(Future):
         """Whether `wait` would return, or raise, at once."""
         if self.is_open:
             self._take_apart()
-        self._ask()
+        self.ask()
         return self._apart[number].poll() if self._apart else self.is_done
 
     def succeed(self) -> None:
         """All of it is done."""
         self.parts.clear()  # who keeps a handle keeps the memory of one operation, not of all
+        self.has_succeeded = True
         self._complete()
 
     def apart(self) -> Sequence[Submission]:

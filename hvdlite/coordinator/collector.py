@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from hvdlite._native import Collecting
+from hvdlite._native import Collecting, Signature
 from hvdlite.coordinator.burst import BURST_S, Burst, KnownBurst
 from hvdlite.coordinator.in_flight import InFlight
+from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Future, Pace, Submission
 
@@ -60,6 +61,7 @@ class Collector:
         self._clock = clock
         self._since_s = 0.0  # of what is open
         self._known: Mapping[int, KnownBurst] = {}
+        self._signatures: Remembered[Signature] = Remembered()  # by the requests that they make
         self._open: Burst | None = None
         self.native = Collecting()
         """What `take` would do as well, unless it is the first or the last of a burst."""
@@ -115,6 +117,14 @@ class Collector:
         self.native.begin(burst, burst.parts, known.signatures, self._in_flight.lock)
         return burst
 
+    def learn(self, burst: Burst, number: int, signature: Callable[[], Signature]) -> bool:
+        """What a caller has passed for operation ``number`` of ``burst``, unless it is known; whether it is new."""
+        known = burst.known.signatures
+        if known.knows(number):
+            return False
+        known.learn(number, self._signatures.remember(burst.known.requests[number], signature()))
+        return True
+
     def interrupt(self) -> None:
         """With the lock of what is in flight: something else is submitted next."""
         if self._open is not None:
@@ -137,6 +147,11 @@ class Collector:
     def follow(self, known: Mapping[int, KnownBurst]) -> None:
         """From here on these bursts come, by the places of their first operations in the period."""
         self._known, self.expects_bursts = known, bool(known)
+        for burst in known.values():
+            for number, request in enumerate(burst.requests):
+                signature = self._signatures.get(request)
+                if signature is not None:
+                    burst.signatures.learn(number, signature)
         self.take_apart()
 
     def patience_s(self) -> float:

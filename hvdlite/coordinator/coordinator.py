@@ -344,7 +344,7 @@ class Coordinator:
             assert self._plan.plan is not None
             self._page.want_ring(self._plan.plan.is_free or self._leader is not None)
             self._page.set_ready(self._plan.number, 0)
-            self.at_once.shortcut.follow(self._plan.number, len(self._plan.plan))
+            self.at_once.follow(self._plan.number, self._plan.plan)
             self.collector.follow(self._plan.plan.known_bursts)
         if reaction.again:
             self._queue.extendleft(reversed(reaction.again))

@@ -6,7 +6,7 @@ Pure: no MPI, no clock, no shared memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -145,9 +145,17 @@ class FrozenPlan:
         self.ready += times
         self.done = self.told = self.ready
 
-    def per_period(self, request: Request) -> int:
-        """How many operations of its name there are in the period."""
-        return self._per_period[request.name]
+    @property
+    def requests(self) -> Collection[Request]:
+        return self._turns.keys()
+
+    def alone(self, request: Request) -> Iterator[tuple[int, int, int]]:
+        """Where ``request`` is done alone: place in the period, sequence in the first one, and how it grows."""
+        for place in self._turns[request].positions:
+            start, end = self._burst_at[place]
+            if end - start == 1:
+                sequence = self._sequence_at(place, 0)
+                yield place, sequence, 0 if sequence == NAMED else self._per_period[request.name]
 
     def leave_next(self, submission: Submission) -> None:
         """It waits for other ranks."""

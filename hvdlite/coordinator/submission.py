@@ -66,7 +66,7 @@ class Future:
         self.is_done = False
         self._error: BaseException | None = None
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Somebody waits for it, or may not go on without."""
         if self.pace is not None:
             self.pace.has_waited = True
@@ -158,7 +158,7 @@ class Submission(Future):
     def poll(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
         self.is_awaited = True
-        self._ask()
+        self.ask()
         return self.is_done
 
     def wait(self) -> Any:
@@ -167,7 +167,7 @@ class Submission(Future):
         What a GPU does is only enqueued then; it comes before what the caller enqueues on its current stream.
         """
         self.is_awaited = True
-        self._ask()
+        self.ask()
         self._sleep()
         self._raise()
         if self.done_on_device is not None:

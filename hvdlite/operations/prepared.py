@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlite.collectives.base import DONE, Done, PreparedCall
 from hvdlite.coordinator.prepared import Outcome
+from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
-from hvdlite.group import Group, Remembered
+from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView

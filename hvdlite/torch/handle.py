@@ -14,6 +14,8 @@ from hvdlite.recorder import NO_SPAN, Lane, Recorder
 T = TypeVar("T")
 U = TypeVar("U")
 
+_NO_HANDLE = "expected the handle that an _async operation returned, got {!r}"
+
 
 def label_of(operation: str, name: str | None) -> str:
     """For errors and the timeline."""
@@ -99,11 +101,14 @@ class HandleInBurst(Handle[torch.Tensor]):
 
     def synchronize(self) -> torch.Tensor:
         """See `Handle`."""
-        if self._recorder.enabled:
+        burst = self._burst
+        if burst.has_succeeded:  # as most have that are waited for after others
+            burst.ask()
+        elif self._recorder.enabled:
             with self._recorder.span(Lane.WAIT, label_of("allreduce", self._name)):
-                self._burst.wait(self._number)
+                burst.wait(self._number)
         else:
-            self._burst.wait(self._number)
+            burst.wait(self._number)
         return self._result
 
 
@@ -121,7 +126,9 @@ def poll(handle: Handle[Any]) -> bool:
     Raises:
         ValueError: ``handle`` is not what an ``_async`` operation returned.
     """
-    return _checked(handle).poll()
+    if not isinstance(handle, Handle):
+        raise ValueError(_NO_HANDLE.format(handle))
+    return handle.poll()
 
 
 def synchronize(handle: Handle[T]) -> T:
@@ -131,13 +138,9 @@ def synchronize(handle: Handle[T]) -> T:
         ValueError: ``handle`` is not what an ``_async`` operation returned.
         HorovodInternalError: the operation did not happen, on any rank; says why.
     """
-    return _checked(handle).synchronize()
-
-
-def _checked(handle: Handle[T]) -> Handle[T]:
     if not isinstance(handle, Handle):
-        raise ValueError(f"expected the handle that an _async operation returned, got {handle!r}")
-    return handle
+        raise ValueError(_NO_HANDLE.format(handle))
+    return handle.synchronize()
 
 
 def only(handle: Handle[list[T]]) -> Handle[T]:

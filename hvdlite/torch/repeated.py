@@ -148,8 +148,7 @@ def begun_in_burst(
     if taken is None:
         return None
     burst, place = taken
-    if not burst.known.signatures.knows(place):
-        burst.known.signatures.learn(place, Signature(tensor, name, op, prescale, postscale, address, None))
+    if collector.learn(burst, place, lambda: Signature(tensor, name, op, prescale, postscale, address, None)):
         _shorten(process_set, group)
     return HandleInBurst(group.recorder, burst, place, result, name)
 
