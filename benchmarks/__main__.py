@@ -57,8 +57,9 @@ def across(hosts: int, ranks: int, *program: str) -> tuple[str, ...]:
 LARGE = ("allreduce.py", "--bytes", "67108864", "--rounds=4", "--calls=1", "--link-gbit=1", "--ways")
 SMALL = ("allreduce.py", "--bytes", "4", "16", "64", "256", "1024", "4096", "--rounds=10", "--ways")
 OWN = ("hvdlite backend", "hvd, in its slot", "hvd, elsewhere")
-FROM_16_KIB = [str(1 << shift) for shift in range(14, 29, 2)]
+FROM_16_KIB = [str(1 << shift) for shift in (14, 15, *range(16, 29, 2))]
 FROM_4_B = [str(1 << shift) for shift in range(2, 29, 2)]
+CROWDED = ("allreduce.py", "--bytes", "4", "4096", "65536", "1048576", "--rounds=10", "--ways")
 MPIS = {"mpich": "MPICH", "intelmpi": "Intel MPI"}
 PROGRAMS = {
     "allreduce": Program(on_ranks(2, "allreduce.py")),
@@ -70,6 +71,7 @@ PROGRAMS = {
         on_ranks(2, "allreduce.py", "--bytes", *FROM_4_B, "--ways", "memcpy", *OWN, "MPI", "MPI, pieces"),
         mpi="intelmpi",
     ),
+    "allreduce_8": Program(on_ranks(8, *CROWDED, *OWN, "MPI")),
     "slot": Program(on_ranks(4, "slot.py")),
     "latency": Program(on_ranks(2, "latency.py")),
     "train_step": Program(on_ranks(2, "train_step.py")),

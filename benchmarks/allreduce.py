@@ -46,7 +46,7 @@ MAX_CALLS = 60
 BLOCK_BYTES = 32 << 20
 PERIOD = 251  # of the input; a prime, so that no shard or chunk begins like another
 TCP_SHARE = 1448 / 1514  # of the bytes of a full Ethernet frame, the rest being headers
-SIZES = [4 << 2 * i for i in range(14)]
+SIZES = sorted([4 << 2 * i for i in range(14)] + [32 << 10])
 
 
 def calls_per_block(nbytes: int, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""Small operations: how long one takes that is waited for, and a thousand that are submitted at once.
+"""Small operations: one that is waited for, a thousand that are submitted at once, and two orders in turns.
 
     python -m hvdlite run --mpi -np 2 latency.py
     mpirun -np 2 python latency.py --json results/latency.json
@@ -25,6 +25,7 @@ from measure import (
     median_ratio,
     meet,
     parser_for,
+    show,
     slowest,
     table,
     write_json,
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 WARM_UP = 100  # calls: until requests are known, and their order is frozen
+LED = 3  # calls that go before a block: until what they touch is in the caches
+ORDER = 20  # operations of an order, as of a training step or of one of validation
+STEPS = 50  # of an order, until the other has its turn
 
 Call = Callable[[], object]
 
@@ -77,7 +81,8 @@ def measure(ways: dict[str, Call], comm: MPI.Comm, rounds: int, calls: int, warm
             way()
     for label in in_turns([*ways], rounds):
         meet(comm)
-        ways[label]()
+        for _ in range(LED):
+            ways[label]()
         taken = []
         for _ in range(calls):
             start = time.perf_counter()
@@ -97,6 +102,35 @@ def measure(ways: dict[str, Call], comm: MPI.Comm, rounds: int, calls: int, warm
     return found
 
 
+def alternating(comm: MPI.Comm, rounds: int) -> dict[str, Any]:
+    """Two orders of `ORDER` blocking operations of 4 KiB, `STEPS` steps of each in turn, and one of them as often."""
+    tensors = [torch.zeros(1024) for _ in range(ORDER)]
+
+    def steps(order: str, count: int) -> None:
+        for _ in range(count):
+            for place, tensor in enumerate(tensors):
+                hvd.allreduce_(tensor, op=hvd.Sum, name=f"{order}.{place}")
+
+    def seconds(*orders: str) -> float:
+        meet(comm)
+        steps("training", 1)
+        start = time.perf_counter()
+        for order in orders:
+            steps(order, STEPS)
+        return time.perf_counter() - start
+
+    for _ in range(3):
+        seconds("validation", "training")
+    taken = [(seconds("training", "training"), seconds("validation", "training")) for _ in range(rounds)]
+    one, two = slowest(comm, [row[0] for row in taken]), slowest(comm, [row[1] for row in taken])
+    per_operation = 1e6 / (2 * STEPS * ORDER)
+    return {
+        "one_us": float(np.median(one) * per_operation),
+        "in_turns_us": float(np.median(two) * per_operation),
+        "relative": estimate(median_ratio, two, one),
+    }
+
+
 def main() -> None:
     parser = parser_for(__doc__, rounds=20)
     parser.add_argument("--calls", type=int, default=200, help="of each block (default: %(default)s)")
@@ -112,11 +146,16 @@ def main() -> None:
         "blocking, 4 B": measure(blocking_ways(comm), comm, options.rounds, options.calls, WARM_UP),
         f"{options.count} at once, 4 KiB": measure(burst_ways(options.count, 4096), comm, options.rounds, 1, 8),
     }
+    titles = list(report)[-2:]
+    turns = report["two orders"] = alternating(comm, options.rounds)
     if comm.rank == 0:
         print(describe(facts))
-        for title in list(report)[-2:]:
+        for title in titles:
             rows = [[label, f"{row['median_us']:.1f}", f"{row['p99_us']:.1f}"] for label, row in report[title].items()]
             print(f"\n{title}\n" + table(["way", "median us", "99th percentile us"], rows))
+        taken = f"{turns['in_turns_us']:.2f} us per operation, of one order {turns['one_us']:.2f}"
+        print(f"\ntwo orders of {ORDER} operations, {STEPS} steps of each in turn: {taken}; ", end="")
+        print(f"{show(turns['relative'], 2)} times as long")
         write_json(options.json, report)
     dist.destroy_process_group()
 

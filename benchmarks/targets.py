@@ -107,10 +107,16 @@ MPI, PIECES, GLOO = ("MPI", "MPI coll/sm"), ("MPI", "MPI, pieces", "MPI coll/sm"
 
 
 def _faster(
-    reports: Reports, own: str, peers: Collection[str], low: int, limit: float | None, called: str
+    reports: Reports,
+    own: str,
+    peers: Collection[str],
+    low: int,
+    limit: float | None,
+    called: str,
+    below: float = math.inf,
 ) -> Iterator[Figure]:
     for name, mpi in (("allreduce", "Open MPI"), ("allreduce_mpich", "MPICH")):
-        found = _against(reports[name], own, peers, low) if name in reports else None
+        found = _against(reports[name], own, peers, low, below) if name in reports else None
         if found is not None:
             label = called if peers is GLOO else f"{called}, {mpi}"
             yield _figure(f"{label}, least at {size(found[0])}", found[1], limit, at_most=False)
@@ -138,9 +144,20 @@ def _intel(reports: Reports) -> Iterator[Figure]:
             yield _figure(f"{called}, least at {size(found[0])}", found[1], limit, at_most=False)
 
 
+# (where the tensor is, from how many bytes on, up to what, how many times as fast as the fastest of all MPIs)
+_USER = (
+    (IN_SLOT, 32 * KIB, 256 * KIB, 1.0),
+    (IN_SLOT, 256 * KIB, 64 * MIB, 2.0),
+    (IN_SLOT, 16 * MIB, 64 * MIB, 3.0),
+    (IN_SLOT, 64 * MIB, math.inf, None),  # as fast as memory is
+    (ELSEWHERE, 64 * KIB, 1 * MIB, 1.0),
+    (ELSEWHERE, 1 * MIB, math.inf, 1.3),
+)
+
+
 def _user(reports: Reports) -> Iterator[Figure]:
-    for own, low, limit in ((IN_SLOT, 16, 3.0), (ELSEWHERE, 16, 1.3), (IN_SLOT, 4, 1.0), (ELSEWHERE, 4, 1.0)):
-        yield from _faster(reports, own, MPI, low * MIB, limit, f"{own}, from {low} MiB")
+    for own, low, below, limit in _USER:
+        yield from _faster(reports, own, PIECES, low, limit, f"{own}, from {size(low)}", below)
 
 
 def _gloo(reports: Reports) -> Iterator[Figure]:
@@ -168,15 +185,31 @@ def _oversubscribed(reports: Reports) -> Iterator[Figure]:
 
 def _latency(reports: Reports) -> Iterator[Figure]:
     if "latency" in reports:
-        blocking = reports["latency"]["blocking, 4 B"]["hvd.allreduce"]
-        yield _figure("median, us", blocking["median_us"], 80)
-        yield _figure("99th percentile, us", blocking["p99_us"], 1000)
+        for way, limit in (("hvd.allreduce_", 10), ("hvd.allreduce", 15)):
+            blocking = reports["latency"]["blocking, 4 B"][way]
+            yield _figure(f"{way}, median, us", blocking["median_us"], limit)
+            yield _figure(f"{way}, 99th percentile, us", blocking["p99_us"], 200)
 
 
 def _burst(reports: Reports) -> Iterator[Figure]:
     for title, rows in reports.get("latency", {}).items():
         if title.endswith("at once, 4 KiB"):
-            yield _figure(title, rows["hvd.allreduce_async_"]["times_as_fast"]["Gloo"], 5.0, at_most=False)
+            ours = rows["hvd.allreduce_async_"]
+            yield _figure(f"{title}, each, us", ours["median_us"] / int(title.split()[0]), 4)
+            yield _figure(f"{title}, times as fast as Gloo", ours["times_as_fast"]["Gloo"], 5.0, at_most=False)
+
+
+def _two_orders(reports: Reports) -> Iterator[Figure]:
+    if "two orders" in reports.get("latency", {}):
+        turns = reports["latency"]["two orders"]
+        yield _figure(f"{turns['in_turns_us']:.2f} us per operation, time / of one order", turns["relative"], 1.1)
+
+
+def _crowded(reports: Reports) -> Iterator[Figure]:
+    report = reports.get("allreduce_8", {"rows": []})
+    found = _against(report, ELSEWHERE, ("MPI",), 4 * KIB, 8 * KIB)
+    if found is not None:
+        yield _figure(f"8 ranks, {size(found[0])}, time / MPI's", _inverse(found[1]), 3.0)
 
 
 # Steps.
@@ -202,6 +235,14 @@ def _exposed(reports: Reports) -> Iterator[Figure]:
             yield _figure(f"{model}, step / that of {mpi['way']}", mpi["step"], 1.0)
         else:
             yield _figure(f"{model}, where {mpi['way']} costs {100 * (relative - 1):.1f} %", mpi["step"])
+
+
+def _tiny(reports: Reports) -> Iterator[Figure]:
+    for model, found in _models(reports, "train_step"):
+        if model == TINY:
+            for name, limit in (("simple MPI", 0.5), ("DDP", 0.25)):
+                best = found["against_best"][name]
+                yield _figure(f"that of {best['way']}", best["exposed"], limit)
 
 
 def _compute_bound(reports: Reports) -> Iterator[Figure]:
@@ -284,7 +325,7 @@ def _small(reports: Reports) -> Iterator[Figure]:
     for way in (IN_SLOT, ELSEWHERE, BACKEND):
         found = _against(reports["hosts_small"], way, ("MPI",), 0) if "hosts_small" in reports else None
         if found is not None:
-            yield _figure(f"{way}, time / MPI's, most at {size(found[0])}", _inverse(found[1]), 1.3)
+            yield _figure(f"{way}, time / MPI's, most at {size(found[0])}", _inverse(found[1]), 2.0)
 
 
 def _hidden(reports: Reports) -> Iterator[Figure]:
@@ -405,9 +446,12 @@ _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
     "hvd.allreduce_, times as fast as Gloo, 256 KiB to 256 MiB": _gloo,
     "16-bit floats of 64 MiB in their slot, bytes per second of float32's": _types,
     "more ranks than cores, 64 MiB in its slot": _oversubscribed,
-    "one blocking hvd.allreduce of 4 B": _latency,
-    "many small ones at once, times as fast as Gloo": _burst,
+    "one blocking allreduce of 4 B": _latency,
+    "many small ones at once": _burst,
+    "two orders of operations in turns": _two_orders,
+    "small ones of more ranks than cores": _crowded,
     "step time, against DDP and against MPI after backward": _exposed,
+    "400 tiny parameters: exposed communication / ": _tiny,
     "step of compute-bound models / without communication": _compute_bound,
     "step with 1 rank / plain torch's": _one_rank,
     "processor time of an idle runtime": _idle,
