@@ -192,11 +192,14 @@ class OrderWatch:
         if self._history:
             self._restart()
 
-    def broken(self, periods: int) -> None:
-        """A plan was ended after so many periods: wait longer before the next, unless it was worth it.
+    def broken(self, count: int, period: int) -> None:
+        """A plan was ended after ``count`` operations: wait longer before the next, unless it was worth it.
 
         In that case what has repeated itself beside it counts for the next: it may be all that is left to wait for.
+        Where it was ended between two periods, or has lasted as long as it took to find it, the program has gone on to
+        something else, which may well repeat itself.
         """
+        periods = count // period
         known = self._known.get(self._frozen)
         if known is not None:
             known.in_vain = 0 if periods else known.in_vain + 1
@@ -204,6 +207,6 @@ class OrderWatch:
                 del self._known[self._frozen]
         if periods >= _WORTH_IT * self._patience:
             self._patience = 2
-        else:
+        elif not periods or (count % period and periods < self._patience):
             self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
             self._restart()

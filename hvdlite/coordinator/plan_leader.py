@@ -145,7 +145,7 @@ class PlanLeader:
     def _decide(self, watch: OrderWatch, answer: PlanMessage, claimed: Callable[[], Sequence[Request]]) -> PlanMessage:
         count = answer.count
         if self.is_open:
-            watch.broken(count // self._period)
+            watch.broken(count, self._period)
             return self._reopened(watch, count, claimed()) or PlanMessage(
                 Verb.END, count, answer.is_begun and self.runs_free
             )

@@ -57,13 +57,22 @@ def test_who_was_wrong_waits_longer() -> None:
 
     first = found_after()
     waits = []
-    for periods in (0, 1, 0):
-        watch.broken(periods)
+    for count in (0, 3, 9):  # of four operations, none of them has ended when a period did
+        watch.broken(count, period=4)
         waits.append(found_after())
     assert first < waits[0] < waits[1] < waits[2]
-    watch.broken(100)
+    watch.broken(100, period=1)
     watch.forget()
     assert found_after() == first
+
+
+@pytest.mark.parametrize("count", [4, 9, 10])
+def test_who_goes_on_to_something_else_waits_no_longer(count: int) -> None:
+    """When a period of four has ended, or after as many as it took to find it."""
+    watch = OrderWatch(longest=10)
+    assert seen(watch, "abcd" * 4) == 13
+    watch.broken(count, period=4)
+    assert seen(watch, "vw" * 4) == 7
 
 
 def seen(watch: OrderWatch, names: str) -> int:
@@ -80,25 +89,25 @@ def test_an_order_that_was_frozen_is_known_when_it_comes_again() -> None:
     """Wherever it begins; what is new has to repeat itself."""
     watch = OrderWatch(longest=10)
     assert seen(watch, "abcabcabcabc") == 10
-    watch.broken(100)
+    watch.broken(100, period=1)
     assert seen(watch, "vwvwvwvw") == 7
-    watch.broken(100)
+    watch.broken(100, period=1)
     assert seen(watch, "abcabc") == 3
-    watch.broken(100)
+    watch.broken(100, period=1)
     assert seen(watch, "wvwv") == 2
-    watch.broken(100)
+    watch.broken(100, period=1)
     assert seen(watch, "xcab") == 4
-    watch.broken(100)
+    watch.broken(100, period=1)
     assert seen(watch, "cbacbacba") == 0  # another order
 
 
 def test_an_order_that_was_frozen_in_vain_twice_is_forgotten() -> None:
     watch = OrderWatch(longest=10)
     assert seen(watch, "ababab" * 2) == 7
-    watch.broken(100)
+    watch.broken(100, period=1)
     for _ in range(2):
         assert seen(watch, "abab") == 2
-        watch.broken(0)
+        watch.broken(0, period=2)
     assert seen(watch, "ababab") == 0
 
 
@@ -106,20 +115,20 @@ def test_only_so_many_orders_are_remembered() -> None:
     watch = OrderWatch(longest=10)
     for name in "abcdefghi":
         assert seen(watch, name * 5) == 4
-        watch.broken(100)
+        watch.broken(100, period=1)
     assert seen(watch, "bbb") == 1
-    watch.broken(100)
+    watch.broken(100, period=1)
     assert seen(watch, "aaa") == 0
 
 
-@pytest.mark.parametrize(("periods", "next_period"), [(100, 2), (1, 0)])
+@pytest.mark.parametrize(("count", "next_period"), [(100, 2), (3, 0)])
 def test_what_has_repeated_itself_beside_a_plan_is_the_next_unless_the_plan_was_a_mistake(
-    periods: int, next_period: int
+    count: int, next_period: int
 ) -> None:
     watch = OrderWatch(longest=10)
     for name in "abababa":
         watch.saw(Response(submission(name).request, NAMED))
-    watch.broken(periods)
+    watch.broken(count, period=2)
     assert watch.period() == next_period
 
 
@@ -127,10 +136,10 @@ def test_what_has_repeated_itself_beside_a_plan_is_the_next_unless_the_plan_was_
 def test_an_order_that_changes_on_purpose_is_found_again_at_once(told_first: bool) -> None:
     watch = OrderWatch(longest=10)
     configure = Response(submission("settings", kind="configure").request, 0)
-    for periods in (20, 2, 0, 2):  # however short the plan was
+    for count in (40, 5, 0, 5):  # however short the plan was
         if told_first:
             watch.saw(configure)
-        watch.broken(periods)
+        watch.broken(count, period=2)
         if not told_first:
             watch.saw(configure)
         for name in "abababa":
@@ -333,7 +342,7 @@ def test_where_somebody_has_waited_a_burst_begins_the_next_time_wherever_the_ord
         watch.saw(Response(submission(name).request, NAMED))
     assert not watch.freeze(watch.period(), ()).after_pause
     watch.waited(2)
-    watch.broken(100)
+    watch.broken(100, period=1)
     for name in "bcda":
         watch.saw(Response(submission(name).request, NAMED))
     assert watch.freeze(watch.period(), [3]).after_pause == {1, 3}
