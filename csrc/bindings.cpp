@@ -213,7 +213,8 @@ void register_plans(py::module_& m) {
           "wait",
           [](ReadyCounts& self, std::uint64_t plan, std::uint64_t count, std::uint32_t heard, double timeout_s,
              int spin_us) {
-            const auto outcome = self.await(plan, count, heard, time_after(timeout_s), std::chrono::microseconds(spin_us));
+            const auto outcome =
+                self.await(plan, count, heard, time_after(timeout_s), std::chrono::microseconds(spin_us));
             return outcome != ReadyCounts::Outcome::kNotYet;
           },
           "plan"_a, "count"_a, "heard"_a, "timeout_s"_a, "spin_us"_a, WithoutGil());

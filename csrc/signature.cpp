@@ -95,7 +95,7 @@ bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) con
     return false;
   }
   if (home_.is_none()) return address != 0 || address_ == 0;
-  return address == address_ && PyWeakref_GetObject(home_.ptr()) != Py_None;
+  return address == address_ && !home_().is_none();
 }
 
 }  // namespace hvdlite

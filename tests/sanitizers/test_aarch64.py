@@ -62,5 +62,6 @@ def test_the_extension_compiles(tmp_path: Path, cross: str) -> None:
     headers = ["-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]
     sources = sorted((ROOT / "csrc").glob("*.cpp"))
     assert sources
-    result = run(cross, *FLAGS, *headers, "-fPIC", "-c", *sources, cwd=tmp_path)
+    as_for_python = ["-fPIC", "-fvisibility=hidden"]
+    result = run(cross, *FLAGS, *headers, *as_for_python, "-c", *sources, cwd=tmp_path)
     assert result.returncode == 0, result.stdout

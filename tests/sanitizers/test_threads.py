@@ -17,6 +17,10 @@ FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", "-Wno-psabi
 HERE = Path(__file__).parent
 
 
+def needs_python(source: Path) -> bool:
+    return any("<pybind11/" in part.read_text() for part in (source, source.with_suffix(".h")) if part.exists())
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str]) -> dict[str, Run]:
     """What is run with the name of a case, and names all cases without one."""
@@ -27,7 +31,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
     assert result.returncode == 0, result.stdout
     # Left out: what needs Python, or what csrc/cuda/embed.py writes.
     left_out = ("device_kernels", "direct_allreduce", "multicast", "multicast_kernels")
-    everything = [source for source in (ROOT / "csrc").glob("*.cpp") if not source.stem.endswith("bindings")]
+    everything = [source for source in (ROOT / "csrc").glob("*.cpp") if not needs_python(source)]
     sources = [source for source in everything if source.stem not in left_out]
     of_devices = [source for source in sources if source.stem in ("cuda_driver", "device_copies", "device_stream")]
     chosen = {
