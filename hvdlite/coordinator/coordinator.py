@@ -184,6 +184,7 @@ class Coordinator:
         """See `InFlight.close`."""
         self.at_once.shortcut.close()
         self._in_flight.close(error)
+        self.collector.end()
 
     def retire(self) -> None:
         """Once it has ended in order: refer to nothing that refers to it, so that all goes with its last user."""

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -276,6 +277,20 @@ def test_another_generation_begins_anew(by_python: list[str]) -> None:
         step()
     hvd.init()
     until_taken(step, by_python)
+
+
+def test_a_burst_that_is_left_open_takes_nothing_of_another_generation() -> None:
+    for turn in range(20):
+        burst(turn)
+    left = [hvd.allreduce_async_(torch.ones(i % 5 + 1), op=hvd.Sum, name=f"in burst {i}") for i in (0, 1, 2)]
+    WORLD.allgather(None)  # an operation of hvdlite would end the burst
+    hvd.shutdown()
+    for handle in left:
+        with suppress(HorovodInternalError):
+            hvd.synchronize(handle)
+    hvd.init()
+    for turn in range(20):
+        burst(turn)
 
 
 def test_in_a_forked_child_nothing_is_done(by_python: list[str]) -> None:
