@@ -88,12 +88,11 @@ void register_shortcut(py::module_& m) {
 
   py::class_<Signature, std::shared_ptr<Signature>>(m, "Signature")
       .def(py::init([](const py::object& tensor, const py::object& name, const py::object& op,
-                       const py::object& prescale, const py::object& postscale, std::uintptr_t address,
-                       py::object home) {
+                       const py::object& prescale, const py::object& postscale, bool is_empty, py::object home) {
              const Arguments arguments{tensor.ptr(), name.ptr(), op.ptr(), prescale.ptr(), postscale.ptr()};
-             return std::make_shared<Signature>(arguments, address, std::move(home));
+             return std::make_shared<Signature>(arguments, is_empty, std::move(home));
            }),
-           "tensor"_a, "name"_a, "op"_a, "prescale"_a, "postscale"_a, "address"_a, "home"_a);
+           "tensor"_a, "name"_a, "op"_a, "prescale"_a, "postscale"_a, "is_empty"_a, "home"_a);
 
   py::class_<Signatures, std::shared_ptr<Signatures>>(m, "Signatures")
       .def(py::init([](std::size_t count) {

@@ -66,7 +66,7 @@ std::uintptr_t address_of(py::handle tensor) {
   return found;
 }
 
-Signature::Signature(const Arguments& arguments, std::uintptr_t address, py::object home)
+Signature::Signature(const Arguments& arguments, bool is_empty, py::object home)
     : name_(owned(arguments.name)),
       op_(owned(arguments.op)),
       prescale_(owned(arguments.prescale)),
@@ -76,7 +76,7 @@ Signature::Signature(const Arguments& arguments, std::uintptr_t address, py::obj
       layout_(attribute(arguments.tensor, names().layout)),
       shape_(attribute(arguments.tensor, names().shape)),
       home_(std::move(home)),
-      address_(address) {}
+      is_empty_(is_empty) {}
 
 bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) const {
   PyObject* tensor = arguments.tensor;
@@ -94,8 +94,7 @@ bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) con
     if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
     return false;
   }
-  if (home_.is_none()) return address != 0 || address_ == 0;
-  return address == address_ && !home_().is_none();
+  return (address != 0 || is_empty_) && (home_.is_none() || !home_().is_none());
 }
 
 }  // namespace hvdlite

@@ -21,9 +21,9 @@ struct Arguments {
 // All methods need the GIL. Tensors are asked by the names of torch.Tensor; torch itself is not linked.
 class Signature {
  public:
-  // `home`: a weak reference to the memory in which the tensor lives, at this address; None: it may be anywhere on the
-  // host.
-  Signature(const Arguments& arguments, std::uintptr_t address, pybind11::object home);
+  // `is_empty`: so that the tensor may have no address. `home`: a weak reference to memory that the operation needs,
+  // where tensors live in some; None: it needs none.
+  Signature(const Arguments& arguments, bool is_empty, pybind11::object home);
 
   // Whether a call with `arguments` is the same, so that its tensor is contiguous memory of the host, at `address`.
   // Raises what is no Exception; else no error is left.
@@ -41,7 +41,7 @@ class Signature {
   pybind11::object layout_;
   pybind11::object shape_;
   pybind11::object home_;
-  std::uintptr_t address_;
+  bool is_empty_;
 };
 
 // Numbers of the unnamed operations of a kind, from 0 on; under the GIL.

@@ -293,10 +293,10 @@ class Signature:
         op: object,
         prescale: float,
         postscale: float,
-        address: int,
+        is_empty: bool,
         home: weakref.ref[Any] | None,
     ) -> None:
-        """``home``: of the memory in which ``tensor`` lives, if another one must be at the same ``address``."""
+        """``is_empty``: so that ``tensor`` may have no address. ``home``: memory that the operation needs, if any."""
 
 class Signatures:
     """Of the operations of a burst, by their places."""

@@ -7,6 +7,7 @@ the plan is done by native code alone (csrc/shortcut.h, csrc/collecting.h): `aga
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -102,7 +103,7 @@ def reduced_at_once(
     if prepared is None:
         return None
     if prepared.signature is None and compression is Compression.none:
-        prepared.signature = Signature(tensor, name, op, prescale, postscale, address, prepared.home_memory)
+        prepared.signature = _signature(tensor, name, op, prescale, postscale, prepared.home_memory)
         _shorten(process_set, group)
     result = tensor if in_place else torch.empty_like(tensor)
     inputs = [address]
@@ -148,9 +149,20 @@ def begun_in_burst(
     if taken is None:
         return None
     burst, place = taken
-    if collector.learn(burst, place, lambda: Signature(tensor, name, op, prescale, postscale, address, None)):
+    if collector.learn(burst, place, lambda: _signature(tensor, name, op, prescale, postscale, None)):
         _shorten(process_set, group)
     return HandleInBurst(group.recorder, burst, place, result, name)
+
+
+def _signature(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    home: weakref.ref[Any] | None,
+) -> Signature:
+    return Signature(tensor, name, op, prescale, postscale, not tensor.numel(), home)
 
 
 def _usual_address(tensor: torch.Tensor, name: str | None, op: int | None) -> int | None:

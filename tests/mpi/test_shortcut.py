@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.submission import Submission
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import DuplicateNameError, HorovodInternalError
 from hvdlite.operations.allocate import allocate
 
 WORLD = harness_ranks()
@@ -124,6 +125,13 @@ def test_every_operation_is_counted_once(by_python: list[str]) -> None:
     assert after["reduced_bytes"] - before["reduced_bytes"] == REPEATS * nbytes
 
 
+def with_history(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    result = hvd.allreduce(x, op=hvd.Sum, name="case")
+    assert result.requires_grad
+    return result.detach()
+
+
 CASES: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, float]]] = {
     "shape": lambda x: (hvd.allreduce(x.new_full((2, 3), x[0].item()), op=hvd.Sum, name="case"), total()),
     "dtype": lambda x: (hvd.allreduce(x.double(), op=hvd.Sum, name="case").float(), total()),
@@ -139,10 +147,7 @@ CASES: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, float]]] = {
         total(),
     ),
     "parameter": lambda x: (hvd.allreduce(torch.nn.Parameter(x), op=hvd.Sum, name="case").detach(), total()),
-    "with a history": lambda x: (
-        hvd.allreduce((x.clone().requires_grad_() * 1), op=hvd.Sum, name="case").detach(),
-        total(),
-    ),
+    "with a history": lambda x: (with_history(x), total()),
     "array": lambda x: (torch.from_numpy(hvd.allreduce(x.numpy(), op=hvd.Sum, name="case")), total()),
     "compressed": lambda x: (
         hvd.allreduce(x, op=hvd.Sum, name="case", compression=hvd.Compression.bf16),
@@ -213,6 +218,22 @@ def test_while_a_timeline_is_recorded_all_is_seen(tmp_path: object, by_python: l
     until_taken(step, by_python)
 
 
+def test_what_was_submitted_before_is_not_passed_by(by_python: list[str]) -> None:
+    step = blocking(["submitted"])
+    until_taken(step, by_python)
+    tensor = torch.full((3,), hvd.rank() + 1.0)
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(tensor, op=hvd.Sum, name="submitted")
+        with pytest.raises(DuplicateNameError):
+            hvd.allreduce(tensor, op=hvd.Sum, name="submitted")
+        WORLD.allgather(None)
+    else:
+        WORLD.allgather(None)
+        handle = hvd.allreduce_async(tensor, op=hvd.Sum, name="submitted")
+    assert hvd.synchronize(handle)[2].item() == total()
+    step()
+
+
 def test_several_threads(by_python: list[str]) -> None:
     """Of each its own operations, in an order that nobody knows."""
     failures: list[BaseException] = []
@@ -266,7 +287,11 @@ def test_in_its_slot_it_is_the_same_slot(by_python: list[str]) -> None:
         elsewhere = torch.full((64,), hvd.rank() + 1.0)
         assert hvd.allreduce_(elsewhere, op=hvd.Sum, name="at home")[63].item() == total()
         step()
+        until_taken(step, by_python)
         del buffer, at_home, step
+        gc.collect()
+        elsewhere.fill_(hvd.rank() + 1.0)
+        assert hvd.allreduce_(elsewhere, op=hvd.Sum, name="at home")[63].item() == total()
 
 
 def test_another_generation_begins_anew(by_python: list[str]) -> None:
@@ -334,7 +359,9 @@ def test_bursts_are_collected_without_python(by_python: list[str]) -> None:
     for attempt in range(20):
         for turn in range(20):
             left = most_by_python(lambda turn=turn: burst(turn), by_python)  # type: ignore[misc]
-        if left <= BURST // 4:
+        before = hvd.statistics()["buckets"]
+        burst(7)
+        if max(left, hvd.statistics()["buckets"] - before) <= BURST // 4:
             break
         hvd.allreduce(torch.ones(1), name=f"attempt {attempt}")  # so that another plan is made
     else:
