@@ -281,6 +281,42 @@ def draw(seed: int, size: int) -> Program:
     return Program(seed, steps, tuple(last), stops)
 
 
+@dataclass(frozen=True)
+class Loop:
+    """Steps that all ranks take in the same order, turn by turn: mostly the same, so that their order is frozen."""
+
+    seed: int
+    turns: tuple[tuple[Step, ...], ...]
+
+    def __str__(self) -> str:
+        usual = max(self.turns, key=self.turns.count)
+        lines = [f"loop {self.seed}, {len(self.turns)} turns:", *map(str, usual)]
+        numbers = {step.number for step in usual}
+        for turn, steps in enumerate(self.turns):
+            more = [str(step) for step in steps if step.number not in numbers]
+            if more or len(steps) < len(usual):
+                lines.append(f"turn {turn}: only {[step.number for step in steps]}; {'; '.join(more)}")
+        return "\n".join(lines)
+
+
+def draw_loop(seed: int, size: int) -> Loop:
+    """The same on every rank."""
+    rng = random.Random(f"loop {seed}")
+    pen = _Pen(rng, [tuple(range(size))], seed % 101)
+    usual = [pen.usual() for _ in range(rng.randint(1, 6))]
+    turns = []
+    for turn in range(rng.randint(12, 30)):
+        steps = list(usual)
+        if turn > 8 and rng.random() < 0.15:
+            place = rng.randrange(len(steps) + 1)
+            if rng.random() < 0.5:
+                steps[place : place + 1] = []
+            if rng.random() < 0.7:
+                steps.insert(place, replace(pen.step(0), early_rank=None))
+        turns.append(tuple(replace(step, salt=step.salt + turn) for step in steps))
+    return Loop(seed, tuple(turns))
+
+
 class _Pen:
     """Writes steps."""
 
@@ -306,6 +342,13 @@ class _Pen:
             wrong = {rank: rng.choice(MISTAKES[call.operation]) for rank in members if rng.random() < 0.5}
             step = replace(step, mistakes=wrong)
         return step
+
+    def usual(self) -> Step:
+        """A legal one of all ranks, mostly an allreduce of one tensor."""
+        operation = "allreduce" if self._rng.random() < 0.8 else None
+        call = replace(self._call(0, operation), waits=self._rng.random() < 0.6)
+        self._count += 1
+        return Step(self._count - 1, self._salt + self._count, self._sets[0], call, submitters=self._sets[0])
 
     def _call(self, process_set: int, operation: str | None = None) -> Call:
         rng, members = self._rng, self._sets[process_set]

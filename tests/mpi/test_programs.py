@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from mpi4py import MPI
 import hvdlite.torch as hvd
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError
 from hvdlite.operations.allocate import allocate
-from program_lab import SETS, Call, Program, Step, draw
+from program_lab import SETS, Call, Loop, Program, Step, draw, draw_loop
 from runtime_lab import LAYOUTS, Machines, machines
 
 pytestmark = pytest.mark.any_mpi
@@ -68,6 +69,31 @@ def test_programs(
     assert not any(told), "\n\n".join(next(texts for texts in told if texts))
 
 
+LOOPS = [(LAYOUTS[0], {}), (LAYOUTS[0], {"PREPARED_OPERATIONS": "0"}), (LAYOUTS[0], TINY), (LAYOUTS[-1], {})]
+
+
+@pytest.mark.time_limit(100 + COUNT / 10)
+@pytest.mark.parametrize("part", range(len(LOOPS)))
+def test_loops(
+    part: int, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What repeats is done by native code, or by Python alone, whatever comes between."""
+    machine_of, settings = LOOPS[part]
+    for name, value in {**settings, "STALL_SHUTDOWN_TIME_SECONDS": LONGEST_S}.items():
+        monkeypatch.setenv(f"HVDLITE_{name}", str(value))
+    problems: list[str] = []
+    with started(machine_of) as sets:
+        worker = Worker(sets)
+        for number in numbers(0)[:: len(LOOPS)] if not WANTED.endswith(":") else numbers(0):
+            loop = draw_loop(number, SIZE)
+            with capfd.disabled(), told_when_late(loop):
+                problems += worker.run(loop)
+            if len(problems) > 3:
+                break
+    told = comm.allgather(problems[:2])
+    assert not any(told), "\n\n".join(next(texts for texts in told if texts))
+
+
 @contextmanager
 def started(machine_of: Machines) -> Iterator[list[hvd.ProcessSet]]:
     """The process sets of all steps."""
@@ -80,7 +106,7 @@ def started(machine_of: Machines) -> Iterator[list[hvd.ProcessSet]]:
 
 
 @contextmanager
-def told_when_late(program: Program) -> Iterator[None]:
+def told_when_late(program: Program | Loop) -> Iterator[None]:
     """A rank that waits for ever says where, before the time limit of the test ends it."""
     text = f"rank {RANK} has not ended this after {LONGEST_S / 2:g} s: {program}\n"
     timer = threading.Timer(LONGEST_S / 2, lambda: sys.stderr.write(text))
@@ -102,11 +128,11 @@ class Worker:
         ]
         self._slots = [torch.from_numpy(buffer.memory) for buffer in buffers]
 
-    def run(self, program: Program) -> list[str]:
+    def run(self, program: Program | Loop) -> list[str]:
         """What was wrong."""
         self._own.seed(f"{program.seed} {RANK}")
         try:
-            problems = self._problems(program)
+            problems = self._problems(program) if isinstance(program, Program) else self._of_turns(program)
         except BaseException as error:
             raise AssertionError(f"rank {RANK}: {error!r}\nin {program}") from error
         return [f"rank {RANK}: {problem}\nin {program}" for problem in problems if problem]
@@ -118,6 +144,16 @@ class Worker:
             hvd.join()
         self._own.shuffle(started)
         return [finish() for finish in started]
+
+    def _of_turns(self, loop: Loop) -> list[str | None]:
+        found: list[str | None] = []
+        for steps in loop.turns:
+            if self._own.random() < 0.03:
+                time.sleep(self._own.random() * 0.03)  # the others wait for this rank
+            started = [self._start(step) for step in steps]
+            self._own.shuffle(started)
+            found += [finish() for finish in started]
+        return found
 
     def _ordered(self, steps: Sequence[Step]) -> list[Step]:
         """Those of this rank, in an order of its own as far as that is legal."""
