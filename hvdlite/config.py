@@ -282,6 +282,7 @@ SIZE = "HVDLITE_SIZE"
 RAY_JOB = "HVDLITE_RAY_JOB"
 WORKER = "HVDLITE_WORKER"
 KEEPER = "HVDLITE_KEEPER"
+END_NOTICES = "HVDLITE_END_NOTICES"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
@@ -296,6 +297,7 @@ OTHER_VARIABLES = {
     SIZE: "likewise: how many ranks there are",
     WORKER: "from `hvdliterun --elastic` to its ranks: the number of the process, which no other one will have",
     KEEPER: "from `hvdliterun --elastic` to ranks under mpirun: where the keeper of their host listens, and a secret",
+    END_NOTICES: "from hvdliterun to ranks under mpirun: where they say that they end after a failure",
     RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
     "HVDLITE_BUILD_JOBS": "in setup.py: how many compilers run at a time",

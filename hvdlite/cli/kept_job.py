@@ -5,7 +5,6 @@ A generation is one mpirun. The keepers of the hosts outlive it (`hvdlite.keeper
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import time
@@ -23,17 +22,14 @@ from hvdlite.keeper import Word
 from hvdlite.membership import ADDED, REMOVED
 from hvdlite.naps import growing_pause_s
 
-INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
-"""Exit statuses after which nothing is started again."""
 _LOOK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
 _FROM_THE_BEGINNING = "the beginning, as no host that answers has a commit"
 
-Generation = Callable[[Sequence[Host], Callable[[], list[int]], Callable[[], bool]], int]
+Generation = Callable[[Sequence[Host], Callable[[], list[int]], RankWords], int]
 """Runs ranks on these hosts to their end; returns the exit status.
 
-It is also given what says, once the ranks have ended, which children are none of theirs; and whether ranks have said
-that they have come to their end.
+It is also given what says, once the ranks have ended, which children are none of theirs; and what ranks have said.
 """
 
 
@@ -45,12 +41,15 @@ class Limits:
         least, most: how many ranks there are.
         restarts: how many generations may follow one that has failed.
         timeout_s: how long to wait for enough hosts.
+        silence_s, grace_s: see `RankWords`.
     """
 
     least: int
     most: int
     restarts: int
     timeout_s: float
+    silence_s: float
+    grace_s: float
 
 
 class KeptJob:
@@ -76,11 +75,12 @@ class KeptJob:
         self._avoided = Avoided()
         self._hosts: Sequence[Host] = ()
         self._said = ""
-        self._words = RankWords(limits.least)
+        self._stops = Stops()
+        self._words = RankWords(limits.least, limits.silence_s, limits.grace_s)
 
     def run(self) -> int:
         """Returns the exit status: that of the last generation, or 128 + n after signal n to this process."""
-        with Stops() as stops, closing(self._make_keepers(self._hear)) as keepers:
+        with self._stops as stops, closing(self._make_keepers(self._hear)) as keepers:
             failures, idle, committed = 0, 0, 0
             while True:
                 chosen = self._gather(keepers, stops)
@@ -90,8 +90,8 @@ class KeptJob:
                     return 1
                 status = self._run_generation(keepers, chosen)
                 lost = self._find_lost(keepers, chosen)
-                if status in INTERRUPTED:
-                    return status
+                if stops:
+                    return stops.status
                 if self._words.anew:
                     self._say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
                     continue
@@ -162,11 +162,13 @@ class KeptJob:
             return keepers.processes
 
         try:
-            return self._generation(chosen, end_watch, lambda: self._words.is_over)
+            return self._generation(chosen, end_watch, self._words)
         finally:
             end_watch()
 
     def _hear(self, word: Word, number: int) -> int:
+        if word == Word.CLAIM and self._stops:
+            return 0
         answer = self._words.hear(word, number)
         if word == Word.CLAIM and answer:
             self._say(f"ranks have failed; {self._words.left} go on from the last commit")

@@ -128,6 +128,12 @@ def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command
     return Command(argv, added, notes)
 
 
+def ends_together(launch: Launch) -> bool:
+    """Whether a rank that fails is the end of all: else the others may go on, by the user's options or hvdliterun's."""
+    words = _Given(launch.options, {})
+    return not (launch.outlives_ranks or words.option("enable-recovery", "with-ft", "disable-auto-cleanup"))
+
+
 def _ssh_settings(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
     """The variable by which this mpirun learns of ``launch.ssh``, with what is in it already."""
     if not launch.ssh:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from hvdlite.cli import kept_job
+from hvdlite.cli.children import Stops
 from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import OnWord
 from hvdlite.cli.kept_job import KeptJob, Limits
+from hvdlite.cli.rank_words import RankWords
 from hvdlite.errors import ConfigError
-from hvdlite.keeper import Word
+from hvdlite.keeper import Word, claim_of
 from hvdlite.membership import ADDED, REMOVED
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
@@ -84,9 +86,9 @@ class Job:
         self.ran: list[list[Host]] = []
         self.spared: Callable[[], list[int]] = list
         self.says: OnWord = lambda word, number: 0
-        self.is_over: Callable[[], bool] = lambda: False
+        self.words: RankWords
         self._generations = iter(generations)
-        self._limits = Limits(least, most, restarts, timeout_s)
+        self._limits = Limits(least, most, restarts, timeout_s, silence_s=1.0, grace_s=1.0)
 
     def run(self) -> int:
         status = KeptJob(self.look, self._generation, self._make_keepers, self._limits).run()  # type: ignore[arg-type]
@@ -100,9 +102,9 @@ class Job:
         self.says = on_word
         return self.keepers
 
-    def _generation(self, hosts: Sequence[Host], spared: Callable[[], list[int]], is_over: Callable[[], bool]) -> int:
+    def _generation(self, hosts: Sequence[Host], spared: Callable[[], list[int]], words: RankWords) -> int:
         self.ran.append(list(hosts))
-        self.spared, self.is_over = spared, is_over
+        self.spared, self.words = spared, words
         return next(self._generations)(self)
 
 
@@ -266,14 +268,14 @@ def test_ranks_that_were_killed_are_no_success() -> None:
 
     def killed(job: Job) -> int:
         job.says(Word.AT_WORK, 1)
-        assert not job.is_over()
+        assert not job.words.is_over
         return 0
 
     def trained(job: Job) -> int:
-        assert not job.is_over()
+        assert not job.words.is_over
         job.says(Word.AT_WORK, 1)
         job.says(Word.AT_WORK, 0)
-        assert job.is_over()
+        assert job.words.is_over
         return 0
 
     job = Job(killed, trained, succeed)
@@ -286,11 +288,30 @@ def test_a_signal_is_the_end(begins_anew: bool) -> None:
     def interrupted(job: Job) -> int:
         if begins_anew:  # the ranks were just about to
             job.begin_anew()
-        return 130
+        with Stops() as stops:  # as `supervise` has it
+            os.kill(os.getpid(), signal.SIGINT)
+            return stops.status
 
     job = Job(interrupted, succeed)
     assert job.run() == 130
     assert len(job.ran) == 1
+
+
+def test_nobody_goes_on_after_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted(job: Job) -> int:
+        with Stops() as stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert job.says(Word.CLAIM, claim_of(2, 3)) == 0
+            return stops.status
+
+    assert Job(interrupted).run() == 143
+    assert "go on" not in capfd.readouterr().err
+
+
+def test_a_rank_that_gets_a_signal_is_not_the_end() -> None:
+    job = Job(commits(1, then=128 + signal.SIGTERM), succeed)
+    assert job.run() == 0
+    assert len(job.ran) == 2
 
 
 def test_a_signal_between_generations_is_the_end() -> None:
