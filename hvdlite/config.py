@@ -283,6 +283,7 @@ RAY_JOB = "HVDLITE_RAY_JOB"
 WORKER = "HVDLITE_WORKER"
 KEEPER = "HVDLITE_KEEPER"
 END_NOTICES = "HVDLITE_END_NOTICES"
+TO_SAVE = "HVDLITE_TO_SAVE"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
@@ -298,6 +299,7 @@ OTHER_VARIABLES = {
     WORKER: "from `hvdliterun --elastic` to its ranks: the number of the process, which no other one will have",
     KEEPER: "from `hvdliterun --elastic` to ranks under mpirun: where the keeper of their host listens, and a secret",
     END_NOTICES: "from hvdliterun to ranks under mpirun: where they say that they end after a failure",
+    TO_SAVE: "from `hvdliterun --elastic` to ranks that it starts only so that they can save the last commit: why",
     RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
     "HVDLITE_BUILD_JOBS": "in setup.py: how many compilers run at a time",

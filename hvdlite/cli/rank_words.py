@@ -25,6 +25,7 @@ class RankWords:
         anew: all ranks end in order, to be started on other hosts.
         is_at_work: they train, and have not come to the end.
         left: how many go on, after others have died; None: no rank has died.
+        have_failed: ranks end after a failure, and their program may save the last commit before.
     """
 
     def __init__(self, least: int, silence_s: float, grace_s: float) -> None:
@@ -37,7 +38,7 @@ class RankWords:
 
     def begin(self) -> None:
         """Ranks are started."""
-        self.anew = self.is_at_work = self._was_at_work = False
+        self.anew = self.is_at_work = self._was_at_work = self.have_failed = False
         self.left: int | None = None
         self._generation = 1  # the last that has begun
         self._alone_until_s = 0.0
@@ -65,6 +66,7 @@ class RankWords:
                 self.anew = True
                 self._expect_end(self._silence_s + self._grace_s)
             elif word == Word.FAILED and number >= self._generation:
+                self.have_failed = True
                 self._expect_end(self._grace_s)
             elif word == Word.AT_WORK:
                 self.is_at_work = bool(number)
@@ -77,7 +79,7 @@ class RankWords:
         if generation <= self._generation or count < self._least:
             return 0
         self._generation, self.left = generation, count
-        self._end_s = math.inf
+        self._end_s, self.have_failed = math.inf, False
         self._alone_until_s = time.monotonic() + growing_pause_s(_FIRST_S, _LONGEST_S, self._times)
         self._times += 1
         return 1

@@ -26,7 +26,7 @@ from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.supervise import supervise
-from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, WORKER, Config
+from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, TO_SAVE, WORKER, Config
 from hvdlite.doctor import before_mpi
 from hvdlite.end_notice import EndNotices
 from hvdlite.errors import ConfigError, StartupError
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
 
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without what a rank that calls hvdliterun has been told of the job that it is in."""
-    return {name: value for name, value in environ.items() if name not in (WORKER, KEEPER, END_NOTICES)}
+    return {name: value for name, value in environ.items() if name not in (WORKER, KEEPER, END_NOTICES, TO_SAVE)}
 
 
 def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
@@ -230,7 +230,8 @@ def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Map
     elasticity = _elasticity(arguments, launch)
     most = arguments.most or (1 << 30 if arguments.discovery else launch.ranks)
     patience = (config.elastic_timeout_s, config.heartbeat_timeout_s, config.failure_grace_s)
-    limits = kept_job.Limits(elasticity.least, most, elasticity.restarts, *patience)
+    leaves_time = mpirun.leaves_survivors(chosen, launch)
+    limits = kept_job.Limits(elasticity.least, most, elasticity.restarts, *patience, leaves_time)
     here = (Host("localhost", launch.ranks),)
     hosts = launch.hosts or here
     if (missing := launch.ranks - sum(host.slots for host in hosts)) > 0:  # they share cores
@@ -247,11 +248,12 @@ def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Map
         variables.update(keepers.environment)
         return keepers
 
-    def generation(on: Sequence[Host], spared: Callable[[], list[int]], words: RankWords) -> int:
+    def generation(on: Sequence[Host], spared: Callable[[], list[int]], words: RankWords, to_save: str) -> int:
         count = sum(host.slots for host in on)
+        environ = variables | ({TO_SAVE: to_save} if to_save else {})
         now = replace(launch, hosts=() if tuple(on) == here else tuple(on), ranks=count)
-        command = mpirun.build(chosen, now, variables)
-        return _run_mpirun(chosen, now, command, {**variables, **command.environment}, spared, words)
+        command = mpirun.build(chosen, now, environ)
+        return _run_mpirun(chosen, now, command, {**environ, **command.environment}, spared, words)
 
     return kept_job.KeptJob(look, generation, make, limits).run()
 

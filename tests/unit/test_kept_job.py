@@ -69,6 +69,7 @@ class Job:
     Attributes:
         look: the discovery script; by default it prints ``hosts``.
         ran: the hosts of each generation.
+        to_save: why the last one is only to save.
         spared: which children of this process a generation does not end.
     """
 
@@ -79,6 +80,7 @@ class Job:
         most: int = 100,
         restarts: int = 9,
         timeout_s: float = 5.0,
+        leaves_time: bool = True,
     ) -> None:
         self.hosts: Sequence[Host] = [A, B]
         self.look: Callable[[], Sequence[Host]] = lambda: self.hosts
@@ -88,7 +90,7 @@ class Job:
         self.says: OnWord = lambda word, number: 0
         self.words: RankWords
         self._generations = iter(generations)
-        self._limits = Limits(least, most, restarts, timeout_s, silence_s=1.0, grace_s=1.0)
+        self._limits = Limits(least, most, restarts, timeout_s, silence_s=1.0, grace_s=1.0, leaves_time=leaves_time)
 
     def run(self) -> int:
         status = KeptJob(self.look, self._generation, self._make_keepers, self._limits).run()  # type: ignore[arg-type]
@@ -102,8 +104,11 @@ class Job:
         self.says = on_word
         return self.keepers
 
-    def _generation(self, hosts: Sequence[Host], spared: Callable[[], list[int]], words: RankWords) -> int:
+    def _generation(
+        self, hosts: Sequence[Host], spared: Callable[[], list[int]], words: RankWords, to_save: str
+    ) -> int:
         self.ran.append(list(hosts))
+        self.to_save = to_save
         self.spared, self.words = spared, words
         return next(self._generations)(self)
 
@@ -325,9 +330,52 @@ def test_a_signal_between_generations_is_the_end() -> None:
 
 
 def test_it_ends_when_no_restart_is_left(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job(commits(1), commits(2), commits(3, then=7), restarts=2)
+    def fail(job: Job) -> int:
+        job.says(Word.FAILED, 1)
+        return commits(3, then=7)(job)
+
+    job = Job(commits(1), commits(2), fail, restarts=2)
     assert job.run() == 7
     assert "the job ends: it has failed 3 times (--restarts 2)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("leaves_time", [True, False])
+@pytest.mark.parametrize("are_killed", [True, False])
+def test_who_had_no_time_to_save_gets_it_once_more(
+    leaves_time: bool, are_killed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All are killed, or mpirun has killed those that hear of it."""
+
+    def fail(job: Job) -> int:
+        if not are_killed:
+            job.says(Word.FAILED, 1)
+        return commits(3, "b", then=7)(job)
+
+    def save(job: Job) -> int:
+        assert job.to_save == "it has failed 1 times (--restarts 0)"
+        return 1
+
+    job = Job(fail, save, restarts=0, leaves_time=leaves_time)
+    assert job.run() == 7
+    had_time = leaves_time and not are_killed
+    assert job.ran == [[A, B]] + [[A]] * (not had_time)
+    assert ("only to save commit 3" in capfd.readouterr().err) is not had_time
+
+
+def test_who_waits_in_vain_for_other_hosts_may_save() -> None:
+    def save(job: Job) -> int:
+        assert job.to_save == "fewer than --min-np 4 slots on hosts that answer for 0.1 s (HVDLITE_ELASTIC_TIMEOUT)"
+        return 0
+
+    job = Job(commits(3, "b"), save, least=4, timeout_s=0.1)
+    assert job.run() == 1
+    assert job.ran == [[A, B], [A]]
+
+
+def test_nothing_is_saved_where_nothing_is_kept() -> None:
+    job = Job(lambda job: 7, restarts=0)
+    assert job.run() == 7
+    assert len(job.ran) == 1
 
 
 def test_a_script_that_fails_leaves_the_hosts_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:

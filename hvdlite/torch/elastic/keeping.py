@@ -17,6 +17,7 @@ import torch
 
 import hvdlite
 from hvdlite import default_runtime
+from hvdlite.config import TO_SAVE, other_variable
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, UnrecoverableError
 from hvdlite.safekeeping import Safekeeping
 
@@ -81,6 +82,11 @@ def recall(state: Kept) -> None:
         kept: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=False)
     state.take(kept, commits)
     _LOG.info("rank %d takes up commit %d", hvdlite.rank(), commits)
+
+
+def only_to_save() -> str:
+    """Why these ranks shall not train, but may save what is kept; empty where they train."""
+    return other_variable(TO_SAVE)
 
 
 @contextmanager
