@@ -45,7 +45,7 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
-  --elastic                   ranks that die are replaced; by mpirun, all begin anew (docs/elastic.md)
+  --elastic                   the others go on when ranks die, or all begin anew from the last commit (docs/elastic.md)
   --min-np N, --max-np N      the same, and how many ranks there are at least (1), and at most
   --host-discovery-script S   the same; S prints hosts and their slots, a host a line: a:4
   --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
