@@ -40,13 +40,15 @@ while time.monotonic() < end:
     if break_at[0] < hvdlite.size():
         break
 print("through", flush=True)
+if "linger" in sys.argv and hvdlite.rank() == 1:  # the others wait for it at the end of MPI
+    time.sleep(60)
 """
 
 
 class Job:
     """``program`` under hvdliterun on host 0, with a rank on each host."""
 
-    def __init__(self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str]) -> None:
+    def __init__(self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str], *more: str) -> None:
         self.directory = directory
         self._size = len(lab)
         script = directory / "script.py"
@@ -56,7 +58,7 @@ class Job:
         words = [f"{name}={value}" for name, value in variables.items()]
         front = [python_of(mpi), "-m", "hvdlite", "run", "-H", ",".join(f"{name}:1" for name in lab.names)]
         self.process = subprocess.Popen(
-            [*lab.enter(0), "env", *words, *front, str(script), str(directory), str(seconds)],
+            [*lab.enter(0), "env", *words, *front, str(script), str(directory), str(seconds), *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -144,6 +146,19 @@ def test_a_link_that_is_down_for_a_while_is_no_end(hosts: Hosts, mpi: str, tmp_p
     cutter.join()
     assert status == 0, text
     assert text.count("through") == 2, text
+
+
+@pytest.mark.thorough
+def test_a_host_that_is_lost_at_the_end_is_said(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
+    """The others have done their work, and end with that, and with a warning."""
+    lab = hosts(2)
+    job = Job(lab, mpi, tmp_path, 0, IMPATIENT, "linger")
+    cutter = job.when_running(lambda: lab.cut(1))
+    _, text = job.end(60)
+    cutter.join()
+    assert text.count("through") == 2, text
+    assert "WARNING: rank 0 ends, without the others: rank 1 (pid" in text, text
+    assert "node1 does not answer at port 22 any more" in text, text
 
 
 def test_packets_that_are_too_large_for_the_way_are_recognised(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
