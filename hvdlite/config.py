@@ -230,6 +230,12 @@ class Config:
         return cls(**values)
 
 
+def has_setting(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether ``environ`` says what the setting ``name`` of `Config` is."""
+    (names,) = (item.metadata["names"] for item in fields(Config) if item.name == name)
+    return _first_set(environ, names) is not None
+
+
 class Tunable(NamedTuple):
     """The settings of `Config` that may change while a job runs, between two operations on all ranks alike."""
 

@@ -26,7 +26,7 @@ from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.supervise import supervise
-from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, TO_SAVE, WORKER, Config
+from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.doctor import before_mpi
 from hvdlite.end_notice import EndNotices
 from hvdlite.errors import ConfigError, StartupError
@@ -82,6 +82,8 @@ _LOST_HOST = (
 
 
 _ELASTIC_RESTARTS = 10
+# Of elastic jobs, to which it does little harm if a host is given up that would have come back.
+_SHORT_HEARTBEATS = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6"}
 _QUESTIONS = frozenset({"check-build", "cb", "version"})
 _SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json", "elastic"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
@@ -144,6 +146,9 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
                 arguments.hosts = found
         settings = arguments.effects.settings
         environ = {**_outside(environment.variables()), **settings}
+        if arguments.is_elastic and not has_setting("heartbeat_timeout_s", environ):
+            settings |= _SHORT_HEARTBEATS
+            environ |= _SHORT_HEARTBEATS
         launch = replace(launch_of(arguments, environ), outlives_ranks=arguments.is_elastic)
         launch = replace(launch, goes_on=arguments.is_elastic and launch.scheduled_hosts == 1)
         if "doctor" in arguments.switches and launch.host_count > 1:
