@@ -445,8 +445,6 @@ _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
     "step with checks / without": _checks,
     "elastic: from a death to the next step": _recovery,
     "network of 4 hosts examined": _examined,
-    "elastic: from a death to the next step": _recovery,
-    "network of 4 hosts examined": _examined,
     "tensor parallelism: all-gather and matmul / the matmul alone": _split(
         "tensor_parallel", "all-gather, matmul", ("dtype",)
     ),
