@@ -269,6 +269,30 @@ def _checks(reports: Reports) -> Iterator[Figure]:
         yield _figure(f"{model}, state every 10 steps", found["state, every 10"], 1.10)
 
 
+# What is lost, and found again.
+
+_RECOVERY_S = {
+    "one node, without MPI": 5.0,
+    "one node, Open MPI": 5.0,
+    "a host lost, Open MPI": 15.0,
+    "begins anew, MPICH": 30.0,
+}
+
+
+def _recovery(reports: Reports) -> Iterator[Figure]:
+    """The longest of each kind."""
+    for name in ("recovery", "recovery_mpich"):
+        for what, found in reports.get(name, {}).get("seconds", {}).items():
+            yield _figure(f"{what}, s", max(found), _RECOVERY_S[what])
+
+
+def _examined(reports: Reports) -> Iterator[Figure]:
+    report = reports.get("links_examined", {})
+    for key, label, limit in (("doctor_s", "hvdliterun --doctor, s", 10.0), ("probe_s", "in hvd.init(), s", 0.2)):
+        if key in report:
+            yield _figure(label, max(report[key]), limit)
+
+
 # Costs.
 
 _WHERE = {"costs": "one node", "costs_hosts": "two hosts"}
@@ -463,6 +487,8 @@ _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {
     "2 hosts, 1 Gbit/s: communication hidden behind backward": _hidden,
     "step with the timeline on / off": _timeline,
     "step with checks / without": _checks,
+    "elastic: from a death to the next step": _recovery,
+    "network of 4 hosts examined": _examined,
     "tensor parallelism: all-gather and matmul / the matmul alone": _split(
         "tensor_parallel", "all-gather, matmul", ("dtype",)
     ),

@@ -230,6 +230,12 @@ class Config:
         return cls(**values)
 
 
+def has_setting(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether ``environ`` says what the setting ``name`` of `Config` is."""
+    (names,) = (item.metadata["names"] for item in fields(Config) if item.name == name)
+    return _first_set(environ, names) is not None
+
+
 class Tunable(NamedTuple):
     """The settings of `Config` that may change while a job runs, between two operations on all ranks alike."""
 
@@ -282,6 +288,8 @@ SIZE = "HVDLITE_SIZE"
 RAY_JOB = "HVDLITE_RAY_JOB"
 WORKER = "HVDLITE_WORKER"
 KEEPER = "HVDLITE_KEEPER"
+END_NOTICES = "HVDLITE_END_NOTICES"
+TO_SAVE = "HVDLITE_TO_SAVE"
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",
@@ -296,6 +304,8 @@ OTHER_VARIABLES = {
     SIZE: "likewise: how many ranks there are",
     WORKER: "from `hvdliterun --elastic` to its ranks: the number of the process, which no other one will have",
     KEEPER: "from `hvdliterun --elastic` to ranks under mpirun: where the keeper of their host listens, and a secret",
+    END_NOTICES: "from hvdliterun to ranks under mpirun: where they say that they end after a failure",
+    TO_SAVE: "from `hvdliterun --elastic` to ranks that it starts only so that they can save the last commit: why",
     RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",
     "HVDLITE_TORCH": "in tools/environment.py: what to install as torch, in pip's words",
     "HVDLITE_BUILD_JOBS": "in setup.py: how many compilers run at a time",

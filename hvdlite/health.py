@@ -9,6 +9,7 @@ from typing import Protocol
 
 from hvdlite import _native
 from hvdlite.config import Config
+from hvdlite.end_notice import say_end
 from hvdlite.errors import CollectiveError, HorovodInternalError, RankFailedError, StallError, is_known_everywhere
 from hvdlite.launched import LauncherProcess
 from hvdlite.node import Node
@@ -139,12 +140,14 @@ class Health:
         is_news = rank != self._rank and not self._is_closing
         self.was_logged = is_news and _LOG.isEnabledFor(logging.ERROR)  # in a moment, and known before anybody asks
         failure = StallError(text) if rank == _STALL else RankFailedError(rank, text)
+        ends = False
         with self._lock:
             self.failure = failure
             self.failed_rank = None if rank == _STALL else rank
             mortals = list(self._mortals)
             if not self._is_closing and rank != _STALL:  # all ranks live, and one that is late may still come
                 grace_s, setting = self._config.failure_grace_s, "HVDLITE_FAILURE_GRACE_SECONDS"
+                ends = not self.recovers
                 if self.recovers:
                     grace_s, setting = self._config.elastic_timeout_s, "HVDLITE_ELASTIC_TIMEOUT"
                 self._last_words = _native.Deadline(
@@ -156,6 +159,8 @@ class Health:
         self._is_known.set()
         for mortal in mortals:  # none yet when a rank dies during the start
             mortal.fail(failure)
+        if ends:
+            say_end()
         if is_news:
             _LOG.error("%s", text.splitlines()[0])
         self._was_said.set()

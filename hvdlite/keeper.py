@@ -44,6 +44,7 @@ class Word(IntEnum):
     ANEW = 7  # a rank, and on to hvdliterun: the ranks end in order, to be started on other hosts
     AT_WORK = 8  # likewise: the ranks train, 1, or have trained to the end, 0
     CLAIM = 9  # likewise: ranks want to go on without others, see `claim_of`; answered with 1 or 0
+    FAILED = 10  # likewise: the ranks of this generation end after a failure, to be started anew
 
 
 def claim_of(generation: int, count: int) -> int:
@@ -122,7 +123,7 @@ class Keeper:
                 socket.send_fds(link, [MESSAGE.pack(Word.HOLDS, number)], kept)
             elif word == Word.NEWS:
                 link.sendall(MESSAGE.pack(Word.NEWS, self._news))
-            elif word in (Word.ANEW, Word.AT_WORK, Word.CLAIM):
+            elif word in (Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.FAILED):
                 with self._lock:
                     self._head.sendall(MESSAGE.pack(word, number))
                 link.sendall(MESSAGE.pack(word, self._granted.get() if word == Word.CLAIM else 0))

@@ -134,7 +134,8 @@ class ProcessHooks:
         runtime = self.runtime
         has_been_said = runtime is not None and error is runtime.failure and runtime.failure_was_logged
         tracebacks.show(error, trace, self._previous_hook, has_been_said=has_been_said)
-        if runtime is not None and isinstance(error, ShutDownError) and not (runtime.closed or self.in_child):
+        has_left = isinstance(error, ShutDownError) or isinstance(error.__cause__, ShutDownError)  # as elastic.run says
+        if runtime is not None and has_left and not (runtime.closed or self.in_child):
             runtime.fail(error)  # the rank that has left waits for the others at its end, in vain
             time.sleep(_RANK_0_FIRST_S)  # the exit status of the job shall be that rank's
 

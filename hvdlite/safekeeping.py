@@ -61,6 +61,10 @@ class Safekeeping:
         """Tell hvdliterun that the ranks end in order now, to be started on other hosts."""
         self._ask(Word.ANEW)
 
+    def say_failed(self, generation: int) -> None:
+        """Tell hvdliterun that the ranks of ``generation`` end now, as one has failed and they cannot go on."""
+        self._ask(Word.FAILED, generation)
+
     def claim(self, number: int, count: int) -> bool:
         """Whether hvdliterun lets ``count`` ranks go on as generation ``number``, after others have died."""
         return bool(self._ask(Word.CLAIM, claim_of(number, count))[0])

@@ -1,8 +1,9 @@
 """How ranks that hear of a failure find out who of them lives, and agree on it: by messages, each with a time limit.
 
-Each calls all others as soon as it hears of the failure, on a thread that has nothing else to do. The main threads come
-later, when they are through with what they do: then they ask the first rank that lives to be in the next generation. It
-waits for all that have called, leaves out who is silent, and tells the others who is in. If it dies, they ask the next.
+Each calls all others as soon as it hears of the failure, and again and again, on a thread that has nothing else to do.
+The main threads come later, when they are through with what they do: then they ask the first rank that lives to be in
+the next generation. It waits for all that call, leaves out who is silent, and tells the others who is in. If it dies,
+they ask the next.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ class SurvivorMeeting:
 
     Args:
         silence_s: who has not called within it is dead, or out of reach.
-        patience_s: for so long who has called is waited for: it may have to come to the end of what it does.
+        quiet_s: who has called, and does not call again for so long, has died since, or is stopped.
+        patience_s: for so long who calls is waited for: it may have to come to the end of what it does.
     """
 
-    def __init__(self, messages: Messages, number: int, silence_s: float, patience_s: float) -> None:
+    def __init__(self, messages: Messages, number: int, silence_s: float, quiet_s: float, patience_s: float) -> None:
         self._messages = messages
         self._number = number
         self._silence_s = silence_s
+        self._quiet_s = quiet_s
         self._patience_s = patience_s
         self._since_s = time.monotonic()
-        self._have_called: set[int] = set()
+        self._calls: dict[int, float] = {}  # when each has called last
 
     def members(self, own: int, living: Sequence[int], refusal: Callable[[int], str]) -> tuple[int, ...]:
         """Who is in the generation, in the order of ``living``.
@@ -102,13 +105,13 @@ class SurvivorMeeting:
         return None
 
     def _is_given_up(self, other: int) -> bool:
-        waited_s = time.monotonic() - self._since_s
-        if other not in self._have_called:
-            if self._messages.receive(other, call_to(self._number)) is not None:
-                self._have_called.add(other)
-            elif waited_s > self._silence_s:
-                return True
-        return waited_s > self._patience_s
+        now = time.monotonic()
+        waited_s = now - self._since_s
+        if self._messages.receive(other, call_to(self._number)) is not None:
+            self._calls[other] = now
+        if other not in self._calls:
+            return waited_s > self._silence_s
+        return waited_s > self._patience_s or now - self._calls[other] > self._quiet_s
 
     def _key(self, what: str) -> str:
         return f"{what} {self._number}"

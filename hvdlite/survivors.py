@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from hvdlite.surviving_ranks import Medium, SurvivingRanks
 from hvdlite.survivor_meeting import SurvivorMeeting, call_to
 
 _SPREAD_S = 1.0  # how long news of a failure are on their way
+_CALL_S = 1.0  # between two calls
 _MEETING_SHARE = 0.8  # of the time for the start, as elsewhere
 
 Claim = Callable[[int, int], bool]
@@ -46,7 +47,8 @@ class Survivors:
         self._claim = claim
         self._lifeline: Lifeline | None = None
         self._medium: Medium | None = None
-        self._called = 1  # the number of the generation to which this rank has called the others
+        self._called = 1  # the number of the generation to which this rank calls the others, or has called them
+        self._has_met = threading.Event()  # since then
         self._ends: dict[int, int] = {}  # pidfds of workers on this machine
         self._left_out: list[int] = []  # those of them that are no workers any more
 
@@ -87,7 +89,10 @@ class Survivors:
         if failed is not None and old.workers[failed] == self.worker:
             self.is_left_out = True
             raise StartupError("the others have given this rank up")
-        members = self._agree(self._lifeline, old, None if failed is None else old.workers[failed])
+        try:
+            members = self._agree(self._lifeline, old, None if failed is None else old.workers[failed])
+        finally:
+            self._has_met.set()
         self._see_to_end(set(old.workers) - set(members))
         self.generation = Generation(old.number + 1, members, has_newcomers=False)
         return self.generation
@@ -126,13 +131,16 @@ class Survivors:
                 signal.pidfd_send_signal(end, signal.SIGKILL)
 
     def _call(self) -> None:
+        """Call the others, until this rank has met them or cannot go on."""
         generation = self.generation
         if self._lifeline is None or generation is None or self._called > generation.number:
             return
         self._called = generation.number + 1
-        for worker in generation.workers:
-            if worker != self.worker:
-                self._lifeline.send(worker, call_to(self._called), b"")
+        self._has_met = threading.Event()
+        others = [worker for worker in generation.workers if worker != self.worker]
+        call = self._lifeline, others, call_to(self._called)
+        _send_to_all(*call)
+        threading.Thread(target=_go_on_calling, args=(*call, self._has_met), name="hvdlite call", daemon=True).start()
 
     def _agree(self, lifeline: Lifeline, old: Generation, dead: int | None) -> tuple[int, ...]:
         """The workers of the next generation."""
@@ -141,7 +149,7 @@ class Survivors:
         silence_s = _SPREAD_S + 2 * min(2.0, config.heartbeat_timeout_s / 4)
         number = old.number + 1
         self._call()
-        meeting = SurvivorMeeting(lifeline, number, silence_s, config.elastic_timeout_s)
+        meeting = SurvivorMeeting(lifeline, number, silence_s, config.heartbeat_timeout_s, config.elastic_timeout_s)
         living = [worker for worker in old.workers if worker != dead]
         return meeting.members(self.worker, living, lambda count: self._refusal(number, count))
 
@@ -167,3 +175,13 @@ class Survivors:
         timer = threading.Timer(Config.from_env().failure_grace_s, self.close)
         timer.daemon = True
         timer.start()
+
+
+def _send_to_all(lifeline: Lifeline, workers: Sequence[int], key: str) -> None:
+    for worker in workers:
+        lifeline.send(worker, key, b"")
+
+
+def _go_on_calling(lifeline: Lifeline, workers: Sequence[int], key: str, has_met: threading.Event) -> None:
+    while not has_met.wait(_CALL_S):
+        _send_to_all(lifeline, workers, key)

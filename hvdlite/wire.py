@@ -12,7 +12,7 @@ SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 SHORTAGE_S = 0.05
 """Between two tries then: a connection that waits to be taken calls again at once, and would take a core."""
 
-_CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
+CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
 
 
 def is_ours(link: socket.socket) -> bool:
@@ -27,9 +27,7 @@ def process_of(link: socket.socket) -> int:
 
 def _peer(link: socket.socket) -> tuple[int, int, int]:
     """Process, user and group at the other end."""
-    process, user, group = _CREDENTIALS.unpack(
-        link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
+    process, user, group = CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return process, user, group
 
 

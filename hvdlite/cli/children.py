@@ -21,6 +21,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 class Stops:
     """Within the ``with`` block Ctrl-C, TERM and HUP are noted, and orphans below this process become its children.
 
+    What was noted in a block within another is noted in that one too.
+
     Attributes:
         wake: a file descriptor that becomes readable when a signal comes.
     """
@@ -36,6 +38,8 @@ class Stops:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
             numbers.append(signal.SIGHUP)
         self._previous: dict[int, Any] = {number: signal.signal(number, self._note) for number in numbers}
+        outer = getattr(self._previous[signal.SIGINT], "__self__", None)
+        self._outer = outer if isinstance(outer, Stops) else None
         self._previous_wakeup = signal.set_wakeup_fd(self._waker)
         return self
 
@@ -59,6 +63,8 @@ class Stops:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._numbers.append(number)
+        if self._outer is not None:
+            self._outer._note(number, frame)
 
 
 def sweep(hurry: Callable[[], bool], spared: Collection[int] = ()) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from hvdlite.cli import ranks
-from hvdlite.cli.children import Ending, Stops, how_ended, shell_status, sweep
+from hvdlite.cli.children import Ending, Stops, how_ended, is_stopped, shell_status, sweep
 from hvdlite.cli.discovery import Discovery
 from hvdlite.config import MEETING_POINT, WORKER, Config
 from hvdlite.errors import ConfigError, StartupError
@@ -37,6 +38,7 @@ _TWICE = (
     f"{WORKER} and {MEETING_POINT} in its environment"
 )
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before a seat gets another process, if the last one was never a rank
+_LOOK_S = 1.0  # between two looks at who is waited for
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,8 @@ class _ElasticJob:
         self._were_never_ranks: Counter[int] = Counter()  # processes in a row, by seat
         self._due: dict[int, float] = {}  # when seats get another process
         self._limits: dict[int, float] = {}  # when workers for whom others wait are ended
+        self._stopped: dict[int, float] = {}  # of those that are stopped, and since when
+        self._looked_s = -math.inf
         self._patience_ends = math.inf  # of those that wait for enough others
         self._told = 0  # news of which members know
         self._seats = count
@@ -246,7 +250,16 @@ class _ElasticJob:
         """It is no rank any more, and has nothing that others lack; nobody takes its place."""
         self._leaving.add(number)
         self._roster.remove(number)
-        self._workers[number].child.kill()
+        self._kill(number)
+
+    def _kill(self, number: int) -> None:
+        """With all of its process group: a rank may be below the process that was started, and be stopped."""
+        child = self._workers[number].child
+        with suppress(ProcessLookupError):  # it has ended
+            if os.getpgid(child.pid) == child.pid:
+                os.killpg(child.pid, signal.SIGKILL)
+            else:
+                child.kill()
 
     def _note_end(self, number: int, ended: int) -> None:
         self._selector.unregister(ended)
@@ -329,10 +342,12 @@ class _ElasticJob:
         """How long some wait for others."""
         timeout_s = self._config.elastic_timeout_s
         self._limits = {number: self._limits.get(number, now + timeout_s) for number in self._roster.late}
+        self._note_stopped(now)
         for number in [number for number, limit_s in self._limits.items() if limit_s <= now]:
-            self._say(f"{self._name(number)} did not come to the others after a failure, and is ended")
+            why = "is stopped, and does not" if number in self._stopped else "did not"
+            self._say(f"{self._name(number)} {why} come to the others after a failure, and is ended")
             self._limits[number] = math.inf
-            self._workers[number].child.kill()
+            self._kill(number)
         if not self._roster.is_short:
             self._patience_ends = math.inf
         elif self._patience_ends == math.inf:
@@ -340,10 +355,23 @@ class _ElasticJob:
         elif now >= self._patience_ends:
             self._end(f"too few ranks have come within {timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT)")
 
+    def _note_stopped(self, now: float) -> None:
+        """Who is stopped while others wait for it does not come: their heartbeats, which find it else, have ended."""
+        if now - self._looked_s > 2 * _LOOK_S:  # this process did not run, as perhaps nobody did
+            self._stopped.clear()
+        self._looked_s = now
+        late = [number for number in self._roster.late if is_stopped(self._processes[number])]
+        self._stopped = {number: self._stopped.get(number, now) for number in late}
+        for number, since_s in self._stopped.items():
+            if self._limits[number] < math.inf:  # it was not killed already
+                self._limits[number] = min(self._limits[number], since_s + self._config.heartbeat_timeout_s)
+
     def _sleep_s(self) -> float | None:
         """Until something is due; None: nothing is."""
-        first = min([*self._due.values(), *self._limits.values(), self._patience_ends, self._ending.due_s])
-        return None if first == math.inf else max(0.0, first - time.monotonic())
+        now = time.monotonic()
+        look_s = now + _LOOK_S if self._roster.late else math.inf
+        first = min([*self._due.values(), *self._limits.values(), self._patience_ends, self._ending.due_s, look_s])
+        return None if first == math.inf else max(0.0, first - now)
 
     # The end.
 

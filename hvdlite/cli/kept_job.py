@@ -5,7 +5,6 @@ A generation is one mpirun. The keepers of the hosts outlive it (`hvdlite.keeper
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import time
@@ -23,17 +22,15 @@ from hvdlite.keeper import Word
 from hvdlite.membership import ADDED, REMOVED
 from hvdlite.naps import growing_pause_s
 
-INTERRUPTED = frozenset(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
-"""Exit statuses after which nothing is started again."""
 _LOOK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
 _FROM_THE_BEGINNING = "the beginning, as no host that answers has a commit"
 
-Generation = Callable[[Sequence[Host], Callable[[], list[int]], Callable[[], bool]], int]
+Generation = Callable[[Sequence[Host], Callable[[], list[int]], RankWords, str], int]
 """Runs ranks on these hosts to their end; returns the exit status.
 
-It is also given what says, once the ranks have ended, which children are none of theirs; and whether ranks have said
-that they have come to their end.
+It is also given what says, once the ranks have ended, which children are none of theirs; what ranks have said; and why
+they shall not train, but may only save the last commit, empty otherwise.
 """
 
 
@@ -45,12 +42,17 @@ class Limits:
         least, most: how many ranks there are.
         restarts: how many generations may follow one that has failed.
         timeout_s: how long to wait for enough hosts.
+        silence_s, grace_s: see `RankWords`.
+        leaves_time: whether ranks have time to save when another one has failed.
     """
 
     least: int
     most: int
     restarts: int
     timeout_s: float
+    silence_s: float
+    grace_s: float
+    leaves_time: bool
 
 
 class KeptJob:
@@ -76,22 +78,29 @@ class KeptJob:
         self._avoided = Avoided()
         self._hosts: Sequence[Host] = ()
         self._said = ""
-        self._words = RankWords(limits.least)
+        self._stops = Stops()
+        self._words = RankWords(limits.least, limits.silence_s, limits.grace_s)
 
     def run(self) -> int:
         """Returns the exit status: that of the last generation, or 128 + n after signal n to this process."""
-        with Stops() as stops, closing(self._make_keepers(self._hear)) as keepers:
+        with self._stops as stops, closing(self._make_keepers(self._hear)) as keepers:
             failures, idle, committed = 0, 0, 0
             while True:
                 chosen = self._gather(keepers, stops)
                 if stops:
                     return stops.status
                 if not chosen:
+                    least, timeout_s = self._limits.least, self._limits.timeout_s
+                    self._end(
+                        f"fewer than --min-np {least} slots on hosts that answer for {timeout_s:g} s "
+                        "(HVDLITE_ELASTIC_TIMEOUT)",
+                        keepers,
+                    )
                     return 1
                 status = self._run_generation(keepers, chosen)
                 lost = self._find_lost(keepers, chosen)
-                if status in INTERRUPTED:
-                    return status
+                if stops:
+                    return stops.status
                 if self._words.anew:
                     self._say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
                     continue
@@ -101,7 +110,7 @@ class KeptJob:
                     return status
                 failures += 1
                 if failures > self._limits.restarts:
-                    self._say(f"the job ends: it has failed {failures} times (--restarts {self._limits.restarts})")
+                    self._end(f"it has failed {failures} times (--restarts {self._limits.restarts})", keepers)
                     return status
                 newest = max(keepers.kept.values(), default=0)
                 idle = 0 if newest > committed else idle + 1
@@ -123,10 +132,6 @@ class KeptJob:
             if stops or slots >= least:
                 return chosen
             if time.monotonic() >= deadline_s:
-                self._say(
-                    f"the job ends: fewer than --min-np {least} slots on hosts that answer for {timeout_s:g} s "
-                    "(HVDLITE_ELASTIC_TIMEOUT)"
-                )
                 return []
             if not waits:
                 self._say(
@@ -148,7 +153,16 @@ class KeptJob:
         kept = keepers.kept
         return choose([host for host in usable if host.name in kept], self._limits.most, kept)
 
-    def _run_generation(self, keepers: Keepers, chosen: Sequence[Host]) -> int:
+    def _end(self, why: str, keepers: Keepers) -> None:
+        """Say why the job ends; ranks that had no time to save the last commit are started once more to do so."""
+        self._say(f"the job ends: {why}")
+        newest = max(keepers.kept.values(), default=0)
+        had_time = self._limits.leaves_time and self._words.have_failed
+        if newest and not had_time and (chosen := self._choose(keepers)):
+            self._say(f"ranks are started once more, only to save commit {newest}, which is kept in memory")
+            self._run_generation(keepers, chosen, why)
+
+    def _run_generation(self, keepers: Keepers, chosen: Sequence[Host], to_save: str = "") -> int:
         self._words.begin()
         keepers.tell(Word.BEGIN)
         is_over = threading.Event()
@@ -162,11 +176,13 @@ class KeptJob:
             return keepers.processes
 
         try:
-            return self._generation(chosen, end_watch, lambda: self._words.is_over)
+            return self._generation(chosen, end_watch, self._words, to_save)
         finally:
             end_watch()
 
     def _hear(self, word: Word, number: int) -> int:
+        if word == Word.CLAIM and self._stops:
+            return 0
         answer = self._words.hear(word, number)
         if word == Word.CLAIM and answer:
             self._say(f"ranks have failed; {self._words.left} go on from the last commit")

@@ -7,21 +7,38 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from hvdlite import connections, environment
 from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
+from hvdlite.connections import Connection
 
 OUTLIVES_S = 3.0  # a launcher its ranks
 _LOOK_S = 0.5
+_WORDS_S = 1.0  # between two looks at what ranks have said
 _PROBE_S = 3.0
 _MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of ranks, by mpirun of Open MPI, and of MPICH and its kin
+_LONGEST_CALL_LOOK_S = 60.0
 _MOST_HOSTS = 32  # daemons on more connect to one another, not all to mpirun
+
+
+class Words(Protocol):
+    """What ranks have said to hvdliterun."""
+
+    @property
+    def is_over(self) -> bool:
+        """That they have come to the end, whatever becomes of others."""
+
+    @property
+    def are_late(self) -> bool:
+        """That they end, so long ago that all should have."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +50,26 @@ class Expected:
         is_local: whether all ranks are on this machine.
         start_timeout_s: until then ranks have started.
         ssh_port: where other hosts were reached.
-        is_over: whether ranks have said that they have come to the end, whatever becomes of others.
+        words: None where ranks may go on after a failure, and nobody hears of it.
     """
 
     hosts: tuple[Host, ...]
     is_local: bool
     start_timeout_s: float
     ssh_port: int = 22
-    is_over: Callable[[], bool] = lambda: False
+    words: Words | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.words is not None and self.words.is_over
 
 
 class LauncherWatch:
     """Looks at the processes below a launcher that has just been started.
 
     Ranks on other hosts are out of its sight. So where there are other hosts, only evidence against one of them ends
-    the launcher: connections that the kernel has not got through, or a daemon that has never called.
+    the launcher: connections that the kernel has not got through, a daemon that has never called, or ranks that
+    have said that they end, and yet it does not.
 
     Args:
         selector: hears of the ends of ranks; each has its process id as data.
@@ -66,6 +88,8 @@ class LauncherWatch:
         self._ended_s: float | None = None  # when the last rank has
         self._running: set[int] = set()
         self._silent_before: list[str] = []
+        self._have_called: set[str] = set()  # other hosts whose daemons have been connected to this one
+        self._call_look_s = _LOOK_S
         self.next_look_s = self._began_s + _LOOK_S
         self.statuses: list[int] = []
         self.suspicion = ""
@@ -74,12 +98,17 @@ class LauncherWatch:
         """Why the launcher should not be waited for any longer; None where it may still come to its end."""
         now = time.monotonic()
         self.next_look_s = now + _LOOK_S
-        for pid in self._find_ranks():
-            self._running.add(pid)
-            self.suspicion = ""
-            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        words = self._expected.words
+        if words is not None and words.are_late:
+            silent = self._silence() or self._unanswered(self._others)
+            return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"
+        if not self._running:
+            for pid in self._find_ranks():
+                self._running.add(pid)
+                self.suspicion = ""
+                self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
         if self._running:
-            self.next_look_s = math.inf
+            self.next_look_s = now + min(math.inf if words is None else _WORDS_S, self._look_for_calls())
             return None
         if self._ended_s is not None:
             return self._explain_outliving(now - self._ended_s)
@@ -107,7 +136,7 @@ class LauncherWatch:
     def _explain_outliving(self, since_s: float) -> str | None:
         if since_s < OUTLIVES_S:
             return None
-        if self._expected.is_local or (self._expected.is_over() and since_s > self._expected.start_timeout_s):
+        if self._expected.is_local or (self._expected.is_over and since_s > self._expected.start_timeout_s):
             return f"mpirun has not ended {since_s:.0f} s after its last rank"
         silent = self._silence() or self._unreachable() or lost_frames.complaints(self._others)
         return f"mpirun has not ended {since_s:.0f} s after its last rank here{_listed(silent)}" if silent else None
@@ -124,25 +153,44 @@ class LauncherWatch:
     def _others(self) -> list[str]:
         return [host.name for host in self._expected.hosts if not is_this_machine(host)]
 
+    def _look_for_calls(self) -> float:
+        """Note which hosts' daemons are connected now; returns after how many seconds to do so again."""
+        others = {*self._others}
+        if self._have_called >= others:
+            return math.inf
+        links = self._links()
+        self._have_called |= others if self._all_came(links) else {name for name in others if _is_open(name, links)}
+        self._call_look_s = min(2 * self._call_look_s, _LONGEST_CALL_LOOK_S)
+        return self._call_look_s
+
+    def _links(self) -> list[Connection]:
+        return connections.of_processes([self._pid, *children_of(self._pid)])
+
+    def _all_came(self, links: Sequence[Connection]) -> bool:
+        """Whether all other hosts have called; their connections may come from any of their addresses."""
+        peers = {link.peer for link in links if link.is_open and not link.peer.startswith("127.")}
+        return len(peers) >= len(self._others) or len(self._others) > _MOST_HOSTS
+
     def _silence(self) -> list[str]:
         """What is wrong with other hosts, host by host, as far as it shows here."""
-        links = connections.of_processes([self._pid, *children_of(self._pid)])
+        links = self._links()
         others = self._others
         if not others:
             return connections.complaints(links)
-        peers = {link.peer for link in links if link.is_open and not link.peer.startswith("127.")}
-        all_came = len(peers) >= len(others) or len(others) > _MOST_HOSTS
+        all_came = self._all_came(links)
         found = []
         for name in others:
             try:
-                addresses = {info[4][0] for info in socket.getaddrinfo(name, None)}
+                addresses = _addresses(name)
             except OSError:
                 found.append(f"{name}: this name is not known here; check it, /etc/hosts and DNS")
                 continue
             own = [link for link in links if link.peer in addresses]
-            if wrong := connections.complaints(own):
+            if any(link.is_stuck for link in own) and (elsewhere := self._explain_stuck(name)):
+                found.append(elsewhere)
+            elif wrong := connections.complaints(own):
                 found.append(f"{name}: {'; '.join(wrong)}")
-            elif not all_came and not any(link.is_open for link in own):
+            elif not all_came and name not in self._have_called and not any(link.is_open for link in own):
                 found.append(
                     f"{name}: mpirun's daemon there has not called this machine; check that no firewall drops "
                     "connections between the hosts on any port, that the host has the program at the same path, and "
@@ -154,16 +202,29 @@ class LauncherWatch:
     def _unreachable(self) -> list[str]:
         """Hosts that were reached by ssh, and that do not even refuse a connection now; asked once in a while."""
         self.next_look_s = time.monotonic() + _PROBE_S
-        others = self._others
-        with ThreadPoolExecutor(max_workers=len(others) or 1) as pool:
-            answers = pool.map(lambda name: _answers(name, self._expected.ssh_port), others)
-        silent = [name for name, answers_now in zip(others, answers, strict=True) if not answers_now]
-        again = [name for name in silent if name in self._silent_before]
+        silent = self._unanswered(self._others)
+        again = [text for text in silent if text in self._silent_before]
         self._silent_before = silent
+        return again
+
+    def _unanswered(self, names: Sequence[str]) -> list[str]:
+        """Complaints about those that do not even refuse a connection now."""
         port = self._expected.ssh_port
+        with ThreadPoolExecutor(max_workers=len(names) or 1) as pool:
+            answers = pool.map(lambda name: _answers(name, port), names)
         return [
-            f"{name} does not answer at port {port} any more: check that it is up, and its network" for name in again
+            f"{name} does not answer at port {port} any more: check that it is up, and its network"
+            for name, answers_now in zip(names, answers, strict=True)
+            if not answers_now
         ]
+
+    def _explain_stuck(self, name: str) -> str:
+        """What is wrong with a host to which bytes get lost, unless it is what they look like: too large a frame."""
+        if unanswered := self._unanswered([name]):
+            return unanswered[0]
+        if lost_frames.full_ones_arrive(name):
+            return f"{name}: bytes sent to it were lost, and it is there now: its link was down for a while"
+        return ""
 
     def _find_ranks(self) -> list[int]:
         """Processes below the launcher that are ranks on this machine; not what they have started."""
@@ -181,7 +242,21 @@ class LauncherWatch:
         return found
 
 
+def _addresses(name: str) -> set[str]:
+    """Of a host; raises OSError where it has none."""
+    return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+
+
+def _is_open(name: str, links: Sequence[Connection]) -> bool:
+    """Whether one of ``links`` is a connection with a host."""
+    with suppress(OSError):
+        return any(link.is_open for link in links if link.peer in _addresses(name))
+    return False
+
+
 def _listed(silent: Sequence[str]) -> str:
+    if not silent:
+        return ""
     return "".join(["; what is wrong, as seen from here:", *(f"\n  {text}" for text in silent)])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE, _IP_MTU = (
     10,
@@ -27,17 +28,32 @@ def complaints(hosts: Sequence[str]) -> list[str]:
         return [text for text in pool.map(_complaint, hosts) if text]
 
 
+def full_ones_arrive(host: str) -> bool:
+    """Whether the largest frames that this end sends get to ``host``, and their answers back; takes 2 s at most."""
+    with suppress(OSError), _probe_of(host) as probe:
+        return _arrives(probe, probe.getsockopt(socket.IPPROTO_IP, _IP_MTU))
+    return False
+
+
+def _probe_of(host: str) -> socket.socket:
+    """Raises OSError."""
+    with ExitStack() as on_failure:
+        probe = on_failure.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+        probe.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
+        probe.settimeout(_ANSWER_S)
+        probe.connect((host, _PORT))
+        on_failure.pop_all()
+        return probe
+
+
 def _complaint(host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
-            probe.settimeout(_ANSWER_S)
-            probe.connect((host, _PORT))
+    try:
+        with _probe_of(host) as probe:
             mtu = probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)
             if not _arrives(probe, _SMALL_BYTES) or _arrives(probe, mtu):
                 return ""
-        except OSError:  # nothing can be said
-            return ""
+    except OSError:  # nothing can be said
+        return ""
     return (
         f"{host}: frames of {_SMALL_BYTES} bytes arrive, and full ones of {mtu}, as this host sends them, are lost: "
         f"check that the MTU is the same on all hosts and on the way (ping -M do -s {mtu - _HEADERS_BYTES} {host})"

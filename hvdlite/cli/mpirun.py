@@ -128,6 +128,18 @@ def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command
     return Command(argv, added, notes)
 
 
+def leaves_survivors(mpirun: Mpirun, launch: Launch) -> bool:
+    """Whether ranks of ``launch``, which shall be left alone when one of them dies, are by this mpirun."""
+    given = _Given(launch.options, {})
+    return launch.outlives_ranks and mpirun.mpi is Mpi.OPEN_MPI and not given.option("disable-recovery")
+
+
+def ends_together(launch: Launch) -> bool:
+    """Whether a rank that fails is the end of all: else the others may go on, by the user's options or hvdliterun's."""
+    words = _Given(launch.options, {})
+    return not (launch.outlives_ranks or words.option("enable-recovery", "with-ft", "disable-auto-cleanup"))
+
+
 def _ssh_settings(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
     """The variable by which this mpirun learns of ``launch.ssh``, with what is in it already."""
     if not launch.ssh:
@@ -160,7 +172,7 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
         arguments += ["--host", _host_list(launch.hosts)]
     if not given.option("oversubscribe", "nooversubscribe"):
         arguments.append("--oversubscribe")
-    if launch.outlives_ranks and not given.option("enable-recovery", "disable-recovery"):
+    if leaves_survivors(mpirun, launch) and not given.option("enable-recovery"):
         arguments.append("--enable-recovery")  # else it ends the others within 0.3 s
     goes_on = launch.goes_on and new and not given.option("with-ft")
     if goes_on:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -9,6 +10,7 @@ from hvdlite.keeper import Word, claimed_by
 from hvdlite.naps import growing_pause_s
 
 _FIRST_S, _LONGEST_S = 10.0, 600.0  # how long ranks that go on without others are left alone
+_END_S = 3.0  # for processes that have nothing left to do
 
 
 class RankWords:
@@ -16,30 +18,41 @@ class RankWords:
 
     Args:
         least: fewer ranks do not go on.
+        silence_s: after it ranks have noticed who is silent.
+        grace_s: after it ranks that know of a failure have ended.
 
     Attributes:
         anew: all ranks end in order, to be started on other hosts.
         is_at_work: they train, and have not come to the end.
         left: how many go on, after others have died; None: no rank has died.
+        have_failed: ranks end after a failure, and their program may save the last commit before.
     """
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least: int, silence_s: float, grace_s: float) -> None:
         self._least = least
+        self._silence_s = silence_s
+        self._grace_s = grace_s
         self._lock = threading.Lock()  # guards what follows
         self._times = 0  # that ranks have gone on
         self.begin()
 
     def begin(self) -> None:
         """Ranks are started."""
-        self.anew = self.is_at_work = self._was_at_work = False
+        self.anew = self.is_at_work = self._was_at_work = self.have_failed = False
         self.left: int | None = None
         self._generation = 1  # the last that has begun
         self._alone_until_s = 0.0
+        self._end_s = math.inf  # when all have ended
 
     @property
     def is_over(self) -> bool:
         """Whether the ranks have trained to the end."""
         return self._was_at_work and not self.is_at_work
+
+    @property
+    def are_late(self) -> bool:
+        """Whether ranks are still there that have said that they end: one is stopped, or its host is lost."""
+        return time.monotonic() > self._end_s
 
     @property
     def may_be_joined(self) -> bool:
@@ -51,6 +64,10 @@ class RankWords:
         with self._lock:
             if word == Word.ANEW:
                 self.anew = True
+                self._expect_end(self._silence_s + self._grace_s)
+            elif word == Word.FAILED and number >= self._generation:
+                self.have_failed = True
+                self._expect_end(self._grace_s)
             elif word == Word.AT_WORK:
                 self.is_at_work = bool(number)
                 self._was_at_work = True
@@ -62,6 +79,10 @@ class RankWords:
         if generation <= self._generation or count < self._least:
             return 0
         self._generation, self.left = generation, count
+        self._end_s, self.have_failed = math.inf, False
         self._alone_until_s = time.monotonic() + growing_pause_s(_FIRST_S, _LONGEST_S, self._times)
         self._times += 1
         return 1
+
+    def _expect_end(self, within_s: float) -> None:
+        self._end_s = min(self._end_s, time.monotonic() + within_s + _END_S)

@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -16,16 +17,18 @@ from pathlib import Path
 from hvdlite import environment
 from hvdlite.cli import check_build, elastic, horovodrun, kept_job, lost_frames, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
-from hvdlite.cli.children import how_ended, shell_status
+from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.cli.keepers import Keepers, OnWord
-from hvdlite.cli.launcher_watch import Expected
+from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
+from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.supervise import supervise
-from hvdlite.config import CALL_KEY, DOCTOR, Config
+from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.doctor import before_mpi
+from hvdlite.end_notice import EndNotices
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.version import __version__
 
@@ -42,7 +45,7 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
   --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
   --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
-  --elastic                   ranks that die are replaced; by mpirun, all begin anew (docs/elastic.md)
+  --elastic                   the others go on when ranks die, or all begin anew from the last commit (docs/elastic.md)
   --min-np N, --max-np N      the same, and how many ranks there are at least (1), and at most
   --host-discovery-script S   the same; S prints hosts and their slots, a host a line: a:4
   --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
@@ -79,6 +82,8 @@ _LOST_HOST = (
 
 
 _ELASTIC_RESTARTS = 10
+# Of elastic jobs, to which it does little harm if a host is given up that would have come back.
+_SHORT_HEARTBEATS = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6"}
 _QUESTIONS = frozenset({"check-build", "cb", "version"})
 _SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json", "elastic"}) | _QUESTIONS
 _WITH_ARGUMENT = frozenset(
@@ -140,7 +145,10 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             if arguments.ranks is None or not all(map(is_this_machine, found)):
                 arguments.hosts = found
         settings = arguments.effects.settings
-        environ = {**environment.variables(), **settings}
+        environ = {**_outside(environment.variables()), **settings}
+        if arguments.is_elastic and not has_setting("heartbeat_timeout_s", environ):
+            settings |= _SHORT_HEARTBEATS
+            environ |= _SHORT_HEARTBEATS
         launch = replace(launch_of(arguments, environ), outlives_ranks=arguments.is_elastic)
         launch = replace(launch, goes_on=arguments.is_elastic and launch.scheduled_hosts == 1)
         if "doctor" in arguments.switches and launch.host_count > 1:
@@ -180,6 +188,11 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         return 2
 
 
+def _outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what a rank that calls hvdliterun has been told of the job that it is in."""
+    return {name: value for name, value in environ.items() if name not in (WORKER, KEEPER, END_NOTICES, TO_SAVE)}
+
+
 def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
     """The mpirun that starts the ranks; None: none does, as they are on this machine and nothing asks for one.
 
@@ -208,19 +221,22 @@ def _elasticity(arguments: Arguments, launch: Launch) -> elastic.Elasticity:
 
 def _run_again(once: Callable[[], int], restarts: int) -> int:
     """The exit status of ``once()``, which is called again up to ``restarts`` times while it fails uninterrupted."""
-    for number in range(1, restarts + 1):
-        status = once()
-        if status == 0 or status in kept_job.INTERRUPTED:
-            return status
-        print(f"hvdlite run: starts the job again ({number} of {restarts} times)", file=sys.stderr, flush=True)
-    return once()
+    with Stops() as stops:
+        for number in range(1, restarts + 1):
+            status = once()
+            if status == 0 or stops:
+                return status
+            print(f"hvdlite run: starts the job again ({number} of {restarts} times)", file=sys.stderr, flush=True)
+        return once()
 
 
 def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Mapping[str, str], config: Config) -> int:
     """The exit status of ranks that are started anew from their last commit, see `hvdlite.cli.kept_job`."""
     elasticity = _elasticity(arguments, launch)
     most = arguments.most or (1 << 30 if arguments.discovery else launch.ranks)
-    limits = kept_job.Limits(elasticity.least, most, elasticity.restarts, config.elastic_timeout_s)
+    patience = (config.elastic_timeout_s, config.heartbeat_timeout_s, config.failure_grace_s)
+    leaves_time = mpirun.leaves_survivors(chosen, launch)
+    limits = kept_job.Limits(elasticity.least, most, elasticity.restarts, *patience, leaves_time)
     here = (Host("localhost", launch.ranks),)
     hosts = launch.hosts or here
     if (missing := launch.ranks - sum(host.slots for host in hosts)) > 0:  # they share cores
@@ -237,11 +253,12 @@ def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Map
         variables.update(keepers.environment)
         return keepers
 
-    def generation(on: Sequence[Host], spared: Callable[[], list[int]], is_over: Callable[[], bool]) -> int:
+    def generation(on: Sequence[Host], spared: Callable[[], list[int]], words: RankWords, to_save: str) -> int:
         count = sum(host.slots for host in on)
+        environ = variables | ({TO_SAVE: to_save} if to_save else {})
         now = replace(launch, hosts=() if tuple(on) == here else tuple(on), ranks=count)
-        command = mpirun.build(chosen, now, variables)
-        return _run_mpirun(chosen, now, command, {**variables, **command.environment}, spared, is_over)
+        command = mpirun.build(chosen, now, environ)
+        return _run_mpirun(chosen, now, command, {**environ, **command.environment}, spared, words)
 
     return kept_job.KeptJob(look, generation, make, limits).run()
 
@@ -252,27 +269,30 @@ def _run_mpirun(
     command: Command,
     environ: Mapping[str, str],
     spared: Callable[[], list[int]] = list,
-    is_over: Callable[[], bool] = lambda: False,
+    words: Words | None = None,
 ) -> int:
     started = time.time()
     many = chosen.mpi is Mpi.OPEN_MPI and launch.host_count > 1
     codes = ExitCodes() if chosen.mpi is Mpi.MPICH else None
     ssh_port = next((int(port) for option, port in pairwise(launch.ssh) if option == "-p"), 22)
-    start_s = Config.from_env(environ).start_timeout_s
-    expected = Expected(launch.hosts, launch.is_local, start_s, ssh_port, is_over)
-    ending = supervise(
-        command.argv,
-        environ,
-        expected,
-        _LOST_HOST if many else (),
-        None if codes is None else codes.take_from,
-        spared,
-    )
+    config = Config.from_env(environ)
+    with ExitStack() as on_end:
+        if words is None and mpirun.ends_together(launch):
+            words = on_end.enter_context(closing(EndNotices(config.failure_grace_s)))
+            environ = {**environ, **words.environment}
+        ending = supervise(
+            command.argv,
+            environ,
+            Expected(launch.hosts, launch.is_local, config.start_timeout_s, ssh_port, words),
+            _LOST_HOST if many else (),
+            None if codes is None else codes.take_from,
+            spared,
+        )
     if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)
     if ending.lost:
         print(f"hvdlite run: ended: {ending.lost}", file=sys.stderr)
-    elif ending.status != 0 and not launch.outlives_ranks and ending.status not in kept_job.INTERRUPTED:
+    elif ending.status != 0 and not launch.outlives_ranks and not ending.was_stopped:
         others = [host.name for host in launch.hosts if not is_this_machine(host)]
         for text in lost_frames.complaints(others):
             print(f"hvdlite run: {text}", file=sys.stderr)

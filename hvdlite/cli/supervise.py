@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import subprocess
@@ -26,11 +27,13 @@ class Ending:
         found: the first of the texts looked for in stderr that was there.
         lost: why it was not waited for any longer, its status being that of its ranks then, or 1; or why it probably
             has failed.
+        was_stopped: this process was told to end.
     """
 
     status: int
     found: str | None
     lost: str | None = None
+    was_stopped: bool = False
 
 
 Filter = Callable[[bytes], bytes]
@@ -76,7 +79,7 @@ def supervise(
             sweep(lambda: len(stops) > 1, spared())
         for stream in streams:
             stream.finish()
-        return Ending(status, search.found, run.lost)
+        return Ending(status, search.found, run.lost, was_stopped=bool(stops))
 
 
 class _Search:
@@ -168,15 +171,17 @@ class _Run:
                     else:
                         watch.rank_ended(key)
                 self._heed_stops()
-                if self.child.returncode is None and time.monotonic() >= watch.next_look_s:
-                    self._give_up(watch.look())
+                is_due = self.child.returncode is None and time.monotonic() >= watch.next_look_s
+                if is_due and (why := watch.look()) is not None:
+                    watch.next_look_s = math.inf
+                    self._give_up(why)
                 self._kill_in_time()
             watch.close()
             if self.child.returncode > 0 and not self.stops:
                 self.lost = self.lost or watch.suspicion or None
         os.close(ended)
         if self._was_given_up:
-            return max(self._statuses, default=0 if expected.is_over() else 1)
+            return max(self._statuses, default=0 if expected.is_over else 1)
         return shell_status(self.child.returncode)
 
     def _heed_stops(self) -> None:
@@ -184,9 +189,10 @@ class _Run:
             self._end_within(GRACE_S if self._stops_seen == 0 else 0.0)
             self._stops_seen = len(self.stops)
 
-    def _give_up(self, why: str | None) -> None:
-        if why is not None and self._kill_s is None:
+    def _give_up(self, why: str) -> None:
+        if self._kill_s is None:
             self.lost, self._was_given_up = why, True
+            self._statuses = [*self._statuses]  # the others end because of what follows
             self._end_within(_LOST_GRACE_S)
 
     def _end_within(self, seconds: float) -> None:

@@ -256,6 +256,18 @@ def test_checks_cost(launch: Launch, tmp_path: Path) -> None:
     assert report["models"]["400 tiny parameters"]["numerics"]
 
 
+@pytest.mark.thorough
+def test_recovery(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    command = [sys.executable, str(BENCHMARKS / "recovery.py"), "--rounds=1", f"--json={path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads(path.read_text())["seconds"]
+    assert {"one node, without MPI", "one node, Open MPI"} <= seconds.keys() and min(
+        min(found) for found in seconds.values()
+    ) > 0
+
+
 def test_allreduce_across_hosts(tmp_path: Path) -> None:
     """How many bytes cross, and how long they take beside what the link allows."""
     path = tmp_path / "a.json"

@@ -35,6 +35,14 @@ except hvd.HorovodInternalError as error:
 
 
 @pytest.mark.parametrize("mpi", ["current", "none"])
+def test_the_exit_status_is_that_of_the_rank_that_leaves(mpi: str) -> None:
+    """Not that of those who cannot go on without it."""
+    result = run(TRAINING.replace("os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"), n=3, mpi=mpi)
+    check_end(result, "hvd.elastic.run cannot go on: a rank has ended by itself")
+    assert result.returncode == 3, result
+
+
+@pytest.mark.parametrize("mpi", ["current", "none"])
 def test_a_rank_that_dies_leaves_the_last_commit(mpi: str) -> None:
     result = run(TRAINING, n=3, alone=True, mpi=mpi)
     check_end(result, "hvd.elastic.run cannot go on", "rank 1 (pid", "died without a word")

@@ -65,9 +65,11 @@ except hvd.HorovodInternalError as error:
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def run(mishap: str, *options: str, n: int = 3, least: int = 1, victim: int = 1, **settings: str) -> Result:
-    """Train on ``n`` ranks, of which worker ``victim`` comes to grief, and wait at batch 9 for ``least`` ranks."""
-    script = TRAINING.replace("{mishap}", mishap).replace("{least}", str(least)).replace("me == 1", f"me == {victim}")
+def run(
+    mishap: str, *options: str, n: int = 3, least: int = 1, victims: tuple[int, ...] = (1,), **settings: str
+) -> Result:
+    """Train on ``n`` ranks, of which workers ``victims`` come to grief, and wait at batch 9 for ``least`` ranks."""
+    script = TRAINING.replace("{mishap}", mishap).replace("{least}", str(least)).replace("me == 1", f"me in {victims}")
     return launch(n, script, mpi="none", options=["--elastic", *options], env=settings, timeout=200)
 
 
@@ -110,7 +112,7 @@ def test_a_new_process_takes_the_place_of_the_dead_one() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("victim", [0, 2])
 def test_too_few_wait_for_a_new_process(victim: int) -> None:
-    result = run(KILLED, "--min-np", "3", victim=victim).check()
+    result = run(KILLED, "--min-np", "3", victims=(victim,)).check()
     check_counts(result, 3)
     assert {(start.size, start.batch) for start in starts(result)} == {(3, 0), (3, 5)}
 
@@ -121,7 +123,17 @@ def test_a_stopped_rank_is_ended_and_left_out() -> None:
     limits = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "8", "HVDLITE_FAILURE_GRACE_SECONDS": "2"}
     result = run(stopped, "--restarts", "0", **limits).check()
     check_counts(result, 2)
-    assert "rank 1 did not come to the others after a failure, and is ended" in result.launcher_output
+    assert "rank 1 is stopped, and does not come to the others after a failure, and is ended" in result.launcher_output
+
+
+@pytest.mark.thorough
+def test_a_rank_that_is_stopped_while_another_dies_is_not_waited_for() -> None:
+    """The others hear of the death, and no heartbeats after it."""
+    both = "os.kill(os.getpid(), signal.SIGSTOP) if me == 1 else time.sleep(1); " + KILLED
+    limits = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "8"}
+    result = run(both, "--restarts", "0", n=4, victims=(1, 2), **limits).check()
+    check_counts(result, 2)
+    assert "rank 1 is stopped, and does not come to the others after a failure, and is ended" in result.launcher_output
 
 
 @pytest.mark.thorough
@@ -133,7 +145,7 @@ def test_a_rank_that_raises_is_replaced() -> None:
 
 def test_who_cannot_go_on_has_time_to_save() -> None:
     """Rank 0, too, is no more, which otherwise saves for all."""
-    result = run(KILLED, "--min-np", "3", "--restarts", "0", victim=0)
+    result = run(KILLED, "--min-np", "3", "--restarts", "0", victims=(0,))
     assert result.returncode == 128 + 9 and not result.leftovers, result
     for rank in (1, 2):
         assert f"saved batch 5 on rank {rank} after hvd.elastic.run cannot go on: 2 ranks are left of --min-np 3" in (

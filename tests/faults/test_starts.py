@@ -186,6 +186,11 @@ def test_without_mpi_a_program_that_a_rank_starts_is_no_rank() -> None:
     assert "rank 1 has come twice: a program that it has started calls hvd.init() as well" in result.stdout
 
 
+def test_a_job_that_a_rank_of_an_elastic_job_starts_is_its_own() -> None:
+    of_the_other = {"HVDLITE_WORKER": "7", "HVDLITE_KEEPER": f"gone:{'00' * 32}", "HVDLITE_END_NOTICES": "gone"}
+    assert run(INIT, n=2, env=of_the_other, mpi="none").check().stdout.count("went on") == 2
+
+
 def test_the_mpirun_of_another_mpi_is_recognised(tmp_path: Path) -> None:
     """Every process is alone then; without a word, each would train on its own."""
     other = "openmpi" if mpirun_of(sys.executable).mpi is Mpi.MPICH else "mpich"

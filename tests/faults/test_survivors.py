@@ -128,6 +128,6 @@ def test_too_few_begin_anew(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_job_all_of_whose_ranks_are_killed_begins_anew(tmp_path: Path) -> None:
-    """mpirun takes that for a success."""
+    """mpirun takes that for a success. Nobody is left to hand over the last commit, if it was on its way."""
     result = run(tmp_path, KILLED, {0, 1, 2}).check()
-    assert {began[:2] for began in starts(result)} == {(3, 0), (3, 5)}, result
+    assert {began[:2] for began in starts(result)} in ({(3, 0), (3, 5)}, {(3, 0), (3, 4)}), result

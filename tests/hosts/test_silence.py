@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,8 +19,9 @@ from launching import python_of
 
 Hosts = Callable[..., Lab]
 
+IMPATIENT = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "3", "HVDLITE_FAILURE_GRACE_SECONDS": "2"}
 PROGRAM = """
-import pathlib, sys, time
+import os, pathlib, sys, time
 import numpy as np
 import hvdlite
 from hvdlite import TensorView
@@ -27,7 +29,7 @@ from hvdlite.operations.allreduce import allreduce_async
 hvdlite.init()
 view = TensorView.of_numpy(np.zeros(100_000, np.float32))
 end = time.monotonic() + float(sys.argv[2])
-pathlib.Path(sys.argv[1], str(hvdlite.rank())).touch()
+pathlib.Path(sys.argv[1], str(hvdlite.rank())).write_text(str(os.getpid()))
 steps = TensorView.of_numpy(np.ones(1, np.float32))
 while time.monotonic() < end:
     for _ in range(10):
@@ -38,22 +40,25 @@ while time.monotonic() < end:
     if break_at[0] < hvdlite.size():
         break
 print("through", flush=True)
+if "linger" in sys.argv and hvdlite.rank() == 1:  # the others wait for it at the end of MPI
+    time.sleep(60)
 """
 
 
 class Job:
-    """``program`` under hvdliterun on host 0, with a rank on each of two hosts."""
+    """``program`` under hvdliterun on host 0, with a rank on each host."""
 
-    def __init__(self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str]) -> None:
+    def __init__(self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str], *more: str) -> None:
         self.directory = directory
+        self._size = len(lab)
         script = directory / "script.py"
         script.write_text(PROGRAM)
         variables = {**lab.launch_environment, "OMP_NUM_THREADS": "1", **env}
         variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         words = [f"{name}={value}" for name, value in variables.items()]
-        front = [python_of(mpi), "-m", "hvdlite", "run", "-np", "2", "-H", "node0:1,node1:1"]
+        front = [python_of(mpi), "-m", "hvdlite", "run", "-H", ",".join(f"{name}:1" for name in lab.names)]
         self.process = subprocess.Popen(
-            [*lab.enter(0), "env", *words, *front, str(script), str(directory), str(seconds)],
+            [*lab.enter(0), "env", *words, *front, str(script), str(directory), str(seconds), *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -63,7 +68,7 @@ class Job:
     def when_running(self, action: Callable[[], None]) -> threading.Thread:
         def act() -> None:
             deadline = time.monotonic() + 60
-            while not all((self.directory / str(rank)).exists() for rank in range(2)):
+            while not all((self.directory / str(rank)).exists() for rank in range(self._size)):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.05)
@@ -101,13 +106,29 @@ def test_a_host_whose_daemon_does_not_call_is_named(hosts: Hosts, mpi: str, tmp_
 
 
 def test_a_launcher_does_not_wait_for_a_host_that_fell_silent(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
-    lab = hosts(2)
-    job = Job(lab, mpi, tmp_path, 60, {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "3"})
+    lab = hosts(3)
+    job = Job(lab, mpi, tmp_path, 60, IMPATIENT)
     cutter = job.when_running(lambda: lab.cut(1))
     status, text = job.end(60)
     cutter.join()
     assert status != 0, text
     assert "rank 1 (pid" in text and "on node1) has not answered for" in text, text
+    assert "  node1 does not answer at port 22 any more" in text and "  node2" not in text, text
+
+
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.thorough)])
+def test_a_launcher_does_not_wait_for_a_rank_that_is_stopped(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
+    """Its host lives, and nothing speaks against it; those that end after it say so."""
+    python_of(mpi)
+    lab = hosts(3)
+    job = Job(lab, mpi, tmp_path, 60, IMPATIENT)
+    stopper = job.when_running(lambda: os.kill(int((tmp_path / "1").read_text()), signal.SIGSTOP))
+    status, text = job.end(60)
+    stopper.join()
+    assert status != 0, text
+    assert "rank 1 (pid" in text and "on node1) has not answered for" in text, text
+    assert "daemon" not in text and "MTU" not in text and "port 22" not in text, text
+    assert lab.pids(0) == lab.pids(1) == lab.pids(2) == []
 
 
 @pytest.mark.thorough
@@ -125,6 +146,19 @@ def test_a_link_that_is_down_for_a_while_is_no_end(hosts: Hosts, mpi: str, tmp_p
     cutter.join()
     assert status == 0, text
     assert text.count("through") == 2, text
+
+
+@pytest.mark.thorough
+def test_a_host_that_is_lost_at_the_end_is_said(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
+    """The others have done their work, and end with that, and with a warning."""
+    lab = hosts(2)
+    job = Job(lab, mpi, tmp_path, 0, IMPATIENT, "linger")
+    cutter = job.when_running(lambda: lab.cut(1))
+    _, text = job.end(60)
+    cutter.join()
+    assert text.count("through") == 2, text
+    assert "WARNING: rank 0 ends, without the others: rank 1 (pid" in text, text
+    assert "node1 does not answer at port 22 any more" in text, text
 
 
 def test_packets_that_are_too_large_for_the_way_are_recognised(hosts: Hosts, mpi: str, tmp_path: Path) -> None:

@@ -260,6 +260,21 @@ def test_hidden_share_and_timeline() -> None:
     assert found(reports, "step with the timeline") == {"transformer": (1.02, True)}
 
 
+def test_recovery_and_examination() -> None:
+    seconds = {"one node, Open MPI": [0.1, 5.1, 0.2], "a host lost, Open MPI": [14.0]}
+    reports = {"recovery": {"seconds": seconds}, "recovery_mpich": {"seconds": {"begins anew, MPICH": [31.0]}}}
+    assert found(reports, "elastic: from a death") == {
+        "one node, Open MPI, s": (5.1, False),
+        "a host lost, Open MPI, s": (14.0, True),
+        "begins anew, MPICH, s": (31.0, False),
+    }
+    examined = {"links_examined": {"doctor_s": [9.0, 10.5], "probe_s": [0.1]}}
+    assert found(examined, "network of 4 hosts") == {
+        "hvdliterun --doctor, s": (10.5, False),
+        "in hvd.init(), s": (0.1, True),
+    }
+
+
 def split_rows(own_ms: float, limit: float, **case: Any) -> list[Row]:
     """Of compute that takes 100 ms, where hvdlite takes ``own_ms``, its operations 110 and Gloo 150."""
     times = {"compute alone": 100.0, "hvdlite, chosen": own_ms, "hvdlite, unfused": 110.0, "Gloo": 150.0}

@@ -404,7 +404,8 @@ def test_a_mistake_of_the_program_is_raised(diary: Diary) -> None:
 def test_a_dead_rank_leaves_the_last_commit_and_a_clear_sentence(diary: Diary) -> None:
     failure = RankFailedError(3, "rank 3 (pid 1 on h) has died")
     with pytest.raises(
-        CollectiveError, match=r"a rank cannot be replaced.*last commit.*rank 3 \(pid 1 on h\) has died"
+        CollectiveError,
+        match=r"only under `hvdliterun --elastic` does a job go on.*last commit.*rank 3 \(pid 1 on h\) has died",
     ) as e:
         trainer(failure)(diary, 7, word="w")
     assert e.value.__cause__ is failure

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from hvdlite.cli import kept_job
+from hvdlite.cli.children import Stops
 from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import OnWord
 from hvdlite.cli.kept_job import KeptJob, Limits
+from hvdlite.cli.rank_words import RankWords
 from hvdlite.errors import ConfigError
-from hvdlite.keeper import Word
+from hvdlite.keeper import Word, claim_of
 from hvdlite.membership import ADDED, REMOVED
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
@@ -67,6 +69,7 @@ class Job:
     Attributes:
         look: the discovery script; by default it prints ``hosts``.
         ran: the hosts of each generation.
+        to_save: why the last one is only to save.
         spared: which children of this process a generation does not end.
     """
 
@@ -77,6 +80,7 @@ class Job:
         most: int = 100,
         restarts: int = 9,
         timeout_s: float = 5.0,
+        leaves_time: bool = True,
     ) -> None:
         self.hosts: Sequence[Host] = [A, B]
         self.look: Callable[[], Sequence[Host]] = lambda: self.hosts
@@ -84,9 +88,9 @@ class Job:
         self.ran: list[list[Host]] = []
         self.spared: Callable[[], list[int]] = list
         self.says: OnWord = lambda word, number: 0
-        self.is_over: Callable[[], bool] = lambda: False
+        self.words: RankWords
         self._generations = iter(generations)
-        self._limits = Limits(least, most, restarts, timeout_s)
+        self._limits = Limits(least, most, restarts, timeout_s, silence_s=1.0, grace_s=1.0, leaves_time=leaves_time)
 
     def run(self) -> int:
         status = KeptJob(self.look, self._generation, self._make_keepers, self._limits).run()  # type: ignore[arg-type]
@@ -100,9 +104,12 @@ class Job:
         self.says = on_word
         return self.keepers
 
-    def _generation(self, hosts: Sequence[Host], spared: Callable[[], list[int]], is_over: Callable[[], bool]) -> int:
+    def _generation(
+        self, hosts: Sequence[Host], spared: Callable[[], list[int]], words: RankWords, to_save: str
+    ) -> int:
         self.ran.append(list(hosts))
-        self.spared, self.is_over = spared, is_over
+        self.to_save = to_save
+        self.spared, self.words = spared, words
         return next(self._generations)(self)
 
 
@@ -266,14 +273,14 @@ def test_ranks_that_were_killed_are_no_success() -> None:
 
     def killed(job: Job) -> int:
         job.says(Word.AT_WORK, 1)
-        assert not job.is_over()
+        assert not job.words.is_over
         return 0
 
     def trained(job: Job) -> int:
-        assert not job.is_over()
+        assert not job.words.is_over
         job.says(Word.AT_WORK, 1)
         job.says(Word.AT_WORK, 0)
-        assert job.is_over()
+        assert job.words.is_over
         return 0
 
     job = Job(killed, trained, succeed)
@@ -286,11 +293,30 @@ def test_a_signal_is_the_end(begins_anew: bool) -> None:
     def interrupted(job: Job) -> int:
         if begins_anew:  # the ranks were just about to
             job.begin_anew()
-        return 130
+        with Stops() as stops:  # as `supervise` has it
+            os.kill(os.getpid(), signal.SIGINT)
+            return stops.status
 
     job = Job(interrupted, succeed)
     assert job.run() == 130
     assert len(job.ran) == 1
+
+
+def test_nobody_goes_on_after_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted(job: Job) -> int:
+        with Stops() as stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert job.says(Word.CLAIM, claim_of(2, 3)) == 0
+            return stops.status
+
+    assert Job(interrupted).run() == 143
+    assert "go on" not in capfd.readouterr().err
+
+
+def test_a_rank_that_gets_a_signal_is_not_the_end() -> None:
+    job = Job(commits(1, then=128 + signal.SIGTERM), succeed)
+    assert job.run() == 0
+    assert len(job.ran) == 2
 
 
 def test_a_signal_between_generations_is_the_end() -> None:
@@ -304,9 +330,52 @@ def test_a_signal_between_generations_is_the_end() -> None:
 
 
 def test_it_ends_when_no_restart_is_left(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job(commits(1), commits(2), commits(3, then=7), restarts=2)
+    def fail(job: Job) -> int:
+        job.says(Word.FAILED, 1)
+        return commits(3, then=7)(job)
+
+    job = Job(commits(1), commits(2), fail, restarts=2)
     assert job.run() == 7
     assert "the job ends: it has failed 3 times (--restarts 2)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("leaves_time", [True, False])
+@pytest.mark.parametrize("are_killed", [True, False])
+def test_who_had_no_time_to_save_gets_it_once_more(
+    leaves_time: bool, are_killed: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All are killed, or mpirun has killed those that hear of it."""
+
+    def fail(job: Job) -> int:
+        if not are_killed:
+            job.says(Word.FAILED, 1)
+        return commits(3, "b", then=7)(job)
+
+    def save(job: Job) -> int:
+        assert job.to_save == "it has failed 1 times (--restarts 0)"
+        return 1
+
+    job = Job(fail, save, restarts=0, leaves_time=leaves_time)
+    assert job.run() == 7
+    had_time = leaves_time and not are_killed
+    assert job.ran == [[A, B]] + [[A]] * (not had_time)
+    assert ("only to save commit 3" in capfd.readouterr().err) is not had_time
+
+
+def test_who_waits_in_vain_for_other_hosts_may_save() -> None:
+    def save(job: Job) -> int:
+        assert job.to_save == "fewer than --min-np 4 slots on hosts that answer for 0.1 s (HVDLITE_ELASTIC_TIMEOUT)"
+        return 0
+
+    job = Job(commits(3, "b"), save, least=4, timeout_s=0.1)
+    assert job.run() == 1
+    assert job.ran == [[A, B], [A]]
+
+
+def test_nothing_is_saved_where_nothing_is_kept() -> None:
+    job = Job(lambda job: 7, restarts=0)
+    assert job.run() == 7
+    assert len(job.ran) == 1
 
 
 def test_a_script_that_fails_leaves_the_hosts_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:

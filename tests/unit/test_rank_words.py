@@ -10,7 +10,7 @@ from hvdlite.keeper import Word, claim_of
 
 
 def test_one_group_goes_on_as_each_generation() -> None:
-    words = RankWords(least=2)
+    words = RankWords(2, 10.0, 5.0)
     assert words.left is None
     assert words.hear(Word.CLAIM, claim_of(2, 3)) == 1 and words.left == 3
     assert words.hear(Word.CLAIM, claim_of(2, 2)) == 0 and words.left == 3  # the other side of a cut network
@@ -21,7 +21,7 @@ def test_one_group_goes_on_as_each_generation() -> None:
 
 
 def test_ranks_that_were_killed_are_not_through() -> None:
-    words = RankWords(least=1)
+    words = RankWords(1, 10.0, 5.0)
     assert not words.is_at_work and not words.is_over
     words.hear(Word.AT_WORK, 1)
     assert words.is_at_work and not words.is_over
@@ -31,19 +31,57 @@ def test_ranks_that_were_killed_are_not_through() -> None:
     assert not words.is_over
 
 
-def test_ranks_that_go_on_are_left_alone_for_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr(hvdlite.cli.rank_words.time, "monotonic", lambda: now)
-    words = RankWords(least=1)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(hvdlite.cli.rank_words.time, "monotonic", lambda: clock.now_s)
+    return clock
+
+
+class Clock:
+    now_s = 100.0
+
+
+def test_ranks_that_end_to_begin_anew_have_time_to_notice_who_does_not_come(clock: Clock) -> None:
+    words = RankWords(1, 10.0, 5.0)
+    clock.now_s += 1000
+    assert not words.are_late
+    words.hear(Word.ANEW, 0)
+    clock.now_s += 17.9
+    words.hear(Word.ANEW, 0)  # of another host
+    assert not words.are_late
+    clock.now_s += 0.2
+    assert words.are_late
+    words.begin()
+    assert not words.are_late
+
+
+def test_ranks_that_cannot_go_on_after_a_failure_are_late_after_the_grace(clock: Clock) -> None:
+    words = RankWords(1, 10.0, 5.0)
+    words.hear(Word.FAILED, 1)
+    clock.now_s += 8.1
+    assert words.are_late
+    assert words.hear(Word.CLAIM, claim_of(2, 3)) == 1  # others can
+    assert not words.are_late
+    words.hear(Word.FAILED, 1)  # from whom they have left behind
+    clock.now_s += 100
+    assert not words.are_late
+    words.hear(Word.FAILED, 2)
+    clock.now_s += 8.1
+    assert words.are_late
+
+
+def test_ranks_that_go_on_are_left_alone_for_longer_each_time(clock: Clock) -> None:
+    words = RankWords(1, 10.0, 5.0)
     assert not words.may_be_joined
     words.hear(Word.CLAIM, claim_of(2, 3))
-    now += 9.9
+    clock.now_s += 9.9
     assert not words.may_be_joined
-    now += 0.2
+    clock.now_s += 0.2
     assert words.may_be_joined
     words.begin()
     words.hear(Word.CLAIM, claim_of(2, 3))
-    now += 19.9
+    clock.now_s += 19.9
     assert not words.may_be_joined
-    now += 0.2
+    clock.now_s += 0.2
     assert words.may_be_joined

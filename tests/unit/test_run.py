@@ -359,10 +359,17 @@ class TestBuilding:
 class TestRunning:
     """With a shell script in mpirun's place."""
 
-    def start(self, mpirun: Path, *words: str) -> subprocess.Popen[str]:
+    def start(self, mpirun: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "hvdlite", "run", "--mpirun", str(mpirun), "-np", "2", *words, "train.py"]
+        environ = {**os.environ, **variables}
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/", start_new_session=True
+            command,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd="/",
+            start_new_session=True,
         )
 
     def status_of(self, mpirun: Path) -> int:
@@ -383,6 +390,22 @@ class TestRunning:
         assert f"{tmp_path}/mpirun" in errors and f"--tag-output {sys.executable} train.py" in errors
         assert "OMP_NUM_THREADS=" in errors
         assert not marker.exists()
+
+    @pytest.mark.parametrize(
+        ("options", "given", "shown"),
+        [
+            (["--elastic"], {}, "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS=6 "),
+            (["--elastic"], {"HOROVOD_HEARTBEAT_TIMEOUT_SECONDS": "20"}, ""),
+            ([], {}, ""),
+        ],
+    )
+    def test_elastic_jobs_have_shorter_heartbeats(
+        self, tmp_path: Path, options: list[str], given: dict[str, str], shown: str
+    ) -> None:
+        job = self.start(self.mpirun(tmp_path, "true"), "--dry-run", *options, **given)
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 0, errors
+        assert (shown or "+ ") in errors and ("HEARTBEAT" in errors) is bool(shown), errors
 
     def test_runs_the_line_that_it_printed(self, tmp_path: Path) -> None:
         job = self.start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +14,7 @@ from hvdlite.lifeline import GoneError
 from hvdlite.survivor_meeting import SurvivorMeeting, call_to
 
 NUMBER = 2
-SILENCE_S, PATIENCE_S = 0.3, 20.0
+SILENCE_S, QUIET_S, PATIENCE_S = 0.3, 2.0, 20.0
 
 
 class Network:
@@ -54,7 +55,7 @@ def meet(
         end = End(network, own)
         for other in views[own]:
             end.send(other, call_to(NUMBER), b"")
-        meeting = SurvivorMeeting(end, NUMBER, SILENCE_S, PATIENCE_S)
+        meeting = SurvivorMeeting(end, NUMBER, SILENCE_S, QUIET_S, PATIENCE_S)
         try:
             return meeting.members(own, views[own], partial(refusal, counts, text))
         except StartupError as error:
@@ -112,5 +113,25 @@ def test_who_has_called_is_waited_for() -> None:
                 network.posted[2, 1, f"join {NUMBER}"] = b""
             return super().receive(source, key)
 
-    meeting = SurvivorMeeting(Busy(network, 1), NUMBER, SILENCE_S, PATIENCE_S)
+    meeting = SurvivorMeeting(Busy(network, 1), NUMBER, SILENCE_S, QUIET_S, PATIENCE_S)
     assert meeting.members(1, [1, 2], lambda count: "") == (1, 2)
+
+
+def test_who_has_called_and_does_so_no_more_is_left_out() -> None:
+    """It is stopped; the other one calls again and again while it is busy."""
+    quiet_s, began_s = 0.4, time.monotonic()
+    network = Network()
+    for other in (2, 3):
+        End(network, other).send(1, call_to(NUMBER), b"")
+
+    class Listening(End):
+        def receive(self, source: int, key: str) -> bytes | None:
+            waited_s = time.monotonic() - began_s
+            if source == 3 and waited_s < 3 * quiet_s:
+                self._network.posted[3, 1, call_to(NUMBER)] = b""
+            elif source == 3:
+                self._network.posted[3, 1, f"join {NUMBER}"] = b""
+            return super().receive(source, key)
+
+    meeting = SurvivorMeeting(Listening(network, 1), NUMBER, SILENCE_S, quiet_s, PATIENCE_S)
+    assert meeting.members(1, [1, 2, 3], lambda count: "") == (1, 3)

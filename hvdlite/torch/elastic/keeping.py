@@ -17,6 +17,7 @@ import torch
 
 import hvdlite
 from hvdlite import default_runtime
+from hvdlite.config import TO_SAVE, other_variable
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, UnrecoverableError
 from hvdlite.safekeeping import Safekeeping
 
@@ -83,6 +84,11 @@ def recall(state: Kept) -> None:
     _LOG.info("rank %d takes up commit %d", hvdlite.rank(), commits)
 
 
+def only_to_save() -> str:
+    """Why these ranks shall not train, but may save what is kept; empty where they train."""
+    return other_variable(TO_SAVE)
+
+
 @contextmanager
 def at_work() -> Iterator[None]:
     """The ranks train, until all have come to the end: mpirun may call ranks that were killed a success."""
@@ -118,13 +124,25 @@ def end_to_begin_anew(state: Kept, why: HorovodInternalError | HostsUpdatedInter
     """
     if isinstance(why, HorovodInternalError):
         state.restore()
+        _say_failed()
         raise UnrecoverableError(
             "these ranks end, and hvdliterun --elastic starts them anew from the last commit, which the state is now, "
             f"unless no restart is left. What has happened: {why}"
         ) from why
     state.keep()
-    keeper = _own_keeper()
+    keeper = default_runtime.peers().keeper
     if keeper is not None:
-        keeper.begin_anew()
-    hvdlite.shutdown()
+        keeper.begin_anew()  # all ranks say so, as one of them may be stopped just now
+    # hvdlite ends with the process: until then its heartbeats tell who does not come to the end of MPI.
     sys.exit(0)
+
+
+def _say_failed() -> None:
+    member = default_runtime.peers().survivors
+    if member is not None and member.is_left_out:  # the others go on
+        return
+    generation = 1 if member is None or member.generation is None else member.generation.number
+    keeper = default_runtime.peers().keeper
+    if keeper is not None:
+        with suppress(OSError):  # it has ended with hvdliterun
+            keeper.say_failed(generation)

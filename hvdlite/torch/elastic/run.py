@@ -61,6 +61,12 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     def wrapped(state: State, *args: Any, **kwargs: Any) -> T:
         hvdlite.rank()  # raises before init()
         keeping.recall(state)
+        if why := keeping.only_to_save():
+            state.sync()
+            raise UnrecoverableError(
+                f"the job ends: {why}. These ranks were started once more with the state of the last commit: save a "
+                "checkpoint of it, and start the job again"
+            )
         with keeping.at_work():
             return run_with(_strategy(), func, state, *args, **kwargs)
 
@@ -162,7 +168,7 @@ def _hindrance(failure: HorovodInternalError) -> str:
     if isinstance(failure, StallError):
         return "the ranks live, but wait for one another"
     if isinstance(failure, CollectiveError):
-        return "a rank cannot be replaced but by `hvdliterun --elastic` on one machine, without MPI"
+        return "only under `hvdliterun --elastic` does a job go on after the failure of a rank"
     if isinstance(failure, ShutDownError) and failure.is_final:
         return "a rank has ended by itself"
     return ""
