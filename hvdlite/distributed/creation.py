@@ -83,7 +83,7 @@ def _created(options: Any) -> HvdliteProcessGroup:
     membership = Membership(start.world, name, ranks, timeout_s, entrance, doors, worlds, timeline, options.store)
     worlds.add(start.world.health, start.processes, ranks, membership.statistics)
     default_runtime.accompany(membership)
-    return HvdliteProcessGroup(membership, options.store)
+    return HvdliteProcessGroup(membership, options.store, create)
 
 
 def _without_launcher(store: Any, rank: int, size: int, config: Config) -> Bootstrap | None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 from torch.distributed import distributed_c10d as c10d
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-_OTHER_NAMES = {  # of torch before 2.13
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-}
 
 
 class OtherDevices:
@@ -86,28 +74,3 @@ class OtherDevices:
         for group in self._groups.values():
             group.shutdown()
         self._groups.clear()
-
-
-def _first_tensor(*arguments: Any) -> torch.Tensor | None:
-    for found in arguments:
-        while isinstance(found, (list, tuple)) and found:
-            found = found[0]
-        if isinstance(found, torch.Tensor):
-            return found
-    return None
-
-
-def by_device(method: Method) -> Method:
-    """A call of a process group that goes by the device of its first tensor."""
-    name = method.__name__
-
-    @wraps(method)
-    def call(self: Any, tensors: Any, *args: Any, **keywords: Any) -> Any:
-        first = _first_tensor(tensors, *args[:1])
-        if first is None or first.is_cpu:
-            return method(self, tensors, *args, **keywords)
-        group = self.other_devices.group_of(first.device, self)
-        theirs = name if hasattr(group, name) else _OTHER_NAMES[name]
-        return getattr(group, theirs)(tensors, *args, **keywords)
-
-    return cast(Method, call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -47,12 +48,14 @@ class Lane:
         return False
 
     def add(self, task: Task) -> None:
-        """Do ``task`` later."""
+        """Do ``task`` later; at once where a callback of another task adds it, which may wait for it by any means."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self._tasks.append(task)
         self._news.put(True)
+        if self._doer == threading.get_ident():
+            self.assist(task)
 
     def assist(self, task: Task) -> None:
         """Do what there is up to ``task``, unless another thread is doing something.
@@ -70,6 +73,10 @@ class Lane:
             if not is_doer:
                 self._doer = None
                 self._turn.release()
+
+    def tell(self, callbacks: Callable[[], object]) -> None:
+        """See `hvdlite.distributed.work.Doer`. What they add, and may wait for, is done at once."""
+        callbacks()
 
     def close(self, timeout_s: float) -> bool:
         """Do what there is, and end the thread, unless it is the caller; whether it has ended in time."""

@@ -11,7 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -108,6 +108,10 @@ class Post:
     def assist(self, work: GroupWork) -> None:
         """Move messages until ``work`` is done, unless another thread of the program does."""
         self._pump.assist(work.is_completed)
+
+    def tell(self, callbacks: Callable[[], object]) -> None:
+        """See `hvdlite.distributed.work.Doer`. On a thread of their own, as messages go on meanwhile."""
+        threading.Thread(target=callbacks, name=f"hvdlite-told-{self._group}", daemon=True).start()
 
     def fail(self, reason: BaseException) -> None:
         """End every wait, now and later, with ``reason``; from any thread."""

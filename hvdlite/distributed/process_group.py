@@ -6,7 +6,7 @@ names where it has renamed a call. Options say whether the caller waits for the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,26 +14,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions as DistributedBackendOptions
 from torch.autograd.profiler import record_function
 
 from hvdlite.distributed.collectives import Run, in_turn
-from hvdlite.distributed.devices import OtherDevices, by_device
+from hvdlite.distributed.devices import OtherDevices
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.messages import ANY
-from hvdlite.distributed.work import GroupWork
+from hvdlite.distributed.torch_call import torch_call
+from hvdlite.distributed.work import GroupWork, all_of
 
 Tensors = list[torch.Tensor]
+Timeout = timedelta | None
 NAME = "hvdlite"
 
 
 class HvdliteProcessGroup(dist.ProcessGroup):
-    """The ranks of ``membership``."""
+    """The ranks of ``membership``.
 
-    def __init__(self, membership: Membership, store: Store) -> None:
+    Args:
+        store: of the group.
+        create: makes the process group that torch's DistributedBackendOptions describe.
+    """
+
+    def __init__(
+        self, membership: Membership, store: Store, create: Callable[[DistributedBackendOptions], HvdliteProcessGroup]
+    ) -> None:
         super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]  # the only form for subclasses
         self.membership = membership
         self._store = store
+        self._create = create
         timeout = timedelta(seconds=membership.timeout_s)
         self.other_devices = OtherDevices(store, membership.rank, membership.size, timeout)
         self._collectives = membership.collectives
@@ -66,7 +76,9 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     _set_group_name = setGroupName
     group_name = property(getGroupName)
-    supports_splitting = False  # torch 2.4 asks it in new_group
+
+    # What torch asks of a backend. Splitting and shrinking are of backends in C++; `split_group` is there all the same.
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
 
     def get_group_store(self) -> Store:
         return self._store
@@ -93,43 +105,41 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     # Reductions.
 
-    @by_device
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any, **keywords: Any) -> GroupWork:
+    @torch_call("tensors|tensor", "opts|op", "timeout")
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Timeout = None) -> GroupWork:
         listed = _listed(tensors)
-        op = _op(opts, keywords)
-        return self._begin("all_reduce", self._collectives.all_reduce(listed, op), listed, opts)
+        return self._begin("all_reduce", self._collectives.all_reduce(listed, _op(opts)), listed, opts, timeout)
 
     allreduce_coalesced = allreduce
 
-    @by_device
+    @torch_call("tensors|tensor", "opts|root", "op", "timeout")
     def reduce(
-        self, tensors: Tensors | torch.Tensor, opts: Any = None, op: Any = dist.ReduceOp.SUM, *_: Any, **keywords: Any
+        self, tensors: Tensors | torch.Tensor, opts: Any = 0, op: Any = dist.ReduceOp.SUM, timeout: Timeout = None
     ) -> GroupWork:
         listed = _listed(tensors)
-        root = _root(opts, keywords)
-        run = self._collectives.all_reduce(listed, getattr(opts, "reduceOp", op), root)
-        return self._begin("reduce", run, listed, opts)
+        run = self._collectives.all_reduce(listed, getattr(opts, "reduceOp", op), _root(opts))
+        return self._begin("reduce", run, listed, opts, timeout)
 
-    @by_device
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any, **keywords: Any) -> GroupWork:
+    @torch_call("output_tensors|output", "input_tensors|input", "opts|op", "timeout")
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        op = _op(opts, keywords)
+        op = _op(opts)
         runs = [
             self._collectives.reduce_scatter(output, list(listed), op)
             for output, listed in zip(outputs, inputs, strict=True)
         ]
-        return self._begin("reduce_scatter", in_turn(runs), outputs, opts)
+        return self._begin("reduce_scatter", in_turn(runs), outputs, opts, timeout)
 
-    @by_device
+    @torch_call("outputTensor", "inputTensor", "opts")
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> GroupWork:
         return self.reduce_scatter_single_coalesced([output], [whole], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    @by_device
+    @torch_call("outputs", "inputs", "opts")
     def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> GroupWork:
-        op = _op(opts, {})
+        op = _op(opts)
         runs = [
             self._collectives.reduce_scatter_single(output, whole, op)
             for output, whole in zip(outputs, wholes, strict=True)
@@ -140,33 +150,33 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     # Movements.
 
-    @by_device
-    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any, **keywords: Any) -> GroupWork:
+    @torch_call("tensors|tensor", "opts|root", "timeout")
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = 0, timeout: Timeout = None) -> GroupWork:
         listed = _listed(tensors)
-        root = _root(opts, keywords)
+        root = _root(opts)
         runs = [self._collectives.broadcast(tensor, root) for tensor in listed]
-        return self._begin("broadcast", in_turn(runs), listed, opts)
+        return self._begin("broadcast", in_turn(runs), listed, opts, timeout)
 
-    @by_device
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **_: Any) -> GroupWork:
+    @torch_call("output_tensors", "input_tensors|input_tensor", "opts|timeout")
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         runs = [self._collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
         return self._begin("all_gather", in_turn(runs), outputs, opts)
 
-    @by_device
+    @torch_call("output_lists", "input_list", "opts")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         """outputs[rank][i] is what ``rank`` has as inputs[i]."""
         by_input = [list(listed) for listed in zip(*outputs, strict=True)]
         return self.allgather(by_input, inputs, opts)
 
-    @by_device
+    @torch_call("output", "input", "opts")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GroupWork:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single
 
-    @by_device
+    @torch_call("outputs", "inputs", "opts")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         runs = [
             self._collectives.all_gather_single(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
@@ -175,27 +185,29 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    @by_device
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, **keywords: Any) -> GroupWork:
+    @torch_call("output_tensors", "input_tensors|input_tensor", "opts|root", "timeout")
+    def gather(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Timeout = None) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         listed = list(outputs[0]) if outputs else []
-        run = self._collectives.gather(listed, inputs[0], _root(opts, keywords))
-        return self._begin("gather", run, listed, opts)
+        return self._begin(
+            "gather", self._collectives.gather(listed, inputs[0], _root(opts)), listed, opts, timeout
+        )
 
-    @by_device
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **keywords: Any) -> GroupWork:
+    @torch_call("output_tensors|output_tensor", "input_tensors", "opts|root", "timeout")
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Timeout = None) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         listed = list(inputs[0]) if inputs else []
-        run = self._collectives.scatter(outputs[0], listed, _root(opts, keywords))
-        return self._begin("scatter", run, outputs, opts)
+        return self._begin(
+            "scatter", self._collectives.scatter(outputs[0], listed, _root(opts)), outputs, opts, timeout
+        )
 
-    @by_device
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, **_: Any) -> GroupWork:
+    @torch_call("output_tensors", "input_tensors", "opts")
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         return self._begin("all_to_all", self._collectives.all_to_all(outputs, inputs), outputs, opts)
 
-    @by_device
+    @torch_call("output", "input", "output_split_sizes", "input_split_sizes", "opts|timeout")
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -203,7 +215,6 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         output_rows: Sequence[int],
         input_rows: Sequence[int],
         opts: Any = None,
-        **_: Any,
     ) -> GroupWork:
         run = self._collectives.all_to_all_single(output, whole, output_rows, input_rows)
         return self._begin("all_to_all", run, [output], opts)
@@ -212,26 +223,26 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     # Messages.
 
-    @by_device
+    @torch_call("tensors", "dstRank", "tag")
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> GroupWork:
         work = self._new_work("send", tensors)
         self.membership.post.send(tensors[0], to, tag, work, self.membership.timeout_s)
         return work
 
-    @by_device
+    @torch_call("tensors", "srcRank", "tag")
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
         work = self._new_work("recv" if source != ANY else "recvAnySource", tensors)
         self.membership.post.receive(tensors[0], source, tag, work, self.membership.timeout_s)
         return work
 
-    @by_device
+    @torch_call("tensors", "tag")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
         return self.recv(tensors, ANY, tag)
 
     # Meetings.
 
-    def barrier(self, opts: Any = None, **_: Any) -> GroupWork:
-        return self._begin("barrier", self._collectives.barrier(), [], opts)
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> GroupWork:
+        return self._begin("barrier", self._collectives.barrier(), [], opts, timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come, all of them in any case."""
@@ -243,17 +254,47 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> GroupWork:
         works, self._coalesced = self._coalesced or [], None
-        together = GroupWork(in_turn([work.synchronize for work in works]), [], "coalesced")
-        together.perform()
-        return together
+        return all_of(works)
 
-    def split_group(self, *_: Any, **__: Any) -> Any:
-        """Every group has a world of its own, so there is nothing to split.
+    # Parts.
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: Timeout = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> HvdliteProcessGroup | None:
+        """A process group of ``ranks`` of this one, which call this; None on others, which may call it.
+
+        Args:
+            timeout: of the new group; None: that of this one.
+            opts: unused, as hvdlite has no options of a group.
+            group_name: the same on all its ranks; None: made of its ranks.
 
         Raises:
-            ValueError: says what to do.
+            ValueError: ``ranks`` are none of this group, or without the devices of the host.
         """
-        raise ValueError("process group hvdlite is not split: dist.new_group(ranks) makes a group of some of its ranks")
+        members = sorted(ranks)
+        if not members or len({*members}) < len(members) or not {*members} <= {*range(self.membership.size)}:
+            raise ValueError(f"split_group: {list(ranks)} are no distinct ranks below {self.membership.size}")
+        if device_types is not None and torch.device("cpu") not in device_types:
+            raise ValueError(f"split_group: process group hvdlite is of the host's tensors, not of {device_types}")
+        if self.membership.rank not in members:
+            return None
+        options = DistributedBackendOptions()
+        name = group_name or f"{self._group_name}:split:{'_'.join(map(str, members))}"
+        options.store = PrefixStore(f"{name}/", self._store)
+        options.group_rank, options.group_size = members.index(self.membership.rank), len(members)
+        options.timeout = timeout or timedelta(seconds=self.membership.timeout_s)
+        options.group_id = name
+        options.global_ranks_in_group = [self.membership.ranks[rank] for rank in members]
+        part = self._create(options)
+        part.setGroupName(name)
+        part._set_group_desc(group_desc or "undefined")
+        return part
 
     # The end.
 
@@ -263,11 +304,16 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def _begin(self, title: str, run: Run, result: Any, opts: Any) -> GroupWork:
-        """Have it done, at once where the caller waits."""
-        limit_s = _timeout_s(opts)
+    def _begin(self, title: str, run: Run, result: Any, opts: Any, timeout: Timeout = None) -> GroupWork:
+        """Have it done, at once where the caller waits.
+
+        Args:
+            opts: torch's options; or, in shorter forms of a call, what else it has in their place.
+            timeout: of this call, in those forms that have it behind ``opts``.
+        """
+        limit_s = _timeout_s(opts if timeout is None else timeout)
         work = self._new_work(title, result, run if limit_s is None else partial(self._within, limit_s, run))
-        if opts is None or getattr(opts, "asyncOp", True):
+        if getattr(opts, "asyncOp", True):
             work.begin(self.membership.lane, is_awaited=False)
         else:
             with self.membership.waiting(work.title):
@@ -295,20 +341,17 @@ def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _op(opts: Any, keywords: dict[str, Any]) -> Any:
-    """The reduction, which is an option or, in a shorter form of the call, an argument."""
-    if opts is None:
-        return keywords.get("op", dist.ReduceOp.SUM)
-    return getattr(opts, "reduceOp", opts)
+def _op(opts: Any) -> Any:
+    """The reduction: an option, or in their place."""
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
-def _timeout_s(opts: Any) -> float | None:
-    """Of this call; None: that of the group, as where torch says -1 ms."""
-    given = getattr(opts, "timeout", None)
-    return given.total_seconds() if given is not None and given > timedelta(0) else None
-
-
-def _root(opts: Any, keywords: dict[str, Any]) -> int:
-    if opts is None:
-        return int(keywords["root"])
+def _root(opts: Any) -> int:
+    """An option, or in their place."""
     return int(getattr(opts, "rootRank", opts))
+
+
+def _timeout_s(given: Any) -> float | None:
+    """An option, or in their place; None: that of the group, as where torch says -1 ms."""
+    given = getattr(given, "timeout", given)
+    return given.total_seconds() if isinstance(given, timedelta) and given > timedelta(0) else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +32,9 @@ class Doer(Protocol):
 
     def assist(self, work: GroupWork) -> None:
         """Do what there is to do for ``work``, which the caller waits for, unless another thread does."""
+
+    def tell(self, callbacks: Callable[[], object]) -> None:
+        """Call ``callbacks``, of who wants to know that a work is done; they may wait for other works."""
 
 
 class GroupWork(Work):
@@ -80,6 +84,11 @@ class GroupWork(Work):
         """Whom the thread that waits for it assists."""
         self._doer = doer
 
+    def assist(self) -> None:
+        """Help whoever does it, which the caller waits for."""
+        if self._doer is not None and not self._is_done:
+            self._doer.assist(self)
+
     def perform(self) -> None:
         """Do it now."""
         assert self._run is not None
@@ -107,7 +116,8 @@ class GroupWork(Work):
         if end is not None:
             end.set()
         if trigger is not None:
-            trigger.set_result(None)
+            tell = partial(trigger.set_result, None)
+            tell() if self._doer is None else self._doer.tell(tell)
 
     # torch's interface.
 
@@ -125,8 +135,8 @@ class GroupWork(Work):
         return True
 
     def _wait(self, seconds: float) -> None:
-        if seconds <= 0 and self._doer is not None:
-            self._doer.assist(self)
+        if seconds <= 0:
+            self.assist()
         if not self._ended().wait(seconds if seconds > 0 else None):
             whom = "" if self._group is None else f" {self._group.whom_it_waits_for()}"
             raise CollectiveError(f"{self.title}{whom} is not done after the timeout of {seconds:g} s of its wait()")
@@ -152,7 +162,7 @@ class GroupWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Holds the tensors once it is done; callbacks run on the thread that does it."""
+        """Holds the tensors once it is done; callbacks run on the thread that does it, of messages on one of their own."""
         with self._lock:
             future = self._future
             if future is not None:
@@ -178,3 +188,29 @@ class GroupWork(Work):
                 if self._is_done:
                     self._end.set()
             return self._end
+
+
+class _Several:
+    """The doers of several works, as one."""
+
+    def __init__(self, works: Sequence[GroupWork]) -> None:
+        self._works = works
+
+    def assist(self, work: GroupWork) -> None:
+        for each in self._works:
+            each.assist()
+
+    def tell(self, callbacks: Callable[[], object]) -> None:
+        callbacks()
+
+
+def all_of(works: Sequence[GroupWork]) -> GroupWork:
+    """A work that is done once all ``works`` are, with the error of the first that has one."""
+    together = GroupWork(None, [], "coalesced")
+    together.is_done_by(_Several(works))
+
+    def finish(_: object) -> None:
+        together.finish(next((error for error in map(GroupWork.exception, works) if error is not None), None))
+
+    torch.futures.collect_all([work.get_future() for work in works]).add_done_callback(finish)
+    return together

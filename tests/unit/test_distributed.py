@@ -14,7 +14,7 @@ import torch
 
 from hvdlite.distributed.call import call_on, call_without_shape, contradiction
 from hvdlite.distributed.lane import Lane
-from hvdlite.distributed.work import GroupWork
+from hvdlite.distributed.work import GroupWork, all_of
 from hvdlite.errors import CollectiveError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +60,42 @@ def test_a_wait_has_a_limit_and_an_error_is_kept() -> None:
     assert not wrong.is_success()
     with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
         wrong.get_future().wait()
+    assert lane.close(10)
+
+
+def test_a_callback_may_wait_for_the_future_of_another_call() -> None:
+    lane, gate, done = Lane("test"), threading.Event(), []
+    first = GroupWork(gate.wait, [], "first")
+    first.begin(lane, is_awaited=False)
+
+    def then(_: object) -> None:
+        second = GroupWork(lambda: done.append("second"), [], "second")
+        second.begin(lane, is_awaited=False)
+        second.get_future().wait()  # torch's, which knows of no lane; the lane's thread is here
+        done.append("callback")
+
+    future = first.get_future().then(then)
+    gate.set()
+    future.wait()
+    assert done == ["second", "callback"]
+    assert lane.close(10)
+
+
+def test_several_works_as_one() -> None:
+    lane, gate = Lane("test"), threading.Event()
+    works = [GroupWork(run, [], "") for run in (gate.wait, lambda: None)]
+    together = all_of(works)
+    for work in works:
+        work.begin(lane, is_awaited=False)
+    assert not together.is_completed()
+    gate.set()
+    assert together.wait() and all(work.is_completed() for work in works)
+    wrong = GroupWork(lambda: 1 / 0, [], "wrong")
+    together = all_of([*works, wrong])
+    wrong.begin(lane, is_awaited=False)
+    with pytest.raises(ZeroDivisionError):
+        together.wait()
+    assert all_of([]).wait()
     assert lane.close(10)
 
 
