@@ -6,6 +6,7 @@ names where it has renamed a call. Options say whether the caller waits for the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -44,6 +45,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         self.membership = membership
         self._store = store
         self._create = create
+        self._parts: Counter[str] = Counter()  # those made without a name, by their ranks
         timeout = timedelta(seconds=membership.timeout_s)
         self.other_devices = OtherDevices(store, membership.rank, membership.size, timeout)
         self._collectives = membership.collectives
@@ -190,9 +192,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         listed = list(outputs[0]) if outputs else []
-        return self._begin(
-            "gather", self._collectives.gather(listed, inputs[0], _root(opts)), listed, opts, timeout
-        )
+        return self._begin("gather", self._collectives.gather(listed, inputs[0], _root(opts)), listed, opts, timeout)
 
     @torch_call("output_tensors|output_tensor", "input_tensors", "opts|root", "timeout")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Timeout = None) -> GroupWork:
@@ -272,7 +272,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         Args:
             timeout: of the new group; None: that of this one.
             opts: unused, as hvdlite has no options of a group.
-            group_name: the same on all its ranks; None: made of its ranks.
+            group_name: the same on all its ranks, and of no other group; None: made of its ranks.
 
         Raises:
             ValueError: ``ranks`` are none of this group, or without the devices of the host.
@@ -285,7 +285,9 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         if self.membership.rank not in members:
             return None
         options = DistributedBackendOptions()
-        name = group_name or f"{self._group_name}:split:{'_'.join(map(str, members))}"
+        ranked = "_".join(map(str, members))
+        self._parts[ranked] += 1
+        name = group_name or f"{self._group_name}:split:{ranked}:{self._parts[ranked]}"
         options.store = PrefixStore(f"{name}/", self._store)
         options.group_rank, options.group_size = members.index(self.membership.rank), len(members)
         options.timeout = timeout or timedelta(seconds=self.membership.timeout_s)

@@ -162,7 +162,7 @@ class GroupWork(Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Holds the tensors once it is done; callbacks run on the thread that does it, of messages on one of their own."""
+        """Holds the tensors once it is done; callbacks run on the thread that does it, those of messages on another."""
         with self._lock:
             future = self._future
             if future is not None:

@@ -166,6 +166,33 @@ def test_calls_that_nobody_waits_for_are_done_in_order(group: dist.ProcessGroup)
     assert works[0].exception() is None
 
 
+def test_several_calls_that_nobody_waits_for_do_not_block(group: dist.ProcessGroup) -> None:
+    tensors = [of_rank(RANK, numel) for numel in (3, 700)]
+    if RANK != SIZE - 1:
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        told(None)  # the last rank calls after that
+    else:
+        told(None)
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+    manager.wait()
+    assert all(torch.equal(tensor, total(tensor.numel())) for tensor in tensors)
+
+
+def test_a_callback_may_wait_for_another_call(group: dist.ProcessGroup) -> None:
+    """By torch's future, as PowerSGD's hook does."""
+    first, second = torch.ones(5), torch.ones(5)
+
+    def then(done: torch.futures.Future[list[torch.Tensor]]) -> float:
+        later = dist.all_reduce(second, async_op=True).get_future().wait()
+        return float(done.value()[0][0] + later[0][0])
+
+    assert dist.all_reduce(first, async_op=True).get_future().then(then).wait() == 2 * SIZE
+
+
 def test_a_callback_may_call_the_group(group: dist.ProcessGroup) -> None:
     first, second = torch.ones(5), torch.ones(5)
 

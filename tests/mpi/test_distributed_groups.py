@@ -189,9 +189,43 @@ def test_who_has_left_is_named() -> None:
         dist.barrier()
 
 
-def test_a_group_is_not_split() -> None:
-    with process_group() as group, pytest.raises(ValueError, match=r"dist.new_group\(ranks\) makes a group"):
-        group.split_group([RANK])
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_parts_of_a_group(nodes: tuple[int, ...]) -> None:
+    with process_group(nodes) as group:
+        for ranks in ([LAST], [LAST, 0] if SIZE > 1 else [0], range(SIZE), range(SIZE)):
+            part = group.split_group(ranks, timeout=timedelta(seconds=20), group_desc="some")
+            assert (part is None) == (RANK not in ranks)
+            if part is not None:
+                assert (part.rank(), part.size(), part.group_desc) == (sorted(ranks).index(RANK), len(ranks), "some")
+                tensor = torch.full((3,), RANK + 1.0)
+                part.allreduce([tensor]).wait()
+                assert torch.equal(tensor, torch.full((3,), sum(rank + 1.0 for rank in ranks)))
+                part.shutdown()
+        for wrong in ([], [SIZE], [0, 0]):
+            with pytest.raises(ValueError, match="are no distinct ranks below"):
+                group.split_group(wrong)
+        with pytest.raises(ValueError, match="is of the host's tensors"):
+            group.split_group([RANK], device_types=[torch.device("cuda")])
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_the_short_forms_of_calls_have_a_timeout(nodes: tuple[int, ...]) -> None:
+    soon = timedelta(seconds=0.1)
+    calls = [
+        lambda group: group.allreduce(torch.ones(3), dist.ReduceOp.MAX, soon),
+        lambda group: group.allreduce([torch.ones(3)], op=dist.ReduceOp.SUM, timeout=soon),
+        lambda group: group.reduce(tensor=torch.ones(3), root=LAST, op=dist.ReduceOp.SUM, timeout=soon),
+        lambda group: group.broadcast(torch.ones(3), root=LAST, timeout=soon),
+        lambda group: group.allgather([torch.ones(3)] * SIZE, torch.ones(3), timeout=soon),
+        lambda group: group.barrier(timeout=soon),
+    ]
+    for call in calls:
+        with process_group(nodes) as group:
+            if RANK != LAST:
+                with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 0.1 s"):
+                    call(group).wait()
+            told(None)
 
 
 def test_profilers_show_calls() -> None:
