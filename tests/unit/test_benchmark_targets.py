@@ -349,7 +349,7 @@ def test_gpus() -> None:
 
 def test_tables_have_a_row_for_every_target() -> None:
     nothing = targets({})
-    assert len(nothing) == 39
+    assert len(nothing) == 41
     assert [row[0] for row in lines(nothing)] == [target.what for target in nothing]
     assert {target.verdict for target in nothing} == {"not measured"}
     some: list[Target] = targets({"allreduce": OPEN_MPI})
