@@ -1,9 +1,9 @@
 #include "staged_allreduce.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
+#include "ascending_copy.h"
 #include "reduce.h"
 
 namespace hvdlite {
@@ -36,12 +36,11 @@ class Run {
         leaving_(size_),
         entering_(size_) {
     if (job.numel == 0) return;
-    const std::uint64_t per_line = kCacheLine / bytes_;
-    const auto whole_lines = [&](std::uint64_t numel) { return divide_up(numel, per_line) * per_line; };
-    const std::uint64_t fewest = divide_up(job.numel, job.window_numel);
-    width_ = std::min(job.window_numel, whole_lines(divide_up(job.numel, fewest)));
-    share_ = whole_lines(divide_up(width_, size_));
-    windows_ = divide_up(job.numel, width_);
+    const std::uint64_t line = std::min(job.window_numel, kCacheLine / bytes_);
+    const std::uint64_t owners = std::min(size_, job.window_numel / line);
+    const std::uint64_t most = job.window_numel / owners / line * line;
+    windows_ = divide_up(job.numel, owners * most);
+    share_ = divide_up(job.numel, windows_ * owners * line) * line;
   }
 
   std::uint64_t windows() const { return windows_; }
@@ -63,13 +62,15 @@ class Run {
 
  private:
   Shard shard(std::uint64_t k, std::uint64_t rank, const TensorList& tensors) const {
-    const std::uint64_t end = std::min({job_.numel, (k + 1) * width_, k * width_ + (rank + 1) * share_});
+    const std::uint64_t begin = (rank * windows_ + k) * share_;
     Shard result;
-    result.begin = std::min(end, k * width_ + rank * share_);
-    result.numel = end - result.begin;
+    result.begin = std::min(job_.numel, begin);
+    result.numel = k < windows_ ? std::min(job_.numel, begin + share_) - result.begin : 0;
     if (result.numel == 0) return result;
     result.staged = staged(k, rank_, rank);
-    if (job_.wire_dtype == job_.dtype) result.tensor = tensors.address_of(result.begin, end, bytes_);
+    if (job_.wire_dtype == job_.dtype) {
+      result.tensor = tensors.address_of(result.begin, result.begin + result.numel, bytes_);
+    }
     return result;
   }
 
@@ -100,7 +101,7 @@ class Run {
     if (at >= shard.numel) return;
     const std::uint64_t numel = std::min(block_, shard.numel - at), begin = shard.begin + at;
     if (shard.tensor != 0) {
-      copy(shard.staged + at * bytes_, shard.tensor + at * bytes_, numel);
+      ascending_copy(shard.staged + at * bytes_, shard.tensor + at * bytes_, numel * bytes_);
     } else {
       job_.inputs.pack(shard.staged + at * bytes_, begin, begin + numel, job_.dtype, job_.wire_dtype, 1.0);
     }
@@ -110,14 +111,10 @@ class Run {
     if (at >= shard.numel) return;
     const std::uint64_t numel = std::min(block_, shard.numel - at), begin = shard.begin + at;
     if (shard.tensor != 0) {
-      copy(shard.tensor + at * bytes_, shard.staged + at * bytes_, numel);
+      ascending_copy(shard.tensor + at * bytes_, shard.staged + at * bytes_, numel * bytes_);
     } else {
       job_.outputs.unpack(shard.staged + at * bytes_, begin, begin + numel, job_.wire_dtype, job_.dtype, 1.0);
     }
-  }
-
-  void copy(std::uintptr_t destination, std::uintptr_t source, std::uint64_t numel) const {
-    std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), numel * bytes_);
   }
 
   const StagedAllreduce& job_;
@@ -126,8 +123,7 @@ class Run {
   std::uint64_t bytes_;
   std::uint64_t block_;
   Reducer reducer_;
-  std::uint64_t width_ = 0;  // of a window, in elements; the last one may be narrower
-  std::uint64_t share_ = 0;  // of a rank in a window; the same in all, so that a block enters where one has left
+  std::uint64_t share_ = 0;  // of a rank in a window, in elements; the same in all: a block enters where one has left
   std::uint64_t windows_ = 0;
   std::vector<Shard> leaving_;
   std::vector<Shard> entering_;

@@ -19,8 +19,9 @@ QEMU = "qemu-aarch64-static"
 FLAGS = ["-std=c++17", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-iquote", ROOT / "csrc"]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
 SOURCES = [
-    *("bound_messages", "deadline", "early_allreduce", "early_turns", "heartbeat", "instruction_set", "pack"),
-    *("ready_counts", "reduce", "signal", "small_allreduce", "socket_bell", "staged_allreduce"),
+    *("ascending_copy", "bound_messages", "deadline", "early_allreduce", "early_turns", "heartbeat"),
+    *("instruction_set", "pack", "ready_counts", "reduce", "signal", "small_allreduce", "socket_bell"),
+    "staged_allreduce",
 ]
 NEEDED = "apt install g++-aarch64-linux-gnu qemu-user-static"
 
