@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 SIZES = (4, 4 << 10, 256 << 10, 4 << 20, 64 << 20)
 MODELS = (*SHORT, *LONG)
+PARTS = ("collectives", "ddp", "fsdp2")
 SHARDED = "three 4096^2 layers"  # 192 MiB
 HVDLITE, GLOO, COPY = "hvdlite", "Gloo", "memcpy"
 COPIED_BYTES = 256 << 10  # of fewer the call takes the time
@@ -200,7 +201,8 @@ def print_report(report: dict[str, Any]) -> None:
         ]
         for row in report["collectives"]
     ]
-    print("\n" + table(["collective", "bytes", "hvdlite us", "Gloo us", "times as fast", "a memcpy is"], rows))
+    if rows:
+        print("\n" + table(["collective", "bytes", "hvdlite us", "Gloo us", "times as fast", "a memcpy is"], rows))
     print_steps("DDP", report["ddp"], {"step": 3, "exposed": 2})
     print_steps("FSDP2", report["fsdp2"], {"step": 3})
 
@@ -223,6 +225,7 @@ def print_steps(title: str, found: Sequence[dict[str, Any]], ratios: dict[str, i
 
 def main() -> None:
     parser = parser_for(__doc__, rounds=7, of="each collective")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, metavar="N", help="default: 4 B to 64 MiB")
     names = [task.name for task in MODELS]
     text = "of DDP (default: all; with more ranks than cores those whose step is short)"
@@ -240,12 +243,14 @@ def main() -> None:
         measure_collective(name, nbytes, groups, comm, options.rounds)
         for name in COLLECTIVES
         for nbytes in options.bytes
+        if "collectives" in options.parts
     ]
     limits = (options.step_rounds, options.seconds)
     usual = MODELS if comm.size <= len(os.sched_getaffinity(0)) else SHORT
     chosen = [task for task in MODELS if (task in usual if options.models is None else task.name in options.models)]
-    found = [measure_ddp(task, groups, comm, *limits) for task in chosen]
-    sharded = [measure_fsdp2(task, groups, comm, *limits) for task in MODELS if task.name == SHARDED]
+    found = [measure_ddp(task, groups, comm, *limits) for task in chosen if "ddp" in options.parts]
+    split = [task for task in MODELS if task.name == SHARDED and "fsdp2" in options.parts]
+    sharded = [measure_fsdp2(task, groups, comm, *limits) for task in split]
     if comm.rank == 0:
         report = {"benchmark": "torch_distributed", **facts, "threads": torch.get_num_threads()}
         report |= {"collectives": collectives, "ddp": found, "fsdp2": sharded}

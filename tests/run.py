@@ -99,6 +99,7 @@ LEFT_OUT = {3: ["not_with_three_ranks"], 4: ["up_to_three_ranks"]}
 # Tests of the mpi suite that are run without MPI as well: who takes part, and every operation once.
 WITHOUT_MPI = (
     "test_alltoall.py",
+    "test_distributed_groups.py",
     "test_functions.py",
     "test_join.py",
     "test_members.py",

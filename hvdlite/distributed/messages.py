@@ -29,12 +29,13 @@ class Parcel:
 
 @dataclass(eq=False)
 class Wish:
-    """A tensor that waits for a message."""
+    """A tensor that waits for a message: ``memory`` is that of ``block``."""
 
     source: int
     tag: int
     tensor: torch.Tensor
     block: torch.Tensor
+    memory: memoryview
     work: GroupWork
     deadline_s: float
 
@@ -79,7 +80,7 @@ class Arrival:
 
     def open(self) -> None:
         """From here on it has memory: that of the tensor that waits for it, if there is one and it fits."""
-        memory = None if self.wish is None else memory_of(self.wish.block)
+        memory = None if self.wish is None else self.wish.memory
         self._is_in_place = memory is not None and len(memory) == self.nbytes
         if memory is None or not self._is_in_place:
             memory = memoryview(np.empty(self.nbytes, np.uint8).data)
@@ -89,7 +90,7 @@ class Arrival:
         """To the wish; ``names`` is what errors call the ranks."""
         wish = self.wish
         assert wish is not None
-        own = memory_of(wish.block)
+        own = wish.memory
         if len(own) != self.nbytes:
             wish.work.finish(
                 ValueError(

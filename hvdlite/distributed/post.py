@@ -7,7 +7,6 @@ sends never waits for one that does the same. Messages from one rank with one ta
 from __future__ import annotations
 
 import math
-import selectors
 import socket
 import threading
 import time
@@ -20,13 +19,13 @@ from hvdlite.distributed.doors import Door, Entrance, connect
 from hvdlite.distributed.links import Incoming, Outgoing
 from hvdlite.distributed.messages import ANY, Arrival, Offer, Parcel, Wish, memory_of
 from hvdlite.distributed.pump import Pump
+from hvdlite.distributed.sockets import READ, WRITE
 from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import CollectiveError
 from hvdlite.health import Health
 
 _HOLD_S = 2e-3  # how long what was offered waits for its tensor before it is copied elsewhere, and the sender goes on
 _REASON_S = 1.0  # how long a lost connection waits to hear who died
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Post:
@@ -61,12 +60,15 @@ class Post:
         self._health = health
         self._pump = Pump(f"hvdlite-post-{group}", self, health.report, spin_us)
         for listener in entrance.sockets:
-            self._pump.selector.register(listener, _READ, self._admit)
+            self._pump.sockets.add(listener, READ, self._admit)
         self._lock = threading.Lock()  # guards what follows
         self._outgoing: dict[int, Outgoing] = {}
         self._wishes: list[Wish] = []
         self._arrivals: list[Arrival] = []  # without a wish
         self._failure: BaseException | None = None
+        self._receivers: set[int] = set()  # to which something new is to be sent
+        self._sources: set[int] = set()  # from which something new is wanted, and which are not watched
+        self._earliest_s = math.inf  # no wait ends before
         # For whoever serves the pump alone.
         self._watched: dict[int, socket.socket] = {}
         self._left: set[int] = set()
@@ -82,6 +84,8 @@ class Post:
             outgoing = self._outgoing.setdefault(to, Outgoing())
             if not outgoing.is_lost:
                 outgoing.waiting.append(parcel)
+                self._receivers.add(to)
+                self._earliest_s = min(self._earliest_s, parcel.deadline_s)
         if outgoing.is_lost:
             work.finish(self._reason(to))
         else:
@@ -89,13 +93,17 @@ class Post:
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int, work: GroupWork, timeout_s: float) -> None:
         """``work`` is done once ``tensor`` holds the message of ``source``, which may be `ANY`."""
-        wish = Wish(source, tag, tensor, block_of(tensor), work, time.monotonic() + timeout_s)
+        block = block_of(tensor)
+        wish = Wish(source, tag, tensor, block, memory_of(block), work, time.monotonic() + timeout_s)
         work.is_done_by(self)
         with self._lock:
             self._check()
             arrival = next((each for each in self._arrivals if wish.takes(each.source, each.tag)), None)
             if arrival is None:
                 self._wishes.append(wish)
+                self._earliest_s = min(self._earliest_s, wish.deadline_s)
+                if source not in self._watched and source not in (ANY, self._rank):
+                    self._sources.add(source)
             else:
                 self._arrivals.remove(arrival)
                 arrival.wish = wish
@@ -157,20 +165,26 @@ class Post:
 
     def patience_s(self) -> float:
         """See `hvdlite.distributed.pump.Client`."""
-        patience_s = 0.0 if self._left else self._expire()
-        if not self._offers:
-            return patience_s
-        return min(patience_s, max(0.0, self._offers[0][2] - time.monotonic()))
+        if self._left:
+            return 0.0
+        now = time.monotonic()
+        if now >= self._earliest_s:
+            self._expire(now)
+        until_s = min(self._earliest_s, self._offers[0][2]) if self._offers else self._earliest_s
+        return max(0.0, until_s - now)
 
     def begin_new(self) -> None:
         """See `hvdlite.distributed.pump.Client`."""
+        if not self._receivers and not self._sources:
+            return
         with self._lock:
-            receivers = [to for to, outgoing in self._outgoing.items() if outgoing.waiting]
-            sources = {wish.source for wish in self._wishes} - {ANY, self._rank} - self._watched.keys()
-        for source in sources:
+            receivers, self._receivers = self._receivers, set()
+            sources, self._sources = self._sources, set()
+        for source in sources - self._watched.keys():
             self._watch(source)
         for to in receivers:
-            self._write(to)
+            if self._outgoing[to].waiting:  # it may have been given up meanwhile
+                self._write(to)
 
     def look_after(self, *, was_quiet: bool) -> None:
         """See `hvdlite.distributed.pump.Client`."""
@@ -194,7 +208,7 @@ class Post:
         guest.link.setblocking(False)
         process = guest.process_with(self._doors[guest.rank].key)
         incoming = Incoming(guest.rank, guest.link, process, self._expected)
-        self._pump.selector.register(guest.link, _READ, lambda _: self._read(incoming))
+        self._pump.sockets.add(guest.link, READ, lambda _: self._read(incoming))
 
     def _watch(self, source: int) -> None:
         """A link that shows when ``source`` leaves, even if it has sent nothing."""
@@ -206,10 +220,11 @@ class Post:
         self._watched[source] = link
 
         def ended(_: object) -> None:
-            self._pump.selector.unregister(link)
+            self._pump.sockets.forget(link)
+            self._watched.pop(source).close()  # who waits for it again learns the same
             self._left.add(source)
 
-        self._pump.selector.register(link, _READ, ended)
+        self._pump.sockets.add(link, READ, ended)
 
     def _write(self, to: int) -> None:
         outgoing = self._outgoing[to]
@@ -217,13 +232,13 @@ class Post:
             if outgoing.link is None:
                 proof = self._entrance.proof
                 outgoing.link = connect(self._doors[to], self._rank, is_near=to in self._near, proof=proof)
-                self._pump.selector.register(outgoing.link, _READ, lambda _: self._serve(to))
+                self._pump.sockets.add(outgoing.link, READ, lambda _: self._serve(to))
             with self._lock:
                 done = outgoing.write()
         except OSError:
             self._lose(to)
             return
-        self._pump.watch(outgoing.link, _READ | _WRITE if outgoing.waiting else _READ)
+        self._pump.sockets.watch(outgoing.link, READ | WRITE if outgoing.waiting else READ)
         for parcel in done:
             parcel.work.finish()
 
@@ -238,6 +253,8 @@ class Post:
             return
         for parcel in done:
             parcel.work.finish()
+        if outgoing.waiting:
+            self._write(to)
 
     def _read(self, incoming: Incoming) -> None:
         try:
@@ -245,7 +262,7 @@ class Post:
         except OSError:
             self._end(incoming)
             return
-        self._pump.watch(incoming.link, _READ | _WRITE if incoming.has_to_write else _READ)
+        self._pump.sockets.watch(incoming.link, READ | WRITE if incoming.has_to_write else READ)
         if arrival is not None and arrival.offer is None:
             self._arrived(arrival)
         elif arrival is not None and arrival.wish is not None:
@@ -259,7 +276,7 @@ class Post:
         except OSError:
             self._end(incoming, arrival)
             return
-        self._pump.watch(incoming.link, _READ | _WRITE if incoming.has_to_write else _READ)
+        self._pump.sockets.watch(incoming.link, READ | WRITE if incoming.has_to_write else READ)
         self._arrived(arrival)
 
     def _arrived(self, arrival: Arrival) -> None:
@@ -271,7 +288,7 @@ class Post:
 
     def _end(self, incoming: Incoming, *lost: Arrival) -> None:
         """Nothing more will come over it; what was on its way is lost, ``lost`` too."""
-        self._pump.forget(incoming.link)
+        self._pump.sockets.forget(incoming.link)
         incoming.link.close()
         offered = [arrival for arrival, of, _ in self._offers if of is incoming]
         self._offers = [offer for offer in self._offers if offer[1] is not incoming]
@@ -293,19 +310,19 @@ class Post:
                 self._wishes.remove(wish)
         return arrival
 
-    def _expire(self) -> float:
-        """End what has waited too long; how long nothing else will have."""
-        now = time.monotonic()
+    def _expire(self, now: float) -> None:
+        """End what has waited too long, and see when something else will have."""
         with self._lock:
             late = [wish for wish in self._wishes if wish.deadline_s <= now]
             self._wishes = [wish for wish in self._wishes if wish.deadline_s > now]
-            deadlines = [wish.deadline_s for wish in self._wishes]
             oldest = {
                 to: queue[0].deadline_s
                 for to, outgoing in self._outgoing.items()
                 for queue in ([*outgoing.waiting], [*outgoing.offered.values()])
                 if queue
             }
+            deadlines = [*(wish.deadline_s for wish in self._wishes), *oldest.values()]
+            self._earliest_s = min((deadline_s for deadline_s in deadlines if deadline_s > now), default=math.inf)
         for wish in late:
             who = "any rank" if wish.source == ANY else f"rank {self._names[wish.source]}"
             wish.work.finish(
@@ -314,15 +331,12 @@ class Post:
         for to, deadline_s in oldest.items():
             if deadline_s <= now:
                 self._lose(to, f"rank {self._names[to]} did not take a message within the timeout of process group")
-            else:
-                deadlines.append(deadline_s)
-        return max(0.0, min(deadlines, default=math.inf) - now)
 
     def _lose(self, to: int, why: str = "") -> None:
         """What was to be sent there will not be."""
         outgoing = self._outgoing[to]
         if outgoing.link is not None:
-            self._pump.forget(outgoing.link)
+            self._pump.sockets.forget(outgoing.link)
         with self._lock:
             parcels = outgoing.drop()
         if parcels:

@@ -335,7 +335,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         if _profiler_enabled():
             with record_function(f"{NAME}:{title}") as shown:
-                shown._call_end_callbacks_on_future(work.get_future())
+                shown._call_end_callbacks_on_future(work.shown())
         return work
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-import selectors
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
 from typing import Protocol
+
+from hvdlite.distributed.sockets import READ, Sockets
 
 _LULL_S = 5e-3  # after which nobody is about to wait
 
@@ -35,7 +38,7 @@ class Client(Protocol):
 
 
 class Pump:
-    """Calls ``data`` of the keys of `selector`, and ``client``, one thread at a time.
+    """Serves `sockets`, and calls ``client``, one thread at a time.
 
     While threads of the program call, which mostly wait next, the pump's own thread stays away: to wake it and to be
     woken by it takes longer than a small message. It looks again after 5 ms.
@@ -44,18 +47,22 @@ class Pump:
         name: of the thread.
         report: told what has ended the pump.
         spin_us: how long who waits looks before it sleeps.
+
+    Attributes:
+        sockets: of the client; for whoever serves alone.
     """
 
     def __init__(self, name: str, client: Client, report: Callable[[BaseException], None], spin_us: int) -> None:
-        self.selector = selectors.DefaultSelector()
+        self.sockets = Sockets()
         self._name = name
         self._client = client
+        self._whole = _Whole(self._end_by)
         self._report = report
         self._spin_s = spin_us * 1e-6
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self._waker.setblocking(False)
-        self.selector.register(self._wake, selectors.EVENT_READ, lambda wake: wake.recv(4096))
+        self.sockets.add(self._wake, READ, lambda wake: wake.recv(4096))
         self._turn = threading.Lock()  # held by whoever serves
         self._server: int | None = None  # the thread that holds it
         self._thread: threading.Thread | None = None
@@ -66,10 +73,8 @@ class Pump:
     def nudge(self) -> None:
         """There is something new to do; it is begun now, or by whoever serves."""
         self._stay_away()
-        with self._start:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+        if self._thread is None:
+            self._start_thread()
         if self._server == threading.get_ident():
             return  # in a callback; what is new is looked after next
         if self._turn.acquire(blocking=False):
@@ -103,23 +108,14 @@ class Pump:
 
     def release(self) -> None:
         """Close the sockets."""
-        for key in list((self.selector.get_map() or {}).values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self.selector.close()
-        self._wake.close()
+        self.sockets.close()
         self._waker.close()
 
-    def watch(self, link: socket.socket, events: int) -> None:
-        """From here on for ``events``; ``link`` is registered."""
-        key = self.selector.get_key(link)
-        if key.events != events:
-            self.selector.modify(link, events, key.data)
-
-    def forget(self, link: socket.socket) -> None:
-        """It is not looked at any more; it may not have been."""
-        if link.fileno() in (self.selector.get_map() or {}):
-            self.selector.unregister(link)
+    def _start_thread(self) -> None:
+        with self._start:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
 
     def _stay_away(self) -> None:
         self._busy_until_s = time.monotonic() + _LULL_S
@@ -149,8 +145,11 @@ class Pump:
     def _serve_until(self, is_over: Callable[[], bool]) -> None:
         until_s = time.monotonic() + self._spin_s
         while not is_over() and not self._is_closing.is_set():
-            if self._serve(0.0 if time.monotonic() < until_s else math.inf):
+            looks = time.monotonic() < until_s
+            if self._serve(0.0 if looks else math.inf):
                 until_s = time.monotonic() + self._spin_s
+            elif looks:
+                os.sched_yield()  # who is waited for may have been woken on this core
         self._stay_away()
 
     def _serve_with_turn(self, serve: Callable[[], object]) -> None:
@@ -164,36 +163,37 @@ class Pump:
 
     def _begin_new(self) -> None:
         """What arrives is left for who waits: the tensor that it is for may come next."""
-        with self._whole():
+        with self._whole:
             self._client.begin_new()
 
     def _serve(self, most_s: float) -> bool:
         """Wait for sockets, ``most_s`` at most, and do what there is to do; whether any had something."""
-        with self._whole():
+        with self._whole:
             patience_s = min(most_s, self._client.patience_s())
-        events = self.selector.select(None if math.isinf(patience_s) else patience_s)
-        with self._whole():
-            self._handle([key for key, _ in events])
-        return bool(events)
-
-    def _handle(self, keys: Sequence[selectors.SelectorKey]) -> None:
-        registered = self.selector.get_map()
-        for key in keys:
-            current = registered.get(key.fd)  # an earlier one may have ended it
-            if current is not None and current.fileobj is key.fileobj:
-                key.data(key.fileobj)
-        self._client.begin_new()
-        self._client.look_after(was_quiet=not keys)
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """An exception in it, of a signal handler too, may have come in the middle of a message: that is the end."""
-        try:
-            yield
-        except BaseException as error:
-            self._end_by(error)
-            raise
+        ready = self.sockets.ready(patience_s)
+        with self._whole:
+            self.sockets.serve(ready)
+            self._client.begin_new()
+            self._client.look_after(was_quiet=not ready)
+        return bool(ready)
 
     def _end_by(self, error: BaseException) -> None:
         self._report(error)
         self._client.fail(error)
+
+
+class _Whole:
+    """What is done in it is done as a whole: an exception, of a signal handler too, may have come in the middle of a
+    message, and is the end."""
+
+    def __init__(self, end_by: Callable[[BaseException], None]) -> None:
+        self._end_by = end_by
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._end_by(error)

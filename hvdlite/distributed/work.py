@@ -63,6 +63,7 @@ class GroupWork(Work):
         self._end: threading.Event | None = None
         self._future: Future[Any] | None = None
         self._trigger: Future[None] | None = None
+        self._shown: Future[None] | None = None
 
     # For whoever begins and does it.
 
@@ -79,6 +80,12 @@ class GroupWork(Work):
             self.wait()
         elif self._error is not None:
             raise self._error
+
+    def shown(self) -> Future[None]:
+        """Of the range that a profiler shows: it ends before anybody learns that the call is done, who may end the
+        profiler next."""
+        self._shown = Future()
+        return self._shown
 
     def is_done_by(self, doer: Doer) -> None:
         """Whom the thread that waits for it assists."""
@@ -105,6 +112,9 @@ class GroupWork(Work):
         Args:
             source: the rank that has sent what was received.
         """
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.set_result(None)
         with self._lock:
             if self._is_done:
                 return
@@ -137,6 +147,8 @@ class GroupWork(Work):
     def _wait(self, seconds: float) -> None:
         if seconds <= 0:
             self.assist()
+            if self._is_done:
+                return
         if not self._ended().wait(seconds if seconds > 0 else None):
             whom = "" if self._group is None else f" {self._group.whom_it_waits_for()}"
             raise CollectiveError(f"{self.title}{whom} is not done after the timeout of {seconds:g} s of its wait()")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from fault_lab import check_end, run
@@ -92,3 +97,32 @@ def test_a_program_that_forgets_destroy_process_group_ends_in_order(mpi: str) ->
     assert result.returncode == 0, result
     assert result.stdout == "end\n" * 3
     assert not result.leftovers
+
+
+RESTARTED = """
+import os, signal
+import torch, torch.distributed as dist
+import hvdlite.distributed
+
+dist.init_process_group("hvdlite")
+dist.barrier()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3))
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+os.write(1, f"{tensor.tolist()}\\n".encode())
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_starts_the_ranks_anew_after_a_death(tmp_path: Path) -> None:
+    """Which meet in the same store; torchrun ends the others, perhaps before they have said whom they miss."""
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*torchrun, str(script)], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[2.0, 2.0, 2.0]\n" * 2

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -177,12 +178,19 @@ def test_who_has_left_is_named() -> None:
     with process_group():
         group = dist.new_group(range(SIZE))
         dist.barrier(group)
-        if RANK == LAST:
+        work = None if RANK == LAST else dist.irecv(torch.ones(3), LAST, group=group)
+        told(None)
+        if work is not None:
+            work.wait()
+        else:
+            for rank in range(LAST):
+                dist.send(torch.ones(3), rank, group=group)
             dist.destroy_process_group(group)
         told(None)
         if RANK != LAST:
-            with pytest.raises(RuntimeError, match=f"rank {LAST} has left"):
-                dist.recv(torch.ones(3), LAST, group=group)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=f"rank {LAST} has left"):
+                    dist.recv(torch.ones(3), LAST, group=group)
             with pytest.raises(RuntimeError, match=f"rank {LAST} has left the group"):
                 dist.all_reduce(torch.ones(3), group=group)
         told(None)
@@ -232,10 +240,15 @@ def test_profilers_show_calls() -> None:
     with process_group():
         with torch.profiler.profile() as profile:
             dist.all_reduce(torch.ones(3))
-            dist.broadcast(torch.ones(3), 0, async_op=True).wait()
             dist.barrier()
-        names = [event.name for event in profile.events()]
-        assert {"hvdlite:all_reduce", "hvdlite:broadcast", "hvdlite:barrier"} <= set(names)
+            for _ in range(20):
+                sent = dist.isend(torch.ones(3), (RANK + 1) % SIZE)
+                dist.irecv(torch.ones(3), (RANK - 1) % SIZE).wait()
+                sent.wait()
+                dist.broadcast(torch.ones(3), 0, async_op=True).wait()
+        names = Counter(event.name for event in profile.events())
+        assert names["hvdlite:all_reduce"] == names["hvdlite:barrier"] == 1
+        assert names["hvdlite:broadcast"] == names["hvdlite:send"] == names["hvdlite:recv"] == 20
 
 
 def test_other_devices_have_other_backends() -> None:

@@ -15,6 +15,7 @@ from hvdlite.distributed import reach
 from hvdlite.distributed.links import Incoming, Outgoing
 from hvdlite.distributed.messages import ANY, Arrival, Offer, Parcel, Wish, memory_of
 from hvdlite.distributed.pump import Pump
+from hvdlite.distributed.sockets import READ
 from hvdlite.distributed.work import GroupWork
 
 LARGE = 100_000
@@ -61,7 +62,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 
 def wish_for(tensor: torch.Tensor) -> Wish:
-    return Wish(ANY, 0, tensor, tensor, GroupWork(None, [], "recv"), 0.0)
+    return Wish(ANY, 0, tensor, tensor, memory_of(tensor), GroupWork(None, [], "recv"), 0.0)
 
 
 @pytest.mark.parametrize("numel", [0, 1, LARGE])
@@ -133,7 +134,7 @@ class Echo:
         self.failures: list[BaseException] = []
         self.pump = Pump("test-pump", self, self.failures.append, 50)
         own, self.other = socket.socketpair()
-        self.pump.selector.register(own, 1, self.hear)
+        self.pump.sockets.add(own, READ, self.hear)
         self.heard = 0
         self.threads: set[int] = set()
 
