@@ -177,6 +177,8 @@ class Job:
             return None
         finally:
             self._reader.join()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
 
 
 def report(job: Job, what: str, mishaps: Mapping[str, int], struck: Sequence[float]) -> None:
