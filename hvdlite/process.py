@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _RANK_0_FIRST_S = 1.0  # launchers end a job within milliseconds of its first rank
+_LEAVER_FIRST_S = 3.0  # Python takes 0.3 s to take torch down, and more than one on a busy machine
 _OF_ANOTHER = (ShutDownError, RankFailedError)  # what ends a rank for lack of another one
 _SAME_S = 0.2  # within which ranks that run the same program come to the same mistake
 
@@ -143,7 +144,7 @@ class ProcessHooks:
         reason = error if isinstance(error, _OF_ANOTHER) else error.__cause__  # as elastic.run says
         if isinstance(reason, ShutDownError):
             runtime.fail(error)  # the rank that has left waits for the others at its end, in vain
-            time.sleep(_RANK_0_FIRST_S)
+            time.sleep(_LEAVER_FIRST_S - (_RANK_0_FIRST_S if gives_way else 0.0))
         elif isinstance(reason, RankFailedError) and not gives_way and mpi.is_running():
             time.sleep(_RANK_0_FIRST_S)  # an mpirun may look late, hvdliterun does not
 
