@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _RANK_0_FIRST_S = 1.0  # launchers end a job within milliseconds of its first rank
+_LEAVER_FIRST_S = 3.0  # Python takes 0.3 s to take torch down, and more than one on a busy machine
+_OF_ANOTHER = (ShutDownError, RankFailedError)  # what ends a rank for lack of another one
 _SAME_S = 0.2  # within which ranks that run the same program come to the same mistake
 
 
@@ -67,7 +69,8 @@ class ProcessHooks:
     - An uncaught exception is sent to every rank before it is printed here. What is wrong with the start mostly
       concerns all ranks, and so does what every rank hears of: rank 0 prints it, and the launcher ends the others
       before they do. What concerns one rank alone, that rank prints a moment later. What another rank has raised in the
-      same words at the same line is not printed here. Frames of hvdlite are left out.
+      same words at the same line is not printed here. Frames of hvdlite are left out. Who fails for lack of another
+      rank ends a moment later, so that the launcher finds that rank's end first.
     - A forked child (a DataLoader worker) lets go of the parent's runtime.
 
     Attributes:
@@ -129,15 +132,21 @@ class ProcessHooks:
                 self.runtime.fail(error)
                 self._fails_alone = True
         is_told = is_known_everywhere(error) or isinstance(error, StartupError)
-        if is_told and launched_rank() != 0:
+        gives_way = is_told and launched_rank() != 0
+        if gives_way:
             time.sleep(_RANK_0_FIRST_S)
         runtime = self.runtime
         has_been_said = runtime is not None and error is runtime.failure and runtime.failure_was_logged
         tracebacks.show(error, trace, self._previous_hook, has_been_said=has_been_said)
-        has_left = isinstance(error, ShutDownError) or isinstance(error.__cause__, ShutDownError)  # as elastic.run says
-        if runtime is not None and has_left and not (runtime.closed or self.in_child):
+        if runtime is None or runtime.closed or self.in_child:
+            return
+        # The exit status of the job shall be that of the other rank.
+        reason = error if isinstance(error, _OF_ANOTHER) else error.__cause__  # as elastic.run says
+        if isinstance(reason, ShutDownError):
             runtime.fail(error)  # the rank that has left waits for the others at its end, in vain
-            time.sleep(_RANK_0_FIRST_S)  # the exit status of the job shall be that rank's
+            time.sleep(_LEAVER_FIRST_S - (_RANK_0_FIRST_S if gives_way else 0.0))
+        elif isinstance(reason, RankFailedError) and not gives_way and mpi.is_running():
+            time.sleep(_RANK_0_FIRST_S)  # an mpirun may look late, hvdliterun does not
 
     def _at_exit(self) -> None:
         if self.in_child:

@@ -53,21 +53,26 @@ def strike(job: Job, stopped: set[int], chance: random.Random, spared: int) -> s
     return kind
 
 
-def run(minutes: float, ranks: int, seed: int) -> list[str]:
-    """What was wrong, of a job on this machine."""
+def run(minutes: float, ranks: int, seed: int, log: Path | None = None) -> list[str]:
+    """What was wrong, of a job on this machine.
+
+    Args:
+        log: where to write what the job prints, and when.
+    """
     chance = random.Random(seed)
     mishaps: Counter[str] = Counter()
     struck: list[float] = []
     stopped: set[int] = set()
     command = [sys.executable, "-m", "hvdlite", "run", "--elastic", "-np", str(ranks), "--restarts", "1000000"]
     with tempfile.TemporaryDirectory(prefix="hvdlite-chaos-") as directory:
-        job = Job(Path(directory), command, {**os.environ, **SETTINGS})
+        job = Job(Path(directory), command, {**os.environ, **SETTINGS}, log)
         ends = time.monotonic() + 60 * minutes
         while time.monotonic() < ends and job.process.poll() is None:
             time.sleep(chance.uniform(*PAUSE_S))
             members = sorted(job.members - stopped)  # a stopped one cannot keep the state for the others
             if len(members) > 1 and (kind := strike(job, stopped, chance, chance.choice(members))):
                 mishaps[kind] += 1
+                job.note(f"chaos: {kind}\n")
                 if kind in ("killed", "two killed"):
                     struck.append(time.time())
         problems = job.end()
@@ -88,7 +93,7 @@ def main() -> int:
         "--mpi", default="openmpi", choices=("openmpi", "mpich"), help="with --hosts; default: %(default)s"
     )
     parser.add_argument("--seed", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--log", type=Path, help="with --hosts: file for the output of the job, with times")
+    parser.add_argument("--log", type=Path, help="file for the output of the job, with times")
     options = parser.parse_args()
     if options.hosts:
         sys.path.insert(0, str(Path(__file__).with_name("hosts")))
@@ -96,7 +101,7 @@ def main() -> int:
 
         problems = run_on_hosts(options.minutes, options.ranks or 2, options.seed, options.mpi, options.log)
     else:
-        problems = run(options.minutes, options.ranks or 4, options.seed)
+        problems = run(options.minutes, options.ranks or 4, options.seed, options.log)
     for problem in problems:
         print(f"chaos: {problem}")
     return 1 if problems else 0

@@ -51,13 +51,14 @@ def train(state):
             optimizer.step()
             time.sleep(0.01)
             sampler.record_batch(number, BATCH)
+            if (number + 1) * BATCH >= sampler.num_samples:
+                state.extra += extra  # before the commit: it may be the last one of this pass
             state.batch += 1
             if state.batch % 3 == 0:
                 state.commit()
                 if hvd.rank() == 0:
                     say("commit", time.time())
         state.epoch += 1
-        state.extra += extra
         sampler.set_epoch(state.epoch)
         total, least = int(counts.sum().item()), int(counts.min().item())
         ends = hvd.allreduce(torch.tensor(int(os.path.exists(sys.argv[1]))), op=hvd.Max, name="ends").item()
@@ -113,6 +114,7 @@ class Job:
         self.commits: list[float] = []
         self.log: list[str] = []  # lines, each with the time since the start
         self._wrong: list[str] = []
+        self._surplus = 0  # samples that have counted twice
         self._ends: list[str] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -160,8 +162,9 @@ class Job:
                 self._ends.append(line)
             elif found := re.match(r"epoch (\d+) total (\d+) least (\d+) wanted (\d+)", line):
                 epoch, total, least, wanted = map(int, found.groups())
-                if total != wanted or least < epoch or epoch < self.epochs:
-                    self._wrong.append(line)
+                if total - wanted != self._surplus or least < epoch or epoch < self.epochs:
+                    self._wrong.append(line.rstrip())
+                self._surplus = total - wanted  # which stays, and is told once
                 self.epochs = epoch
 
     def _wait(self) -> int | None:
@@ -174,6 +177,8 @@ class Job:
             return None
         finally:
             self._reader.join()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
 
 
 def report(job: Job, what: str, mishaps: Mapping[str, int], struck: Sequence[float]) -> None:

@@ -1,11 +1,15 @@
-"""Three minutes of tests/chaos.py."""
+"""Three minutes of tests/chaos.py, and what its job must count by itself."""
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
+import chaos_job
 from chaos import run
 
 
@@ -13,3 +17,18 @@ from chaos import run
 def test_no_sample_is_lost_or_counted_twice_while_ranks_die() -> None:
     seed = random.randrange(1000)  # which it prints
     assert run(3.0, 4, seed) == []
+
+
+def test_a_failure_between_the_last_commit_of_a_pass_and_the_end_of_its_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sample comes twice, as 119 do not divide by 2 ranks, and is in the commit that is gone back to."""
+    training = chaos_job.TRAINING.replace("SAMPLES, BATCH = 120, 2", "SAMPLES, BATCH = 119, 2")
+    fails = "                if state.batch == 30 and hvd.rank() == 1:\n                    raise Asked\n"
+    commit = "                state.commit()\n"
+    assert training.count(commit) == 1
+    monkeypatch.setattr(chaos_job, "TRAINING", training.replace(commit, commit + fails))
+    front = [sys.executable, "-m", "hvdlite", "run", "--elastic", "-np", "2"]
+    job = chaos_job.Job(tmp_path, front, {**os.environ, **chaos_job.SETTINGS})
+    assert job.end() == [], "".join(job.log)
+    assert "raised Asked" in "".join(job.log)

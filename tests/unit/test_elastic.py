@@ -15,7 +15,14 @@ import hvdlite
 import hvdlite.torch as hvd
 from fake_world import Universe
 from hvdlite.config import Config
-from hvdlite.errors import CollectiveError, MismatchError, NotInitializedError, RankFailedError, UsageError
+from hvdlite.errors import (
+    MismatchError,
+    NotInitializedError,
+    RankFailedError,
+    StallError,
+    UnrecoverableError,
+    UsageError,
+)
 from hvdlite.recorder import Recorder
 from hvdlite.torch import startup
 from hvdlite.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
@@ -401,12 +408,22 @@ def test_a_mistake_of_the_program_is_raised(diary: Diary) -> None:
         assert diary.entries == ["sync", "train"]
 
 
-def test_a_dead_rank_leaves_the_last_commit_and_a_clear_sentence(diary: Diary) -> None:
-    failure = RankFailedError(3, "rank 3 (pid 1 on h) has died")
-    with pytest.raises(
-        CollectiveError,
-        match=r"only under `hvdliterun --elastic` does a job go on.*last commit.*rank 3 \(pid 1 on h\) has died",
-    ) as e:
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (
+            RankFailedError(3, "rank 3 died"),
+            "only under `hvdliterun --elastic` does a job go on after the failure of a rank",
+        ),
+        (StallError("rank 3 is late"), "the ranks live, but wait for one another"),
+        (hvdlite.ShutDownError("rank 3 ended", is_final=True), "a rank has ended by itself"),
+    ],
+    ids=["died", "late", "left"],
+)
+def test_a_job_that_cannot_go_on_has_the_last_commit_and_a_clear_sentence(
+    diary: Diary, failure: hvd.HorovodInternalError, why: str
+) -> None:
+    with pytest.raises(UnrecoverableError, match=f"cannot go on: {why}\\..*last commit.*{failure}") as e:
         trainer(failure)(diary, 7, word="w")
     assert e.value.__cause__ is failure
     assert diary.entries == ["sync", "train", "restore"]
