@@ -81,6 +81,15 @@ def test_a_callback_may_wait_for_the_future_of_another_call() -> None:
     assert lane.close(10)
 
 
+def test_what_a_profiler_shows_ends_before_anybody_learns_that_the_call_is_done() -> None:
+    work = GroupWork(None, [], "shown")
+    seen: list[object] = []
+    work.shown().add_done_callback(lambda _: seen.append(work.is_completed()))
+    work.get_future().add_done_callback(lambda _: seen.append("callback"))
+    work.finish()
+    assert seen == [False, "callback"]
+
+
 def test_several_works_as_one() -> None:
     lane, gate = Lane("test"), threading.Event()
     works = [GroupWork(run, [], "") for run in (gate.wait, lambda: None)]
