@@ -52,7 +52,10 @@ QUICK = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "2", "HVDLITE_FAILURE_GRACE_SECOND
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_rank_that_is_stopped_meanwhile_is_not_waited_for(tmp_path: Path, victim: int) -> None:
-    """The first of the node, which speaks to hvdliterun for the others, or not."""
+    """The first of the node, which speaks to hvdliterun for the others, or not.
+
+    Either mpirun waits for it, and hvdliterun ends both, or mpirun ends without it, and hvdliterun ends it.
+    """
     (tmp_path / "hosts").write_text("localhost:2")
     script = tmp_path / "discover.sh"
     script.write_text(f"#!/bin/sh\ncat {tmp_path / 'hosts'}\n")
@@ -61,7 +64,6 @@ def test_a_rank_that_is_stopped_meanwhile_is_not_waited_for(tmp_path: Path, vict
     result = launch(2, TRAINING, str(tmp_path), str(victim), mpi="none", options=options, env=QUICK, timeout=100)
     result.check()
     assert result.stdout.count("done") == 2, result  # of the ranks that there were in the beginning
-    assert "some ranks have not ended, though all were to" in result.launcher_output
     assert "the ranks have ended at a commit, and begin anew" in result.launcher_output
     began = {(int(size), int(batch)) for size, batch in re.findall(r"of (\d) at batch (\d+)", result.stdout)}
     assert len(began) == 2 and (2, 0) in began, result  # nothing was lost
