@@ -63,9 +63,8 @@ def again(*, in_place: bool, is_awaited: bool) -> Callable[[Callable[..., R]], C
 
 def _shorten(process_set: ProcessSet, group: Group) -> None:
     """Have `again` ask what knows the operations of ``group``."""
-    if (
-        group.shortcuts is None and type(device.gpus) is device.Gpus
-    ):  # else memory of the host may be said to be a GPU's
+    are_real = type(device.gpus) is device.Gpus  # else memory of the host may be said to be a GPU's
+    if group.shortcuts is None and are_real:
         coordinator, unnamed = group.world.coordinator, group.unnamed(Allreduce.label)
         make_handle = partial(HandleInBurst, group.recorder)
         group.shortcuts = (

@@ -11,7 +11,6 @@ _TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
 _PLANS = "unit/test_plans.py unit/test_frozen_plan.py"
 _EARLY = "unit/test_early.py"
 _MESSAGES = "unit/test_native_messages.py"
-_SHORTCUT = "2 mpi/test_shortcut.py"
 _THREADS = "sanitizers/test_threads.py::test_every_case[ranks_as_threads]"
 
 MUTANTS = [
@@ -496,51 +495,6 @@ MUTANTS = [
         "EPOLLIN | EPOLLRDHUP | EPOLLET",
         "unit/test_native_socket_bell.py",
     ),
-    # What a call that repeats is recognized by, and what the shortcut leaves to Python.
-    Mutant("csrc/signature.cpp", " || arguments.op != op_.ptr()) return false;", ") return false;", _SHORTCUT),
-    Mutant(
-        "csrc/signature.cpp",
-        "if (!same_text(arguments.name, name_.ptr()) || !same_number",
-        "if (!same_number",
-        _SHORTCUT,
-    ),
-    Mutant(
-        "csrc/signature.cpp",
-        "    if (!equal(attribute(tensor, names().shape).ptr(), shape_.ptr())) return false;\n",
-        "",
-        _SHORTCUT,
-    ),
-    Mutant(
-        "csrc/signature.cpp",
-        "    if (call(tensor, names().is_contiguous).ptr() != Py_True) return false;\n",
-        "",
-        _SHORTCUT,
-    ),
-    Mutant(
-        "csrc/signature.cpp",
-        "  if (!same_number(arguments.postscale, postscale_.ptr())) return false;\n",
-        "",
-        _SHORTCUT,
-    ),
-    Mutant("csrc/signature.cpp", " && (home_.is_none() || !home_().is_none());", ";", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", '    if (is_true(result, "requires_grad")) return {};\n', "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", '  if (is_true(recorder_, "enabled")) return {};\n', "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", "  if (entry->unnamed != nullptr) ++entry->unnamed->next;\n", "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", "if (PyErr_CheckSignals() != 0) interrupt.emplace();", "", "2 mpi/test_prepared.py"),
-    Mutant(
-        "csrc/collecting.cpp",
-        "  if (signatures_ == nullptr || parts_.size() + 1 >=",
-        "  if (signatures_ == nullptr || parts_.size() >=",
-        _SHORTCUT,
-    ),
-    Mutant(
-        "hvdlite/coordinator/coordinator.py",
-        "            self.at_once.shortcut.close()\n            self.collector.interrupt()\n",
-        "            self.collector.interrupt()\n",
-        _SHORTCUT,
-    ),
-    Mutant(f"{_COORDINATOR}at_once.py", "            plan.count_done(prepared.request, times)\n", "", _SHORTCUT),
-    Mutant(f"{_COORDINATOR}at_once.py", "            prepared.count_done(times)\n", "", _SHORTCUT),
     Mutant(
         f"{_COORDINATOR}order_watch.py",
         "elif not periods or (count % period and periods < self._patience):",
