@@ -72,6 +72,11 @@ class Notice:
 
     content: dict[str, Any]
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nobody does anything after it."""
+        return bool(self.content["kind"] == "shutdown")
+
 
 @dataclass(frozen=True, slots=True)
 class EndOfBatch:

@@ -112,8 +112,13 @@ class PlanLeader:
         return self._hold()
 
     def make_room(self) -> PlanMessage | None:
-        """For the root: something is claimed beside a plan that runs free, which has to end before."""
+        """For the root: something else is to come than a plan that runs free, which has to end before."""
         return None if self._holding else self._hold()
+
+    @property
+    def is_in_log(self) -> bool:
+        """Whether the log says all that ranks do, and no word that is under way can change that."""
+        return not (self._holding or self.runs_free)
 
     def ready(self, local: int) -> PlanMessage | None:
         """What to pass on where ``local`` operations are ready on all local ranks."""

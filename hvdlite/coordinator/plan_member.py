@@ -10,7 +10,8 @@ On one node a plan runs free: nobody is told how far to go, since every rank see
 *bursts*, in the order of the plan, each once all counts have reached its end. Operations are of one burst if they may
 travel together, and no rank has paused before it submitted the later one: ranks say where they have when they are held.
 So a rank counts only to ends of bursts; if it waits in the middle of one, that plan was a mistake, and the next has an
-end there. Nothing else is done meanwhile, so the first claim of something else ends such a plan.
+end there. Nothing else is done meanwhile, so the first claim of something else ends such a plan, and so does the end of
+the world, which the log says only behind the plan's: some ranks may be in an operation that the others have to begin.
 
 A rank for which the plan does not come true (an operation of it is missing, or is different now, or other ranks do not
 come) asks the root to end it. Before a plan begins or ends, every rank holds new claims back for a moment, so that no

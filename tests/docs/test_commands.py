@@ -63,10 +63,12 @@ def test_runs(block: Block, place: Path) -> None:
     (place / "train.py").write_text(program.text)
     commands = OTHER_HOSTS.sub("hvdliterun --dry-run ", block.commands)  # up to the start of ranks there
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    environ.pop("PYTHONUNBUFFERED", None)  # it writes a line and its end apart, and ranks' lines run into each other
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=place,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        env=environ,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -280,9 +280,11 @@ class Lab:
                 )
 
     def turn(self) -> None:
-        """One cycle of some rank."""
+        """One cycle of some rank, unless nothing is left of its work."""
         self.now_s += TICK_S
-        self.random.choice(self.ranks).cycle()
+        rank = self.random.choice(self.ranks)
+        if not rank.has_ended:
+            rank.cycle()
 
     def claims(self) -> list[int]:
         """How many each rank has sent or heard."""

@@ -113,7 +113,7 @@ class Job:
             if name != "|":
                 made = submission(name, numel, self._count(rank) if name == "?" else NAMED)
                 waits = bool(todo[rank]) and todo[rank][0][0] == "|"
-                handles[rank] += self._begin(rank, made, waits)
+                handles[rank] += self.begin(rank, made, waits)
         self.lab.settle([handle for own in handles for handle in own])
         for handle in handles[0]:
             try:
@@ -121,7 +121,7 @@ class Job:
             except MismatchError:
                 self.errors += 1
 
-    def _begin(self, rank: int, made: Submission, waits: bool) -> list[Submission | InBurst]:
+    def begin(self, rank: int, made: Submission, waits: bool) -> list[Submission | InBurst]:
         coordinator = self.lab.ranks[rank]
         if self._at_once and waits and self.lab.random.random() < 0.9:
             prepared = AtOnce(self.lab, rank, made)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -294,7 +293,7 @@ def test_a_signal_is_the_end(begins_anew: bool) -> None:
         if begins_anew:  # the ranks were just about to
             job.begin_anew()
         with Stops() as stops:  # as `supervise` has it
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             return stops.status
 
     job = Job(interrupted, succeed)
@@ -305,7 +304,7 @@ def test_a_signal_is_the_end(begins_anew: bool) -> None:
 def test_nobody_goes_on_after_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
     def interrupted(job: Job) -> int:
         with Stops() as stops:
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
             assert job.says(Word.CLAIM, claim_of(2, 3)) == 0
             return stops.status
 
@@ -321,7 +320,7 @@ def test_a_rank_that_gets_a_signal_is_not_the_end() -> None:
 
 def test_a_signal_between_generations_is_the_end() -> None:
     def fail(job: Job) -> int:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         return 1
 
     job = Job(fail, succeed)

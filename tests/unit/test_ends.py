@@ -1,0 +1,76 @@
+"""A world that ends while operations are under way: all ranks have done the same by then, since what they do blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import pytest
+
+from coordinator_lab import Lab, submission
+from hvdlite.coordinator.submission import Submission
+from hvdlite.errors import ShutDownError
+from test_frozen_plan import NODES, STEP, InBurst, Job
+
+OTHER = [("c", 4), ("d", 4), ("|", 0)]
+STEPS = 3
+
+
+class Rank:
+    """Goes through steps, and ends the world somewhere in the middle of one."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        lab = job.lab
+        self._job = job
+        self._coordinator = lab.ranks[rank]
+        self._todo = [item for item in STEP if item[0] != "?"] * STEPS
+        self._todo[lab.random.randrange(len(self._todo)) :] = [("end", 0)]
+        self._rank = rank
+        self.made: list[Submission | InBurst] = []
+
+    def go_on(self) -> bool:
+        """Whether it has ended the world, or has seen that another rank did."""
+        name, numel = self._todo[0]
+        if name == "|" and not all(made.is_done for made in self.made):
+            return False
+        del self._todo[0]
+        if name == "end":
+            texts = {"text": f"rank {self._rank} ended", "own_text": "ended"}
+            with suppress(ShutDownError):  # another was the first
+                self._coordinator.announce({"kind": "shutdown", "rank": self._rank, "is_final": False, **texts})
+        elif name != "|":
+            try:
+                self.made += self._job.begin(self._rank, submission(name, numel), self._todo[0][0] == "|")
+            except ShutDownError:
+                return True
+        return not self._todo
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("state", ["nothing frozen", "frozen", "another order"])
+@pytest.mark.parametrize("seed", range(30))
+def test_all_ranks_have_done_the_same(nodes: Sequence[tuple[int, ...]], state: str, seed: int) -> None:
+    lab = Lab(nodes, seed)
+    job = Job(lab, at_once=seed % 2 > 0, collected=seed % 3 / 2)
+    if state != "nothing frozen":
+        job.freeze([item for item in STEP if item[0] != "?"])
+    if state == "another order":  # so that either may be taken up again
+        job.freeze(OTHER)
+    ranks = [Rank(job, rank) for rank in range(len(lab.ranks))]
+    under_way = list(ranks)
+    for _ in range(20_000):
+        for _ in range(lab.random.randrange(2 * len(ranks))):
+            lab.turn()
+        if all(coordinator.has_ended for coordinator in lab.ranks):
+            break
+        if under_way:
+            rank = lab.random.choice(under_way)
+            if rank.go_on():
+                under_way.remove(rank)
+    assert all(coordinator.has_ended for coordinator in lab.ranks)
+    job.check_order()
+    for rank in ranks:
+        for made in rank.made:
+            assert made.is_done
+            with suppress(ShutDownError):
+                made.wait()
