@@ -37,6 +37,8 @@ _LIMITS = {
     "locked memory": resource.RLIMIT_MEMLOCK,
     "address space": resource.RLIMIT_AS,
 }
+_RDMA = Path("/sys/class/infiniband")
+"""A directory for each device: InfiniBand, RoCE, Omni-Path and the like."""
 _TOLD = {DOCTOR, MEETING_POINT, RANK, SIZE, CALL_KEY, CALL_ADDRESS} | {
     f"HOROVOD_{level}{what}" for level in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")
 }
@@ -118,6 +120,7 @@ def _machine() -> Facts:
         "memory available bytes": memory.get("MemAvailable", 0),
         "memory limit bytes": _cgroup_limit(),
         "/dev/shm free bytes": shm.f_bavail * shm.f_frsize if shm is not None else 0,
+        "RDMA devices": sorted(path.name for path in _RDMA.glob("*")),
     }
 
 

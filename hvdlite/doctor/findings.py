@@ -17,6 +17,7 @@ Facts = Mapping[str, Any]
 _FEW_FILES = 1024
 _FEW_PROCESSES = 1024
 _LITTLE_MEMORY_BYTES = 256 << 20
+_LITTLE_LOCKED_BYTES = 1 << 30
 _SHM_BYTES_PER_RANK = 8 << 20  # that MPI libraries take for themselves
 _SLOW = 3.0  # times slower than the upper quartile of the links
 _LATE = 5.0  # times the median's latency, and
@@ -58,6 +59,12 @@ def of_machine(found: Facts) -> Iterator[Finding]:
     if found["versions"].get("torch") is None:
         yield Finding("torch is not installed: pip install torch")
     machine = found["machine"]
+    locked, devices = limits["locked memory"], machine["RDMA devices"]
+    if devices and locked is not None and locked < _LITTLE_LOCKED_BYTES:
+        yield Finding(
+            f"only {locked >> 10} KiB of memory may be locked, and {devices[0]} locks what it sends: "
+            "`ulimit -l unlimited`, in limits.conf or in the unit that starts the scheduler's daemon"
+        )
     available = min(machine["memory available bytes"], machine["memory limit bytes"] or machine["memory bytes"])
     if available < _LITTLE_MEMORY_BYTES:
         yield Finding(

@@ -9,6 +9,7 @@ _COLLECTIVES = "hvdlite/collectives/"
 _TORCH = "hvdlite/torch/"
 _TENSOR_PARALLEL = "hvdlite/tensor_parallel/"
 _PLANS = "unit/test_plans.py unit/test_frozen_plan.py"
+_ENDS = "unit/test_ends.py"
 _EARLY = "unit/test_early.py"
 _MESSAGES = "unit/test_native_messages.py"
 _THREADS = "sanitizers/test_threads.py::test_every_case[ranks_as_threads]"
@@ -55,6 +56,18 @@ MUTANTS = [
         "any(node.count > count or node.is_begun for node in nodes)",
         "any(node.is_begun for node in nodes)",
         _PLANS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}plan_leader.py",
+        "not (self._holding or self.runs_free)",
+        "not self.runs_free",
+        _ENDS,
+    ),
+    Mutant(
+        f"{_COORDINATOR}leader.py",
+        "if message.is_last:",
+        "if False:",
+        _ENDS,
     ),
     Mutant(
         f"{_COORDINATOR}coordinator.py",

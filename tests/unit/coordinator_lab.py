@@ -74,9 +74,10 @@ class Page:
         return data
 
     def publish(self, outbox: bytearray) -> None:
+        count = self._random.randint(1, len(outbox))
         for log in self._shared.logs[1:]:
-            log += outbox
-        outbox.clear()
+            log += outbox[:count]
+        del outbox[:count]
         for local_rank in range(len(self._shared.logs)):
             self.ring(local_rank)
 

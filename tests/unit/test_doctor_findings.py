@@ -21,7 +21,7 @@ def ranks(nodes: Sequence[Sequence[int]] = NODES) -> list[dict[str, Any]]:
     """Of a job in which nothing is wrong."""
     healthy = copy.deepcopy(OWN)
     healthy["machine"] |= {"cores": 8, "memory available bytes": 8 << 30, "memory limit bytes": None}
-    healthy["machine"] |= {"/dev/shm free bytes": 1 << 30}
+    healthy["machine"] |= {"/dev/shm free bytes": 1 << 30, "RDMA devices": []}
     healthy["limits"] = dict.fromkeys(healthy["limits"])
     healthy["versions"]["torch"] = "2.13.0"
     mpi = {"library": "Open MPI v5.0.11", "standard": "3.1", "thread level": "MULTIPLE"}
@@ -118,6 +118,18 @@ def test_facts_of_ranks(wanted: Sequence[int], path: tuple[Any, ...], severity: 
             assert finding.severity is severity
             return
     pytest.fail(f"{words!r} is not in {result}")
+
+
+def test_locked_memory_matters_where_there_is_an_adapter_that_needs_it() -> None:
+    def change(told: list[dict[str, Any]]) -> None:
+        assign(told, range(4), "limits", "locked memory", 8 << 20)  # of nodes 0 and 1
+        assign(told, range(2, 6), "machine", "RDMA devices", ["mlx5_0", "mlx5_1"])  # of nodes 1 and 2
+
+    (finding,) = found(change)
+    assert finding.is_problem
+    assert finding.text.startswith(
+        "node1: only 8192 KiB of memory may be locked, and mlx5_0 locks what it sends: `ulimit"
+    )
 
 
 def test_more_ranks_than_cores_are_a_note() -> None:

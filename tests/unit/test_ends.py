@@ -47,13 +47,17 @@ class Rank:
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-@pytest.mark.parametrize("state", ["nothing frozen", "frozen", "another order"])
+@pytest.mark.parametrize("state", ["about to be frozen", "frozen", "another order"])
 @pytest.mark.parametrize("seed", range(30))
 def test_all_ranks_have_done_the_same(nodes: Sequence[tuple[int, ...]], state: str, seed: int) -> None:
     lab = Lab(nodes, seed)
     job = Job(lab, at_once=seed % 2 > 0, collected=seed % 3 / 2)
-    if state != "nothing frozen":
-        job.freeze([item for item in STEP if item[0] != "?"])
+    step = [item for item in STEP if item[0] != "?"]
+    if state == "about to be frozen":
+        for _ in range(lab.random.randrange(2, 5)):
+            job.step([step] * len(lab.ranks))
+    else:
+        job.freeze(step)
     if state == "another order":  # so that either may be taken up again
         job.freeze(OTHER)
     ranks = [Rank(job, rank) for rank in range(len(lab.ranks))]
