@@ -18,7 +18,8 @@ from hvdlite.config import END_NOTICES, other_variable
 from hvdlite.wire import CREDENTIALS
 
 _NAME = b"\0hvdlite-end-"
-_END_S = 3.0  # for processes that have nothing left to do
+END_S = 3.0
+"""For processes that have nothing left to do."""
 
 
 @dataclass
@@ -50,7 +51,7 @@ class EndNotices:
     def __init__(self, grace_s: float) -> None:
         name = secrets.token_hex(16)
         self.environment = {END_NOTICES: name}
-        self._patience_s = grace_s + _END_S
+        self._patience_s = grace_s + END_S
         self._senders: dict[int, _Sender] = {}  # by process
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)

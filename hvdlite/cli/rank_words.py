@@ -6,11 +6,11 @@ import math
 import threading
 import time
 
+from hvdlite.end_notice import END_S
 from hvdlite.keeper import Word, claimed_by
 from hvdlite.naps import growing_pause_s
 
 _FIRST_S, _LONGEST_S = 10.0, 600.0  # how long ranks that go on without others are left alone
-_END_S = 3.0  # for processes that have nothing left to do
 
 
 class RankWords:
@@ -85,4 +85,4 @@ class RankWords:
         return 1
 
     def _expect_end(self, within_s: float) -> None:
-        self._end_s = min(self._end_s, time.monotonic() + within_s + _END_S)
+        self._end_s = min(self._end_s, time.monotonic() + within_s + END_S)

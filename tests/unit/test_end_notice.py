@@ -39,7 +39,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(hvdlite.end_notice, "time", SimpleNamespace(monotonic=clock.monotonic))
-    monkeypatch.setattr(hvdlite.end_notice, "_END_S", PATIENCE_S - 1.0)
+    monkeypatch.setattr(hvdlite.end_notice, "END_S", PATIENCE_S - 1.0)
     return clock
 
 
