@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -40,9 +40,19 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
             yield HashStore(), 0, 1
             return
         if ranks.rank == 0:
-            store = TCPStore("0.0.0.0", 0, ranks.size, True, timeout, wait_for_workers=False)
             addresses = [interface.address for interface in select(config.network_interfaces)]
-            ranks.allgather(((socket.gethostname(), addresses), store.port))
+            listener = listen(addresses)
+            port = listener.getsockname()[1]
+            store = TCPStore(
+                "0.0.0.0",
+                port,
+                ranks.size,
+                True,
+                timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+            ranks.allgather(((socket.gethostname(), addresses), port))
         else:
             (hostname, addresses), port = ranks.allgather(None)[0]
             here = ["127.0.0.1"] if hostname == socket.gethostname() else []
@@ -50,6 +60,20 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
             store = TCPStore(host, port, ranks.size, False, timeout, wait_for_workers=False)
         yield store, ranks.rank, ranks.size
     raise RuntimeError("ranks of mpirun and hvdliterun meet once; start the job anew")
+
+
+def listen(addresses: Sequence[str]) -> socket.socket:
+    """A socket for a store at all of ``addresses``: of IPv4, if they are.
+
+    Torch would take one of IPv6 for both, and looks up the name of each address that connects, twice. In the form that
+    IPv6 has for them, addresses of this host are in no /etc/hosts, so it asks a name server, which may not answer.
+    """
+    listener = socket.socket(socket.AF_INET6 if any(":" in address for address in addresses) else socket.AF_INET)
+    if listener.family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    listener.bind(("", 0))
+    listener.listen(4096)
+    return listener
 
 
 def _first_that_answers(hosts: list[str], port: int, hostname: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import torch
 
 from hvdlite.distributed.call import call_on, call_without_shape, contradiction
 from hvdlite.distributed.lane import Lane
+from hvdlite.distributed.meeting import listen
 from hvdlite.distributed.work import GroupWork, all_of
 from hvdlite.errors import CollectiveError
 
@@ -142,3 +144,14 @@ def test_importing_torch_registers_the_backend_and_imports_nothing_of_hvdlite() 
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=ROOT)
     assert 'hvdlite = "hvdlite_torch_backend:register"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "seen"), [(["127.0.0.1"], "127.0.0.1"), (["127.0.0.1", "::1"], "::ffff:127.0.0.1")]
+)
+def test_who_comes_to_the_store_has_an_address_that_hosts_files_know(addresses: list[str], seen: str) -> None:
+    """Where all are of IPv4; a store at an address of IPv6 takes both."""
+    with listen(addresses) as listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1])):
+        link, address = listener.accept()
+        link.close()
+    assert address[0] == seen
