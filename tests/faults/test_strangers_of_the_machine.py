@@ -8,7 +8,7 @@ import pytest
 
 from fault_lab import run
 
-# Each rank waits at its door until the stranger has found all three, so that strangers are there first.
+# Each rank waits at its door until the stranger has found all of the set, so that strangers are there first.
 SETS = """
 import pathlib, subprocess
 STRANGER = '''
@@ -64,14 +64,15 @@ def after_the_stranger(doors, rank, deadline_s):
 
 hvdlite.node._connect_to_leader = after_the_stranger
 try:
-    for turn in range(5):
-        _, group = runtime.add_group([0, 1, 2])
-        array = np.full(1000, turn + runtime.rank, np.float32)
+    for ranks in ([0, 1], [1, 2], [0, 2, 3], [1, 2, 3]):
+        _, group = runtime.add_group(ranks)
+        array = np.full(1000, 1 << runtime.rank, np.float32)
         view = TensorView.of_numpy(array)
-        allreduce_async(group, [view], [view], name="in a set").wait()
-        assert (array == 3 * turn + 3).all()
+        if group is not None:
+            allreduce_async(group, [view], [view], name="in a set").wait()
+            assert (array == sum(1 << rank for rank in ranks)).all()
     barrier_async(runtime.group).wait()
-    say("doors", len(words()) - 1, "ANSWERED" in words())
+    say("answered" if "ANSWERED" in words() else "not answered", "at", len(words()) > 10, "doors")
     barrier_async(runtime.group).wait()
 finally:
     if stranger is not None:
@@ -82,5 +83,5 @@ finally:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to become somebody else")
 def test_at_a_process_set(tmp_path: os.PathLike[str]) -> None:
-    result = run(SETS, str(tmp_path), n=3).check()
-    assert result.stdout == "doors 15 False\n" * 3
+    result = run(SETS, str(tmp_path), n=4).check()
+    assert result.stdout == "not answered at True doors\n" * 4
