@@ -51,9 +51,8 @@ def test_a_gpu_that_does_not_come() -> None:
     """Only who looks after the streams can notice: all threads have met."""
     limits = {"HVDLITE_UB_TIMEOUT_SECONDS": "0.5", "HVDLITE_FAILURE_GRACE_SECONDS": "20"}
     result = run(SPLIT, "late", "pipeline", n=2, env=limits)
-    said = {line for line in result.stdout.splitlines() if line.startswith("said:")}
-    assert result.stdout.count("said:") == 2, str(result)
-    assert len(said) == 1, str(result)
-    text = said.pop()
-    assert "all_gather_matmul" in text, text
-    assert "has not done it in 0.5 s" in text, text
+    said = [line for line in result.stdout.splitlines() if line.startswith("said:")]
+    assert len(said) == 2, str(result)
+    for text in said:  # the same, unless both noticed at one time
+        assert "all_gather_matmul" in text, text
+        assert "has not done it in 0.5 s" in text, text
