@@ -74,7 +74,7 @@ class Page:
         return data
 
     def publish(self, outbox: bytearray) -> None:
-        count = self._random.randint(1, len(outbox))
+        count = self._random.randint(1, len(outbox)) if self._shared.is_small else len(outbox)
         for log in self._shared.logs[1:]:
             log += outbox[:count]
         del outbox[:count]
@@ -243,9 +243,15 @@ class Owner:
 
 
 class Lab:
-    """The coordinators of ``nodes``, given as the ranks of each."""
+    """The coordinators of ``nodes``, given as the ranks of each.
 
-    def __init__(self, nodes: Sequence[tuple[int, ...]], seed: int, **settings: Any) -> None:
+    Args:
+        small_pages: they take some of what is published of the log at a time.
+    """
+
+    def __init__(
+        self, nodes: Sequence[tuple[int, ...]], seed: int, *, small_pages: bool = False, **settings: Any
+    ) -> None:
         self.now_s = 0.0
         self.random = random.Random(seed)
         config = Config(**{**PATIENT, "tree_fanout": 2, **settings})
@@ -259,6 +265,7 @@ class Lab:
             shared = SimpleNamespace(
                 mailboxes=[bytearray() for _ in ranks],
                 logs=[bytearray() for _ in ranks],
+                is_small=small_pages,
                 ready=[(0, 0)] * len(ranks),
                 want_ring=set(),
                 rung=set(range(len(ranks))),

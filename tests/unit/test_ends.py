@@ -50,7 +50,7 @@ class Rank:
 @pytest.mark.parametrize("state", ["about to be frozen", "frozen", "another order"])
 @pytest.mark.parametrize("seed", range(30))
 def test_all_ranks_have_done_the_same(nodes: Sequence[tuple[int, ...]], state: str, seed: int) -> None:
-    lab = Lab(nodes, seed)
+    lab = Lab(nodes, seed, small_pages=True)
     job = Job(lab, at_once=seed % 2 > 0, collected=seed % 3 / 2)
     step = [item for item in STEP if item[0] != "?"]
     if state == "about to be frozen":
