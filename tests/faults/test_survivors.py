@@ -119,6 +119,15 @@ def test_a_stopped_rank_is_ended_and_left_out(tmp_path: Path) -> None:
     check_went_on(run(tmp_path, STOPPED, {0}, "--restarts", "0"), 2, 5)
 
 
+def test_a_stopped_rank_holds_nothing_up_though_all_others_are_killed(tmp_path: Path) -> None:
+    """As soon as they have given it up: nobody is left to end it then."""
+    killed = f"state.register_reset_callbacks([lambda: {KILLED}])"
+    result = run(tmp_path, f"({STOPPED}) if me == 0 else {killed}", {0, 1, 2}).check()
+    assert {began[:2] for began in starts(result)} in ({(3, 0), (3, 5)}, {(3, 0), (3, 4)}), result
+    assert "2 go on from the last commit" in result.launcher_output
+    assert result.stdout.count("counts [1.0]") == 3
+
+
 def test_too_few_begin_anew(tmp_path: Path) -> None:
     result = run(tmp_path, KILLED, {1}, "--min-np", "3").check()
     assert {began[:2] for began in starts(result)} == {(3, 0), (3, 5)}, result
