@@ -164,6 +164,15 @@ def launcher_process() -> LauncherProcess | None:
     return None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP, and will not go on by itself."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:  # it has ended
+        return False
+    return stat[stat.rindex(b")") + 2 :].startswith(b"T")
+
+
 def _parent_of(pid: int) -> int:
     stat = Path(f"/proc/{pid}/stat").read_text()
     return int(stat[stat.rindex(")") + 2 :].split()[1])  # behind the name, which may have blanks and brackets

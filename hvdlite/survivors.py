@@ -49,7 +49,7 @@ class Survivors:
         self._medium: Medium | None = None
         self._called = 1  # the number of the generation to which this rank calls the others, or has called them
         self._has_met = threading.Event()  # since then
-        self._ends: dict[int, int] = {}  # pidfds of workers on this machine
+        self._ends: dict[int, tuple[int, int]] = {}  # pids and pidfds of workers on this machine
         self._left_out: list[int] = []  # those of them that are no workers any more
 
     @property
@@ -167,26 +167,19 @@ class Survivors:
         for worker, (other, pid) in enumerate(everybody.allgather((place, os.getpid()))):
             if other == place and worker != everybody.rank:
                 with suppress(OSError):
-                    self._ends[worker] = os.pidfd_open(pid)
+                    self._ends[worker] = pid, os.pidfd_open(pid)
 
     def _see_to_end(self, left_out: set[int]) -> None:
         """Kill who is left out: at once who is stopped; who ends by itself has a moment to say why."""
         ends = [self._ends.pop(worker) for worker in left_out if worker in self._ends]
-        self._left_out += ends
-        for end in ends:  # without delay, since nobody would do it if these ranks were killed within that moment
-            with suppress(OSError):
-                if _is_stopped(end):
+        self._left_out += [end for _, end in ends]
+        for pid, end in ends:  # without delay, since nobody would do it if these ranks were killed within that moment
+            if launched.is_stopped(pid):
+                with suppress(OSError):
                     signal.pidfd_send_signal(end, signal.SIGKILL)
         timer = threading.Timer(Config.from_env().failure_grace_s, self.close)
         timer.daemon = True
         timer.start()
-
-
-def _is_stopped(end: int) -> bool:
-    """Of the process of a pidfd. Raises OSError where it has ended."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{end}").read_text().splitlines())
-    stat = Path(f"/proc/{int(fields['Pid'])}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] == "T"
 
 
 def _send_to_all(lifeline: Lifeline, workers: Sequence[int], key: str) -> None:

@@ -162,15 +162,6 @@ def shell_status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP, and will not go on by itself."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:  # it has ended
-        return False
-    return stat[stat.rindex(b")") + 2 :].startswith(b"T")
-
-
 def how_ended(code: int) -> str:
     """``code``, as subprocess has it, in words."""
     return f"ended with exit status {code}" if code >= 0 else f"was killed by {_name(-code)}"

@@ -68,12 +68,9 @@ def listen(addresses: Sequence[str]) -> socket.socket:
     Torch would take one of IPv6 for both, and looks up the name of each address that connects, twice. In the form that
     IPv6 has for them, addresses of this host are in no /etc/hosts, so it asks a name server, which may not answer.
     """
-    listener = socket.socket(socket.AF_INET6 if any(":" in address for address in addresses) else socket.AF_INET)
-    if listener.family == socket.AF_INET6:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    listener.bind(("", 0))
-    listener.listen(4096)
-    return listener
+    is_of_both = any(":" in address for address in addresses)
+    family = socket.AF_INET6 if is_of_both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=is_of_both)
 
 
 def _first_that_answers(hosts: list[str], port: int, hostname: str) -> str:
