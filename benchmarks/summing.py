@@ -215,7 +215,7 @@ class Gloo(Way):
 def ways(comm: MPI.Comm, numel: int) -> list[Way]:
     """All that this job can run; a collective call."""
     runtime = hvdlite.runtime()
-    elsewhere = np.empty(numel, np.float32)
+    elsewhere = torch.empty(numel, dtype=torch.float32).numpy()  # where users have theirs
     slot = allocate(runtime.group, 4 * numel).memory.view(np.float32)
     found: list[Way] = [Memcpy(comm.rank, numel)]
     if len(runtime.topology.nodes) > 1:

@@ -181,11 +181,12 @@ void register_signal(py::module_& m) {
 
 void register_small_allreduce(py::module_& m) {
   py::class_<SmallAllreduce> small(m, "SmallAllreduce");
-  small.attr("MOST_BYTES") = SmallAllreduce::kMostBytes;
+  small.attr("MOST_BYTES_AT_HOME") = SmallAllreduce::kMostBytesAtHome;
   small
       .def(py::init<std::uintptr_t, int, int, std::uintptr_t, int>(), "address"_a, "rank"_a, "size"_a,
            "abort_address"_a, "spin_us"_a)
       .def_static("bytes_needed", &SmallAllreduce::bytes_needed, "size"_a)
+      .def_property_readonly("most_bytes", [](const SmallAllreduce& self) { return self.most_bytes(); })
       .def(
           "run",
           [](SmallAllreduce& self, const TensorList& inputs, const TensorList& outputs, std::uint64_t numel, int dtype,

@@ -19,7 +19,8 @@ PreparedAllreduce::PreparedAllreduce(Barrier& barrier, SmallAllreduce& small, Re
       spin_(spin),
       patience_s_(patience_s),
       timeout_s_(timeout_s),
-      is_small_(SmallAllreduce::takes(shape_.numel, shape_.wire_dtype)) {}
+      is_small_(shape_.numel * item_bytes(shape_.wire_dtype) <=
+                (shape_.window_numel == 0 ? SmallAllreduce::kMostBytesAtHome : small.most_bytes())) {}
 
 PreparedAllreduce::Result PreparedAllreduce::run(const std::vector<std::uintptr_t>& inputs,
                                                  const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,

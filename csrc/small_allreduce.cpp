@@ -3,13 +3,19 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "ascending_copy.h"
 #include "reduce.h"
 #include "spin.h"
 
 namespace hvdlite {
 namespace {
 
-constexpr std::uint64_t kPlaces = 2;
+constexpr std::uint32_t kSets = 2;
+
+// Where one tensor has all that is reduced, as it travels; else 0.
+std::uintptr_t where_one_has_all(const TensorList& tensors, const TensorReduction& job) {
+  return job.dtype == job.wire_dtype ? tensors.address_of(0, job.numel, item_bytes(job.wire_dtype)) : 0;
+}
 
 }  // namespace
 
@@ -23,7 +29,9 @@ SmallAllreduce::SmallAllreduce(std::uintptr_t address, int rank, int size, std::
       abort_(reinterpret_cast<Word*>(abort_address)),
       spin_(std::max(spin_us, 0)),
       rank_(static_cast<std::uint32_t>(rank)),
-      size_(static_cast<std::uint32_t>(size)) {
+      size_(static_cast<std::uint32_t>(size)),
+      most_bytes_(most_bytes(size)),
+      scratch_(new char[most_bytes_]) {
   if (size < 1 || rank < 0 || rank >= size) throw std::invalid_argument("SmallAllreduce: rank must be in [0, size)");
   if (address == 0 || address % kCacheLine != 0) {
     throw std::invalid_argument("SmallAllreduce: address must be a multiple of 64");
@@ -32,7 +40,7 @@ SmallAllreduce::SmallAllreduce(std::uintptr_t address, int rank, int size, std::
 }
 
 std::size_t SmallAllreduce::bytes_needed(int size) {
-  return static_cast<std::size_t>(size) * (sizeof(Line) + kPlaces * kMostBytes);
+  return static_cast<std::size_t>(size) * (sizeof(Line) + kSets * most_bytes(size));
 }
 
 SmallAllreduce::Line& SmallAllreduce::line(std::uint32_t rank) const {
@@ -40,7 +48,8 @@ SmallAllreduce::Line& SmallAllreduce::line(std::uint32_t rank) const {
 }
 
 std::uintptr_t SmallAllreduce::place(std::uint32_t rank) const {
-  return address_ + size_ * sizeof(Line) + (kPlaces * rank + turn_ % kPlaces) * kMostBytes;
+  const std::uint32_t in_set = (rank + turn_ / kSets) % size_;
+  return address_ + size_ * sizeof(Line) + (turn_ % kSets * size_ + in_set) * most_bytes_;
 }
 
 bool SmallAllreduce::has_begun(std::uint32_t rank) const {
@@ -62,11 +71,20 @@ void SmallAllreduce::withdraw() {
   has_begun_ = false;
 }
 
+std::uintptr_t SmallAllreduce::own_source(const TensorReduction& job) const {
+  const std::uintptr_t tensor = where_one_has_all(job.inputs, job);
+  return tensor != 0 ? tensor : reinterpret_cast<std::uintptr_t>(scratch_.get());
+}
+
 void SmallAllreduce::begin(const TensorReduction& job) {
-  if (!takes(job.numel, job.wire_dtype)) throw std::invalid_argument("SmallAllreduce: too many bytes");
+  const std::uint64_t bytes = job.numel * item_bytes(job.wire_dtype);
+  if (bytes > most_bytes_) throw std::invalid_argument("SmallAllreduce: too many bytes");
   ++turn_;
   has_begun_ = true;
-  job.inputs.pack(place(rank_), 0, job.numel, job.dtype, job.wire_dtype, 1.0);
+  if (where_one_has_all(job.inputs, job) == 0) {
+    job.inputs.pack(own_source(job), 0, job.numel, job.dtype, job.wire_dtype, 1.0);
+  }
+  ascending_copy(place(rank_), own_source(job), bytes);
   Line& own = line(rank_);
   own.turn.store(turn_, std::memory_order_seq_cst);
   if (own.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(own.turn);
@@ -86,16 +104,16 @@ WaitStatus SmallAllreduce::finish(const TensorReduction& job, double timeout_s) 
     if (status != WaitStatus::kOk) return status;
   }
   std::vector<std::uintptr_t> sources;
-  for (std::uint32_t rank = 0; rank < size_; ++rank) sources.push_back(place(rank));
-  const std::uint64_t bytes = item_bytes(job.wire_dtype);
-  const std::uintptr_t tensor = job.dtype == job.wire_dtype ? job.outputs.address_of(0, job.numel, bytes) : 0;
+  for (std::uint32_t rank = 0; rank < size_; ++rank) {
+    sources.push_back(rank == rank_ ? own_source(job) : place(rank));
+  }
+  const std::uintptr_t tensor = where_one_has_all(job.outputs, job);
   if (tensor != 0) {
     reducer.reduce({tensor}, sources, 0, job.numel);
   } else {
-    alignas(kCacheLine) char result[kMostBytes];
-    const auto address = reinterpret_cast<std::uintptr_t>(result);
-    reducer.reduce({address}, sources, 0, job.numel);
-    job.outputs.unpack(address, 0, job.numel, job.wire_dtype, job.dtype, 1.0);
+    const auto result = reinterpret_cast<std::uintptr_t>(scratch_.get());
+    reducer.reduce({result}, sources, 0, job.numel);
+    job.outputs.unpack(result, 0, job.numel, job.wire_dtype, job.dtype, 1.0);
   }
   return WaitStatus::kOk;
 }

@@ -120,9 +120,14 @@ class Barrier:
         """
 
 class SmallAllreduce:
-    """Allreduce of at most `MOST_BYTES` by way of zeroed shared memory. Source: csrc/small_allreduce.cpp."""
+    """Allreduce of at most `most_bytes` by way of zeroed shared memory. Source: csrc/small_allreduce.cpp."""
 
-    MOST_BYTES: ClassVar[int]
+    MOST_BYTES_AT_HOME: ClassVar[int]
+    """More than that is reduced in less time where it lies, if that is memory which all ranks can reach."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Fewer for more than two ranks."""
 
     def __init__(self, address: int, rank: int, size: int, abort_address: int, spin_us: int) -> None:
         """``address``: of `bytes_needed(size)` bytes; ``abort_address``: a 32-bit word, non-zero ends every wait."""

@@ -61,7 +61,7 @@ class ShmBackend(Backend):
             here = self.rank, self.size, node.abort_address, spin_us
             self._barrier = _native.Barrier(self._page.address, *here)
             self._small = _native.SmallAllreduce(self._page.address + barrier_bytes, *here)
-            self.small_bytes = _native.SmallAllreduce.MOST_BYTES
+            self.small_bytes = _native.SmallAllreduce.MOST_BYTES_AT_HOME
         if self._window_bytes:
             self._windows = memory.allocate(_native.Barrier.STAGING_WINDOWS * self._window_bytes)
 
@@ -90,7 +90,7 @@ class ShmBackend(Backend):
         inputs, outputs, layout, reduction = job
         wire_dtype = layout.wire_dtype
         with self._span(Lane.NODE_ALLREDUCE, layout.nbytes, wire_dtype, label):
-            if layout.nbytes <= self.small_bytes:
+            if layout.nbytes <= self._small.most_bytes:
                 status = self._small.run(
                     inputs, outputs, layout.end, layout.dtype, wire_dtype, *reduction, self._timeout_s
                 )
@@ -138,7 +138,8 @@ class ShmBackend(Backend):
             patience_s,
             self._timeout_s,
         )
-        waits_in = self._small if layout.nbytes <= self.small_bytes else self._barrier
+        most_bytes = self._small.most_bytes if home is None else self.small_bytes
+        waits_in = self._small if layout.nbytes <= most_bytes else self._barrier
         expect_ok = partial(self._expect_ok, operation="allreduce", label=label, waited_in=waits_in)
         return _PreparedCall(native, expect_ok)
 

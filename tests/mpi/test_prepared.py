@@ -16,14 +16,14 @@ import torch
 import hvdlite
 import hvdlite.torch as hvd
 from harness_ranks import OverMpi, harness_ranks
-from hvdlite.collectives.early import MOST_BYTES
+from hvdlite.collectives.early import MOST_BYTES  # and of two ranks, what passes at once from elsewhere
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.prepared import PreparedAllreduce
 from machines_lab import Machines, machines
 from torch_lab import REDUCING, rank_input
 
 WORLD = harness_ranks()
-SMALL = 8 << 10  # bytes that pass at once
+SMALL = 8 << 10  # bytes that pass at once, wherever they are
 WINDOW = 128 << 10
 REPEATS = 20
 """More than it takes until an order is frozen."""

@@ -182,8 +182,8 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/small_allreduce.cpp",
-        "turn_ % kPlaces) * kMostBytes",
-        "0) * kMostBytes",
+        "turn_ % kSets * size_",
+        "0 * size_",
         _THREADS,
     ),
     Mutant("csrc/small_allreduce.cpp", "turn_ += has_begun_ ? 1 : 2;", "turn_ += 2;", _THREADS),

@@ -318,8 +318,8 @@ void staged(int size) {
   });
 }
 
-// One after the other, without meeting in between; now and then somebody is late, and what some have begun is
-// withdrawn.
+// One after the other, without meeting in between, of one tensor and of two; now and then somebody is late, and what
+// some have begun is withdrawn.
 void small(int size, int spin_us) {
   const Page page(size);
   const Lines lines(SmallAllreduce::bytes_needed(size));
@@ -327,13 +327,18 @@ void small(int size, int spin_us) {
     SmallAllreduce reduction(lines.address(), rank, size, page.abort_address(), spin_us);
     Barrier barrier = page.barrier(rank, 0);
     for (int turn = 0; turn < 300; ++turn) {
-      const std::uint64_t numel = static_cast<std::uint64_t>(turn * 6);
+      const std::uint64_t numel =
+          SmallAllreduce::most_bytes(size) / sizeof(float) * static_cast<std::uint64_t>(turn) / 299;
       const DType wire = turn % 2 == 0 ? DType::kFloat32 : DType::kFloat16;
       std::vector<float> inputs(numel), results(numel);
       for (std::uint64_t i = 0; i < numel; ++i) inputs[i] = value_of(rank, i);
       std::vector<float>& outputs = turn % 3 == 0 ? inputs : results;
-      const TensorList from({address_of(inputs.data())}, {numel}, {0});
-      const TensorList to({address_of(outputs.data())}, {numel}, {0});
+      const std::uint64_t first = turn % 5 == 0 ? numel / 2 : numel;
+      const auto listed = [&](const std::vector<float>& tensors) {
+        return TensorList({address_of(tensors.data()), address_of(tensors.data() + first)}, {first, numel - first},
+                          {0, first});
+      };
+      const TensorList from = listed(inputs), to = listed(outputs);
       const TensorReduction job{from, to, numel, DType::kFloat32, wire, Op::kSum, 1.0, 1.0};
       if (turn % 40 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       if (turn % 50 == 49) {
