@@ -35,6 +35,8 @@ class DeviceCarrier(Carrier):
         stream: on that GPU.
     """
 
+    takes_sparse = False  # torch would hand out what replaces their memory again by the order of our stream
+
     def __init__(self, world: World, host: Carrier, ordinal: int, stream: _native.DeviceStream) -> None:
         self._world = world
         self._host = host

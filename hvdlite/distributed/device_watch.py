@@ -78,6 +78,7 @@ class DeviceWatch:
 
     def add(self, enqueued: Enqueued) -> None:
         """From here on it is watched."""
+        self._oldest()
         with self._lock:
             self._enqueued.append(enqueued)
         if self._thread is None:

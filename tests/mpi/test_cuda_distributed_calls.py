@@ -1,0 +1,45 @@
+"""The tests of test_distributed.py, with every tensor on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cuda_distributed import on_gpu
+from distributed_lab import RANK
+from test_distributed import (
+    group,
+    test_contradictions_are_named_on_all_ranks,
+    test_memory_that_is_not_contiguous,
+    test_movements,
+    test_other_reductions,
+    test_reductions,
+    test_several_calls_that_nobody_waits_for_do_not_block,
+    test_several_tensors_at_once,
+    test_uneven_shares,
+)
+
+__all__ = [
+    "group",
+    "test_contradictions_are_named_on_all_ranks",
+    "test_memory_that_is_not_contiguous",
+    "test_movements",
+    "test_other_reductions",
+    "test_reductions",
+    "test_several_calls_that_nobody_waits_for_do_not_block",
+    "test_several_tensors_at_once",
+    "test_uneven_shares",
+]
+
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[None]:
+    with on_gpu(seed=RANK, late=0.05, everywhere=True):
+        yield
