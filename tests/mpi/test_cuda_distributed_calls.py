@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
+import nccl_lab
 from cuda_distributed import on_gpu
 from distributed_lab import NODES, RANK, SIZE, process_group
 from test_distributed import (
@@ -40,7 +42,10 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def gpu() -> Iterator[None]:
-    with on_gpu(seed=RANK, late=0.05, everywhere=True):
+    by_nccl = "GPUSIM_NO_PEER" in os.environ  # tests/faults/test_gpu_kinds.py
+    if by_nccl:
+        nccl_lab.simulated()
+    with on_gpu(RANK if by_nccl else 0, seed=RANK, late=0.05, everywhere=True):
         yield
 
 
