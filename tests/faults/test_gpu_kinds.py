@@ -21,17 +21,17 @@ def test_runtimes_compute_the_same(setting: str) -> None:
 
     By what NCCL does not do: its simulation waits inside of a stream's turn, and takes virtual memory only.
     """
-    passes(setting, "mpi/test_device_runtime.py", "direct or cuda_aware")
+    output_of(setting, "mpi/test_device_runtime.py", "direct or cuda_aware")
 
 
 @pytest.mark.parametrize("setting", ["GPUSIM_NO_PEER=1", pytest.param("GPUSIM_PCT=1", marks=pytest.mark.thorough)])
 def test_process_groups_compute_the_same(setting: str) -> None:
     """GPUs that do not reach one another have NCCL."""
-    output = passes(setting, "mpi/test_cuda_distributed_calls.py", "float32 or uneven")
+    output = output_of(setting, "mpi/test_cuda_distributed_calls.py", "float32 or uneven")
     assert "pass through memory of the host" not in output
 
 
-def passes(setting: str, file: str, expression: str) -> str:
+def output_of(setting: str, file: str, expression: str) -> str:
     """What the tests of ``file`` say that ``expression`` selects, with two ranks."""
     name, value = setting.split("=")
     pytest_options = ["-p", "no:cacheprovider", "-q", "-s", "-k", expression, file]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -96,6 +96,7 @@ def test_the_result_is_there_for_streams_that_wait(node: dist.ProcessGroup, gpu:
 
 
 def test_memory_lives_until_the_stream_has_passed(node: dist.ProcessGroup, gpu: TorchOnGpu) -> None:
+    other = gpu.cuda.stream()
     for numel in (9, 700, 20_000):
         works, results = [], []
         for _ in range(6):
@@ -105,8 +106,11 @@ def test_memory_lives_until_the_stream_has_passed(node: dist.ProcessGroup, gpu: 
             del mine
             torch.full((numel,), 7.0)  # gets that memory, if it is free
         dist.all_reduce(torch.ones(numel))  # of nobody
-        for work, result in zip(works, results, strict=True):
+        for number, (work, result) in enumerate(zip(works, results, strict=True)):
             assert work is not None
+            with gpu.on(other) if number % 2 else nullcontext():  # which is not that of the memory
+                work.wait()
+            torch.full((numel,), 7.0)
             work.wait()
             assert torch.equal(result, torch.cat([of_rank(rank, numel) for rank in range(SIZE)]))
 
@@ -143,6 +147,20 @@ def test_a_barrier_is_of_gpus_too(node: dist.ProcessGroup, gpu: TorchOnGpu) -> N
         assert work.is_completed()
 
 
+def test_what_is_coalesced_is_waited_for(node: dist.ProcessGroup, gpu: TorchOnGpu) -> None:
+    tensors = [of_rank(RANK, numel) for numel in (700, 9)]
+    with held(gpu) as let_go:
+        with dist._coalescing_manager(device=torch.device("cuda"), async_ops=True) as manager:
+            for tensor in tensors:
+                dist.broadcast(tensor, LAST, async_op=True)
+        (work,) = manager.works
+        manager.wait()
+        assert not work.is_completed()
+        let_go()
+        assert all(torch.equal(tensor, of_rank(LAST, tensor.numel())) for tensor in tensors)
+    assert work.is_success()
+
+
 # Messages.
 
 
@@ -163,6 +181,23 @@ def test_messages(node: dist.ProcessGroup) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     assert torch.equal(tensor, of_rank(previous, 9))
+
+
+def test_a_message_comes_after_what_the_stream_does_before(node: dist.ProcessGroup, gpu: TorchOnGpu) -> None:
+    """And memory on its way is that of one message."""
+    found = [torch.ones(700), torch.ones(700)]
+    messages = [of_rank(RANK + tag, 700).cpu() for tag in range(2)]  # which would wait for the stream
+    with held(gpu) as let_go:
+        for tensor in found:
+            tensor.fill_(7.0)
+        works = [dist.irecv(tensor, RANK, tag=tag) for tag, tensor in enumerate(found)]
+        for tag, message in enumerate(messages):
+            node.send([message], RANK, tag)
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+            assert not work.is_completed()  # type: ignore[union-attr]
+        let_go()
+        assert all(torch.equal(tensor, of_rank(RANK + tag, 700)) for tag, tensor in enumerate(found))
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody to send")
@@ -213,7 +248,7 @@ def test_a_gpu_that_does_not_come(gpu: TorchOnGpu) -> None:
     with process_group(timeout_s=1.0) as group:
         dist.all_reduce(torch.ones(3))
         told(None)
-        with held(gpu) if RANK == LAST else held_by_nobody():
+        with held(gpu) if RANK == LAST else nullcontext():
             work = dist.all_reduce(torch.ones(300), async_op=True)
             assert work is not None
             work.wait()  # it is enqueued
@@ -226,11 +261,6 @@ def test_a_gpu_that_does_not_come(gpu: TorchOnGpu) -> None:
             told(None)
     assert not work.is_success()
     assert work.exception() is not None
-
-
-@contextmanager
-def held_by_nobody() -> Iterator[None]:
-    yield
 
 
 def until_it_fails(group: dist.ProcessGroup) -> None:
