@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from hvdlite.distributed.call import Call
 from hvdlite.dtypes import Reduction
@@ -61,10 +60,6 @@ class Carrier(ABC):
     @abstractmethod
     def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
         """Send departures[r] to each rank r, and receive arrivals[s] from each rank s."""
-
-    def attended(self, call: Call) -> AbstractContextManager[None]:
-        """For a ``with`` block in which this rank, after it has met the others for ``call``, waits by other means."""
-        return nullcontext()
 
     def late(self) -> Sequence[int]:
         """The ranks that have not come for the call under way, as far as is known; from any thread."""

@@ -15,6 +15,7 @@ from hvdlite.device_engine import DeviceEngine
 from hvdlite.device_transfer import DeviceTransfer
 from hvdlite.distributed.call import Call
 from hvdlite.distributed.carrier import NOTHING, Carrier, Part
+from hvdlite.distributed.device_watch import DeviceWatch
 from hvdlite.distributed.engine_moves import EngineMoves
 from hvdlite.dtypes import DType, Reduction
 from hvdlite.memory.layout import Layout
@@ -33,15 +34,19 @@ class DeviceCarrier(Carrier):
         host: the carrier of the host's tensors, of the same ranks, called by the same threads.
         ordinal: of this rank's GPU.
         stream: on that GPU.
+        watch: looks after it, and after the engine.
     """
 
     takes_sparse = False  # torch would hand out what replaces their memory again by the order of our stream
 
-    def __init__(self, world: World, host: Carrier, ordinal: int, stream: _native.DeviceStream) -> None:
+    def __init__(
+        self, world: World, host: Carrier, ordinal: int, stream: _native.DeviceStream, watch: DeviceWatch
+    ) -> None:
         self._world = world
         self._host = host
         self._ordinal = ordinal
         self._stream = stream
+        self._watch = watch
         self._transfer = DeviceTransfer(world.recorder, host.timeout_s, world.check)
         self._device: DeviceEngine | None = None
         self._moves: EngineMoves | None = None
@@ -98,16 +103,6 @@ class DeviceCarrier(Carrier):
     def late(self) -> Sequence[int]:
         return self._host.late()
 
-    @property
-    def behind(self) -> Sequence[int]:
-        """The places in the group whose GPUs have not come as far as this rank's; from any thread."""
-        return () if self._device is None else self._device.engine.backend.late()
-
-    def check_health(self) -> None:
-        """Raise CollectiveError if a GPU has failed; from any thread."""
-        if self._device is not None:
-            self._device.engine.backend.check_health()
-
     def _met(self, call: Call, reduced: DType | None = None) -> EngineMoves | None:
         """Once all ranks have come for ``call``: what moves it on GPUs, None where it passes through the host.
 
@@ -117,7 +112,9 @@ class DeviceCarrier(Carrier):
         self._host.meet(call.on_gpus)
         if self._device is None:
             self._device = self._world.device_engine(self._ordinal)
-            self._moves = None if self._device is None else EngineMoves(self._device.engine)
+            if self._device is not None:
+                self._moves = EngineMoves(self._device.engine)
+                self._watch.watch_over(self._device.engine.backend)
         if self._device is None or (reduced is not None and not self._device.engine.backend.supports(reduced)):
             return None
         return self._moves
@@ -128,7 +125,7 @@ class DeviceCarrier(Carrier):
         assert self._device is not None
         memory = self._device.memory
         memory.stream.follow([self._moment()])
-        with self._host.attended(call):
+        with self._watch.enqueuing(str(call.on_gpus), self._host.timeout_s):
             yield
         self._stream.follow([memory.moment()])
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from hvdlite import _native
-from hvdlite.device_transfer import DeviceTransfer
+from hvdlite.collectives.base import LATE_GPU
 from hvdlite.distributed.blocks import block_of, part_of
-from hvdlite.dtypes import DType
-from hvdlite.memory.views import OnDevice, TensorView
-from hvdlite.recorder import Recorder
+from hvdlite.memory.views import OnDevice
+from hvdlite.naps import nap_until
 from hvdlite.torch.device import Now
 
 _LEAST_BYTES = 64 << 10
@@ -26,11 +25,12 @@ class DeviceMessages:
     Messages lie in pageable memory while they travel, which other processes may read; the GPU copies by pinned memory.
     """
 
-    def __init__(self, ordinal: int, recorder: Recorder, check: Callable[[], None]) -> None:
+    def __init__(self, ordinal: int, check: Callable[[], None]) -> None:
         self._ordinal = ordinal
-        self._lock = threading.Lock()  # guards what follows; several threads send
-        self._transfer = DeviceTransfer(recorder, 0.0, check)
-        self._copies = _native.DeviceCopies(ordinal)
+        self._check = check
+        # A copy from the GPU waits for what makes the tensor; what has come must not wait behind it.
+        self._from_gpu, self._to_gpu = _native.DeviceCopies(ordinal), _native.DeviceCopies(ordinal)
+        self._lock = threading.Lock()  # guards _pinned
         self._pinned: list[tuple[_native.PinnedMemory, _native.Moment]] = []  # used until the moment
 
     def download(self, tensor: torch.Tensor, title: str, timeout_s: float) -> torch.Tensor:
@@ -41,16 +41,19 @@ class DeviceMessages:
         """
         block = block_of(tensor)
         address, nbytes = part_of(block)
+        where = Now().on_device(block)
+        assert where is not None
         on_host = _bytes(nbytes)
-        view = TensorView(address if nbytes else 0, (nbytes,), DType.UINT8, block, Now().on_device(block))
-
-        def take(sources: Sequence[TensorView], _: Sequence[TensorView]) -> None:
-            if nbytes:
-                ctypes.memmove(on_host.data_ptr(), sources[0].address, nbytes)
-
-        with self._lock:
-            self._transfer.timeout_s = timeout_s
-            self._transfer.run_on([view], [], take, title)
+        pinned = self._taken(nbytes)
+        moment = self._from_gpu.begin([where.ready], [(pinned.address, address, nbytes)])
+        try:
+            nap_until(lambda: moment.is_reached, f"{title}: {LATE_GPU}", timeout_s=timeout_s, check=self._check)
+        except BaseException:
+            pinned.leave_behind()  # the copy may yet come
+            raise
+        if nbytes:
+            ctypes.memmove(on_host.data_ptr(), pinned.address, nbytes)
+        self._give_back(pinned, moment)
         return on_host
 
     def expect(self, tensor: torch.Tensor) -> Expected:
@@ -68,21 +71,26 @@ class DeviceMessages:
     def upload(self, address: int, source: torch.Tensor, where: OnDevice) -> _native.Moment:
         """Enqueue the copy of ``source`` to the GPU; when it is done."""
         nbytes = source.numel()
-        with self._lock:
-            block = self._taken(nbytes)
-            if nbytes:
-                ctypes.memmove(block.address, source.data_ptr(), nbytes)
-            moment = self._copies.begin([where.ready], [(address, block.address, nbytes)])
-            self._pinned.append((block, moment))
+        pinned = self._taken(nbytes)
+        if nbytes:
+            ctypes.memmove(pinned.address, source.data_ptr(), nbytes)
+        moment = self._to_gpu.begin([where.ready], [(address, pinned.address, nbytes)])
+        self._give_back(pinned, moment)
         return moment
 
     def _taken(self, nbytes: int) -> _native.PinnedMemory:
         """Memory that no copy uses. It is never freed before the end, as the driver waits for all streams then."""
-        for index, (block, moment) in enumerate(self._pinned):
-            if block.nbytes >= nbytes and moment.is_reached:
-                del self._pinned[index]
-                return block
+        with self._lock:
+            for index, (pinned, moment) in enumerate(self._pinned):
+                if pinned.nbytes >= nbytes and moment.is_reached:
+                    del self._pinned[index]
+                    return pinned
         return _native.PinnedMemory(self._ordinal, max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length()))
+
+    def _give_back(self, pinned: _native.PinnedMemory, moment: _native.Moment) -> None:
+        """It is free once ``moment`` is reached."""
+        with self._lock:
+            self._pinned.append((pinned, moment))
 
 
 class Expected:

@@ -51,10 +51,10 @@ class DeviceSite:
         self._group = group
         self._ordinal = ordinal
         self._stream = _native.DeviceStream(ordinal)
-        carrier = DeviceCarrier(world, host, ordinal, self._stream)
+        self._watch = DeviceWatch(name, ranks, world.health)
+        carrier = DeviceCarrier(world, host, ordinal, self._stream, self._watch)
         self.collectives = Collectives(carrier, world.engine, world.engine.rank, world.engine.size)
-        self._watch = DeviceWatch(name, ranks, world.health, lambda: carrier.behind, carrier.check_health)
-        self._messages = DeviceMessages(ordinal, world.recorder, world.check)
+        self._messages = DeviceMessages(ordinal, world.check)
 
     def work(self, run: Run, result: Tensors, title: str, limit_s: float | None) -> GroupWork:
         """On the stream, after what the current one has been given until now."""
@@ -75,9 +75,9 @@ class DeviceSite:
 
     def send(self, tensors: Tensors, to: int, tag: int, title: str, note: Note) -> GroupWork:
         """The thread waits until the tensor is on the host."""
+        on_host = self._messages.download(tensors[0], title, self._group.timeout_s)
         work = GroupWork(None, tensors, title, self._group)
         note(work)
-        on_host = self._messages.download(tensors[0], title, self._group.timeout_s)
         self._post.send(on_host, to, tag, work, self._group.timeout_s)
         return work
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -27,14 +26,20 @@ Method = TypeVar("Method", bound=Callable[..., None])
 
 
 def _told(method: Method) -> Method:
-    """A method during which `NetworkCarrier.attended` holds."""
+    """A method after whose failure no rank waits for the others any more."""
 
     @wraps(method)
-    def told(self: NetworkCarrier, call: Call, *args: Any) -> None:
-        with self.attended(call):
+    def watched(self: NetworkCarrier, call: Call, *args: Any) -> None:
+        self.watch.begin(call)
+        try:
             method(self, call, *args)
+        except CollectiveError as error:
+            self.health.report(StallError(str(error)))  # the first that is reported counts, of the cause as a rule
+            raise
+        finally:
+            self.watch.end()
 
-    return cast(Method, told)
+    return cast(Method, watched)
 
 
 class NetworkCarrier(Carrier):
@@ -72,18 +77,6 @@ class NetworkCarrier(Carrier):
 
     def leave(self) -> None:
         self.watch.close()
-
-    @contextmanager
-    def attended(self, call: Call) -> Iterator[None]:
-        """After a failure in the ``with`` block no rank waits for the others any more."""
-        self.watch.begin(call)
-        try:
-            yield
-        except CollectiveError as error:
-            self.health.report(StallError(str(error)))  # the first that is reported counts, of the cause as a rule
-            raise
-        finally:
-            self.watch.end()
 
     @_told
     def meet(self, call: Call) -> None:

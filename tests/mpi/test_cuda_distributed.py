@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -99,18 +99,19 @@ def test_memory_lives_until_the_stream_has_passed(node: dist.ProcessGroup, gpu: 
     other = gpu.cuda.stream()
     for numel in (9, 700, 20_000):
         works, results = [], []
-        for _ in range(6):
-            results.append(torch.empty(numel * SIZE))
-            mine = of_rank(RANK, numel)
-            works.append(dist.all_gather_into_tensor(results[-1], mine, async_op=True))
-            del mine
-            torch.full((numel,), 7.0)  # gets that memory, if it is free
-        dist.all_reduce(torch.ones(numel))  # of nobody
-        for number, (work, result) in enumerate(zip(works, results, strict=True)):
+        with held(gpu):
+            for number in range(6):
+                results.append(torch.empty(numel * SIZE))
+                mine = of_rank(RANK, numel)
+                works.append(dist.all_gather_into_tensor(results[-1], mine, async_op=True))
+                del mine
+                dist.all_reduce(torch.ones(numel))  # of nobody
+                if number % 2:
+                    with gpu.on(other):  # which is not that of the memory
+                        works[-1].wait()  # type: ignore[union-attr]
+                torch.full((numel,), 7.0)  # gets that memory, if it is free
+        for work, result in zip(works, results, strict=True):
             assert work is not None
-            with gpu.on(other) if number % 2 else nullcontext():  # which is not that of the memory
-                work.wait()
-            torch.full((numel,), 7.0)
             work.wait()
             assert torch.equal(result, torch.cat([of_rank(rank, numel) for rank in range(SIZE)]))
 
@@ -138,36 +139,44 @@ def test_a_wait_with_a_timeout_is_for_the_gpu(node: dist.ProcessGroup, gpu: Torc
 
 
 def test_a_barrier_is_of_gpus_too(node: dist.ProcessGroup, gpu: TorchOnGpu) -> None:
-    dist.all_reduce(torch.ones(5))
-    with held(gpu) as let_go:
-        threading.Timer(0.1 * RANK, let_go).start()
-        work = dist.all_reduce(torch.ones(5), async_op=True)
-        assert work is not None
-        dist.barrier()
-        assert work.is_completed()
+    """Of what the group has been given, and of what the current stream has."""
+    gone: list[str] = []
+    for what in ("group", "current stream"):
+        with held(gpu) as let_go:
+            if what == "group":
+                work = dist.all_reduce(torch.ones(5), async_op=True)
+            threading.Timer(0.1 * (RANK + 1), lambda go, what: (gone.append(what), go()), (let_go, what)).start()
+            with gpu.on(gpu.cuda.stream()) if what == "group" else nullcontext():
+                dist.barrier()
+            assert gone[-1:] == [what]
+    assert work is not None
+    assert work.is_completed()
 
 
 def test_what_is_coalesced_is_waited_for(node: dist.ProcessGroup, gpu: TorchOnGpu) -> None:
-    tensors = [of_rank(RANK, numel) for numel in (700, 9)]
+    tensors, expected = ([of_rank(rank, numel) for numel in (700, 9)] for rank in (RANK, LAST))
+    gpu.synchronize()
     with held(gpu) as let_go:
         with dist._coalescing_manager(device=torch.device("cuda"), async_ops=True) as manager:
             for tensor in tensors:
                 dist.broadcast(tensor, LAST, async_op=True)
         (work,) = manager.works
-        manager.wait()
-        assert not work.is_completed()
-        let_go()
-        assert all(torch.equal(tensor, of_rank(LAST, tensor.numel())) for tensor in tensors)
+        with gpu.on(gpu.cuda.stream()):
+            manager.wait()
+            assert not work.is_completed()
+            let_go()
+            assert all(map(torch.equal, tensors, expected))
     assert work.is_success()
 
 
 # Messages.
 
 
-def test_messages(node: dist.ProcessGroup) -> None:
+def test_messages(node: dist.ProcessGroup, gpu: TorchOnGpu) -> None:
     following, previous = (RANK + 1) % SIZE, (RANK - 1) % SIZE
     for numel in (0, 1, 700, 50_000):
         tensor = torch.empty(numel)
+        gpu.cuda.launch(gpu.stream, lambda: None, delay_s=0.005)
         mine = of_rank(RANK, numel)
         sent = dist.isend(mine, following)
         mine.fill_(7.0)  # it has been read
@@ -261,6 +270,20 @@ def test_a_gpu_that_does_not_come(gpu: TorchOnGpu) -> None:
             told(None)
     assert not work.is_success()
     assert work.exception() is not None
+
+
+@pytest.mark.skipif(len(NODES) == 1, reason="one node")
+def test_a_gpu_of_another_node_that_does_not_come(gpu: TorchOnGpu) -> None:
+    """The host of its rank, which is to send what it has, waits for it, and others wait for that."""
+    with process_group(NODES[-1], timeout_s=1.0) as group:
+        dist.all_reduce(torch.ones(3))
+        told(None)
+        with held(gpu) if RANK == LAST else nullcontext():
+            with suppress(HorovodInternalError):
+                dist.all_reduce(torch.ones(300))
+            with pytest.raises(HorovodInternalError, match="all_reduce.* a GPU has not done it within the timeout"):
+                until_it_fails(group)
+            told(None)
 
 
 def until_it_fails(group: dist.ProcessGroup) -> None:

@@ -653,7 +653,7 @@ MUTANTS = [
     ),
     Mutant(
         f"{_GROUPS}device_carrier.py",
-        "        with self._host.attended(call):\n",
+        "        with self._watch.enqueuing(str(call.on_gpus), self._host.timeout_s):\n",
         "        if True:\n",
         "2 mpi/test_cuda_distributed.py",
     ),
@@ -694,21 +694,21 @@ MUTANTS = [
         "2 mpi/test_cuda_distributed.py",
     ),
     Mutant(
-        f"{_GROUPS}device_watch.py",
-        "        while self._oldest() is not None:\n",
-        "        while False:\n",
+        f"{_GROUPS}device_messages.py",
+        "self._from_gpu.begin([where.ready], ",
+        "self._from_gpu.begin([], ",
         "2 mpi/test_cuda_distributed.py",
     ),
     Mutant(
         f"{_GROUPS}device_messages.py",
-        "self._copies.begin([where.ready], ",
-        "self._copies.begin([], ",
+        "self._to_gpu.begin([where.ready], ",
+        "self._to_gpu.begin([], ",
         "2 mpi/test_cuda_distributed.py",
     ),
     Mutant(
         f"{_GROUPS}device_messages.py",
-        "if block.nbytes >= nbytes and moment.is_reached:",
-        "if block.nbytes >= nbytes:",
+        "if pinned.nbytes >= nbytes and moment.is_reached:",
+        "if pinned.nbytes >= nbytes:",
         "2 mpi/test_cuda_distributed.py",
     ),
     Mutant(
