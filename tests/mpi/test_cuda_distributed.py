@@ -105,7 +105,7 @@ def test_memory_lives_until_the_stream_has_passed(node: dist.ProcessGroup, gpu: 
                 mine = of_rank(RANK, numel)
                 works.append(dist.all_gather_into_tensor(results[-1], mine, async_op=True))
                 del mine
-                dist.all_reduce(torch.ones(numel))  # of nobody
+                dist.all_reduce(torch.ones(numel), async_op=True)  # of nobody
                 if number % 2:
                     with gpu.on(other):  # which is not that of the memory
                         works[-1].wait()  # type: ignore[union-attr]
