@@ -18,7 +18,7 @@ def register() -> None:
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     # torch asks this table where processes meet that were told nothing else; there is no public way to go between.
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = _Meet(handlers["env"])

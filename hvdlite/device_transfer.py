@@ -27,14 +27,16 @@ Bucket = Sequence[tuple[Response, Submission]]
 class DeviceTransfer:
     """Takes the tensors of one bucket after the other to the host and back.
 
-    Args:
+    Attributes:
         timeout_s: the longest wait for a GPU.
+
+    Args:
         check: raises once the job has failed.
     """
 
     def __init__(self, recorder: Recorder, timeout_s: float, check: Callable[[], None]) -> None:
         self._recorder = recorder
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._check = check
         self._devices: dict[int, _Device] = {}
 
@@ -45,10 +47,35 @@ class DeviceTransfer:
             CollectiveError: a GPU did not come in time; or what the job's check raises meanwhile.
         """
         on_host = [(response, self._on_host(submission)) for response, submission in bucket]
+        return self._between(lambda: operate(on_host), label)
+
+    def run_on(
+        self,
+        inputs: Sequence[TensorView],
+        outputs: Sequence[TensorView],
+        operate: Callable[[Sequence[TensorView], Sequence[TensorView]], object],
+        label: str,
+    ) -> None:
+        """Call ``operate`` with ``inputs`` and ``outputs`` on the host; what is both has one place there.
+
+        Raises:
+            CollectiveError: as `run`.
+        """
+        sources = [self._place(view, downloads=True) for view in inputs]
+        targets = [self._place(view, uploads=True) for view in outputs]
+        self._between(lambda: operate(sources, targets), label)
+
+    def _between(self, operate: Callable[[], object], label: str) -> object:
+        """``operate`` after what has a place was copied there, and before it is copied back."""
         with self._span(Lane.FROM_DEVICE, label):
             for device in self._devices.values():
                 self._await(device.download(), label)
-        result = operate(on_host)
+        try:
+            result = operate()
+        except BaseException:
+            for device in self._devices.values():
+                device.end_bucket()  # what contradicts leaves no trace, and others may go on
+            raise
         with self._span(Lane.TO_DEVICE, label):
             for device in self._devices.values():
                 self._await(device.upload(), label)
@@ -59,7 +86,7 @@ class DeviceTransfer:
         if moment is None:
             return
         try:
-            nap_until(lambda: moment.is_reached, f"'{label}': {LATE_GPU}", timeout_s=self._timeout_s, check=self._check)
+            nap_until(lambda: moment.is_reached, f"'{label}': {LATE_GPU}", timeout_s=self.timeout_s, check=self._check)
         except BaseException:
             for device in self._devices.values():
                 device.leave_behind()

@@ -65,7 +65,7 @@ class Executor:
         if not on_device:
             bucket, label = _bucket(work, host)
             return operation.run(host, bucket, label)
-        device = self._device_for(work) if on_device == len(operation.tensors) else None
+        device = self.device_for(_ordinal(work)) if on_device == len(operation.tensors) else None
         if device is None or not device.can_run(operation):
             bucket, label = _bucket(work, host)
             return self._transfer.run(bucket, lambda on_host: operation.run(host, on_host, label), label)
@@ -117,9 +117,14 @@ class Executor:
         while self._enqueued and self._enqueued[0].moment.is_reached:
             self._enqueued.popleft()
 
-    def _device_for(self, work: Work) -> DeviceEngine | None:
+    def device_for(self, ordinal: int | None) -> DeviceEngine | None:
+        """The engine for memory of GPUs; None where these cannot work together. The first call is collective.
+
+        Args:
+            ordinal: of this rank's GPU, if it is known.
+        """
         if not self._has_device:
-            self._device = self._build_device_engine(_ordinal(work))
+            self._device = self._build_device_engine(ordinal)
             self._has_device = True
         return self._device
 

@@ -180,6 +180,16 @@ class World:
 
         return device_engine.build(ordinal, self.engine, self.node, self._cross, self.topology, self.config, self.check)
 
+    def device_engine(self, ordinal: int) -> DeviceEngine | None:
+        """The engine for GPUs, for who is at work here; see `Executor.device_for`.
+
+        Args:
+            ordinal: of this rank's GPU.
+        """
+        device = self._executor.device_for(ordinal)
+        self.check()  # a failure meanwhile has not woken what was not there
+        return device
+
     @property
     def is_under_way(self) -> bool:
         return self._executor.is_under_way or any(companion.is_under_way for companion in self._companions)

@@ -43,8 +43,10 @@ class Calls:
     def current(self) -> Iterator[None]:
         """On any thread."""
         self._call("cuCtxPushCurrent_v2", self.context)
-        yield
-        self._handle("cuCtxPopCurrent_v2")
+        try:
+            yield
+        finally:
+            self._handle("cuCtxPopCurrent_v2")
 
     def has_context(self) -> bool:
         """Whether one is current on this thread."""

@@ -146,8 +146,10 @@ class TorchOnGpu(SimulatedGpus):
     def on(self, stream: ctypes.c_void_p) -> Iterator[None]:
         """As `torch.cuda.stream`."""
         before, self.stream = self.stream, stream
-        yield
-        self.stream = before
+        try:
+            yield
+        finally:
+            self.stream = before
 
     def synchronize(self) -> None:
         """Wait for the current stream."""
@@ -381,6 +383,8 @@ class _Operations(TorchDispatchMode):
         self._gpu = gpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "to_local") for kind in types):  # a DTensor, which comes to its parts
+            return NotImplemented
         gpu, kwargs = self._gpu, kwargs or {}
         to_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
         if gpu.is_plain or to_meta or not any(gpu.has(value) for value in _tensors(args, kwargs)):

@@ -13,6 +13,7 @@ import torch
 from hvdlite.coordinator.request import rank_list
 from hvdlite.errors import MismatchError
 
+_UNSAID = {"device": "the CPU"}  # of what a call says nothing: by the name of the fact
 TEXT_BYTES = 2048  # of what a rank says about a call, when ranks contradict one another
 
 
@@ -29,6 +30,11 @@ class Call(NamedTuple):
     facts: tuple[tuple[str, str], ...]
     card: int
 
+    @property
+    def on_gpus(self) -> Call:
+        """The same call of tensors in the memory of GPUs."""
+        return _on_gpus(self)
+
     def __str__(self) -> str:
         return f"{self.operation}({', '.join(value for _, value in self.facts)})"
 
@@ -43,6 +49,11 @@ def _call(operation: str, *facts: tuple[str, object]) -> Call:
     told = tuple((name, str(value)) for name, value in facts if value is not None)
     digest = blake2b(json.dumps([operation, told]).encode(), digest_size=8).digest()
     return Call(operation, told, int.from_bytes(digest, "little"))
+
+
+@lru_cache(maxsize=4096)
+def _on_gpus(call: Call) -> Call:
+    return _call(call.operation, *call.facts, ("device", "a GPU"))
 
 
 @lru_cache(maxsize=4096)
@@ -75,7 +86,9 @@ def contradiction(group: str, texts: Sequence[bytes], ranks: Sequence[int]) -> M
         differences = ["they call " + " but ".join(f"{call} on {who}" for call, who in calls)]
     else:
         names = dict.fromkeys(name for _, facts in said for name in facts)
-        meant = {name: _who_means([facts.get(name, "none") for _, facts in said], ranks) for name in names}
+        meant = {
+            name: _who_means([facts.get(name, _UNSAID.get(name, "none")) for _, facts in said], ranks) for name in names
+        }
         differences = [
             f"{name} is " + " but ".join(f"{value} on {who}" for value, who in values)
             for name, values in meant.items()

@@ -26,9 +26,11 @@ class Carrier(ABC):
 
     Attributes:
         timeout_s: the longest wait for a rank.
+        takes_sparse: whether sparse tensors, whose memory is replaced, are added up by its means.
     """
 
     timeout_s: float
+    takes_sparse = True
 
     @abstractmethod
     def meet(self, call: Call) -> None:

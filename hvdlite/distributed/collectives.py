@@ -46,7 +46,7 @@ class Collectives:
             root: who gets the result; None: all do.
         """
         first = tensors[0]
-        if first.is_sparse:
+        if first.is_sparse and self._carrier.takes_sparse:
             return self._all_reduce_sparse(first, op)
         way = way_of(op, first.dtype, self._engine)
         name = "all_reduce" if root is None else "reduce"

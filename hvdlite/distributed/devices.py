@@ -1,4 +1,4 @@
-"""Tensors that are not on the host: what ``"cpu:hvdlite,cuda:nccl"`` names for them."""
+"""Tensors of which other backends were put in charge: what ``"cpu:hvdlite,cuda:nccl"`` names for them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,28 @@ class OtherDevices:
         self._groups: dict[str, Any] = {}
 
     def group_of(self, device: torch.device, group: dist.ProcessGroup) -> Any:
-        """What ``group`` was told to use for ``device``.
+        """What ``group`` was told to use for ``device``; None: itself.
 
         Raises:
-            ValueError: nothing.
+            ValueError: nothing, and it cannot use itself.
         """
         if device.type not in self._groups:
-            self._groups[device.type] = self._made(device, self._backend_name(device, group))
+            name = self._backend_name(device, group)
+            self._groups[device.type] = None if name is None else self._made(device, name)
         return self._groups[device.type]
 
-    def _backend_name(self, device: torch.device, group: dist.ProcessGroup) -> str:
+    def _backend_name(self, device: torch.device, group: dist.ProcessGroup) -> str | None:
         config = c10d._world.pg_backend_config.get(group, "")
         named = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
         name = named.get(device.type, "hvdlite")
-        if name == "hvdlite":
+        if name != "hvdlite":
+            return name
+        if device.type != "cuda":
             raise ValueError(
-                f"process group hvdlite: the tensor is on {device}, and hvdlite has those of the host. Name a backend "
-                f'for it, as in init_process_group("cpu:hvdlite,cuda:nccl"), or use hvdlite.torch, which takes CUDA '
-                "tensors"
+                f"process group hvdlite: the tensor is on {device}, and hvdlite has those of the host and of CUDA "
+                f'GPUs. Name a backend for it, as in init_process_group("cpu:hvdlite,{device.type}:...")'
             )
-        return name
+        return None
 
     def _made(self, device: torch.device, name: str) -> Any:
         store = PrefixStore(f"hvdlite/{device.type}", self._store)
@@ -72,5 +74,6 @@ class OtherDevices:
     def close(self) -> None:
         """End those that there are."""
         for group in self._groups.values():
-            group.shutdown()
+            if group is not None:
+                group.shutdown()
         self._groups.clear()

@@ -15,7 +15,8 @@ class Task(Protocol):
     def perform(self) -> None:
         """Do it; what goes wrong is kept for whoever waits for it."""
 
-    def is_completed(self) -> bool: ...
+    @property
+    def is_over(self) -> bool: ...
 
 
 class Lane:
@@ -67,7 +68,7 @@ class Lane:
             return
         self._doer = threading.get_ident()
         try:
-            while self._tasks and not task.is_completed():
+            while self._tasks and not task.is_over:
                 self._tasks.popleft().perform()
         finally:
             if not is_doer:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch
 
 from hvdlite import recorder
 from hvdlite.collectives.select import spin_us
 from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
+from hvdlite.distributed.device_site import DeviceSite
 from hvdlite.distributed.doors import Door, Entrance
 from hvdlite.distributed.group_timeline import GroupTimeline
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
 from hvdlite.distributed.post import Post
+from hvdlite.distributed.site import HostSite, Site
+from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import HorovodInternalError, ShutDownError, StallError, is_known_everywhere
+from hvdlite.health import Health
 from hvdlite.process_worlds import ProcessWorlds
+from hvdlite.torch import device
 from hvdlite.world import World
 
 
@@ -59,13 +67,40 @@ class Membership:
             self._carrier = NodeCarrier(world, name, ranks, timeout_s)
         else:
             self._carrier = NetworkCarrier(world, name, ranks, timeout_s, store)
-        self.collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
         patience_us = spin_us(world.config, world.node)
-        self.post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health, patience_us)
-        world.health.add(self.post)
+        self._post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health, patience_us)
+        world.health.add(self._post)
+        collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
+        self._on_host = HostSite(collectives, self._post, self)
+        self._on_gpu: DeviceSite | None = None
+        self._lock = threading.Lock()  # guards _on_gpu
         self._worlds = worlds
         self._timeline = timeline
         self._is_closed = False
+
+    def site_of(self, tensors: Iterable[torch.Tensor]) -> Site:
+        """Where all of ``tensors`` are.
+
+        Raises:
+            ValueError: they are not all on the host, nor all on the GPU of this rank.
+        """
+        ordinals = {device.gpus.ordinal_of(tensor) for tensor in tensors}
+        if ordinals <= {None}:
+            return self._on_host
+        if len(ordinals) > 1:
+            raise ValueError(f"process group {self.name}: tensors of one call are on the host and on a GPU, or on two")
+        (ordinal,) = ordinals
+        assert ordinal is not None
+        device.gpus.choose(ordinal)
+        with self._lock:
+            if self._on_gpu is None:
+                self._on_gpu = DeviceSite(self.world, self._carrier, self._post, self.name, self.ranks, self, ordinal)
+            return self._on_gpu
+
+    def barrier(self, name: str, title: str, limit_s: float | None) -> GroupWork:
+        """On the host, once this rank's GPU has done what it was given before, if the group has worked with it."""
+        run = self._on_host.collectives.barrier(name)
+        return self._on_host.work(run if self._on_gpu is None else self._on_gpu.settled(run), [], title, limit_s)
 
     @property
     def timeout_s(self) -> float:
@@ -109,6 +144,11 @@ class Membership:
     # The end.
 
     @property
+    def health(self) -> Health:
+        """See `hvdlite.distributed.device_work.WaitedOnDevice`."""
+        return self.world.health
+
+    @property
     def failure(self) -> HorovodInternalError | None:
         """Why the group failed, if it did."""
         return self.world.health.failure
@@ -132,7 +172,9 @@ class Membership:
                 )
             )
             self.lane.close(grace_s)
-        self.post.close(grace_s)
+        if self._on_gpu is not None:
+            self._on_gpu.close()
+        self._post.close(grace_s)
         if self._timeline is not None:
             self._timeline.close()
         self._worlds.remove(health)
@@ -144,6 +186,6 @@ class Membership:
     def abandon_in_child(self) -> None:
         """Called in a forked child: let go of what only the parent may use."""
         self._is_closed = True
-        self.post.release()
+        self._post.release()
         self.world.abandon(ShutDownError(f"process group {self.name} belongs to the process that has forked this one"))
         self.world.health.release()

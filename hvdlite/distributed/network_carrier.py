@@ -5,19 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import wraps
-from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from hvdlite.collectives.base import TensorReduction
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
 from hvdlite.distributed.carrier import Carrier, Part
+from hvdlite.distributed.engine_moves import EngineMoves
 from hvdlite.distributed.late_watch import LateWatch
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.engine import Engine
 from hvdlite.errors import CollectiveError, StallError
-from hvdlite.memory.layout import ALIGNMENT, Layout, align_up, windows
+from hvdlite.memory.layout import Layout
 from hvdlite.world import World
 
 _MAX = Reduction(ReduceOp.MAX)
@@ -58,8 +57,9 @@ class NetworkCarrier(Carrier):
         self.health = world.health
         self.watch = LateWatch(world, name, ranks, timeout_s, store, world.health.report)
         self._engine: Engine = world.engine
+        self._moves = EngineMoves(world.engine)
         self._memory, self._backend = world.engine.memory, world.engine.backend
-        self._rank, self._size = world.engine.rank, world.engine.size
+        self._size = world.engine.size
         self._name = name
         self._ranks = tuple(ranks)
 
@@ -99,56 +99,19 @@ class NetworkCarrier(Carrier):
         self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
     ) -> None:
         self._meet(call)
-        self._engine.executed.buckets += 1
-        self._engine.executed.reduced_bytes += layout.nbytes
-        tensors = self._memory.tensors(inputs, layout.numels, layout.offsets)
-        results = self._memory.tensors(outputs, layout.numels, layout.offsets)
-        staging = self._engine.chunk(layout.wire_dtype)
-        job = TensorReduction(tensors, results, layout, reduction)
-        self._backend.allreduce_tensors(job, staging=staging, label=call.operation).wait()
+        self._moves.allreduce(inputs, outputs, layout, reduction, call.operation)
 
     @_told
     def reduce_scatter(
         self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction
     ) -> None:
-        """Piece by piece; block r of the staging memory is the next piece of what rank r gets."""
         self._meet(call)
-        self._engine.executed.buckets += 1
-        self._engine.executed.reduced_bytes += layout.nbytes * self._size
-        memory, dtype, numel = self._memory, layout.dtype, layout.numels[0]
-        per_line = ALIGNMENT // dtype.itemsize
-        staging = self._engine.staging(dtype)
-        for begin, end in windows(numel, staging.numel // self._size // per_line * per_line):
-            step, count = align_up(end - begin, per_line), end - begin
-            starts = [step * rank for rank in range(self._size)]
-            part = staging.narrow(0, self._size * step)
-            pieces = [address + begin * dtype.itemsize for address in inputs]
-            memory.pack(memory.tensors(pieces, [count] * self._size, starts), dtype, part, 0)
-            blocks = [[(start, start + count)] for start in starts]
-            self._backend.reduce_scatter(part, blocks, reduction, label=call.operation).wait()
-            result = memory.tensors([output + begin * dtype.itemsize], [count], [0])
-            memory.unpack(part.narrow(starts[self._rank], starts[self._rank] + step), 0, result, dtype)
+        self._moves.reduce_scatter(inputs, output, layout, reduction, call.operation)
 
     @_told
     def spread(self, call: Call, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int]) -> None:
         self._meet(call)
-        self._spread(departure, arrivals, nbytes, call.operation)
-
-    def _spread(self, departure: Part, arrivals: Sequence[Part], nbytes: Sequence[int], label: str) -> None:
-        """An allgather of bytes, as much at a time as the staging memory holds."""
-        memory, staging = self._memory, self._engine.staging(DType.UINT8)
-        bounds = [0, *accumulate(nbytes)]
-        places = [address if size else 0 for address, size in arrivals]  # nobody wants what goes to 0
-        results = memory.tensors(places, list(nbytes), bounds[:-1])
-        own = memory.tensors([departure[0]], [departure[1]], [0])
-        for begin, end in windows(bounds[-1], staging.numel):
-            part = staging.narrow(0, end - begin)
-            clipped = [min(max(bound, begin), end) - begin for bound in bounds]
-            blocks = [[(start, stop)] if stop > start else [] for start, stop in pairwise(clipped)]
-            for start, stop in blocks[self._rank]:
-                memory.pack(own, DType.UINT8, part.narrow(start, stop), begin + start - bounds[self._rank])
-            self._backend.allgather(part, blocks, label=label).wait()
-            memory.unpack(part, begin, results, DType.UINT8)
+        self._moves.spread(departure, arrivals, nbytes, call.operation)
 
     @_told
     def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
@@ -171,7 +134,7 @@ class NetworkCarrier(Carrier):
         own = np.array([*sends, *wants], np.int64)
         table = np.empty((self._size, 2 * self._size), np.int64)
         rows = [(row.ctypes.data, row.nbytes) for row in table]
-        self._spread((own.ctypes.data, own.nbytes), rows, [own.nbytes] * self._size, "sizes of an all_to_all")
+        self._moves.spread((own.ctypes.data, own.nbytes), rows, [own.nbytes] * self._size, "sizes of an all_to_all")
         return table
 
     def _tell(self, call: Call) -> list[bytes]:
@@ -179,7 +142,7 @@ class NetworkCarrier(Carrier):
         own = ctypes.create_string_buffer(call.text, TEXT_BYTES)
         told = [ctypes.create_string_buffer(TEXT_BYTES) for _ in self._ranks]
         arrivals = [(ctypes.addressof(text), TEXT_BYTES) for text in told]
-        self._spread((ctypes.addressof(own), TEXT_BYTES), arrivals, [TEXT_BYTES] * self._size, call.operation)
+        self._moves.spread((ctypes.addressof(own), TEXT_BYTES), arrivals, [TEXT_BYTES] * self._size, call.operation)
         return [text.raw for text in told]
 
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvdlite import _native
-from hvdlite.collectives.base import TensorReduction
 from hvdlite.collectives.select import spin_us
 from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
 from hvdlite.distributed.carrier import Carrier, Part
+from hvdlite.distributed.engine_moves import EngineMoves
 from hvdlite.dtypes import Reduction
 from hvdlite.errors import CollectiveError, StallError
 from hvdlite.memory.layout import ALIGNMENT, Layout
@@ -39,7 +39,7 @@ class NodeCarrier(Carrier):
     def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_s: float) -> None:
         node, config = world.node, world.config
         self._world = world
-        self._backend, self._engine = world.engine.backend, world.engine
+        self._engine, self._moves = world.engine, EngineMoves(world.engine)
         self._recorder = world.recorder
         self._name = name
         self._ranks = tuple(ranks)
@@ -76,13 +76,7 @@ class NodeCarrier(Carrier):
         self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
     ) -> None:
         self.meet(call)
-        self._engine.executed.buckets += 1
-        self._engine.executed.reduced_bytes += layout.nbytes
-        tensors = self._engine.memory.tensors(inputs, layout.numels, layout.offsets)
-        results = tensors if inputs == outputs else self._engine.memory.tensors(outputs, layout.numels, layout.offsets)
-        staging = self._engine.chunk(layout.wire_dtype)
-        job = TensorReduction(tensors, results, layout, reduction)
-        self._backend.allreduce_tensors(job, staging=staging, label=call.operation).wait()
+        self._moves.allreduce(inputs, outputs, layout, reduction, call.operation)
 
     def reduce_scatter(
         self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction

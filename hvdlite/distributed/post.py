@@ -115,7 +115,7 @@ class Post:
 
     def assist(self, work: GroupWork) -> None:
         """Move messages until ``work`` is done, unless another thread of the program does."""
-        self._pump.assist(work.is_completed)
+        self._pump.assist(lambda: work.is_over)
 
     def tell(self, callbacks: Callable[[], object]) -> None:
         """See `hvdlite.distributed.work.Doer`. On a thread of their own, as messages go on meanwhile."""

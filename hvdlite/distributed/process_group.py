@@ -1,4 +1,4 @@
-"""torch's ProcessGroup over hvdlite: each method is torch's call of that name, on tensors of the host.
+"""torch's ProcessGroup over hvdlite: each method is torch's call of that name, on tensors of the host and of CUDA GPUs.
 
 torch calls these from Python and, for DistributedDataParallel and functional collectives, from C++, by either of two
 names where it has renamed a call. Options say whether the caller waits for the result.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from hvdlite.distributed.collectives import Run, in_turn
 from hvdlite.distributed.devices import OtherDevices
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.messages import ANY
+from hvdlite.distributed.site import Site
 from hvdlite.distributed.torch_call import torch_call
 from hvdlite.distributed.work import GroupWork, all_of
 
@@ -48,7 +49,6 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         self._parts: Counter[str] = Counter()  # those made without a name, by their ranks
         timeout = timedelta(seconds=membership.timeout_s)
         self.other_devices = OtherDevices(store, membership.rank, membership.size, timeout)
-        self._collectives = membership.collectives
         self._group_name = ""
         self._coalesced: list[GroupWork] | None = None
         self._done = 0
@@ -87,7 +87,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -110,7 +110,8 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     @torch_call("tensors|tensor", "opts|op", "timeout")
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Timeout = None) -> GroupWork:
         listed = _listed(tensors)
-        return self._begin("all_reduce", self._collectives.all_reduce(listed, _op(opts)), listed, opts, timeout)
+        site = self.membership.site_of(listed)
+        return self._begin(site, "all_reduce", site.collectives.all_reduce(listed, _op(opts)), listed, opts, timeout)
 
     allreduce_coalesced = allreduce
 
@@ -119,19 +120,20 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         self, tensors: Tensors | torch.Tensor, opts: Any = 0, op: Any = dist.ReduceOp.SUM, timeout: Timeout = None
     ) -> GroupWork:
         listed = _listed(tensors)
-        run = self._collectives.all_reduce(listed, getattr(opts, "reduceOp", op), _root(opts))
-        return self._begin("reduce", run, listed, opts, timeout)
+        site = self.membership.site_of(listed)
+        run = site.collectives.all_reduce(listed, getattr(opts, "reduceOp", op), _root(opts))
+        return self._begin(site, "reduce", run, listed, opts, timeout)
 
     @torch_call("output_tensors|output", "input_tensors|input", "opts|op", "timeout")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        op = _op(opts)
+        op, site = _op(opts), self.membership.site_of([*outputs, *chain(*inputs)])
         runs = [
-            self._collectives.reduce_scatter(output, list(listed), op)
+            site.collectives.reduce_scatter(output, list(listed), op)
             for output, listed in zip(outputs, inputs, strict=True)
         ]
-        return self._begin("reduce_scatter", in_turn(runs), outputs, opts, timeout)
+        return self._begin(site, "reduce_scatter", in_turn(runs), outputs, opts, timeout)
 
     @torch_call("outputTensor", "inputTensor", "opts")
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> GroupWork:
@@ -141,12 +143,12 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     @torch_call("outputs", "inputs", "opts")
     def reduce_scatter_single_coalesced(self, outputs: Tensors, wholes: Tensors, opts: Any = None) -> GroupWork:
-        op = _op(opts)
+        op, site = _op(opts), self.membership.site_of([*outputs, *wholes])
         runs = [
-            self._collectives.reduce_scatter_single(output, whole, op)
+            site.collectives.reduce_scatter_single(output, whole, op)
             for output, whole in zip(outputs, wholes, strict=True)
         ]
-        return self._begin("_reduce_scatter_base", in_turn(runs), outputs, opts)
+        return self._begin(site, "_reduce_scatter_base", in_turn(runs), outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -155,16 +157,17 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     @torch_call("tensors|tensor", "opts|root", "timeout")
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = 0, timeout: Timeout = None) -> GroupWork:
         listed = _listed(tensors)
-        root = _root(opts)
-        runs = [self._collectives.broadcast(tensor, root) for tensor in listed]
-        return self._begin("broadcast", in_turn(runs), listed, opts, timeout)
+        root, site = _root(opts), self.membership.site_of(listed)
+        runs = [site.collectives.broadcast(tensor, root) for tensor in listed]
+        return self._begin(site, "broadcast", in_turn(runs), listed, opts, timeout)
 
     @torch_call("output_tensors", "input_tensors|input_tensor", "opts|timeout")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        runs = [self._collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
-        return self._begin("all_gather", in_turn(runs), outputs, opts)
+        site = self.membership.site_of([*chain(*outputs), *inputs])
+        runs = [site.collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
+        return self._begin(site, "all_gather", in_turn(runs), outputs, opts)
 
     @torch_call("output_lists", "input_list", "opts")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
@@ -180,10 +183,11 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     @torch_call("outputs", "inputs", "opts")
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
+        site = self.membership.site_of([*outputs, *inputs])
         runs = [
-            self._collectives.all_gather_single(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
+            site.collectives.all_gather_single(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._begin("_all_gather_base", in_turn(runs), outputs, opts)
+        return self._begin(site, "_all_gather_base", in_turn(runs), outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -192,20 +196,23 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         listed = list(outputs[0]) if outputs else []
-        return self._begin("gather", self._collectives.gather(listed, inputs[0], _root(opts)), listed, opts, timeout)
+        site = self.membership.site_of([*listed, *inputs])
+        run = site.collectives.gather(listed, inputs[0], _root(opts))
+        return self._begin(site, "gather", run, listed, opts, timeout)
 
     @torch_call("output_tensors|output_tensor", "input_tensors", "opts|root", "timeout")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Timeout = None) -> GroupWork:
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         listed = list(inputs[0]) if inputs else []
-        return self._begin(
-            "scatter", self._collectives.scatter(outputs[0], listed, _root(opts)), outputs, opts, timeout
-        )
+        site = self.membership.site_of([*outputs, *listed])
+        run = site.collectives.scatter(outputs[0], listed, _root(opts))
+        return self._begin(site, "scatter", run, outputs, opts, timeout)
 
     @torch_call("output_tensors", "input_tensors", "opts")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
-        return self._begin("all_to_all", self._collectives.all_to_all(outputs, inputs), outputs, opts)
+        site = self.membership.site_of([*outputs, *inputs])
+        return self._begin(site, "all_to_all", site.collectives.all_to_all(outputs, inputs), outputs, opts)
 
     @torch_call("output", "input", "output_split_sizes", "input_split_sizes", "opts|timeout")
     def alltoall_base(
@@ -216,8 +223,9 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         input_rows: Sequence[int],
         opts: Any = None,
     ) -> GroupWork:
-        run = self._collectives.all_to_all_single(output, whole, output_rows, input_rows)
-        return self._begin("all_to_all", run, [output], opts)
+        site = self.membership.site_of([output, whole])
+        run = site.collectives.all_to_all_single(output, whole, output_rows, input_rows)
+        return self._begin(site, "all_to_all", run, [output], opts)
 
     all_to_all_single = alltoall_base
 
@@ -225,15 +233,14 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     @torch_call("tensors", "dstRank", "tag")
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> GroupWork:
-        work = self._new_work("send", tensors)
-        self.membership.post.send(tensors[0], to, tag, work, self.membership.timeout_s)
-        return work
+        self.membership.check()
+        return self.membership.site_of(tensors).send(tensors, to, tag, f"{NAME}:send", self._note)
 
     @torch_call("tensors", "srcRank", "tag")
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
-        work = self._new_work("recv" if source != ANY else "recvAnySource", tensors)
-        self.membership.post.receive(tensors[0], source, tag, work, self.membership.timeout_s)
-        return work
+        self.membership.check()
+        title = f"{NAME}:recv" if source != ANY else f"{NAME}:recvAnySource"
+        return self.membership.site_of(tensors).receive(tensors, source, tag, title, self._note)
 
     @torch_call("tensors", "tag")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
@@ -242,12 +249,15 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     # Meetings.
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> GroupWork:
-        return self._begin("barrier", self._collectives.barrier(), [], opts, timeout)
+        self.membership.check()
+        limit_s = _timeout_s(opts if timeout is None else timeout)
+        return self._begun(self.membership.barrier("barrier", f"{NAME}:barrier", limit_s), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come, all of them in any case."""
-        with self.membership.timeout(None if timeout is None else timeout.total_seconds()):
-            self._begin("monitored_barrier", self._collectives.barrier("monitored_barrier"), [], None).wait()
+        self.membership.check()
+        limit_s = None if timeout is None else timeout.total_seconds()
+        self._begun(self.membership.barrier("monitored_barrier", f"{NAME}:monitored_barrier", limit_s), None).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -275,13 +285,13 @@ class HvdliteProcessGroup(dist.ProcessGroup):
             group_name: the same on all its ranks, and of no other group; None: made of its ranks.
 
         Raises:
-            ValueError: ``ranks`` are none of this group, or without the devices of the host.
+            ValueError: ``ranks`` are none of this group; ``device_types`` are others than those of this group.
         """
         members = sorted(ranks)
         if not members or len({*members}) < len(members) or not {*members} <= {*range(self.membership.size)}:
             raise ValueError(f"split_group: {list(ranks)} are no distinct ranks below {self.membership.size}")
-        if device_types is not None and torch.device("cpu") not in device_types:
-            raise ValueError(f"split_group: process group hvdlite is of the host's tensors, not of {device_types}")
+        if device_types is not None and not {*device_types} & {*self._device_types}:
+            raise ValueError(f"split_group: process group hvdlite is of {self._device_types}, not of {device_types}")
         if self.membership.rank not in members:
             return None
         options = DistributedBackendOptions()
@@ -306,15 +316,19 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def _begin(self, title: str, run: Run, result: Any, opts: Any, timeout: Timeout = None) -> GroupWork:
+    def _begin(self, site: Site, title: str, run: Run, result: Any, opts: Any, timeout: Timeout = None) -> GroupWork:
         """Have it done, at once where the caller waits.
 
         Args:
             opts: torch's options; or, in shorter forms of a call, what else it has in their place.
             timeout: of this call, in those forms that have it behind ``opts``.
         """
+        self.membership.check()
         limit_s = _timeout_s(opts if timeout is None else timeout)
-        work = self._new_work(title, result, run if limit_s is None else partial(self._within, limit_s, run))
+        return self._begun(site.work(run, result, f"{NAME}:{title}", limit_s), opts)
+
+    def _begun(self, work: GroupWork, opts: Any) -> GroupWork:
+        self._note(work)
         if getattr(opts, "asyncOp", True):
             work.begin(self.membership.lane, is_awaited=False)
         else:
@@ -322,21 +336,14 @@ class HvdliteProcessGroup(dist.ProcessGroup):
                 work.begin(self.membership.lane, is_awaited=True)
         return work
 
-    def _within(self, limit_s: float, run: Run) -> None:
-        """``run``, with another timeout than the group's."""
-        with self.membership.timeout(limit_s):
-            run()
-
-    def _new_work(self, title: str, result: Any, run: Run | None = None) -> GroupWork:
-        self.membership.check()
-        work = GroupWork(run, result, f"{NAME}:{title}", self.membership)
+    def _note(self, work: GroupWork) -> None:
+        """It is about to begin."""
         self._done += 1
         if self._coalesced is not None:
             self._coalesced.append(work)
         if _profiler_enabled():
-            with record_function(f"{NAME}:{title}") as shown:
+            with record_function(work.title) as shown:
                 shown._call_end_callbacks_on_future(work.shown())
-        return work
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:

@@ -1,4 +1,4 @@
-"""A call of torch's ProcessGroup, in any form that torch knows, goes to the backend of its tensors' device."""
+"""A call of torch's ProcessGroup, in any form that torch knows; it goes to whoever has the tensors of its device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def torch_call(*arguments: str) -> Callable[[Method], Method]:
             first = _first_tensor(*given[:2], *named.values())
             if first is not None and not first.is_cpu:
                 group = self.other_devices.group_of(first.device, self)
-                return getattr(group, name if hasattr(group, name) else _OTHER_NAMES[name])(*given, **named)
+                if group is not None:
+                    return getattr(group, name if hasattr(group, name) else _OTHER_NAMES[name])(*given, **named)
             if named:
                 named = {names.get(theirs, theirs): value for theirs, value in named.items()}
             return method(self, *given, **named)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -150,11 +150,19 @@ class GroupWork(Work):
             if self._is_done:
                 return
         if not self._ended().wait(seconds if seconds > 0 else None):
-            whom = "" if self._group is None else f" {self._group.whom_it_waits_for()}"
-            raise CollectiveError(f"{self.title}{whom} is not done after the timeout of {seconds:g} s of its wait()")
+            self._raise_late(seconds)
+
+    def _raise_late(self, seconds: float) -> NoReturn:
+        whom = "" if self._group is None else f" {self._group.whom_it_waits_for()}"
+        raise CollectiveError(f"{self.title}{whom} is not done after the timeout of {seconds:g} s of its wait()")
 
     def synchronize(self) -> None:
         self.wait()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody has to do anything for it any more."""
+        return self._is_done
 
     def is_completed(self) -> bool:
         return self._is_done
@@ -179,7 +187,7 @@ class GroupWork(Work):
             future = self._future
             if future is not None:
                 return future
-            trigger: Future[None] = Future()
+            trigger = self._new_trigger()
             # C++ sees the error of a callback as one; what Future.set_exception sets it takes for a result.
             future = self._future = trigger.then(self._outcome)
             self._trigger = trigger
@@ -187,6 +195,9 @@ class GroupWork(Work):
         if is_done:
             trigger.set_result(None)
         return future
+
+    def _new_trigger(self) -> Future[None]:
+        return Future()
 
     def _outcome(self, trigger: Future[None]) -> list[torch.Tensor]:
         if self._error is not None:
@@ -216,13 +227,28 @@ class _Several:
         callbacks()
 
 
+class _Coalesced(GroupWork):
+    """Done once all ``works`` are."""
+
+    def __init__(self, works: Sequence[GroupWork]) -> None:
+        super().__init__(None, [], "coalesced")
+        self._works = works
+        self.is_done_by(_Several(works))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        super().wait(timeout)
+        return all(work.wait() for work in self._works)  # which may concern the current stream
+
+    def is_completed(self) -> bool:
+        return super().is_completed() and all(work.is_completed() for work in self._works)
+
+
 def all_of(works: Sequence[GroupWork]) -> GroupWork:
     """A work that is done once all ``works`` are, with the error of the first that has one."""
-    together = GroupWork(None, [], "coalesced")
-    together.is_done_by(_Several(works))
+    together = _Coalesced(works)
 
     def finish(_: object) -> None:
-        together.finish(next((error for error in map(GroupWork.exception, works) if error is not None), None))
+        together.finish(next((error for error in (work.exception() for work in works) if error is not None), None))
 
     torch.futures.collect_all([work.get_future() for work in works]).add_done_callback(finish)
     return together

@@ -47,3 +47,47 @@ def test_streams_that_wait_for_a_killed_rank(victim: int, machines: str, mpi: st
     result = run(DEATH, str(victim), n=3, machines=machines, env={"HVDLITE_GPU_MPI": mpi}, alone=True)
     check_end(result, f"rank {victim} (pid", "died without a word")
     assert "the stream came to its end" in result.stdout, result
+
+
+DEATH_IN_A_GROUP = f"""
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import torch, torch.distributed as dist
+import hvdlite.distributed.creation
+from cuda_distributed import on_gpu
+
+victim = int(sys.argv[1])
+if "1" in machines:
+    from mpi4py import MPI
+    hvdlite.distributed.creation._machine = lambda: (machines[MPI.COMM_WORLD.rank], "", 0)
+dist.init_process_group("hvdlite")
+rank = dist.get_rank()
+with on_gpu(late=0.0, everywhere=True) as gpu:
+    tensor = torch.ones(300_000)
+    dist.all_reduce(tensor)
+    gpu.synchronize()
+    if rank == victim:
+        gpu.cuda.launch(gpu.stream, lambda: time.sleep(60))
+    work = dist.all_reduce(tensor, async_op=True)
+    if rank == victim:
+        time.sleep(0.5)  # the others' streams have been given all by now, and wait
+        say("dying at", time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        work.get_future().wait()  # the GPU has not done it
+        tensor.tolist()
+        work.wait()
+    finally:
+        gpu.cuda.synchronize(gpu.stream)
+        say("the stream came to its end")
+    say("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "machines", "mpi"), [(0, "", "none"), pytest.param(1, "001", "current", marks=pytest.mark.thorough)]
+)
+def test_streams_of_a_process_group_that_wait_for_a_killed_rank(victim: int, machines: str, mpi: str) -> None:
+    result = run(DEATH_IN_A_GROUP, str(victim), n=3, machines=machines, alone=True, mpi=mpi)
+    check_end(result, f"rank {victim} (pid", "died without a word")
+    assert "the stream came to its end" in result.stdout, result
+    assert "went on" not in result.stdout

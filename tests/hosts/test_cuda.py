@@ -1,4 +1,4 @@
-"""Tensors on GPUs of two hosts: allreduce and training go through pinned memory and the network, and are right."""
+"""Tensors on GPUs of two hosts: what goes through pinned memory and the network is right, in training and in groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ LATE = {"GPUSIM_JITTER_US": "1000", "OMP_NUM_THREADS": "1"}
 SCRIPT = f"""
 import copy, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import torch
-import hvdlite, hvdlite.torch as hvd
+import torch, torch.distributed as dist
+import hvdlite, hvdlite.distributed, hvdlite.torch as hvd
+from cuda_distributed import in_groups
 from cuda_lab import simulated
 from cuda_torch import TorchOnGpu
 
@@ -32,7 +33,7 @@ def loss_of(model, rank, step, device):
     x = torch.randn(4, 30, generator=generator).to(device)
     return model(x).square().mean()
 
-with gpu.in_hvdlite():
+with gpu.in_hvdlite(), in_groups(gpu):
     for round_ in range(3):
         numels = [300_001, 70_000, 9, 1_000_003] * 2
         tensors = [torch.full((numel,), rank + 1.0, device="cuda") for numel in numels]
@@ -61,6 +62,26 @@ with gpu.in_hvdlite():
         alone.step()
     for p, q in zip(device.parameters(), host.parameters()):
         assert torch.allclose(p.detach().cpu(), q.detach(), rtol=1e-4, atol=1e-6)
+    dist.init_process_group("hvdlite")
+    for numel in (9, 300_001):
+        tensor = torch.full((numel,), rank + 1.0, device="cuda")
+        works = [dist.all_reduce(tensor, async_op=True), dist.all_reduce(tensor, async_op=True)]
+        works[1].wait()
+        assert tensor.min().item() == tensor.max().item() == size * total
+        found = torch.empty(size, numel, device="cuda")
+        dist.all_gather_into_tensor(found, torch.full((1, numel), float(rank), device="cuda"))
+        share = torch.empty(numel, device="cuda")
+        dist.reduce_scatter_tensor(share, torch.full((size * numel,), rank + 1.0, device="cuda"))
+        swapped = torch.empty(size, numel, device="cuda")
+        dist.all_to_all_single(swapped, torch.full((size, numel), float(rank), device="cuda"))
+        for r in range(size):
+            assert found[r].min().item() == found[r].max().item() == r
+            assert swapped[r].min().item() == swapped[r].max().item() == r
+        assert share.min().item() == share.max().item() == total
+        dist.send(share, (rank + 1) % size)
+        dist.recv(tensor, (rank - 1) % size)
+        assert tensor.min().item() == tensor.max().item() == total
+    dist.destroy_process_group()
     if hvd.local_rank() == 0:  # who carries what crosses, where hosts have unlike numbers of ranks
         assert hvdlite.statistics()["ring_bytes_sent"] > 0
 print("all right", flush=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -58,3 +58,20 @@ def total(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return sum((of_rank(rank, numel, torch.int64) for rank in range(SIZE)), torch.zeros(numel, dtype=torch.int64)).to(
         dtype
     )
+
+
+def net() -> torch.nn.Sequential:
+    """A small model, the same on every rank."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(12, 40), torch.nn.LayerNorm(40), torch.nn.GELU(), torch.nn.Linear(40, 8))
+
+
+def trained(model: torch.nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Three steps on a rank's own batches, which ``place`` puts where the model is."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + RANK)
+        x, y = (place(torch.randn(4, width, generator=generator)) for width in (12, 8))
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
