@@ -272,7 +272,7 @@ def _run_mpirun(
     words: Words | None = None,
 ) -> int:
     started = time.time()
-    many = chosen.mpi is Mpi.OPEN_MPI and launch.host_count > 1
+    many = chosen.mpi is Mpi.OPEN_MPI and launch.uses_network
     codes = ExitCodes() if chosen.mpi is Mpi.MPICH else None
     ssh_port = next((int(port) for option, port in pairwise(launch.ssh) if option == "-p"), 22)
     config = Config.from_env(environ)
