@@ -3,7 +3,8 @@
 hvdliterun starts it as mpirun starts its daemons, with what it has to know on its stdin, and it calls back over TCP: so
 a host that does not answer any more is known as such. Ranks reach it over an abstract unix socket, and hand over a
 commit as a memory file that nobody can change any more. It changes hands as a whole, so one is enough: a rank or a host
-that dies meanwhile leaves the commit before. Nothing that comes in is unpickled; the keeper never looks into a commit.
+that dies meanwhile leaves the commit before. A commit that one host alone has goes to hvdliterun as well, if that is on
+another machine (`hvdlite.second_copy`). Nothing that comes in is unpickled; the keeper never looks into a commit.
 
 Messages are a word and a number on both connections. The keeper ends with its stdin, or its link to hvdliterun.
 """
@@ -18,17 +19,19 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from enum import IntEnum
+from functools import partial
 
 from hvdlite.memory.segment import is_final
 from hvdlite.proof import Secret, prove
 from hvdlite.reception import PATIENCE_S, Reception
+from hvdlite.second_copy import Courier
 from hvdlite.wire import read_exactly
 
 MESSAGE = struct.Struct("<BQ")
-NUMBER = struct.Struct("<I")  # of a keeper: what it claims to hvdliterun
+CALL = struct.Struct("<I?")  # what a keeper claims to hvdliterun: its number, and whether it calls for a second copy
 TO_HEAD, TO_RANKS = b"keeper", b"kept"  # purposes of the connections
 
 
@@ -40,11 +43,13 @@ class Word(IntEnum):
     NEWS = 3  # hvdliterun: what ranks shall hear, bits of `hvdlite.membership`; a rank: asks for that
     BEGIN = 4  # hvdliterun: ranks are started, for whom there are no news
     DEPOSIT = 5  # a rank: the number of the commit whose file comes with it
+    DEPOSIT_ALONE = 11  # likewise, and no other host has ranks
     FETCH = 6  # a rank: asks for the commit, answered with HOLDS and its file
     ANEW = 7  # a rank, and on to hvdliterun: the ranks end in order, to be started on other hosts
     AT_WORK = 8  # likewise: the ranks train, 1, or have trained to the end, 0
     CLAIM = 9  # likewise: ranks want to go on without others, see `claim_of`; answered with 1 or 0
     FAILED = 10  # likewise: the ranks of this generation end after a failure, to be started anew
+    TAKE = 12  # hvdliterun: the keeper shall have the second copy; answered with what it has then, as by HOLDS
 
 
 def claim_of(generation: int, count: int) -> int:
@@ -63,13 +68,15 @@ class Keeper:
     Args:
         name: of the abstract unix socket.
         head: the connection to hvdliterun.
+        call: makes another one, for second copies; None where hvdliterun is on this machine, and needs none.
     """
 
-    def __init__(self, name: str, key: bytes, head: socket.socket) -> None:
+    def __init__(self, name: str, key: bytes, head: socket.socket, call: Callable[[], socket.socket] | None) -> None:
         self._lock = threading.Lock()  # guards what follows
         self._number, self._file = 0, -1
         self._news = 0
         self._head = head
+        self._courier = None if call is None else Courier(call, self._take)
         self._granted: queue.SimpleQueue[int] = queue.SimpleQueue()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind("\0" + name)
@@ -92,6 +99,11 @@ class Keeper:
                 self._news = 0
             elif word == Word.CLAIM:
                 self._granted.put(number)
+        if word == Word.TAKE:
+            if self._courier is None:
+                self._take(0, -1)
+            else:
+                self._courier.fetch()
 
     def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
         threading.Thread(target=self._serve, args=(link,), daemon=True).start()
@@ -111,9 +123,11 @@ class Keeper:
             if not data:
                 raise ConnectionError("the rank has ended")
             word, number = MESSAGE.unpack(data + read_exactly(link, MESSAGE.size - len(data)))
-            if word == Word.DEPOSIT and len(files) == 1 and is_final(files[0]):
+            if word in (Word.DEPOSIT, Word.DEPOSIT_ALONE) and len(files) == 1 and is_final(files[0]):
                 with self._lock:
                     self._put(number, os.dup(files[0]))
+                if word == Word.DEPOSIT_ALONE and self._courier is not None:
+                    self._courier.bring(number, os.dup(files[0]))
                 link.sendall(MESSAGE.pack(Word.HOLDS, number))
             elif word == Word.FETCH:
                 with self._lock:
@@ -130,14 +144,28 @@ class Keeper:
             else:
                 raise ConnectionError("no request")
 
+    def _take(self, number: int, file: int) -> None:
+        """Have what hvdliterun has given, unless what is here is newer; -1: nothing."""
+        with self._lock:
+            if number > self._number:
+                self._put(number, file)
+            elif file >= 0:
+                os.close(file)
+            with suppress(OSError):  # hvdliterun has ended
+                self._head.sendall(MESSAGE.pack(Word.TAKE, self._number))
+
     def _put(self, number: int, file: int) -> None:
         if self._file >= 0:
             os.close(self._file)
         self._number, self._file = number, file
 
 
-def _call(where: Sequence[tuple[str, int]], key: bytes, number: int, patience_s: float) -> socket.socket:
-    """A connection to hvdliterun, at whichever of its addresses it proves itself."""
+def _call(where: Sequence[tuple[str, int]], key: bytes, claim: bytes, patience_s: float) -> socket.socket:
+    """A connection to hvdliterun, at whichever of its addresses it proves itself.
+
+    Args:
+        claim: see `CALL`.
+    """
     error: OSError = ConnectionError("hvdliterun has no address")
     for address, port in where:
         link = None
@@ -148,7 +176,7 @@ def _call(where: Sequence[tuple[str, int]], key: bytes, number: int, patience_s:
                 link = socket.socket(socket.AF_UNIX)
                 link.settimeout(PATIENCE_S)
                 link.connect("\0" + address)
-            prove(Secret(key, TO_HEAD, NUMBER.size), link, NUMBER.pack(number))
+            prove(Secret(key, TO_HEAD, CALL.size), link, claim)
         except OSError as refusal:
             error = refusal
             if link is not None:
@@ -187,8 +215,13 @@ def _keep() -> None:
         line += piece
     told = json.loads(line)
     where = [(address, port) for address, port in told["where"]]
-    head = _call(where, bytes.fromhex(told["key"]), told["number"], told["patience_s"])
-    with head, closing(Keeper(told["name"], bytes.fromhex(told["ranks_key"]), head)) as keeper:
+
+    def call(*, for_copy: bool) -> socket.socket:
+        return _call(where, bytes.fromhex(told["key"]), CALL.pack(told["number"], for_copy), told["patience_s"])
+
+    call_for_copy = partial(call, for_copy=True) if told["is_elsewhere"] else None
+    head = call(for_copy=False)
+    with head, closing(Keeper(told["name"], bytes.fromhex(told["ranks_key"]), head, call_for_copy)) as keeper:
         head.sendall(MESSAGE.pack(Word.HOLDS, 0))
         with selectors.DefaultSelector() as selector, suppress(OSError):
             selector.register(0, selectors.EVENT_READ)

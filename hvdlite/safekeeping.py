@@ -28,15 +28,18 @@ class Safekeeping:
         self._asking = threading.Lock()  # guards what follows
         self._link: socket.socket | None = None
 
-    def hand_over(self, number: int, write: Callable[[BinaryIO], object]) -> None:
+    def hand_over(self, number: int, write: Callable[[BinaryIO], object], *, is_alone: bool = False) -> None:
         """Let the keeper have commit ``number``, as ``write`` writes it on another thread.
 
         Waits for the commit that was handed over before: only one is on its way. The first failure in a row is a
         warning.
+
+        Args:
+            is_alone: see `deposit`.
         """
         self.settle()
         # No daemon: a process that ends, unless it is killed, leaves its last commit behind.
-        self._deposit = threading.Thread(target=self._write, args=(number, write), name="hvdlite deposit")
+        self._deposit = threading.Thread(target=self._write, args=(number, write, is_alone), name="hvdlite deposit")
         self._deposit.start()
 
     def settle(self) -> None:
@@ -45,9 +48,13 @@ class Safekeeping:
             self._deposit.join()
             self._deposit = None
 
-    def deposit(self, number: int, file: int) -> None:
-        """Let the keeper have commit ``number``, a memory file (`write_memory_file`); returns once it has."""
-        self._ask(Word.DEPOSIT, number, [file])
+    def deposit(self, number: int, file: int, *, is_alone: bool = False) -> None:
+        """Let the keeper have commit ``number``, a memory file (`write_memory_file`); returns once it has.
+
+        Args:
+            is_alone: no other host has ranks, so hvdliterun is to get a copy in time.
+        """
+        self._ask(Word.DEPOSIT_ALONE if is_alone else Word.DEPOSIT, number, [file])
 
     def fetch(self) -> tuple[int, int | None]:
         """The number of the commit that is kept, 0 for none, and its file, which the caller closes."""
@@ -78,11 +85,11 @@ class Safekeeping:
         with self._asking:
             self._hang_up()
 
-    def _write(self, number: int, write: Callable[[BinaryIO], object]) -> None:
+    def _write(self, number: int, write: Callable[[BinaryIO], object], is_alone: bool) -> None:
         try:
             file = write_memory_file(write)
             try:
-                self.deposit(number, file)
+                self.deposit(number, file, is_alone=is_alone)
             finally:
                 os.close(file)
             self._has_warned = False

@@ -40,6 +40,10 @@ class Words(Protocol):
     def are_late(self) -> bool:
         """That they end, so long ago that all should have."""
 
+    @property
+    def lost(self) -> str:
+        """Why they cannot come to an end; empty where they can."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -99,6 +103,8 @@ class LauncherWatch:
         now = time.monotonic()
         self.next_look_s = now + _LOOK_S
         words = self._expected.words
+        if words is not None and words.lost:
+            return words.lost
         if words is not None and words.are_late:
             silent = self._silence() or self._unanswered(self._others)
             return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"

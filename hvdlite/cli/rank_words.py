@@ -26,6 +26,7 @@ class RankWords:
         is_at_work: they train, and have not come to the end.
         left: how many go on, after others have died; None: no rank has died.
         have_failed: ranks end after a failure, and their program may save the last commit before.
+        lost: why these ranks cannot come to an end; empty where they can.
     """
 
     def __init__(self, least: int, silence_s: float, grace_s: float) -> None:
@@ -40,6 +41,7 @@ class RankWords:
         """Ranks are started."""
         self.anew = self.is_at_work = self._was_at_work = self.have_failed = False
         self.left: int | None = None
+        self.lost = ""
         self._generation = 1  # the last that has begun
         self._alone_until_s = 0.0
         self._end_s = math.inf  # when all have ended
@@ -58,6 +60,10 @@ class RankWords:
     def may_be_joined(self) -> bool:
         """Whether ranks that go on without others have done so for long enough."""
         return self.left is not None and time.monotonic() >= self._alone_until_s
+
+    def lose(self, why: str) -> None:
+        """These ranks cannot come to an end."""
+        self.lost = why
 
     def hear(self, word: Word, number: int) -> int:
         """Something that a rank says; returns the answer to a CLAIM, which is granted once for each generation."""
