@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import BinaryIO
 
-from hvdlite.keeper import MESSAGE, TO_RANKS, Word, claim_of
+from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_of
 from hvdlite.meeting_point import connect
 from hvdlite.memory.segment import write_memory_file
 from hvdlite.wire import read_exactly
@@ -64,6 +64,14 @@ class Safekeeping:
         """What the ranks are to hear, bits of `hvdlite.membership`."""
         return self._ask(Word.NEWS)[0]
 
+    def say_starting(self, start: int, rank: int) -> None:
+        """Tell hvdliterun that this rank comes to hvd.init(), of the ranks that were started so many times."""
+        self._ask(Word.STARTING, pair_of(start, rank))
+
+    def say_started(self, start: int, rank: int) -> None:
+        """Tell hvdliterun that it is through; a rank that ends before, others may wait for."""
+        self._ask(Word.STARTED, pair_of(start, rank))
+
     def begin_anew(self) -> None:
         """Tell hvdliterun that the ranks end in order now, to be started on other hosts."""
         self._ask(Word.ANEW)
@@ -74,7 +82,7 @@ class Safekeeping:
 
     def claim(self, number: int, count: int) -> bool:
         """Whether hvdliterun lets ``count`` ranks go on as generation ``number``, after others have died."""
-        return bool(self._ask(Word.CLAIM, claim_of(number, count))[0])
+        return bool(self._ask(Word.CLAIM, pair_of(number, count))[0])
 
     def say_at_work(self, is_at_work: bool) -> None:
         """Tell hvdliterun that these ranks train, or have trained to the end."""

@@ -173,7 +173,7 @@ class KeptJob:
 
     def _run_generation(self, keepers: Keepers, chosen: Sequence[Host], to_save: str = "") -> int:
         self._words.begin()
-        keepers.tell(Word.BEGIN)
+        keepers.tell(Word.BEGIN, self._words.start)
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(keepers, chosen, is_over), daemon=True)
         watch.start()
@@ -200,8 +200,8 @@ class KeptJob:
     def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
         """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave.
 
-        A keeper that has ended, on a host with ranks, is replaced. Where that fails on all of them they are lost, which
-        nobody else would notice: their heartbeats have ended with them.
+        A keeper that has ended, on a host with ranks, is replaced. Where that fails on all of them the ranks are lost,
+        and where it fails on one while they start: nobody else notices, as they have no heartbeats yet or any more.
         """
         self._unreached.clear()
         while not is_over.wait(_LOOK_S):
@@ -223,8 +223,10 @@ class KeptJob:
             if may_be_more or (has_room and comes) or goes:
                 keepers.tell(Word.NEWS, ADDED * comes | REMOVED * goes)
             self._unreached -= keepers.kept.keys()
-            if self._unreached >= names:
-                self._words.lose(f"no host with ranks answers: {', '.join(sorted(names))}")
+            lost = self._unreached & names
+            if lost == names or (lost and self._words.are_starting):
+                of_all = "no host with ranks answers" if lost == names else "hosts do not answer while ranks start"
+                self._words.lose(f"{of_all}: {', '.join(sorted(lost))}")
 
     def _can_be_more(self, keepers: Keepers) -> bool:
         """Whether there is room for more ranks than go on since others have died."""

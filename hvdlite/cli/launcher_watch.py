@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hvdlite import connections, environment
+from hvdlite import connections, environment, launched
 from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
@@ -240,7 +240,7 @@ class LauncherWatch:
             pid = pending.pop()
             try:
                 if environment.of_process(pid).keys() & {*_MARKS}:
-                    found += [pid] if _network_of(pid) == _network_of("self") else []
+                    found += [pid] if launched.shares_network(pid) else []
                     continue
             except OSError:  # it has ended
                 continue
@@ -275,10 +275,6 @@ def _answers(name: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _network_of(pid: int | str) -> str:
-    return os.readlink(f"/proc/{pid}/ns/net")
 
 
 def _status_of_zombie(pid: int) -> int | None:

@@ -17,8 +17,8 @@ import pytest
 
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
-from hvdlite.config import KEEPER
-from hvdlite.keeper import MESSAGE, TO_RANKS, Word, claimed_by
+from hvdlite.config import KEEPER, START
+from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_in, pair_of
 from hvdlite.meeting_point import connect
 from hvdlite.memory.segment import create_memory_file, is_final, write_memory_file
 from hvdlite.safekeeping import Safekeeping
@@ -38,7 +38,7 @@ class Job:
 
     def _hear(self, word: Word, number: int) -> int:
         self.said.append((word, number))
-        return int(word == Word.CLAIM and claimed_by(number) == (2, 3))
+        return int(word == Word.CLAIM and pair_in(number) == (2, 3))
 
 
 @pytest.fixture(scope="module")
@@ -303,3 +303,27 @@ def test_hvdliterun_needs_no_copy_of_what_its_own_machine_has(job: Job) -> None:
     assert job.keepers.hand_copy("localhost", lambda: False)
     assert kept(job.where) == (30, b"of commit 30")
     assert job.keepers._copy.number == 0
+
+
+def test_a_rank_that_ends_in_init_is_told_to_hvdliterun(job: Job) -> None:
+    job.said.clear()
+    through, ends = Safekeeping(job.where), Safekeeping(job.where)
+    ends.say_starting(9, 1)
+    ends.close()
+    wait_for(lambda: (Word.GONE, pair_of(9, 1)) in job.said)
+    through.say_starting(9, 0)
+    through.say_started(9, 0)
+    through.close()
+    late = Safekeeping(job.where)
+    late.say_starting(9, 2)
+    late.close()  # whoever is not through now has a rank of this host that is
+    job.keepers.ask()
+    assert [word for word, _ in job.said].count(Word.GONE) == 1
+
+
+def test_a_process_that_ends_before_init_is_told_to_hvdliterun(job: Job) -> None:
+    told = {KEEPER: job.where, START: "11", "OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
+    job.keepers.tell(Word.BEGIN, 11)
+    with subprocess.Popen(["sleep", "2"], env={**os.environ, **told}):
+        pass
+    wait_for(lambda: (Word.GONE, pair_of(11, 6)) in job.said)

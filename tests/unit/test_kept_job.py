@@ -15,7 +15,7 @@ from hvdlite.cli.keepers import OnWord
 from hvdlite.cli.kept_job import KeptJob, Limits
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.errors import ConfigError
-from hvdlite.keeper import Word, claim_of
+from hvdlite.keeper import Word, pair_of
 from hvdlite.membership import ADDED, REMOVED
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
@@ -217,6 +217,23 @@ def test_ranks_none_of_whose_hosts_answers_are_lost() -> None:
     assert not job.words.lost
 
 
+def test_ranks_that_start_are_lost_with_one_host() -> None:
+    def lose(job: Job) -> int:
+        job.says(Word.STARTING, pair_of(1, 0))
+        job.keepers.silent.add("b")
+        del job.keepers.kept["b"]
+        deadline_s = time.monotonic() + 20
+        while not job.words.lost:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert job.words.lost == "hosts do not answer while ranks start: b"
+        return 1
+
+    job = Job(lose, succeed)
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A]]
+
+
 def test_it_waits_for_enough_hosts_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     job = Job(commits(3, "b"), succeed, least=3)
     looks = iter(range(1000))
@@ -354,7 +371,7 @@ def test_nobody_goes_on_after_a_signal(capfd: pytest.CaptureFixture[str]) -> Non
     def interrupted(job: Job) -> int:
         with Stops() as stops:
             signal.raise_signal(signal.SIGTERM)
-            assert job.says(Word.CLAIM, claim_of(2, 3)) == 0
+            assert job.says(Word.CLAIM, pair_of(2, 3)) == 0
             return stops.status
 
     assert Job(interrupted).run() == 143
