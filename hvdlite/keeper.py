@@ -82,16 +82,20 @@ class Keeper:
     Args:
         name: of the abstract unix socket.
         head: the connection to hvdliterun.
-        call: makes another one, for second copies; None where hvdliterun is on this machine, and needs none.
+        call: makes another one, for second copies.
+        is_elsewhere: whether hvdliterun is on another machine, and needs copies.
     """
 
-    def __init__(self, name: str, key: bytes, head: socket.socket, call: Callable[[], socket.socket] | None) -> None:
+    def __init__(
+        self, name: str, key: bytes, head: socket.socket, call: Callable[[], socket.socket], *, is_elsewhere: bool
+    ) -> None:
         self._lock = threading.Lock()  # guards what follows
         self._number, self._file = 0, -1
         self._news = 0
         self.last_start = 0
         self._head = head
-        self._courier = None if call is None else Courier(call, self._take)
+        self._courier = Courier(call, self._take)
+        self._is_elsewhere = is_elsewhere
         self._granted: queue.SimpleQueue[int] = queue.SimpleQueue()
         listener = socket.socket(socket.AF_UNIX)
         listener.bind("\0" + name)
@@ -115,10 +119,7 @@ class Keeper:
             elif word == Word.CLAIM:
                 self._granted.put(number)
         if word == Word.TAKE:
-            if self._courier is None:
-                self._take(0, -1)
-            else:
-                self._courier.fetch()
+            self._courier.fetch()
 
     def say_gone(self, start: int, rank: int) -> None:
         """Tell hvdliterun of a rank that has ended, unless its start was over."""
@@ -155,7 +156,7 @@ class Keeper:
             if word in (Word.DEPOSIT, Word.DEPOSIT_ALONE) and len(files) == 1 and is_final(files[0]):
                 with self._lock:
                     self._put(number, os.dup(files[0]))
-                if word == Word.DEPOSIT_ALONE and self._courier is not None:
+                if word == Word.DEPOSIT_ALONE and self._is_elsewhere:
                     self._courier.bring(number, os.dup(files[0]))
                 link.sendall(MESSAGE.pack(Word.HOLDS, number))
             elif word == Word.FETCH:
@@ -251,9 +252,11 @@ def _keep() -> None:
     def call(*, for_copy: bool) -> socket.socket:
         return _call(where, bytes.fromhex(told["key"]), CALL.pack(told["number"], for_copy), told["patience_s"])
 
-    call_for_copy = partial(call, for_copy=True) if told["is_elsewhere"] else None
-    head = call(for_copy=False)
-    with head, closing(Keeper(told["name"], bytes.fromhex(told["ranks_key"]), head, call_for_copy)) as keeper:
+    with ExitStack() as on_end:
+        head = on_end.enter_context(call(for_copy=False))
+        ranks_key, call_for_copy = bytes.fromhex(told["ranks_key"]), partial(call, for_copy=True)
+        keeper = Keeper(told["name"], ranks_key, head, call_for_copy, is_elsewhere=told["is_elsewhere"])
+        on_end.enter_context(closing(keeper))
         head.sendall(MESSAGE.pack(Word.HOLDS, 0))
         with selectors.DefaultSelector() as selector, suppress(OSError):
             selector.register(0, selectors.EVENT_READ)
@@ -271,6 +274,7 @@ def _keep() -> None:
                             watch.close()
                             marks = {KEEPER: f"{told['name']}:{told['ranks_key']}", START: str(number)}
                             watch = StartWatch(marks, number, selector)
+                            break  # what else is ready may have been the last watch's
                     else:
                         watch.rank_ended(key)
                         keeper.say_gone(watch.start, key.data)

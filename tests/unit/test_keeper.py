@@ -272,6 +272,16 @@ def test_a_commit_that_one_host_alone_has_outlives_it(elsewhere: Keepers) -> Non
     assert elsewhere.kept == {"b": 4} and kept(elsewhere.environment[KEEPER]) == (4, content)
 
 
+def test_ranks_may_begin_anew_on_the_machine_of_hvdliterun(elsewhere: Keepers) -> None:
+    assert elsewhere.start([Host("a", 1)]) == []
+    put_alone(elsewhere, 4, b"of commit 4")
+    wait_for(lambda: elsewhere._copy.number == 4)
+    os.killpg(elsewhere.processes[0], signal.SIGKILL)
+    wait_for(lambda: not elsewhere.kept)
+    assert elsewhere.start([HERE]) == [] and elsewhere.hand_copy("localhost", lambda: False)
+    assert kept(elsewhere.environment[KEEPER]) == (4, b"of commit 4")
+
+
 def test_a_commit_that_several_hosts_have_is_not_copied(elsewhere: Keepers) -> None:
     assert elsewhere.start([Host("a", 1)]) == []
     put_alone(elsewhere, 4, b"of commit 4")
