@@ -288,6 +288,7 @@ SIZE = "HVDLITE_SIZE"
 RAY_JOB = "HVDLITE_RAY_JOB"
 WORKER = "HVDLITE_WORKER"
 KEEPER = "HVDLITE_KEEPER"
+START = "HVDLITE_START"
 END_NOTICES = "HVDLITE_END_NOTICES"
 TO_SAVE = "HVDLITE_TO_SAVE"
 
@@ -304,6 +305,7 @@ OTHER_VARIABLES = {
     SIZE: "likewise: how many ranks there are",
     WORKER: "from `hvdliterun --elastic` to its ranks: the number of the process, which no other one will have",
     KEEPER: "from `hvdliterun --elastic` to ranks under mpirun: where the keeper of their host listens, and a secret",
+    START: "likewise: how many times the ranks have been started",
     END_NOTICES: "from hvdliterun to ranks under mpirun: where they say that they end after a failure",
     TO_SAVE: "from `hvdliterun --elastic` to ranks that it starts only so that they can save the last commit: why",
     RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",

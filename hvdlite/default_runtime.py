@@ -107,7 +107,7 @@ def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: 
 def _build(arguments: InitArguments, config: Config) -> None:
     deadline = start_deadline(config)
     try:
-        with _hooks.peers.of(arguments.comm, config) as ranks:
+        with _hooks.peers.announced(), _hooks.peers.of(arguments.comm, config) as ranks:
             configure_logging(config, 0 if ranks is None else ranks.rank)
             _hooks.started(Runtime(ranks, config, versions=arguments.versions, worlds=_hooks.worlds), arguments)
         if _hooks.peers.survivors is not None:

@@ -47,6 +47,8 @@ class EndNotices:
 
     is_over = False
     """Ranks say nothing of an end in order."""
+    lost = ""
+    """Nor of what keeps them from an end."""
 
     def __init__(self, grace_s: float) -> None:
         name = secrets.token_hex(16)

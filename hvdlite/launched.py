@@ -173,6 +173,11 @@ def is_stopped(pid: int) -> bool:
     return stat[stat.rindex(b")") + 2 :].startswith(b"T")
 
 
+def shares_network(pid: int) -> bool:
+    """Whether a process is on this host, as far as its network says; raises OSError where it has ended."""
+    return os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
+
+
 def _parent_of(pid: int) -> int:
     stat = Path(f"/proc/{pid}/stat").read_text()
     return int(stat[stat.rindex(")") + 2 :].split()[1])  # behind the name, which may have blanks and brackets

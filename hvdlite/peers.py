@@ -6,12 +6,12 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from hvdlite import _native, connections, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
-from hvdlite.config import KEEPER, MEETING_POINT, WORKER, Config, other_variable
+from hvdlite.config import KEEPER, MEETING_POINT, START, WORKER, Config, other_variable
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import Launched, Meeting
 from hvdlite.meeting_point import AtMeetingPoint
@@ -41,6 +41,7 @@ class Peers:
         worker = other_variable(WORKER)
         where = other_variable(KEEPER)
         self.keeper = Safekeeping(where) if where else None
+        self._has_started = False
         self.membership: Membership | Survivors | None = None
         if worker:
             self.membership = Membership(other_variable(MEETING_POINT), int(worker))
@@ -51,6 +52,21 @@ class Peers:
     def survivors(self) -> Survivors | None:
         """`membership` where MPI survives deaths; None in other jobs."""
         return self.membership if isinstance(self.membership, Survivors) else None
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """The first hvd.init() of an elastic job by mpirun: hvdliterun looks after who waits, and for whom."""
+        process = launched.this_process()
+        if self.keeper is None or process is None or self._has_started:
+            yield
+            return
+        start = int(other_variable(START) or 0)
+        with suppress(OSError):  # the keeper is gone, or stopped
+            self.keeper.say_starting(start, process.rank)
+        yield
+        self._has_started = True
+        with suppress(OSError):
+            self.keeper.say_started(start, process.rank)
 
     def meet_anew(self, failed: int | None, *, follows_rank_0: bool) -> None:
         """In an elastic job, become a rank of its next generation, which waits for all that live; see `Membership`.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import BinaryIO
 
-from hvdlite.keeper import MESSAGE, TO_RANKS, Word, claim_of
+from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_of
 from hvdlite.meeting_point import connect
 from hvdlite.memory.segment import write_memory_file
 from hvdlite.wire import read_exactly
@@ -28,15 +28,18 @@ class Safekeeping:
         self._asking = threading.Lock()  # guards what follows
         self._link: socket.socket | None = None
 
-    def hand_over(self, number: int, write: Callable[[BinaryIO], object]) -> None:
+    def hand_over(self, number: int, write: Callable[[BinaryIO], object], *, is_alone: bool = False) -> None:
         """Let the keeper have commit ``number``, as ``write`` writes it on another thread.
 
         Waits for the commit that was handed over before: only one is on its way. The first failure in a row is a
         warning.
+
+        Args:
+            is_alone: see `deposit`.
         """
         self.settle()
         # No daemon: a process that ends, unless it is killed, leaves its last commit behind.
-        self._deposit = threading.Thread(target=self._write, args=(number, write), name="hvdlite deposit")
+        self._deposit = threading.Thread(target=self._write, args=(number, write, is_alone), name="hvdlite deposit")
         self._deposit.start()
 
     def settle(self) -> None:
@@ -45,9 +48,13 @@ class Safekeeping:
             self._deposit.join()
             self._deposit = None
 
-    def deposit(self, number: int, file: int) -> None:
-        """Let the keeper have commit ``number``, a memory file (`write_memory_file`); returns once it has."""
-        self._ask(Word.DEPOSIT, number, [file])
+    def deposit(self, number: int, file: int, *, is_alone: bool = False) -> None:
+        """Let the keeper have commit ``number``, a memory file (`write_memory_file`); returns once it has.
+
+        Args:
+            is_alone: no other host has ranks, so hvdliterun is to get a copy in time.
+        """
+        self._ask(Word.DEPOSIT_ALONE if is_alone else Word.DEPOSIT, number, [file])
 
     def fetch(self) -> tuple[int, int | None]:
         """The number of the commit that is kept, 0 for none, and its file, which the caller closes."""
@@ -56,6 +63,14 @@ class Safekeeping:
     def news(self) -> int:
         """What the ranks are to hear, bits of `hvdlite.membership`."""
         return self._ask(Word.NEWS)[0]
+
+    def say_starting(self, start: int, rank: int) -> None:
+        """Tell hvdliterun that this rank comes to hvd.init(), of the ranks that were started so many times."""
+        self._ask(Word.STARTING, pair_of(start, rank))
+
+    def say_started(self, start: int, rank: int) -> None:
+        """Tell hvdliterun that it is through; a rank that ends before, others may wait for."""
+        self._ask(Word.STARTED, pair_of(start, rank))
 
     def begin_anew(self) -> None:
         """Tell hvdliterun that the ranks end in order now, to be started on other hosts."""
@@ -67,7 +82,7 @@ class Safekeeping:
 
     def claim(self, number: int, count: int) -> bool:
         """Whether hvdliterun lets ``count`` ranks go on as generation ``number``, after others have died."""
-        return bool(self._ask(Word.CLAIM, claim_of(number, count))[0])
+        return bool(self._ask(Word.CLAIM, pair_of(number, count))[0])
 
     def say_at_work(self, is_at_work: bool) -> None:
         """Tell hvdliterun that these ranks train, or have trained to the end."""
@@ -78,11 +93,11 @@ class Safekeeping:
         with self._asking:
             self._hang_up()
 
-    def _write(self, number: int, write: Callable[[BinaryIO], object]) -> None:
+    def _write(self, number: int, write: Callable[[BinaryIO], object], is_alone: bool) -> None:
         try:
             file = write_memory_file(write)
             try:
-                self.deposit(number, file)
+                self.deposit(number, file, is_alone=is_alone)
             finally:
                 os.close(file)
             self._has_warned = False

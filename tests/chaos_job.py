@@ -41,7 +41,7 @@ def say(*words):
 
 @hvd.elastic.run
 def train(state):
-    say("starts", hvd.rank(), hvd.size(), os.getpid())
+    say("starts", hvd.rank(), hvd.size(), os.getpid(), state.batch)
     while True:
         # Samples that come twice, since those that are left do not divide by the ranks: in the last batch of the pass.
         extra = sampler.total_size - len(sampler.remaining_indices)
@@ -57,7 +57,7 @@ def train(state):
             if state.batch % 3 == 0:
                 state.commit()
                 if hvd.rank() == 0:
-                    say("commit", time.time())
+                    say("commit", time.time(), state.batch)
         state.epoch += 1
         sampler.set_epoch(state.epoch)
         total, least = int(counts.sum().item()), int(counts.min().item())
@@ -78,6 +78,7 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
 }
+KEPT_S = 10.0  # a commit that was reported so long before the last one is never lost
 END_S = 120.0  # for the last epoch, on a busy machine
 _ENDS = ("goes on with", "goes on from", "begin anew on")  # of generations
 
@@ -112,6 +113,9 @@ class Job:
         self.sizes: Counter[int] = Counter()
         self.epochs = 0
         self.commits: list[float] = []
+        self._kept: list[
+            tuple[float, int]
+        ] = []  # when commits were heard of, by the monotonic clock, and their batches
         self.log: list[str] = []  # lines, each with the time since the start
         self._wrong: list[str] = []
         self._surplus = 0  # samples that have counted twice
@@ -156,8 +160,10 @@ class Job:
             elif words[:1] == ["starts"]:
                 self.members = self.members | {int(words[3])}
                 self.sizes[int(words[2])] += words[1] == "0"
+                self._check_start(int(words[4]))
             elif words[:1] == ["commit"]:
                 self.commits.append(float(words[1]))
+                self._kept.append((time.monotonic(), int(words[2])))
             elif words[:1] == ["counts"]:
                 self._ends.append(line)
             elif found := re.match(r"epoch (\d+) total (\d+) least (\d+) wanted (\d+)", line):
@@ -166,6 +172,17 @@ class Job:
                     self._wrong.append(line.rstrip())
                 self._surplus = total - wanted  # which stays, and is told once
                 self.epochs = epoch
+
+    def _check_start(self, batch: int) -> None:
+        """A rank starts, or goes on, from the commit after ``batch``; others before it have been heard of."""
+        lost = [(heard_s, number) for heard_s, number in self._kept if number > batch]
+        for heard_s, number in lost:
+            if (age_s := self._kept[-1][0] - heard_s) > KEPT_S:
+                self._wrong.append(
+                    f"starts at batch {batch}: commit {number} is lost, {age_s:.1f} s before the last one"
+                )
+                break
+        self._kept = [one for one in self._kept if one not in lost]
 
     def _wait(self) -> int | None:
         """The exit status; None where it had to be ended."""

@@ -58,6 +58,11 @@ class Launch:
         return self.scheduled_hosts == 1 and not self.is_elsewhere and all(map(is_this_machine, self.hosts))
 
     @property
+    def uses_network(self) -> bool:
+        """Whether there are ranks on several hosts, or on another one than this machine."""
+        return self.host_count > 1 or not self.is_local
+
+    @property
     def ranks_per_host(self) -> int:
         """The most ranks that one host gets, filled by slots and then evenly."""
         if not self.hosts:

@@ -20,14 +20,16 @@ from hvdlite.cli.children import end_with_parent
 from hvdlite.cli.job import Host, Launch, is_this_machine
 from hvdlite.config import KEEPER
 from hvdlite.interfaces import select
-from hvdlite.keeper import MESSAGE, NUMBER, TO_HEAD, Word, notice_silence
+from hvdlite.keeper import CALL, MESSAGE, TO_HEAD, Word, notice_silence
 from hvdlite.proof import Secret, new_key
 from hvdlite.reception import Reception, listen_at
+from hvdlite.second_copy import SecondCopy
 from hvdlite.wire import read_exactly
 
 _START_S = 15.0  # for a keeper to call
 _ANSWER_S = 3.0
 _END_S = 2.0
+_LOOK_S = 0.2  # at whether this process is stopped
 _AGENTS = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent")
 _AGENT_OPTIONS = ("plm_ssh_agent", "plm_rsh_agent", "launcher-exec")
 
@@ -54,6 +56,8 @@ class _Keeper:
         until_s: when it should have called, by the monotonic clock.
         kept: the number of the commit that it has.
         answered: how many messages have come.
+        takes: whether it is to take the second copy, and has not said that it has.
+        copies: its connection for second copies, if it has one.
     """
 
     host: str
@@ -62,6 +66,8 @@ class _Keeper:
     link: socket.socket | None = None
     kept: int = 0
     answered: int = 0
+    takes: bool = False
+    copies: socket.socket | None = None
 
     @property
     def is_coming(self) -> bool:
@@ -75,9 +81,10 @@ class _Keeper:
 
     def hang_up(self) -> None:
         """Let it end, which it does where it can hear this."""
-        if self.link is not None:
-            with suppress(OSError):
-                self.link.shutdown(socket.SHUT_RDWR)
+        for link in (self.link, self.copies):
+            if link is not None:
+                with suppress(OSError):
+                    link.shutdown(socket.SHUT_RDWR)
         if self.child.stdin is not None:
             with suppress(OSError):
                 self.child.stdin.close()
@@ -135,7 +142,8 @@ class Keepers:
         self._started: dict[int, _Keeper] = {}  # by number
         self._numbers = 0
         self._living: dict[str, _Keeper] = {}
-        self._reception = Reception(listeners, Secret(self._key, TO_HEAD, NUMBER.size), self._admit)
+        self._copy = SecondCopy()
+        self._reception = Reception(listeners, Secret(self._key, TO_HEAD, CALL.size), self._admit)
 
     @property
     def processes(self) -> list[int]:
@@ -148,6 +156,11 @@ class Keepers:
         """The number of the commit that each host has, as of the last `ask`; hosts whose keeper lives."""
         with self._changed:
             return {host: keeper.kept for host, keeper in self._living.items()}
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest commit that a host has, or this process; 0: there is none."""
+        return max([self._copy.number, *self.kept.values()])
 
     def begin_start(self, hosts: Iterable[Host]) -> None:
         """Start those of ``hosts`` that have none."""
@@ -199,6 +212,36 @@ class Keepers:
         for keeper in living:
             keeper.say(word, number)
 
+    def hand_copy(self, host: str, is_stopped: Callable[[], bool]) -> bool:
+        """Let the keeper of ``host`` have the commit that is here, if no host has a newer one; waits for it.
+
+        Returns:
+            whether some host has the newest commit now, or this process ``is_stopped``; else that keeper is given up.
+        """
+        with self._changed:
+            keeper = self._living.get(host)
+            if self._copy.number <= max((one.kept for one in self._living.values()), default=0):
+                return True
+            if keeper is None:
+                return False
+            keeper.takes = True
+            keeper.say(Word.TAKE)
+            while keeper.takes and self._living.get(host) is keeper:
+                if is_stopped():
+                    return True
+                self._changed.wait(_LOOK_S)
+            has_it = not keeper.takes and keeper.kept >= self._copy.number
+        if not has_it:
+            self._forget(keeper)
+        return has_it
+
+    def review_copy(self) -> None:
+        """Drop the commit that is here once two hosts have a newer one, as they have said until the last call."""
+        if self._copy.number:
+            if sum(number > self._copy.number for number in self.kept.values()) >= 2:
+                self._copy.drop()
+            self.tell(Word.PING)
+
     def close(self) -> None:
         self._reception.close()
         with self._changed:
@@ -233,6 +276,7 @@ class Keepers:
             "name": self._name,
             "ranks_key": self._ranks_key.hex(),
             "patience_s": self._patience_s,
+            "is_elsewhere": not here,
         }
         assert child.stdin is not None
         with suppress(OSError):  # it has ended already
@@ -247,21 +291,34 @@ class Keepers:
             self._changed.notify_all()
 
     def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
-        (number,) = NUMBER.unpack(claim)
+        number, for_copy = CALL.unpack(claim)
         with self._changed:
             keeper = self._started.get(number)
-            if keeper is None or keeper.link is not None:
+            if keeper is None or for_copy is (keeper.link is None):
                 return False
+            if for_copy:
+                if keeper.copies is not None:  # which it has lost
+                    with suppress(OSError):
+                        keeper.copies.shutdown(socket.SHUT_RDWR)
+                keeper.copies = link
         if link.family != socket.AF_UNIX:
             notice_silence(link, self._patience_s)
-        threading.Thread(target=self._hear, args=(keeper, link), daemon=True).start()
+        serve = self._serve_copy if for_copy else self._hear
+        threading.Thread(target=serve, args=(keeper, link), daemon=True).start()
         return True
+
+    def _serve_copy(self, keeper: _Keeper, link: socket.socket) -> None:
+        def say(complaint: str) -> None:
+            print(f"hvdlite run: {complaint} ({keeper.host})", file=sys.stderr, flush=True)
+
+        # A keeper that was given up may have ranks that go on: their commits are not of this job any more.
+        self._copy.serve(link, lambda: self._living.get(keeper.host) is keeper, say)
 
     def _hear(self, keeper: _Keeper, link: socket.socket) -> None:
         with link, suppress(OSError):
             while True:
                 word, number = MESSAGE.unpack(read_exactly(link, MESSAGE.size))
-                if word != Word.HOLDS:
+                if word not in (Word.HOLDS, Word.TAKE):
                     answer = self._on_word(Word(word), number)
                     if word == Word.CLAIM:
                         link.sendall(MESSAGE.pack(word, answer))
@@ -271,7 +328,8 @@ class Keepers:
                         keeper.link = link
                         self._living[keeper.host] = keeper
                     keeper.kept = number
-                    keeper.answered += 1
+                    keeper.answered += word == Word.HOLDS
+                    keeper.takes &= word != Word.TAKE
                     self._changed.notify_all()
         self._forget(keeper)
 

@@ -77,6 +77,7 @@ class KeptJob:
         self._limits = limits
         self._avoided = Avoided()
         self._hosts: Sequence[Host] = ()
+        self._unreached: set[str] = set()  # since ranks were started: hosts where a keeper has ended, and none starts
         self._said = ""
         self._stops = Stops()
         self._words = RankWords(limits.least, limits.silence_s, limits.grace_s)
@@ -112,7 +113,7 @@ class KeptJob:
                 if failures > self._limits.restarts:
                     self._end(f"it has failed {failures} times (--restarts {self._limits.restarts})", keepers)
                     return status
-                newest = max(keepers.kept.values(), default=0)
+                newest = keepers.newest
                 idle = 0 if newest > committed else idle + 1
                 committed = newest
                 where = f"commit {newest}, which is kept in memory" if newest else _FROM_THE_BEGINNING
@@ -150,13 +151,21 @@ class KeptJob:
         # Others are tried while these train, since one that is still silent costs seconds.
         is_enough = sum(host.slots for host in trusted) >= self._limits.least
         self._avoid(keepers.start(trusted if is_enough else usable))
+        while chosen := self._able(keepers, usable):
+            if keepers.hand_copy(chosen[0].name, lambda: bool(self._stops)):
+                break
+            self._avoid([chosen[0].name])
+        return chosen
+
+    def _able(self, keepers: Keepers, hosts: Sequence[Host]) -> list[Host]:
+        """Those of ``hosts`` that would have ranks now, as their keepers live."""
         kept = keepers.kept
-        return choose([host for host in usable if host.name in kept], self._limits.most, kept)
+        return choose([host for host in hosts if host.name in kept], self._limits.most, kept)
 
     def _end(self, why: str, keepers: Keepers) -> None:
         """Say why the job ends; ranks that had no time to save the last commit are started once more to do so."""
         self._say(f"the job ends: {why}")
-        newest = max(keepers.kept.values(), default=0)
+        newest = keepers.newest
         had_time = self._limits.leaves_time and self._words.have_failed
         if newest and not had_time and (chosen := self._choose(keepers)):
             self._say(f"ranks are started once more, only to save commit {newest}, which is kept in memory")
@@ -164,7 +173,7 @@ class KeptJob:
 
     def _run_generation(self, keepers: Keepers, chosen: Sequence[Host], to_save: str = "") -> int:
         self._words.begin()
-        keepers.tell(Word.BEGIN)
+        keepers.tell(Word.BEGIN, self._words.start)
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(keepers, chosen, is_over), daemon=True)
         watch.start()
@@ -191,15 +200,18 @@ class KeptJob:
     def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
         """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave.
 
-        A keeper that has ended, on a host with ranks, is replaced.
+        A keeper that has ended, on a host with ranks, is replaced. Where that fails on all of them the ranks are lost,
+        and where it fails on one while they start: nobody else notices, as they have no heartbeats yet or any more.
         """
+        self._unreached.clear()
         while not is_over.wait(_LOOK_S):
             self._find_hosts()
             names = {host.name for host in chosen}
             has_room = sum(host.slots for host in chosen) < self._limits.most
             welcome = [host for host in self._hosts if has_room or host.name in names]
             keepers.begin_start(self._avoided.usable(welcome, time.monotonic()))
-            self._avoid(keepers.give_up_late())
+            keepers.review_copy()
+            self._note_late(keepers.give_up_late())
             kept = keepers.kept
             wanted = [host for host in self._hosts if host.name in names or host.name in kept]
             then = {host.name: host.slots for host in choose(wanted, self._limits.most, kept)}
@@ -210,16 +222,19 @@ class KeptJob:
             comes |= may_be_more
             if may_be_more or (has_room and comes) or goes:
                 keepers.tell(Word.NEWS, ADDED * comes | REMOVED * goes)
+            self._unreached -= keepers.kept.keys()
+            lost = self._unreached & names
+            if lost == names or (lost and self._words.are_starting):
+                of_all = "no host with ranks answers" if lost == names else "hosts do not answer while ranks start"
+                self._words.lose(f"{of_all}: {', '.join(sorted(lost))}")
 
     def _can_be_more(self, keepers: Keepers) -> bool:
         """Whether there is room for more ranks than go on since others have died."""
         if not self._words.may_be_joined:
             return False
         self._avoid(keepers.ask())
-        self._avoid(keepers.start(self._avoided.usable(self._hosts, time.monotonic())))
-        kept = keepers.kept
-        able = choose([host for host in self._hosts if host.name in kept], self._limits.most, kept)
-        return sum(host.slots for host in able) > (self._words.left or 0)
+        self._note_late(keepers.start(self._avoided.usable(self._hosts, time.monotonic())))
+        return sum(host.slots for host in self._able(keepers, self._hosts)) > (self._words.left or 0)
 
     def _find_lost(self, keepers: Keepers, chosen: Sequence[Host]) -> list[str]:
         keepers.ask()
@@ -237,6 +252,11 @@ class KeptJob:
             if str(error) != self._said:
                 self._said = str(error)
                 self._say(f"{error}; the job goes on with the hosts that it has")
+
+    def _note_late(self, names: Sequence[str]) -> None:
+        """No keeper could be started on these hosts."""
+        self._unreached |= {*names}
+        self._avoid(names)
 
     def _avoid(self, names: Sequence[str]) -> None:
         now_s = time.monotonic()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hvdlite import connections, environment
+from hvdlite import connections, environment, launched
 from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
@@ -39,6 +39,10 @@ class Words(Protocol):
     @property
     def are_late(self) -> bool:
         """That they end, so long ago that all should have."""
+
+    @property
+    def lost(self) -> str:
+        """Why they cannot come to an end; empty where they can."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ class LauncherWatch:
         now = time.monotonic()
         self.next_look_s = now + _LOOK_S
         words = self._expected.words
+        if words is not None and words.lost:
+            return words.lost
         if words is not None and words.are_late:
             silent = self._silence() or self._unanswered(self._others)
             return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"
@@ -234,7 +240,7 @@ class LauncherWatch:
             pid = pending.pop()
             try:
                 if environment.of_process(pid).keys() & {*_MARKS}:
-                    found += [pid] if _network_of(pid) == _network_of("self") else []
+                    found += [pid] if launched.shares_network(pid) else []
                     continue
             except OSError:  # it has ended
                 continue
@@ -269,10 +275,6 @@ def _answers(name: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _network_of(pid: int | str) -> str:
-    return os.readlink(f"/proc/{pid}/ns/net")
 
 
 def _status_of_zombie(pid: int) -> int | None:

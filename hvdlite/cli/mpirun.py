@@ -119,7 +119,7 @@ def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command
         added |= _home(environ)
     if launch.interfaces:
         added["HVDLITE_NETWORK_INTERFACES"] = launch.interfaces
-    if launch.interfaces or launch.host_count > 1:
+    if launch.interfaces or launch.uses_network:
         added |= mpi_environment(launch.interfaces, environ)
     threads, notes = thread_settings(launch, environ)
     added |= threads | _ssh_settings(mpirun, launch, environ)
@@ -184,7 +184,7 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
     parameter("mpi_yield_when_idle", "1")
     if new and not _INFINIBAND.exists():
         parameter("osc", "^ucx")  # else every rank warns that UCX found no device
-    if launch.host_count > 1:
+    if launch.uses_network:
         # HAN finds nodes by hostname: where containers share one, the first collective hangs.
         parameter("coll", "^han")
         kind = "--prtemca" if new else "--mca"
@@ -221,7 +221,7 @@ def _hydra(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[s
     elif launch.hosts:
         arguments += ["-hosts", _host_list(launch.hosts)]
     chosen = _Given(launch.options, environ).option("iface") or "HYDRA_IFACE" in environ
-    if launch.host_count > 1 and launch.interfaces and not chosen:
+    if launch.uses_network and launch.interfaces and not chosen:
         arguments += ["-iface", select(launch.interfaces)[0].name]
     return arguments
 

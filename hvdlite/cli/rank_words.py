@@ -7,10 +7,11 @@ import threading
 import time
 
 from hvdlite.end_notice import END_S
-from hvdlite.keeper import Word, claimed_by
+from hvdlite.keeper import UNSEEN, Word, pair_in
 from hvdlite.naps import growing_pause_s
 
 _FIRST_S, _LONGEST_S = 10.0, 600.0  # how long ranks that go on without others are left alone
+_GONE_S = 2.0  # for ranks that miss another one while they start to go on without it, or to end, by themselves
 
 
 class RankWords:
@@ -26,6 +27,7 @@ class RankWords:
         is_at_work: they train, and have not come to the end.
         left: how many go on, after others have died; None: no rank has died.
         have_failed: ranks end after a failure, and their program may save the last commit before.
+        start: how many times ranks have been started.
     """
 
     def __init__(self, least: int, silence_s: float, grace_s: float) -> None:
@@ -34,12 +36,21 @@ class RankWords:
         self._grace_s = grace_s
         self._lock = threading.Lock()  # guards what follows
         self._times = 0  # that ranks have gone on
-        self.begin()
+        self.start = 0
+        self._forget()
 
     def begin(self) -> None:
         """Ranks are started."""
+        self.start += 1
+        self._forget()
+
+    def _forget(self) -> None:
         self.anew = self.is_at_work = self._was_at_work = self.have_failed = False
         self.left: int | None = None
+        self._lost = ""
+        self._have_come = self._have_started = False
+        self._gone = ""  # who has ended before all have started
+        self._gone_s = math.inf  # since when others wait for it
         self._generation = 1  # the last that has begun
         self._alone_until_s = 0.0
         self._end_s = math.inf  # when all have ended
@@ -55,9 +66,25 @@ class RankWords:
         return time.monotonic() > self._end_s
 
     @property
+    def lost(self) -> str:
+        """Why these ranks cannot come to an end; empty where they can."""
+        if not self._have_started and time.monotonic() > self._gone_s + _GONE_S:
+            return f"{self._gone} has ended before it was through hvd.init(), where others wait for it"
+        return self._lost
+
+    @property
+    def are_starting(self) -> bool:
+        """Whether some wait in hvd.init() for the others."""
+        return self._have_come and not self._have_started
+
+    @property
     def may_be_joined(self) -> bool:
         """Whether ranks that go on without others have done so for long enough."""
         return self.left is not None and time.monotonic() >= self._alone_until_s
+
+    def lose(self, why: str) -> None:
+        """These ranks cannot come to an end."""
+        self._lost = why
 
     def hear(self, word: Word, number: int) -> int:
         """Something that a rank says; returns the answer to a CLAIM, which is granted once for each generation."""
@@ -72,14 +99,27 @@ class RankWords:
                 self.is_at_work = bool(number)
                 self._was_at_work = True
             elif word == Word.CLAIM:
-                return self._grant(*claimed_by(number))
+                return self._grant(*pair_in(number))
+            elif pair_in(number)[0] == self.start:
+                self._note_start(word, pair_in(number)[1])
         return 0
+
+    def _note_start(self, word: Word, rank: int) -> None:
+        if word == Word.STARTING:
+            self._have_come = True
+        elif word == Word.STARTED:
+            self._have_started = True
+        elif word == Word.GONE:
+            self._gone = self._gone or ("a rank" if rank == UNSEEN else f"rank {rank}")
+        # Who ends without hvd.init() is no failure where nobody comes to it.
+        if self._have_come and self._gone:
+            self._gone_s = min(self._gone_s, time.monotonic())
 
     def _grant(self, generation: int, count: int) -> int:
         if generation <= self._generation or count < self._least:
             return 0
         self._generation, self.left = generation, count
-        self._end_s, self.have_failed = math.inf, False
+        self._end_s, self.have_failed, self._have_started = math.inf, False, True
         self._alone_until_s = time.monotonic() + growing_pause_s(_FIRST_S, _LONGEST_S, self._times)
         self._times += 1
         return 1

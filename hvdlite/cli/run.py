@@ -26,7 +26,7 @@ from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.supervise import supervise
-from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, TO_SAVE, WORKER, Config, has_setting
+from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.doctor import before_mpi
 from hvdlite.end_notice import EndNotices
 from hvdlite.errors import ConfigError, StartupError
@@ -190,7 +190,8 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
 
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without what a rank that calls hvdliterun has been told of the job that it is in."""
-    return {name: value for name, value in environ.items() if name not in (WORKER, KEEPER, END_NOTICES, TO_SAVE)}
+    told = (WORKER, KEEPER, START, END_NOTICES, TO_SAVE)
+    return {name: value for name, value in environ.items() if name not in told}
 
 
 def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
@@ -255,7 +256,7 @@ def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Map
 
     def generation(on: Sequence[Host], spared: Callable[[], list[int]], words: RankWords, to_save: str) -> int:
         count = sum(host.slots for host in on)
-        environ = variables | ({TO_SAVE: to_save} if to_save else {})
+        environ = variables | {START: str(words.start)} | ({TO_SAVE: to_save} if to_save else {})
         now = replace(launch, hosts=() if tuple(on) == here else tuple(on), ranks=count)
         command = mpirun.build(chosen, now, environ)
         return _run_mpirun(chosen, now, command, {**environ, **command.environment}, spared, words)
@@ -272,7 +273,7 @@ def _run_mpirun(
     words: Words | None = None,
 ) -> int:
     started = time.time()
-    many = chosen.mpi is Mpi.OPEN_MPI and launch.host_count > 1
+    many = chosen.mpi is Mpi.OPEN_MPI and launch.uses_network
     codes = ExitCodes() if chosen.mpi is Mpi.MPICH else None
     ssh_port = next((int(port) for option, port in pairwise(launch.ssh) if option == "-p"), 22)
     config = Config.from_env(environ)

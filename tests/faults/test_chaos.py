@@ -1,4 +1,4 @@
-"""Three minutes of tests/chaos.py, and what its job must count by itself."""
+"""A minute and a half of tests/chaos.py, and what its job must count by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chaos import run
 
 def test_no_sample_is_lost_or_counted_twice_while_ranks_die() -> None:
     seed = random.randrange(1000)  # which it prints
-    assert run(3.0, 4, seed) == []
+    assert run(1.5, 4, seed) == []
 
 
 def test_a_failure_between_the_last_commit_of_a_pass_and_the_end_of_its_epoch(
@@ -31,3 +31,14 @@ def test_a_failure_between_the_last_commit_of_a_pass_and_the_end_of_its_epoch(
     job = chaos_job.Job(tmp_path, front, {**os.environ, **chaos_job.SETTINGS})
     assert job.end() == [], "".join(job.log)
     assert "raised Asked" in "".join(job.log)
+
+
+@pytest.mark.parametrize(("start", "is_lost"), [(6, False), (3, False), (2, True)])
+def test_a_commit_that_is_lost_is_wrong_if_it_was_an_old_one(
+    start: int, is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaos_job, "KEPT_S", 0.5)
+    says = f"echo commit 1 3; sleep 1; echo commit 2 6; echo starts 0 1 77 {start}; echo starts 1 1 78 {start}"
+    job = chaos_job.Job(tmp_path, ["sh", "-c", says], os.environ)
+    wrong = [problem for problem in job.end() if "starts at batch" in problem]
+    assert len(wrong) == is_lost and all("commit 3 is lost" in problem for problem in wrong), wrong

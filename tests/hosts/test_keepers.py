@@ -241,3 +241,19 @@ def test_a_host_that_the_script_adds_joins_at_a_commit(hosts: Hosts, mpi: str, t
     check_counts(text, 3)
     assert starts(text) == {(1, 0), (3, 5)}, text
     assert lab.pids(0) == lab.pids(1) == []
+
+
+def test_the_only_host_with_ranks_is_lost(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
+    """hvdliterun is on another host, and has a copy of what was committed a moment before."""
+    lab = hosts(3)
+    job = Job(lab, mpi, tmp_path, options=["-np", "1", "-H", "node1:1,node2:1"], goes_on=True)
+    job.wait_for("five")
+    time.sleep(1.0)
+    lab.crash(1)
+    (tmp_path / "go").touch()
+    text = job.end()
+    check_counts(text, 1)
+    assert starts(text) == {(1, 0), (1, 5)}, text
+    assert "ended: no host with ranks answers: node1" in text, text
+    assert "node1 did not answer; goes on from commit 5, which is kept in memory" in text, text
+    assert lab.pids(0) == lab.pids(2) == []

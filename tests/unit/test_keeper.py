@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,8 +17,8 @@ import pytest
 
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
-from hvdlite.config import KEEPER
-from hvdlite.keeper import MESSAGE, TO_RANKS, Word, claimed_by
+from hvdlite.config import KEEPER, START
+from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_in, pair_of
 from hvdlite.meeting_point import connect
 from hvdlite.memory.segment import create_memory_file, is_final, write_memory_file
 from hvdlite.safekeeping import Safekeeping
@@ -37,7 +38,7 @@ class Job:
 
     def _hear(self, word: Word, number: int) -> int:
         self.said.append((word, number))
-        return int(word == Word.CLAIM and claimed_by(number) == (2, 3))
+        return int(word == Word.CLAIM and pair_in(number) == (2, 3))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def kept(where: str) -> tuple[int, bytes]:
     if file is None:
         return number, b""
     assert is_final(file)
-    content = os.pread(file, 1 << 20, 0)
+    content = os.pread(file, os.fstat(file).st_size, 0)
     os.close(file)
     return number, content
 
@@ -225,3 +226,114 @@ def test_hosts_are_reached_as_mpirun_reaches_them() -> None:
     assert agent_of(launch, {}) == ["ssh", "-p", "2222"]
     assert agent_of(launch, {"HYDRA_LAUNCHER_EXEC": "/opt/agent -q"}) == ["/opt/agent", "-q", "-p", "2222"]
     assert agent_of(Launch((), 2, options=("--mca", "plm_ssh_agent", "rsh : ssh")), {}) == ["rsh"]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Keepers]:
+    """Keepers of hosts "a" and "b", which are other ones by their names only."""
+    keepers = Keepers(launch_by(tmp_path), ENVIRON, 20.0, lambda word, number: 0, is_local=True)
+    yield keepers
+    keepers.close()
+
+
+def launch_by(directory: Path) -> Launch:
+    agent = directory / "agent"
+    agent.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')
+    agent.chmod(0o755)
+    return Launch(("train.py",), 2, options=("--mca", "plm_ssh_agent", str(agent)))
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def put_alone(keepers: Keepers, number: int, content: bytes) -> None:
+    file = write_memory_file(lambda target: target.write(content))
+    rank = Safekeeping(keepers.environment[KEEPER])
+    rank.deposit(number, file, is_alone=True)
+    rank.close()
+    os.close(file)
+
+
+def test_a_commit_that_one_host_alone_has_outlives_it(elsewhere: Keepers) -> None:
+    content = os.urandom(3 << 20)
+    assert elsewhere.start([Host("a", 1)]) == []
+    put(elsewhere.environment[KEEPER], 3, content)
+    put_alone(elsewhere, 4, content)
+    wait_for(lambda: elsewhere.newest == 4)
+    os.killpg(elsewhere.processes[0], signal.SIGKILL)
+    wait_for(lambda: not elsewhere.kept)
+    assert elsewhere.newest == 4
+    assert elsewhere.start([Host("b", 1)]) == [] and elsewhere.kept == {"b": 0}
+    assert elsewhere.hand_copy("b", lambda: False)
+    assert elsewhere.kept == {"b": 4} and kept(elsewhere.environment[KEEPER]) == (4, content)
+
+
+def test_ranks_may_begin_anew_on_the_machine_of_hvdliterun(elsewhere: Keepers) -> None:
+    assert elsewhere.start([Host("a", 1)]) == []
+    put_alone(elsewhere, 4, b"of commit 4")
+    wait_for(lambda: elsewhere._copy.number == 4)
+    os.killpg(elsewhere.processes[0], signal.SIGKILL)
+    wait_for(lambda: not elsewhere.kept)
+    assert elsewhere.start([HERE]) == [] and elsewhere.hand_copy("localhost", lambda: False)
+    assert kept(elsewhere.environment[KEEPER]) == (4, b"of commit 4")
+
+
+def test_a_commit_that_several_hosts_have_is_not_copied(elsewhere: Keepers) -> None:
+    assert elsewhere.start([Host("a", 1)]) == []
+    put_alone(elsewhere, 4, b"of commit 4")
+    wait_for(lambda: elsewhere._copy.number == 4)
+    put(elsewhere.environment[KEEPER], 5, b"of commit 5")
+    assert elsewhere.ask() == [] and elsewhere.kept == {"a": 5}
+    assert elsewhere.hand_copy("a", lambda: False)  # which has a newer one
+    put_alone(elsewhere, 6, b"of commit 6")
+    wait_for(lambda: elsewhere._copy.number == 6)
+
+
+def test_a_host_that_ends_before_it_has_the_copy_is_given_up(elsewhere: Keepers) -> None:
+    assert elsewhere.start([Host("a", 1)]) == []
+    put_alone(elsewhere, 4, b"of commit 4")
+    wait_for(lambda: elsewhere._copy.number == 4)
+    os.killpg(elsewhere.processes[0], signal.SIGKILL)
+    wait_for(lambda: not elsewhere.kept)
+    assert elsewhere.start([Host("b", 1)]) == []
+    (group,) = elsewhere.processes
+    os.killpg(group, signal.SIGSTOP)
+    assert elsewhere.hand_copy("b", lambda: True)  # hvdliterun is to end
+    threading.Timer(0.2, os.killpg, (group, signal.SIGKILL)).start()
+    assert not elsewhere.hand_copy("b", lambda: False)
+    assert elsewhere.kept == {} and elsewhere.newest == 4
+
+
+def test_hvdliterun_needs_no_copy_of_what_its_own_machine_has(job: Job) -> None:
+    put_alone(job.keepers, 30, b"of commit 30")
+    assert job.keepers.hand_copy("localhost", lambda: False)
+    assert kept(job.where) == (30, b"of commit 30")
+    assert job.keepers._copy.number == 0
+
+
+def test_a_rank_that_ends_in_init_is_told_to_hvdliterun(job: Job) -> None:
+    job.said.clear()
+    through, ends = Safekeeping(job.where), Safekeeping(job.where)
+    ends.say_starting(9, 1)
+    ends.close()
+    wait_for(lambda: (Word.GONE, pair_of(9, 1)) in job.said)
+    through.say_starting(9, 0)
+    through.say_started(9, 0)
+    through.close()
+    late = Safekeeping(job.where)
+    late.say_starting(9, 2)
+    late.close()  # whoever is not through now has a rank of this host that is
+    job.keepers.ask()
+    assert [word for word, _ in job.said].count(Word.GONE) == 1
+
+
+def test_a_process_that_ends_before_init_is_told_to_hvdliterun(job: Job) -> None:
+    told = {KEEPER: job.where, START: "11", "OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
+    job.keepers.tell(Word.BEGIN, 11)
+    with subprocess.Popen(["sleep", "2"], env={**os.environ, **told}):
+        pass
+    wait_for(lambda: (Word.GONE, pair_of(11, 6)) in job.said)

@@ -15,7 +15,7 @@ from hvdlite.cli.keepers import OnWord
 from hvdlite.cli.kept_job import KeptJob, Limits
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.errors import ConfigError
-from hvdlite.keeper import Word, claim_of
+from hvdlite.keeper import Word, pair_of
 from hvdlite.membership import ADDED, REMOVED
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
@@ -28,6 +28,7 @@ class Keepers:
         silent: hosts that do not answer.
         kept: commits, by host.
         told: all that was told.
+        copy: the commit that hvdliterun has itself.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,22 @@ class Keepers:
         self.silent: set[str] = set()
         self.kept: dict[str, int] = {}
         self.told: list[tuple[Word, int]] = []
+        self.copy = 0
         self.is_closed = False
+
+    @property
+    def newest(self) -> int:
+        return max([self.copy, *self.kept.values()])
+
+    def hand_copy(self, host: str, is_stopped: Callable[[], bool]) -> bool:
+        if host in self.silent:
+            del self.kept[host]
+        elif self.newest == self.copy:
+            self.kept[host] = self.copy
+        return host in self.kept
+
+    def review_copy(self) -> None:
+        pass
 
     def begin_start(self, hosts: Iterable[Host]) -> None:
         wanted = [host.name for host in hosts if host.name not in self.kept]
@@ -166,6 +182,56 @@ def test_it_is_said_that_all_commits_are_lost(capfd: pytest.CaptureFixture[str])
     assert job.ran == [[A, B], [C]]
     said = capfd.readouterr().err
     assert "a, b did not answer; goes on from the beginning, as no host that answers has a commit (1 of 9" in said
+
+
+def test_a_commit_that_hvdliterun_has_is_handed_to_a_host_that_takes_it(capfd: pytest.CaptureFixture[str]) -> None:
+    def lose_all(job: Job) -> int:
+        job.hosts = [A, B, C]
+        job.keepers.copy = 3
+        job.keepers.silent |= {"a", "b"}
+        return 1
+
+    job = Job(lose_all, succeed)
+    assert job.run() == 0
+    assert job.ran == [[A, B], [C]] and job.keepers.kept["c"] == 3
+    assert "a, b did not answer; goes on from commit 3, which is kept in memory (1 of 9" in capfd.readouterr().err
+
+
+def test_ranks_none_of_whose_hosts_answers_are_lost() -> None:
+    def lose(job: Job) -> int:
+        job.keepers.silent |= {"a", "b"}
+        del job.keepers.kept["a"]
+        time.sleep(0.2)
+        assert not job.words.lost
+        del job.keepers.kept["b"]
+        deadline_s = time.monotonic() + 20
+        while not job.words.lost:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert job.words.lost == "no host with ranks answers: a, b"
+        job.hosts = [C]
+        return 1
+
+    job = Job(lose, succeed)
+    assert job.run() == 0
+    assert not job.words.lost
+
+
+def test_ranks_that_start_are_lost_with_one_host() -> None:
+    def lose(job: Job) -> int:
+        job.says(Word.STARTING, pair_of(1, 0))
+        job.keepers.silent.add("b")
+        del job.keepers.kept["b"]
+        deadline_s = time.monotonic() + 20
+        while not job.words.lost:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert job.words.lost == "hosts do not answer while ranks start: b"
+        return 1
+
+    job = Job(lose, succeed)
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A]]
 
 
 def test_it_waits_for_enough_hosts_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
@@ -305,7 +371,7 @@ def test_nobody_goes_on_after_a_signal(capfd: pytest.CaptureFixture[str]) -> Non
     def interrupted(job: Job) -> int:
         with Stops() as stops:
             signal.raise_signal(signal.SIGTERM)
-            assert job.says(Word.CLAIM, claim_of(2, 3)) == 0
+            assert job.says(Word.CLAIM, pair_of(2, 3)) == 0
             return stops.status
 
     assert Job(interrupted).run() == 143

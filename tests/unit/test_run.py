@@ -300,6 +300,7 @@ class TestBuilding:
         assert "-x HOROVOD_B -x NCCL_C -x OMP_NUM_THREADS -x PYTHONPATH -x HVDLITE_A=0 python" in line
         assert "PATH " not in line.replace("PYTHONPATH ", "") and "HOME" not in line
         assert "-x" not in self.line(OPEN_MPI_5, environ)  # on this machine ranks inherit the environment
+        assert "-x HVDLITE_A" in self.line(OPEN_MPI_5, environ, hosts=TWO_HOSTS[:1])  # on one that is another
 
     @pytest.mark.parametrize(
         ("options", "absent"),

@@ -54,7 +54,7 @@ def deposit(state: Kept, commits: int) -> None:
         # What came from another rank is of classes that only cloudpickle knows, if the program itself has defined them.
         torch.save(kept, target, pickle_module=cloudpickle)
 
-    keeper.hand_over(commits, write)
+    keeper.hand_over(commits, write, is_alone=hvdlite.local_size() == hvdlite.size())
 
 
 def _copies_of_gpu() -> Callable[[], object]:

@@ -1,0 +1,121 @@
+"""Which ranks of a host have ended before they were through hvd.init(): others may wait for them inside MPI.
+
+mpirun does not say so where it lets ranks go on without others. Ranks are found in /proc by their environment, so also
+before they have imported anything. A rank is the first process that its launcher has started for it: a shell or another
+wrapper counts, and lives as long as what it waits for; a program that takes its place by exec is the same process; what
+it starts besides has the same environment, and a parent that is part of the rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite import environment, launched
+
+_LOOK_S = 0.5
+_LATEST_S = 3.0  # for a rank to be seen after the first one of its host: a launcher starts them within milliseconds
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+@dataclass(frozen=True)
+class _Process:
+    """A process of a rank.
+
+    Attributes:
+        began: by the kernel's clock.
+        local_size: how many ranks its host has.
+    """
+
+    pid: int
+    parent: int
+    began: int
+    rank: int
+    local_size: int
+
+
+class StartWatch:
+    """Of the ranks of one mpirun on this host, until `close`.
+
+    Args:
+        marks: variables that show these ranks; none: there are none.
+        start: how many times ranks were started.
+        selector: hears of the ends of ranks; each has its rank as data.
+    """
+
+    def __init__(self, marks: Mapping[str, str], start: int, selector: selectors.BaseSelector) -> None:
+        self.start = start
+        self._marks = marks
+        self._selector = selector
+        self._seen: set[int] = set()
+        self._ends: list[int] = []  # pidfds in the selector
+        self._local_size = 1  # as far as is known
+        self._first_s = math.inf  # when the first rank was seen
+        self._next_look_s = time.monotonic() if marks else math.inf
+
+    @property
+    def sleep_s(self) -> float | None:
+        """Until it is time to look for ranks; None: all have been found."""
+        return None if self._next_look_s == math.inf else max(0.0, self._next_look_s - time.monotonic())
+
+    def misses_one(self) -> bool:
+        """Look for ranks, if it is time; whether one has not come that should have: it ended before it was seen."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return False
+        for process in _ranks(self._marks):
+            self._local_size = max(self._local_size, process.local_size)
+            if process.rank not in self._seen:
+                with suppress(ProcessLookupError):  # it has ended just now
+                    self._ends.append(os.pidfd_open(process.pid))
+                    self._selector.register(self._ends[-1], selectors.EVENT_READ, process.rank)
+                    self._seen.add(process.rank)
+        if self._seen:
+            self._first_s = min(self._first_s, now_s)
+        is_late = now_s > self._first_s + _LATEST_S
+        has_all = len(self._seen) >= self._local_size
+        self._next_look_s = math.inf if has_all or is_late else now_s + _LOOK_S
+        return is_late and not has_all
+
+    def rank_ended(self, key: selectors.SelectorKey) -> None:
+        """One of the descriptors in the selector has become readable."""
+        self._selector.unregister(key.fd)
+        self._ends.remove(key.fd)
+        os.close(key.fd)
+
+    def close(self) -> None:
+        for end in self._ends:
+            self._selector.unregister(end)
+            os.close(end)
+        self._ends.clear()
+        self._next_look_s = math.inf
+
+
+def _ranks(marks: Mapping[str, str]) -> list[_Process]:
+    """The first process of each rank on this host that has ``marks`` in its environment, the oldest first."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError):  # it has ended, or is another user's
+                process = _process(int(entry), marks)
+                if process is not None:
+                    found[process.pid] = process
+    return sorted((one for one in found.values() if one.parent not in found), key=lambda one: one.began)
+
+
+def _process(pid: int, marks: Mapping[str, str]) -> _Process | None:
+    """Raises OSError where there is none."""
+    environ = environment.of_process(pid)
+    started = launched.find(environ)
+    if started is None or not marks.items() <= environ.items() or not launched.shares_network(pid):
+        return None
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    fields = stat[stat.rindex(")") + 2 :].split()  # from the third of proc(5) on
+    local_size = next((int(environ[name]) for name in _LOCAL_SIZES if environ.get(name, "").isdigit()), 1)
+    return _Process(pid, int(fields[1]), int(fields[19]), started.rank, local_size)
