@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # print writes words and ends of lines apart then, and ranks' lines mingle
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(

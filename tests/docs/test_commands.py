@@ -64,7 +64,6 @@ def test_runs(block: Block, place: Path) -> None:
     commands = OTHER_HOSTS.sub("hvdliterun --dry-run ", block.commands)  # up to the start of ranks there
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environ = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    environ.pop("PYTHONUNBUFFERED", None)  # it writes a line and its end apart, and ranks' lines run into each other
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=place,

@@ -1,4 +1,4 @@
-"""A minute and a half of tests/chaos.py --hosts."""
+"""A minute and a half of tests/chaos.py --hosts, with each MPI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from chaos_on_hosts import run_on_hosts
 from lab import refusal
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_no_sample_is_lost_or_counted_twice_while_hosts_are_lost(mpi: str) -> None:
     reason = refusal()
     if reason is not None:

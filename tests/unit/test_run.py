@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from hvdlite.cli import mpirun, run
-from hvdlite.cli.job import Host, Launch, parse_hosts, read_hostfile
+from hvdlite.cli.job import Command, Host, Launch, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun, build, find_mpirun, identify
+from hvdlite.cli.rank_words import RankWords
 from hvdlite.errors import ConfigError, StartupError
+from hvdlite.keeper import Word
 
 OPEN_MPI_5 = Mpirun("/opt/5/bin/mpirun", Mpi.OPEN_MPI, (5, 0, 11))
 OPEN_MPI_4 = Mpirun("/opt/4/bin/mpirun", Mpi.OPEN_MPI, (4, 1, 4))
@@ -435,6 +437,18 @@ class TestRunning:
         assert job.returncode == 1
         assert output == "before\n"
         assert "PRTE has lost communication with a remote daemon.\nhvdlite run: failed" in errors
+
+    @pytest.mark.parametrize(("is_over", "status"), [(False, 1), (True, 0)])
+    def test_a_host_lost_on_the_way_to_the_end_is_no_failure(self, is_over: bool, status: int, tmp_path: Path) -> None:
+        """They have gone on without it."""
+        lost = executable(tmp_path / "mpirun", "echo PRTE has lost communication with a remote daemon. >&2")
+        words = RankWords(least=1, silence_s=60.0, grace_s=60.0)
+        words.hear(Word.AT_WORK, 1)
+        if is_over:
+            words.hear(Word.AT_WORK, 0)
+        launch = Launch(PROGRAM, 4, TWO_HOSTS, goes_on=True)
+        command = Command([str(lost)], {}, [])
+        assert run._run_mpirun(OPEN_MPI_5, launch, command, {**os.environ}, words=words) == status
 
     @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
     def test_an_interruption_ends_everything(self, tmp_path: Path, number: int, status: int) -> None:
