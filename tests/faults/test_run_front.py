@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -115,13 +116,18 @@ for step in range(10_000):
 
 
 @pytest.mark.parametrize("how", ["sys.exit", "os._exit", "unseen"])
-def test_the_exit_status_is_that_of_the_rank_that_leaves(tmp_path: Path, mpi: str, how: str) -> None:
-    """Not that of those who fail for lack of it, nor of those who are ended because of it.
+def test_the_exit_status_is_that_of_the_rank_that_leaves(
+    tmp_path: Path, mpi: str, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not that of those who fail for lack of it, nor of those who are ended because of it; and the others name it.
 
     Also where it leaves unseen, as its launcher looks a while later: MPICH's tells no more than the first end it finds.
     """
     job = Job(tmp_path, mpi, LEAVING, how, initializes=True)
     assert job.process.wait(60) == 3
+    said = "".join(capfd.readouterr())
+    by_mpirun = r",1\]\s+Exit code: +3"  # that of Open MPI, before others can say a word
+    assert re.search(rf"rank 1 (\(pid \d+.*\) died|has shut down|.*ended with exit status 3)|{by_mpirun}", said), said
     assert job.left() == {}
 
 

@@ -253,11 +253,20 @@ NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounting another file
 
 
 @NEEDS_ROOT
-def test_mpich_in_a_dev_shm_that_is_too_small_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "fill", "wants", "has"),
+    [(3, "", "18 MiB", "0.0625 MiB"), (16, "head -c 4m /dev/zero >/dev/shm/full", "96 MiB", "60 MiB")],
+    ids=["small", "64 MiB, in part taken"],
+)
+def test_mpich_in_a_dev_shm_without_room_is_refused(ranks: int, fill: str, wants: str, has: str) -> None:
     """It would crash without a word."""
-    enter = ("unshare", "--mount", "sh", "-ec", 'mount -t tmpfs -o size=64k tmpfs /dev/shm; exec "$@"', "sh")
-    result = launch(3, PREAMBLE + INIT, enter=enter, timeout=45, mpi="mpich")
-    check_refused(result, "StartupError: MPICH needs 18 MiB of /dev/shm for 3 ranks", "0.0625 MiB", "--shm-size=1g")
+    mount = f'mount -t tmpfs -o size={"64m" if fill else "64k"} tmpfs /dev/shm; {fill}\nexec "$@"'
+    result = launch(
+        ranks, PREAMBLE + INIT, enter=("unshare", "--mount", "sh", "-ec", mount, "sh"), timeout=45, mpi="mpich"
+    )
+    check_refused(
+        result, f"StartupError: MPICH needs {wants} of /dev/shm for {ranks} ranks", f"{has} are free", "--shm-size=1g"
+    )
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich", "none"])

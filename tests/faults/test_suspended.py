@@ -51,11 +51,11 @@ def test_a_job_that_is_suspended_goes_on(mpi: str) -> None:
     assert len(slept) == 3 and min(slept) > 2.0, result
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_was_stopped_accuses_nobody_else(victim: int) -> None:
+@pytest.mark.parametrize(("victim", "mpi"), [(0, "none"), (2, "none"), (2, "current")])
+def test_a_rank_that_was_stopped_accuses_nobody_else(victim: int, mpi: str) -> None:
     """The leader, and a rank that leads nothing. It wakes before the others end."""
     env = {**IMPATIENT, "HVDLITE_FAILURE_GRACE_SECONDS": "8"}
-    result = run(STOPPED, str(victim), n=3, mpi="none", env=env)
+    result = run(STOPPED, str(victim), n=3, mpi=mpi, env=env)
     (own,) = re.findall(r"^dying at [\d.]+ (.*)$", result.stdout, re.MULTILINE)
     others = re.findall(r"^noticed at [\d.]+ (.*)$", result.stdout, re.MULTILINE)
     assert len(others) == 2, result
