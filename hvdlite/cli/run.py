@@ -81,6 +81,10 @@ _LOST_HOST = (
 )
 
 
+_NOT_KEPT = (
+    "--elastic keeps no commit on these hosts, which only the scheduler's launcher is known to reach: a rank that dies "
+    "ends the job. Where ssh reaches them, name them: -H a:2,b:2"
+)
 _ELASTIC_RESTARTS = 10
 # Of elastic jobs, to which it does little harm if a host is given up that would have come back.
 _SHORT_HEARTBEATS = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6"}
@@ -150,7 +154,10 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             settings |= _SHORT_HEARTBEATS
             environ |= _SHORT_HEARTBEATS
         launch = replace(launch_of(arguments, environ), outlives_ranks=arguments.is_elastic)
-        launch = replace(launch, goes_on=arguments.is_elastic and launch.scheduled_hosts == 1)
+        if arguments.is_elastic and launch.scheduled_hosts > 1:
+            launch = replace(launch, notes=(*launch.notes, _NOT_KEPT))
+        elif arguments.is_elastic:
+            launch = replace(launch, goes_on=True)
         if "doctor" in arguments.switches and launch.host_count > 1:
             environ |= before_mpi.invitation([host.name for host in launch.hosts])
         chosen = _mpirun(arguments, launch)

@@ -410,6 +410,18 @@ class TestRunning:
         assert job.returncode == 0, errors
         assert (shown or "+ ") in errors and ("HEARTBEAT" in errors) is bool(shown), errors
 
+    @pytest.mark.parametrize("options", [[], ["--elastic"], ["--elastic", "-H", "a:1,b:1"]])
+    def test_it_is_said_where_an_elastic_job_keeps_no_commits(self, tmp_path: Path, options: list[str]) -> None:
+        job = self.start(
+            self.mpirun(tmp_path, "true"),
+            *["--dry-run", *options],
+            SLURM_JOB_NODELIST="a,b",
+            SLURM_TASKS_PER_NODE="1(x2)",
+        )
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 0, errors
+        assert ("keeps no commit" in errors) is (options == ["--elastic"]), errors
+
     def test_runs_the_line_that_it_printed(self, tmp_path: Path) -> None:
         job = self.start(
             self.mpirun(
