@@ -14,6 +14,7 @@ from typing import Any
 
 from hvdlite import _native, environment, launched, mpi
 from hvdlite.config import CALL_ADDRESS, CALL_KEY, DOCTOR, MEETING_POINT, RANK, SIZE, Config
+from hvdlite.doctor import control_groups
 from hvdlite.doctor.links import mtu_of
 from hvdlite.interfaces import interfaces, select
 
@@ -118,7 +119,8 @@ def _machine() -> Facts:
         "cores of this process": len(os.sched_getaffinity(0)),
         "memory bytes": memory.get("MemTotal", 0),
         "memory available bytes": memory.get("MemAvailable", 0),
-        "memory limit bytes": _cgroup_limit(),
+        "memory limit bytes": control_groups.memory_bytes(),
+        "process limit": control_groups.processes(),
         "/dev/shm free bytes": shm.f_bavail * shm.f_frsize if shm is not None else 0,
         "RDMA devices": sorted(path.name for path in _RDMA.glob("*")),
     }
@@ -129,15 +131,6 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:
         return []
-
-
-def _cgroup_limit() -> int | None:
-    """Of this container; None without."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = "".join(_lines(path))
-        if text.isdigit() and int(text) < 1 << 60:
-            return int(text)
-    return None
 
 
 def _limit(kind: int) -> int | None:

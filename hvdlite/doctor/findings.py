@@ -56,9 +56,14 @@ def of_machine(found: Facts) -> Iterator[Finding]:
         )
     if processes is not None and processes < _FEW_PROCESSES:
         yield Finding(f"only {processes} processes and threads may run: `ulimit -u {4 * _FEW_PROCESSES}` or more")
+    machine = found["machine"]
+    if (processes := machine["process limit"]) is not None and processes < _FEW_PROCESSES:
+        yield Finding(
+            f"only {processes} processes and threads may run in this control group: give the container more "
+            "(--pids-limit), or the unit (TasksMax)"
+        )
     if found["versions"].get("torch") is None:
         yield Finding("torch is not installed: pip install torch")
-    machine = found["machine"]
     locked, devices = limits["locked memory"], machine["RDMA devices"]
     if devices and locked is not None and locked < _LITTLE_LOCKED_BYTES:
         yield Finding(

@@ -10,7 +10,7 @@ import pytest
 
 import hvdlite
 from hvdlite.cli import doctor
-from hvdlite.doctor import facts
+from hvdlite.doctor import control_groups, facts
 from hvdlite.doctor.check import summary
 
 
@@ -55,11 +55,32 @@ def test_wrong_sums_are_a_problem() -> None:
     assert (found["allreduce GB/s"], found["memcpy GB/s"]) == (1.0, 5.0)
 
 
-def test_a_container_s_memory_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = tmp_path / "memory.max"
-    lines = facts._lines
-    monkeypatch.setattr(facts, "_lines", lambda path: lines(str(file)) if path.endswith("memory.max") else [])
-    file.write_text("max\n")
-    assert facts._cgroup_limit() is None
-    file.write_text("1073741824\n")
-    assert facts._cgroup_limit() == 1 << 30
+@pytest.mark.parametrize(
+    ("own", "files", "memory", "processes"),
+    [
+        ("0::/\n", {}, None, None),
+        ("0::/\n", {"memory.max": "max", "pids.max": "max"}, None, None),
+        ("0::/\n", {"memory.max": "1073741824", "pids.max": "300"}, 1 << 30, 300),
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "4096", "pids.max": "9"}, 4096, 9),
+        ("0::/of/a/host\n", {"memory.max": "4096"}, 4096, None),
+        ("4:memory:/x\n0::/\n", {"memory/x/memory.limit_in_bytes": "8192"}, 8192, None),
+        ("4:memory:/x\n0::/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None, None),
+        ("4:cpu:/\n", {"memory.max": "4096"}, None, None),
+    ],
+)
+def test_limits_of_control_groups(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: str,
+    files: dict[str, str],
+    memory: int | None,
+    processes: int | None,
+) -> None:
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(control_groups, "_ROOT", tmp_path / "groups")
+    assert (control_groups.memory_bytes(), control_groups.processes()) == (memory, processes)

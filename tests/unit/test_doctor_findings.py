@@ -20,7 +20,12 @@ OWN = facts.of_machine()
 def ranks(nodes: Sequence[Sequence[int]] = NODES) -> list[dict[str, Any]]:
     """Of a job in which nothing is wrong."""
     healthy = copy.deepcopy(OWN)
-    healthy["machine"] |= {"cores": 8, "memory available bytes": 8 << 30, "memory limit bytes": None}
+    healthy["machine"] |= {
+        "cores": 8,
+        "memory available bytes": 8 << 30,
+        "memory limit bytes": None,
+        "process limit": None,
+    }
     healthy["machine"] |= {"/dev/shm free bytes": 1 << 30, "RDMA devices": []}
     healthy["limits"] = dict.fromkeys(healthy["limits"])
     healthy["versions"]["torch"] = "2.13.0"
@@ -102,6 +107,12 @@ def assign(told: list[dict[str, Any]], wanted: Sequence[int], *path: Any) -> Non
             "node1: 1 MiB are free in /dev/shm, and MPI",
         ),
         ([1], ("machine", "memory limit bytes", 100 << 20), Severity.PROBLEM, "rank 1: 100 MiB of memory are left"),
+        (
+            [1],
+            ("machine", "process limit", 60),
+            Severity.PROBLEM,
+            "rank 1: only 60 processes and threads",
+        ),
         (
             [1],
             ("settings", "HVDLITE_RAILS", "2"),
