@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -49,6 +49,7 @@ class Survivors:
         self._medium: Medium | None = None
         self._called = 1  # the number of the generation to which this rank calls the others, or has called them
         self._has_met = threading.Event()  # since then
+        self._words = b""  # of the call, see `SurvivorMeeting`
         self._ends: dict[int, tuple[int, int]] = {}  # pids and pidfds of workers on this machine
         self._left_out: list[int] = []  # those of them that are no workers any more
 
@@ -137,10 +138,20 @@ class Survivors:
             return
         self._called = generation.number + 1
         self._has_met = threading.Event()
-        others = [worker for worker in generation.workers if worker != self.worker]
-        call = self._lifeline, others, call_to(self._called)
-        _send_to_all(*call)
-        threading.Thread(target=_go_on_calling, args=(*call, self._has_met), name="hvdlite call", daemon=True).start()
+        self._words = b""
+        self._call_all()
+        args = self._call_all, self._has_met
+        threading.Thread(target=_go_on_calling, args=args, name="hvdlite call", daemon=True).start()
+
+    def _call_all(self) -> None:
+        assert self._lifeline is not None and self.generation is not None
+        for worker in self.generation.workers:
+            if worker != self.worker:
+                self._lifeline.send(worker, call_to(self._called), self._words)
+
+    def _change_call(self, words: bytes) -> None:
+        self._words = words
+        self._call_all()
 
     def _agree(self, lifeline: Lifeline, old: Generation, dead: int | None) -> tuple[int, ...]:
         """The workers of the next generation."""
@@ -149,9 +160,17 @@ class Survivors:
         silence_s = _SPREAD_S + 2 * min(2.0, config.heartbeat_timeout_s / 4)
         number = old.number + 1
         self._call()
-        meeting = SurvivorMeeting(lifeline, number, silence_s, config.heartbeat_timeout_s, config.elastic_timeout_s)
-        living = [worker for worker in old.workers if worker != dead]
-        return meeting.members(self.worker, living, lambda count: self._refusal(number, count))
+        meeting = SurvivorMeeting(
+            lifeline,
+            number,
+            self.worker,
+            old.workers,
+            silence_s=silence_s,
+            quiet_s=config.heartbeat_timeout_s,
+            patience_s=config.elastic_timeout_s,
+            call=self._change_call,
+        )
+        return meeting.members([] if dead is None else [dead], lambda count: self._refusal(number, count))
 
     def _refusal(self, number: int, count: int) -> str:
         try:
@@ -182,11 +201,6 @@ class Survivors:
         timer.start()
 
 
-def _send_to_all(lifeline: Lifeline, workers: Sequence[int], key: str) -> None:
-    for worker in workers:
-        lifeline.send(worker, key, b"")
-
-
-def _go_on_calling(lifeline: Lifeline, workers: Sequence[int], key: str, has_met: threading.Event) -> None:
+def _go_on_calling(call: Callable[[], None], has_met: threading.Event) -> None:
     while not has_met.wait(_CALL_S):
-        _send_to_all(lifeline, workers, key)
+        call()

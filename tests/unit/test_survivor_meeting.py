@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
+from hvdlite import survivor_meeting
 from hvdlite.errors import StartupError
 from hvdlite.lifeline import GoneError
 from hvdlite.survivor_meeting import SurvivorMeeting, call_to
 
 NUMBER = 2
-SILENCE_S, QUIET_S, PATIENCE_S = 0.3, 2.0, 20.0
+SILENCE_S, QUIET_S, PATIENCE_S = 0.3, 2.0, 40.0
+CALL_S = 0.05
+REFUSED = "others go on"
 
 
 class Network:
@@ -41,28 +45,59 @@ class End:
         return self._network.posted.pop((source, self._own, key), None)
 
 
+def meeting_of(
+    end: End, own: int, workers: Sequence[int], *, quiet_s: float = QUIET_S, call: Callable[[bytes], None] | None = None
+) -> SurvivorMeeting:
+    limits = {"silence_s": SILENCE_S, "quiet_s": quiet_s, "patience_s": PATIENCE_S}
+    return SurvivorMeeting(end, NUMBER, own, workers, **limits, call=call or (lambda words: None))
+
+
 def refusal(counts: list[int], text: str, count: int) -> str:
+    """Only the first that ask may go on, if any."""
     counts.append(count)
-    return text
+    return text or ("" if len(counts) == 1 else REFUSED)
+
+
+def come(
+    network: Network, own: int, workers: Sequence[int], living: Sequence[int], counts: list[int], text: str
+) -> tuple[int, ...] | str:
+    end = End(network, own)
+    has_met = threading.Event()
+    words = [b""]
+
+    def call_all() -> None:
+        for other in workers:
+            if other != own:
+                end.send(other, call_to(NUMBER), words[0])
+
+    def call(new: bytes) -> None:
+        words[0] = new
+        call_all()
+
+    def go_on_calling() -> None:
+        while not has_met.wait(CALL_S):
+            call_all()
+
+    caller = threading.Thread(target=go_on_calling)
+    caller.start()
+    try:
+        dead = [worker for worker in workers if worker not in living]
+        return meeting_of(end, own, workers, call=call).members(dead, partial(refusal, counts, text))
+    except StartupError as error:
+        return str(error)
+    finally:
+        has_met.set()
+        caller.join()
 
 
 def meet(
     network: Network, views: dict[int, list[int]], counts: list[int], text: str = ""
 ) -> dict[int, tuple[int, ...] | str]:
     """What each rank that comes, a key of ``views``, learns; it believes that those in its view may live."""
-
-    def come(own: int) -> tuple[int, ...] | str:
-        end = End(network, own)
-        for other in views[own]:
-            end.send(other, call_to(NUMBER), b"")
-        meeting = SurvivorMeeting(end, NUMBER, SILENCE_S, QUIET_S, PATIENCE_S)
-        try:
-            return meeting.members(own, views[own], partial(refusal, counts, text))
-        except StartupError as error:
-            return str(error)
-
+    workers = sorted({worker for view in views.values() for worker in view})
     with ThreadPoolExecutor(len(views)) as pool:
-        return dict(zip(views, pool.map(come, views), strict=True))
+        coming = {own: pool.submit(come, network, own, workers, view, counts, text) for own, view in views.items()}
+        return {own: future.result() for own, future in coming.items()}
 
 
 def test_all_that_come_are_in() -> None:
@@ -113,8 +148,7 @@ def test_who_has_called_is_waited_for() -> None:
                 network.posted[2, 1, f"join {NUMBER}"] = b""
             return super().receive(source, key)
 
-    meeting = SurvivorMeeting(Busy(network, 1), NUMBER, SILENCE_S, QUIET_S, PATIENCE_S)
-    assert meeting.members(1, [1, 2], lambda count: "") == (1, 2)
+    assert meeting_of(Busy(network, 1), 1, [1, 2]).members([], lambda count: "") == (1, 2)
 
 
 def test_who_has_called_and_does_so_no_more_is_left_out() -> None:
@@ -133,5 +167,40 @@ def test_who_has_called_and_does_so_no_more_is_left_out() -> None:
                 self._network.posted[3, 1, f"join {NUMBER}"] = b""
             return super().receive(source, key)
 
-    meeting = SurvivorMeeting(Listening(network, 1), NUMBER, SILENCE_S, quiet_s, PATIENCE_S)
-    assert meeting.members(1, [1, 2, 3], lambda count: "") == (1, 3)
+    meeting = meeting_of(Listening(network, 1), 1, [1, 2, 3], quiet_s=quiet_s)
+    assert meeting.members([], lambda count: "") == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "given_up",
+    [
+        {0: 4, 1: 4, 2: 4, 3: 4, 4: 0, 5: 0},
+        {0: 2, 1: 2, 2: 0, 3: 0, 4: 0, 5: 0},
+        {0: 1, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0},
+        {0: 4, 1: 0, 2: 4, 3: 0, 4: 0, 5: 0},
+        {0: 5, 1: 0, 2: 0, 3: 0, 4: 0, 5: 0},
+    ],
+    ids=["the last two", "the first two", "the first", "in turns", "the first, by all that live"],
+)
+def test_the_larger_side_goes_on_where_both_live(given_up: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each side has given up a rank of the other, and hears from it again."""
+    monkeypatch.setattr(survivor_meeting, "_PROOF_S", 4 * CALL_S)
+    views = {own: [other for other in given_up if other != dead] for own, dead in given_up.items()}
+    sides = {dead: tuple(own for own in given_up if given_up[own] == dead) for dead in given_up.values()}
+    larger = max(sides.values(), key=len)
+    counts: list[int] = []
+    began_s = time.monotonic()
+    result = meet(Network(), views, counts)
+    assert result == {own: larger if own in larger else REFUSED for own in given_up}
+    assert counts[0] == len(larger)
+    assert time.monotonic() - began_s < PATIENCE_S / 2
+
+
+def test_sides_of_which_none_is_larger_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survivor_meeting, "_PROOF_S", 4 * CALL_S)
+    views = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3], 4: [4, 5], 5: [4, 5]}
+    counts: list[int] = []
+    result = meet(Network(), views, counts)
+    assert counts == [2, 2, 2]
+    going = [own for own, told in result.items() if told != REFUSED]
+    assert going in ([0, 1], [2, 3], [4, 5]) and [result[own] for own in going] == [tuple(going)] * 2
