@@ -107,11 +107,19 @@ class Safekeeping:
             self._has_warned = True
 
     def _ask(self, word: Word, number: int = 0, files: list[int] | None = None) -> tuple[int, int | None]:
+        request = MESSAGE.pack(word, number)
         with self._asking:
+            if self._link is not None:
+                try:
+                    return _exchange(self._link, request, files or [])
+                except TimeoutError:
+                    self._hang_up()
+                    raise
+                except OSError:  # the keeper has ended; perhaps another one is in its place
+                    self._hang_up()
             try:
-                if self._link is None:
-                    self._link = connect(self._where, TO_RANKS)
-                return _exchange(self._link, MESSAGE.pack(word, number), files or [])
+                self._link = connect(self._where, TO_RANKS)
+                return _exchange(self._link, request, files or [])
             except OSError:
                 self._hang_up()
                 raise
