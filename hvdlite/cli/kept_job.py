@@ -200,8 +200,9 @@ class KeptJob:
     def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
         """While ranks run: tell them once that others may come, whose keeper has called, or that some are to leave.
 
-        A keeper that has ended, on a host with ranks, is replaced. Where that fails on all of them the ranks are lost,
-        and where it fails on one while they start: nobody else notices, as they have no heartbeats yet or any more.
+        A keeper that has ended, on a host with ranks, is replaced; if it alone had the newest commit, and hvdliterun
+        has a copy, ranks that start find that. Where no keeper can be started on any of the hosts the ranks are lost,
+        and where none can on one while they start: nobody else notices, as they have no heartbeats yet or any more.
         """
         self._unreached.clear()
         while not is_over.wait(_LOOK_S):
@@ -213,6 +214,8 @@ class KeptJob:
             keepers.review_copy()
             self._note_late(keepers.give_up_late())
             kept = keepers.kept
+            if not self._words.have_started and (able := [name for name in names if name in kept]):
+                keepers.hand_copy(min(able), is_over.is_set)
             wanted = [host for host in self._hosts if host.name in names or host.name in kept]
             then = {host.name: host.slots for host in choose(wanted, self._limits.most, kept)}
             now = {host.name: host.slots for host in chosen}

@@ -26,6 +26,7 @@ class RankWords:
         anew: all ranks end in order, to be started on other hosts.
         is_at_work: they train, and have not come to the end.
         left: how many go on, after others have died; None: no rank has died.
+        have_started: they are through hvd.init().
         have_failed: ranks end after a failure, and their program may save the last commit before.
         start: how many times ranks have been started.
     """
@@ -48,7 +49,7 @@ class RankWords:
         self.anew = self.is_at_work = self._was_at_work = self.have_failed = False
         self.left: int | None = None
         self._lost = ""
-        self._have_come = self._have_started = False
+        self._have_come = self.have_started = False
         self._gone = ""  # who has ended before all have started
         self._gone_s = math.inf  # since when others wait for it
         self._generation = 1  # the last that has begun
@@ -68,14 +69,14 @@ class RankWords:
     @property
     def lost(self) -> str:
         """Why these ranks cannot come to an end; empty where they can."""
-        if not self._have_started and time.monotonic() > self._gone_s + _GONE_S:
+        if not self.have_started and time.monotonic() > self._gone_s + _GONE_S:
             return f"{self._gone} has ended before it was through hvd.init(), where others wait for it"
         return self._lost
 
     @property
     def are_starting(self) -> bool:
         """Whether some wait in hvd.init() for the others."""
-        return self._have_come and not self._have_started
+        return self._have_come and not self.have_started
 
     @property
     def may_be_joined(self) -> bool:
@@ -108,7 +109,7 @@ class RankWords:
         if word == Word.STARTING:
             self._have_come = True
         elif word == Word.STARTED:
-            self._have_started = True
+            self.have_started = True
         elif word == Word.GONE:
             self._gone = self._gone or ("a rank" if rank == UNSEEN else f"rank {rank}")
         # Who ends without hvd.init() is no failure where nobody comes to it.
@@ -119,7 +120,7 @@ class RankWords:
         if generation <= self._generation or count < self._least:
             return 0
         self._generation, self.left = generation, count
-        self._end_s, self.have_failed, self._have_started = math.inf, False, True
+        self._end_s, self.have_failed, self.have_started = math.inf, False, True
         self._alone_until_s = time.monotonic() + growing_pause_s(_FIRST_S, _LONGEST_S, self._times)
         self._times += 1
         return 1

@@ -44,9 +44,11 @@ class Keepers:
         return max([self.copy, *self.kept.values()])
 
     def hand_copy(self, host: str, is_stopped: Callable[[], bool]) -> bool:
+        if self.copy <= max(self.kept.values(), default=0):
+            return True
         if host in self.silent:
             del self.kept[host]
-        elif self.newest == self.copy:
+        else:
             self.kept[host] = self.copy
         return host in self.kept
 
@@ -195,6 +197,30 @@ def test_a_commit_that_hvdliterun_has_is_handed_to_a_host_that_takes_it(capfd: p
     assert job.run() == 0
     assert job.ran == [[A, B], [C]] and job.keepers.kept["c"] == 3
     assert "a, b did not answer; goes on from commit 3, which is kept in memory (1 of 9" in capfd.readouterr().err
+
+
+def test_ranks_that_start_find_the_copy_though_the_keeper_of_that_commit_is_killed() -> None:
+    def lose_keeper(job: Job) -> int:
+        job.says(Word.STARTING, pair_of(job.words.start, 0))
+        job.keepers.copy = 5
+        job.keepers.kept = {"b": 2}  # that of a had commit 5
+        deadline_s = time.monotonic() + 5
+        while 5 not in job.keepers.kept.values() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return job.keepers.newest - max(job.keepers.kept.values())
+
+    assert Job(lose_keeper).run() == 0
+
+
+def test_ranks_that_have_started_are_handed_no_copy() -> None:
+    def lose_keeper(job: Job) -> int:
+        job.says(Word.STARTED, pair_of(job.words.start, 0))
+        job.keepers.copy = 5
+        job.keepers.kept = {"b": 2}
+        time.sleep(0.2)
+        return 5 in job.keepers.kept.values()
+
+    assert Job(lose_keeper).run() == 0
 
 
 def test_ranks_none_of_whose_hosts_answers_are_lost() -> None:
