@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from hvdlite import reception
+from hvdlite.dial import Address
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import Interface
-from hvdlite.leader_links import _CLAIM as CLAIM, Address, Listener, _secret, connect, connect_leaders
+from hvdlite.leader_links import _CLAIM as CLAIM, Listener, _secret, connect, connect_leaders
 from hvdlite.proof import Caller, Secret, new_key, prove
 from hvdlite.topology import Topology
 from thread_comm import on_ranks
