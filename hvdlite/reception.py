@@ -125,7 +125,8 @@ class Hearing:
         try:
             data = link.recv(host.wanted_bytes)
             answer = host.feed(data)
-            if not data or link.send(answer) < len(answer):
+            # Who has proven itself, said all, and left, can still be heard: nothing is sent to it.
+            if not data or (answer and link.send(answer) < len(answer)):
                 raise ConnectionError("the other end has gone, or does not read")
         except BlockingIOError:
             return

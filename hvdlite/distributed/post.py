@@ -179,8 +179,6 @@ class Post:
 
     def patience_s(self) -> float:
         """See `hvdlite.distributed.pump.Client`."""
-        if self._left:
-            return 0.0
         now = time.monotonic()
         if now >= self._earliest_s:
             self._expire(now)
@@ -189,6 +187,8 @@ class Post:
         for way in [way for way, when_s in self._to_dial.items() if when_s <= now]:
             del self._to_dial[way]
             self._go(way)
+        if self._left:
+            return 0.0
         until_s = min(self._earliest_s, self._hearing.due_s)
         if self._offers:
             until_s = min(until_s, self._offers[0][2])
