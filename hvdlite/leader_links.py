@@ -7,8 +7,6 @@ try them all at once, and a connection counts once both ends have proven that th
 
 from __future__ import annotations
 
-import errno
-import selectors
 import socket
 import struct
 import threading
@@ -18,20 +16,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from hvdlite.agreement import Ranks, exchange
+from hvdlite.dial import Address, Dial
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import Interface, select
-from hvdlite.proof import Caller, Secret, new_key
+from hvdlite.proof import Secret, new_key
 from hvdlite.reception import Reception, listen_at
 from hvdlite.topology import Topology
-from hvdlite.wire import SHORTAGES
 
 _CLAIM = struct.Struct("<II")  # node index of the child, node index of the parent
 _TRY_S = 5.0  # how long a round of tries lasts before all addresses are tried anew
 _RETRY_S = 0.2
 _BACKLOG = 128
 _QUIET_S = 60  # a connection that is silent for longer is probed: what lies between may forget it otherwise
-
-Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -173,64 +169,13 @@ def connect(addresses: Sequence[Address], key: bytes, node_index: int, parent: i
 def _first_that_proves_itself(
     addresses: Sequence[Address], secret: Secret, claim: bytes, until_s: float
 ) -> socket.socket | None:
-    """The parent takes the last word of a proof for this: that the child keeps the connection.
-
-    Raises:
-        OSError: this process cannot have sockets now.
-    """
-    with selectors.DefaultSelector() as selector:
-        try:
-            for address in addresses:
-                try:
-                    link = socket.socket(_family(address[0]), socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-                except OSError as error:
-                    if error.errno in SHORTAGES:
-                        raise
-                    continue  # no IPv6 here
-                if link.connect_ex(address) in (0, errno.EINPROGRESS):
-                    selector.register(link, selectors.EVENT_WRITE)
-                else:
-                    link.close()
-            while selector.get_map() and time.monotonic() < until_s:
-                for key, _ in selector.select(max(0.0, until_s - time.monotonic())):
-                    link = key.fileobj  # type: ignore[assignment]
-                    try:
-                        if key.data is None:
-                            link.getpeername()  # raises if the connection was refused
-                            caller = Caller(secret, link, claim)
-                            link.send(caller.hello)
-                            selector.modify(link, selectors.EVENT_READ, (caller, bytearray()))
-                            continue
-                        caller, inbox = key.data
-                        inbox += _receive(link, caller.answer_bytes - len(inbox))
-                        if len(inbox) == caller.answer_bytes:
-                            link.send(caller.answer(bytes(inbox)))
-                            selector.unregister(link)
-                            return link
-                    except OSError:
-                        _drop(selector, link)
-            return None
-        finally:
-            for key in list(selector.get_map().values()):
-                _drop(selector, key.fileobj)  # type: ignore[arg-type]
+    """Raises OSError: this process cannot have sockets now."""
+    with closing(Dial(addresses, secret, claim)) as dial:
+        while not dial.is_over and (left_s := until_s - time.monotonic()) > 0:
+            if link := dial.look(left_s):
+                return link
+    return None
 
 
 def _secret(key: bytes) -> Secret:
     return Secret(key, b"leader", _CLAIM.size)
-
-
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _receive(link: socket.socket, nbytes: int) -> bytes:
-    """What is there, up to ``nbytes``; raises OSError at the end of the stream."""
-    data = link.recv(nbytes)
-    if not data:
-        raise OSError("the other end has closed the connection")
-    return data
-
-
-def _drop(selector: selectors.BaseSelector, link: socket.socket) -> None:
-    selector.unregister(link)
-    link.close()

@@ -38,6 +38,8 @@ class Peers:
         self._without_mpi: RendezvousRanks | None = None
         self.told: Bootstrap | None = None
         """What the program has told torch.distributed, which no launcher knows."""
+        self.store_key = b""
+        """By which they know what one of them has written into torch's store, where they had another place to meet."""
         worker = other_variable(WORKER)
         where = other_variable(KEEPER)
         self.keeper = Safekeeping(where) if where else None

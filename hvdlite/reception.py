@@ -6,6 +6,7 @@ the oldest are hung up on, and where the process is short of descriptors new one
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import socket
@@ -48,12 +49,12 @@ def listen_at(addresses: Sequence[str], backlog: int) -> list[socket.socket]:
     return sockets
 
 
-class Reception:
-    """A thread that takes connections until `close`.
+class Hearing:
+    """Takes connections for whoever calls `serve`: when this, as an open file, can be read, and at `due_s`.
 
     Args:
         listeners: whose sockets this owns; processes of other users are hung up on where these are unix sockets.
-        admit: called on the thread; it must not wait.
+        admit: called in `serve`; it must not wait.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], secret: Secret, admit: Admit) -> None:
@@ -61,60 +62,50 @@ class Reception:
         self._secret = secret
         self._admit = admit
         self._guests: dict[socket.socket, tuple[Host, float]] = {}  # the oldest first; until when each may take
-        self._resume_s = 0.0  # when connections are taken again after a shortage
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._is_closed = False
-        self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._serve, name="hvdlite-reception", daemon=True)
+        self._resume_s = math.inf  # when connections are taken again after a shortage
+        self._selector = selectors.EpollSelector()
         for listener in listeners:
             listener.setblocking(False)
-        self._thread.start()
+        self._listen()
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    @property
+    def due_s(self) -> float:
+        """When there is something to do, even if nobody comes."""
+        if not self._guests:
+            return self._resume_s
+        return min(self._resume_s, next(iter(self._guests.values()))[1])
+
+    def serve(self) -> None:
+        """Do what there is to do."""
+        for key, _ in self._selector.select(0.0):
+            if key.fileobj in self._guests:
+                self._hear(key.fileobj)
+            elif key.fileobj in self._listeners:
+                self._take(key.fileobj)  # type: ignore[arg-type]
+        now_s = time.monotonic()
+        self._drop([link for link, (_, until_s) in self._guests.items() if now_s > until_s])
+        if now_s >= self._resume_s:
+            self._resume_s = math.inf
+            self._listen()
 
     def close(self) -> None:
-        """Hang up on those that are not proven, and listen no more; may be called again."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        os.eventfd_write(self._stop, 1)
-        self._thread.join()
+        """Hang up on those that are not proven, and listen no more; in a forked child nobody hears of it."""
+        for end in (*self._listeners, *self._guests):
+            end.close()
         self._selector.close()
-        os.close(self._stop)
-        for listener in self._listeners:
-            listener.close()
-
-    def _serve(self) -> None:
-        self._selector.register(self._stop, selectors.EVENT_READ)
-        self._listen()
-        while True:
-            for key, _ in self._selector.select(self._patience_s()):
-                if key.fileobj == self._stop:
-                    self._drop(list(self._guests))
-                    return
-                if key.fileobj in self._guests:
-                    self._hear(key.fileobj)
-                elif key.fileobj in self._listeners:
-                    self._take(key.fileobj)  # type: ignore[arg-type]
-            now_s = time.monotonic()
-            self._drop([link for link, (_, until_s) in self._guests.items() if now_s > until_s])
-            if self._resume_s and now_s >= self._resume_s:
-                self._resume_s = 0.0
-                self._listen()
 
     def _listen(self) -> None:
         for listener in self._listeners:
             self._selector.register(listener, selectors.EVENT_READ)
 
-    def _patience_s(self) -> float | None:
-        """How long to sleep if nobody comes."""
-        times = [until_s for _, until_s in self._guests.values()]
-        times += [self._resume_s] if self._resume_s else []
-        return max(0.0, min(times) - time.monotonic()) if times else None
-
     def _take(self, listener: socket.socket) -> None:
         try:
             link, _ = listener.accept()
         except OSError as error:
-            if error.errno in SHORTAGES and not self._resume_s:
+            if error.errno in SHORTAGES and math.isinf(self._resume_s):
                 self._resume_s = time.monotonic() + SHORTAGE_S
                 for other in self._listeners:
                     self._selector.unregister(other)
@@ -134,7 +125,8 @@ class Reception:
         try:
             data = link.recv(host.wanted_bytes)
             answer = host.feed(data)
-            if not data or link.send(answer) < len(answer):
+            # Who has proven itself, said all, and left, can still be heard: nothing is sent to it.
+            if not data or (answer and link.send(answer) < len(answer)):
                 raise ConnectionError("the other end has gone, or does not read")
         except BlockingIOError:
             return
@@ -153,3 +145,33 @@ class Reception:
             del self._guests[link]
             self._selector.unregister(link)
             link.close()
+
+
+class Reception:
+    """A thread that takes connections until `close`; see `Hearing`."""
+
+    def __init__(self, listeners: Sequence[socket.socket], secret: Secret, admit: Admit) -> None:
+        self._hearing = Hearing(listeners, secret, admit)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._serve, name="hvdlite-reception", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hang up on those that are not proven, and listen no more; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        self._hearing.close()
+        os.close(self._stop)
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._hearing, selectors.EVENT_READ)
+            selector.register(self._stop, selectors.EVENT_READ)
+            while not self._is_closed:
+                due_s = self._hearing.due_s
+                selector.select(None if math.isinf(due_s) else max(0.0, due_s - time.monotonic()))
+                self._hearing.serve()

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from hvdlite import plain
 from hvdlite.agreement import check_subset
 from hvdlite.errors import StartupError
 
@@ -44,6 +44,18 @@ class MissingError(StartupError):
             missing,
             f"did not come within {timeout_s:.1f} s; if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds)",
         )
+
+
+def read(told: Sequence[bytes]) -> list[Any]:
+    """The values that ranks have written by `hvdlite.plain` where strangers may have written as well.
+
+    Raises:
+        StartupError: they have.
+    """
+    try:
+        return [plain.loads(data) for data in told]
+    except ValueError as error:
+        raise StartupError(f"another program has written where ranks meet: {error}") from None
 
 
 class RendezvousRanks:
@@ -89,9 +101,10 @@ class RendezvousRanks:
         left_s = max(0.0, self._deadline_s - time.monotonic())
         own = self._ranks[self.rank]
         try:
-            return [pickle.loads(d) for d in self._place.gather(key, self._ranks, own, pickle.dumps(value), left_s)]
+            told = self._place.gather(key, self._ranks, own, plain.dumps(value), left_s)
         except MissingError as error:
             raise StartupError(f"rank {own} has waited in {self._waits_in}, but {error}") from None
+        return read(told)
 
     def subset(self, ranks: Sequence[int], /) -> RendezvousRanks:
         """See `hvdlite.agreement.Bootstrap`. A rank that has made the same subset before makes another one."""

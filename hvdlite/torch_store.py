@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import importlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -12,30 +13,46 @@ from hvdlite.launched import Launched
 from hvdlite.rendezvous import MissingError
 
 _TRIES_SHARE = 1 / 3  # torch tries to connect once more, after up to twice as long as it has tried before
+_PROOF_BYTES = 32  # of SHA-256
 
 
 class InGivenStore:
-    """A `hvdlite.rendezvous.Place` in ``store``, which is one of torch.distributed."""
+    """A `hvdlite.rendezvous.Place` in ``store``, which is one of torch.distributed.
 
-    def __init__(self, store: Any) -> None:
+    Args:
+        key: proves which values are of these ranks; empty: they have none, and believe whoever reaches the store.
+    """
+
+    def __init__(self, store: Any, key: bytes = b"") -> None:
         self._store = store
+        self._key = key
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.rendezvous.Place`."""
         names = {other: f"{key}/{other}" for other in ranks}
         try:
-            self._store.set(names[rank], data)
+            self._store.set(names[rank], self._proof(names[rank], data) + data)
             try:
                 self._store.wait(list(names.values()), timedelta(seconds=timeout_s))
             except RuntimeError:
                 missing = [other for other in ranks if not self._store.check([names[other]])]
                 if missing:
                     raise MissingError.late(missing, timeout_s) from None
-            return [bytes(self._store.get(name)) for name in names.values()]  # not all stores have multi_get
+            return [self._proven(name, self._store.get(name)) for name in names.values()]  # few have multi_get
         except StartupError:
             raise
         except RuntimeError as error:
             raise StartupError(f"the store of torch.distributed, where ranks meet, is gone: {error}") from error
+
+    def _proof(self, name: str, data: bytes) -> bytes:
+        return hmac.digest(self._key, name.encode() + b"\0" + data, "sha256") if self._key else b""
+
+    def _proven(self, name: str, found: bytes) -> bytes:
+        size = _PROOF_BYTES if self._key else 0
+        shown, data = found[:size], found[size:]
+        if not hmac.compare_digest(shown, self._proof(name, data)):
+            raise StartupError(f"another program has written {name} into the store of torch.distributed")
+        return data
 
 
 class InStore(InGivenStore):

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from hvdlite import default_runtime, launched, mpi
+from hvdlite import default_runtime, launched, mpi, plain
 from hvdlite.agreement import Bootstrap
 from hvdlite.bootstrap import start_world
 from hvdlite.config import Config
 from hvdlite.distributed.doors import Entrance
 from hvdlite.distributed.group_timeline import group_timeline
+from hvdlite.distributed.meeting import machine
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.errors import StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
-from hvdlite.rendezvous import RendezvousRanks
+from hvdlite.rendezvous import RendezvousRanks, read
 from hvdlite.torch_store import InGivenStore
 
 _FAREWELL_S = 2.0
@@ -42,7 +39,7 @@ def create(options: Any) -> HvdliteProcessGroup:
     except StartupError:
         with suppress(StartupError):  # a rank that has the store stays until the others have heard why
             everybody = range(options.group_size)
-            InGivenStore(options.store).gather("hvdlite/failed", everybody, options.group_rank, b"-", _FAREWELL_S)
+            _place(options.store).gather("hvdlite/failed", everybody, options.group_rank, b"-", _FAREWELL_S)
         raise
 
 
@@ -75,7 +72,7 @@ def _created(options: Any) -> HvdliteProcessGroup:
     worlds = default_runtime.worlds()
     timeline = None
     if not options.global_ranks_in_group:  # of all ranks
-        timeline = group_timeline(start.world, worlds, InGivenStore(options.store), config.failure_grace_s)
+        timeline = group_timeline(start.world, worlds, _place(options.store), config.failure_grace_s)
     if bootstrap is not None:
         bootstrap.close()  # the world has its own; after a failure other ranks may not come here
     if not options.global_ranks_in_group:
@@ -86,11 +83,15 @@ def _created(options: Any) -> HvdliteProcessGroup:
     return HvdliteProcessGroup(membership, options.store, create)
 
 
+def _place(store: Any) -> InGivenStore:
+    return InGivenStore(store, default_runtime.peers().store_key)
+
+
 def _without_launcher(store: Any, rank: int, size: int, config: Config) -> Bootstrap | None:
     """Where hvd.init() meets, if these ranks have no launcher, but were told of a store by the program."""
     if size == 1:
         return None
-    return RendezvousRanks(InGivenStore(store), "hvdlite/runtime", range(size), rank, config.start_timeout_s)
+    return RendezvousRanks(_place(store), "hvdlite/runtime", range(size), rank, config.start_timeout_s)
 
 
 class _Where(NamedTuple):
@@ -111,21 +112,20 @@ def _meet(store: Any, name: str, rank: int, size: int, timeout_s: float, config:
     """The ranks of a group. By the store, which takes milliseconds; by MPI where they need it to reach one another."""
     # A store may outlive a group, whose name another one gets then.
     turn = (store.add("hvdlite/members", 1) - 1) // size
-    place = InGivenStore(store)
+    place = _place(store)
     by_mpi = _was_started_by_mpi()
 
     def gather(key: str, told: _Where) -> list[_Where]:
-        data = place.gather(f"hvdlite/{turn}/{key}", range(size), rank, pickle.dumps(told), timeout_s)
-        return [pickle.loads(part) for part in data]
+        return read(place.gather(f"hvdlite/{turn}/{key}", range(size), rank, plain.dumps(told), timeout_s))
 
-    where = gather("where", _Where(_machine(), by_mpi, mpi.world_rank()))
+    where = gather("where", _Where(machine(), by_mpi, mpi.world_rank()))
     if len({each.machine for each in where}) == 1 or not all(each.by_mpi for each in where):
         start_s = config.start_timeout_s
         waits_in = f"the start of process group {name}"
         return RendezvousRanks(place, f"hvdlite/{turn}", range(size), rank, start_s, waits_in=waits_in)
     world = mpi.world(config, launched.this_process())
     assert world is not None
-    numbers = [each.world_rank for each in gather("MPI", _Where(_machine(), by_mpi, world.rank))]
+    numbers = [each.world_rank for each in gather("MPI", _Where(machine(), by_mpi, world.rank))]
     return world.subset(_known(numbers))
 
 
@@ -136,9 +136,3 @@ def _known(numbers: Sequence[int | None]) -> list[int]:
 def _was_started_by_mpi() -> bool:
     process = launched.this_process()
     return mpi.was_imported() or (process is not None and process.launcher.meeting is Meeting.MPI)
-
-
-def _machine() -> tuple[str, str, int]:
-    """Abstract sockets, by which ranks pass memory, belong to a network namespace of one boot of one kernel."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname(), boot, os.stat("/proc/self/ns/net").st_ino

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
@@ -13,8 +15,9 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from hvdlite import default_runtime, environment, launched
 from hvdlite.config import Config
 from hvdlite.errors import StartupError
-from hvdlite.interfaces import select
+from hvdlite.interfaces import interfaces, select
 from hvdlite.launched import Meeting
+from hvdlite.proof import new_key
 
 _TRY_S = 2.0  # an address that leads nowhere
 
@@ -39,12 +42,16 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
         if ranks is None or ranks.size == 1:
             yield HashStore(), 0, 1
             return
+        told = ranks.allgather((machine(), new_key() if ranks.rank == 0 else b""))
+        default_runtime.peers().store_key = told[0][1]
         if ranks.rank == 0:
-            addresses = [interface.address for interface in select(config.network_interfaces)]
+            is_for_here = len({where for where, _ in told}) == 1
+            addresses = _loopback() if is_for_here else []
+            addresses = addresses or [interface.address for interface in select(config.network_interfaces)]
             listener = listen(addresses)
             port = listener.getsockname()[1]
             store = TCPStore(
-                "0.0.0.0",
+                addresses[0] if len(addresses) == 1 else "0.0.0.0",
                 port,
                 ranks.size,
                 True,
@@ -55,22 +62,37 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
             ranks.allgather(((socket.gethostname(), addresses), port))
         else:
             (hostname, addresses), port = ranks.allgather(None)[0]
-            here = ["127.0.0.1"] if hostname == socket.gethostname() else []
+            here = ["127.0.0.1"] if len(addresses) > 1 and hostname == socket.gethostname() else []
             host = _first_that_answers([*here, *addresses], port, hostname)
             store = TCPStore(host, port, ranks.size, False, timeout, wait_for_workers=False)
         yield store, ranks.rank, ranks.size
     raise RuntimeError("ranks of mpirun and hvdliterun meet once; start the job anew")
 
 
-def listen(addresses: Sequence[str]) -> socket.socket:
-    """A socket for a store at all of ``addresses``: of IPv4, if they are.
+def machine() -> tuple[str, str, int]:
+    """Ranks for which it differs share no memory: abstract sockets, by which ranks pass it, belong to a network
+    namespace of one boot of one kernel."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname(), boot, os.stat("/proc/self/ns/net").st_ino
 
-    Torch would take one of IPv6 for both, and looks up the name of each address that connects, twice. In the form that
-    IPv6 has for them, addresses of this host are in no /etc/hosts, so it asks a name server, which may not answer.
+
+def listen(addresses: Sequence[str]) -> socket.socket:
+    """A socket for a store at the one of ``addresses``; if there are more, at all that this host has.
+
+    A store has one socket, which is at one address or at all, and only ranks that try know which leads to them. At all
+    it is of IPv4, if ``addresses`` are: torch would take one of IPv6 for both, and looks up the name of each address
+    that connects, twice. In the form that IPv6 has for them, addresses of this host are in no /etc/hosts, so it asks a
+    name server, which may not answer.
     """
-    is_of_both = any(":" in address for address in addresses)
-    family = socket.AF_INET6 if is_of_both else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=is_of_both)
+    has_ipv6 = any(":" in address for address in addresses)
+    family = socket.AF_INET6 if has_ipv6 else socket.AF_INET
+    if len(addresses) == 1:
+        return socket.create_server((addresses[0], 0), family=family, backlog=4096)
+    return socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=has_ipv6)
+
+
+def _loopback() -> list[str]:
+    return [interface.address for interface in interfaces() if interface.loopback and interface.up][:1]
 
 
 def _first_that_answers(hosts: list[str], port: int, hostname: str) -> str:

@@ -11,11 +11,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from hvdlite.dial import Dial
 from hvdlite.distributed.blocks import block_of
-from hvdlite.distributed.doors import Door, Entrance, connect
+from hvdlite.distributed.doors import Door, Entrance, Guest, dial
 from hvdlite.distributed.links import Incoming, Outgoing
 from hvdlite.distributed.messages import ANY, Arrival, Offer, Parcel, Wish, memory_of
 from hvdlite.distributed.pump import Pump
@@ -23,9 +25,17 @@ from hvdlite.distributed.sockets import READ, WRITE
 from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import CollectiveError
 from hvdlite.health import Health
+from hvdlite.wire import SHORTAGE_S
 
 _HOLD_S = 2e-3  # how long what was offered waits for its tensor before it is copied elsewhere, and the sender goes on
 _REASON_S = 1.0  # how long a lost connection waits to hear who died
+
+
+class _Way(NamedTuple):
+    """To the rank ``to``; over it messages go there, or else it only shows when that rank leaves."""
+
+    to: int
+    is_for_messages: bool
 
 
 class Post:
@@ -59,8 +69,8 @@ class Post:
         self._group = group
         self._health = health
         self._pump = Pump(f"hvdlite-post-{group}", self, health.report, spin_us)
-        for listener in entrance.sockets:
-            self._pump.sockets.add(listener, READ, self._admit)
+        self._hearing = entrance.hear(self._admit)
+        self._pump.sockets.add(self._hearing, READ, lambda hearing: hearing.serve())
         self._lock = threading.Lock()  # guards what follows
         self._outgoing: dict[int, Outgoing] = {}
         self._wishes: list[Wish] = []
@@ -70,9 +80,13 @@ class Post:
         self._sources: set[int] = set()  # from which something new is wanted, and which are not watched
         self._earliest_s = math.inf  # no wait ends before
         # For whoever serves the pump alone.
+        self._dials: dict[_Way, Dial] = {}
+        self._to_dial: dict[_Way, float] = {}  # once more, and when
         self._watched: dict[int, socket.socket] = {}
         self._left: set[int] = set()
         self._offers: list[tuple[Arrival, Incoming, float]] = []  # not taken, and by when at last
+        if len(doors) > 1:
+            self._pump.start()  # others may come before this rank has called anything
 
     def send(self, tensor: torch.Tensor, to: int, tag: int, work: GroupWork, timeout_s: float) -> None:
         """``work`` is done once the message is on its way, and the tensor may be changed."""
@@ -165,12 +179,21 @@ class Post:
 
     def patience_s(self) -> float:
         """See `hvdlite.distributed.pump.Client`."""
-        if self._left:
-            return 0.0
         now = time.monotonic()
         if now >= self._earliest_s:
             self._expire(now)
-        until_s = min(self._earliest_s, self._offers[0][2]) if self._offers else self._earliest_s
+        if now >= self._hearing.due_s:
+            self._hearing.serve()
+        for way in [way for way, when_s in self._to_dial.items() if when_s <= now]:
+            del self._to_dial[way]
+            self._go(way)
+        if self._left:
+            return 0.0
+        until_s = min(self._earliest_s, self._hearing.due_s)
+        if self._offers:
+            until_s = min(until_s, self._offers[0][2])
+        if self._to_dial:
+            until_s = min(until_s, *self._to_dial.values())
         return max(0.0, until_s - now)
 
     def begin_new(self) -> None:
@@ -181,7 +204,7 @@ class Post:
             receivers, self._receivers = self._receivers, set()
             sources, self._sources = self._sources, set()
         for source in sources - self._watched.keys():
-            self._watch(source)
+            self._go(_Way(source, is_for_messages=False))
         for to in receivers:
             if self._outgoing[to].waiting:  # it may have been given up meanwhile
                 self._write(to)
@@ -201,22 +224,53 @@ class Post:
             self._offers.remove(due)
             self._take(due[0], due[1])
 
-    def _admit(self, listener: socket.socket) -> None:
-        guest = self._entrance.admit(listener)
-        if guest is None:
-            return
-        guest.link.setblocking(False)
+    def _admit(self, guest: Guest) -> None:
         process = guest.process_with(self._doors[guest.rank].key)
         incoming = Incoming(guest.rank, guest.link, process, self._expected)
         self._pump.sockets.add(guest.link, READ, lambda _: self._read(incoming))
 
-    def _watch(self, source: int) -> None:
-        """A link that shows when ``source`` leaves, even if it has sent nothing."""
-        try:
-            link = connect(self._doors[source], self._rank, is_near=source in self._near)
-        except OSError:
-            self._left.add(source)
+    def _go(self, way: _Way) -> None:
+        """Connect, unless that is under way."""
+        if way in self._dials or way in self._to_dial:
             return
+        proof = self._entrance.proof if way.is_for_messages else None
+        try:
+            dialled = dial(self._doors[way.to], self._rank, is_near=way.to in self._near, proof=proof)
+        except OSError:  # this process is short of descriptors
+            self._to_dial[way] = time.monotonic() + SHORTAGE_S
+            return
+        self._dials[way] = dialled
+        self._pump.sockets.add(dialled, READ, lambda _: self._look(way))
+        self._look(way)
+
+    def _look(self, way: _Way) -> None:
+        dialled = self._dials[way]
+        link = dialled.look(0.0)
+        if link is None and not dialled.is_over:
+            return
+        del self._dials[way]
+        self._pump.sockets.forget(dialled)
+        dialled.close()
+        if link is None and dialled.was_hung_up:
+            self._to_dial[way] = time.monotonic() + SHORTAGE_S
+        elif way.is_for_messages:
+            self._lose(way.to) if link is None else self._begin_to_send(way.to, link)
+        elif link is None:
+            self._left.add(way.to)
+        else:
+            self._watch(way.to, link)
+
+    def _begin_to_send(self, to: int, link: socket.socket) -> None:
+        outgoing = self._outgoing[to]
+        if outgoing.is_lost:  # given up meanwhile
+            link.close()
+            return
+        outgoing.link = link
+        self._pump.sockets.add(link, READ, lambda _: self._serve(to))
+        self._write(to)
+
+    def _watch(self, source: int, link: socket.socket) -> None:
+        """``link`` shows when ``source`` leaves, even if it has sent nothing."""
         self._watched[source] = link
 
         def ended(_: object) -> None:
@@ -228,11 +282,10 @@ class Post:
 
     def _write(self, to: int) -> None:
         outgoing = self._outgoing[to]
+        if outgoing.link is None:
+            self._go(_Way(to, is_for_messages=True))
+            return
         try:
-            if outgoing.link is None:
-                proof = self._entrance.proof
-                outgoing.link = connect(self._doors[to], self._rank, is_near=to in self._near, proof=proof)
-                self._pump.sockets.add(outgoing.link, READ, lambda _: self._serve(to))
             with self._lock:
                 done = outgoing.write()
         except OSError:

@@ -70,11 +70,19 @@ class Pump:
         self._is_closing = threading.Event()
         self._busy_until_s = 0.0
 
+    def start(self) -> None:
+        """Serve from here on, also while nobody waits."""
+        if self._thread is not None:
+            return
+        with self._start:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
     def nudge(self) -> None:
         """There is something new to do; it is begun now, or by whoever serves."""
         self._stay_away()
-        if self._thread is None:
-            self._start_thread()
+        self.start()
         if self._server == threading.get_ident():
             return  # in a callback; what is new is looked after next
         if self._turn.acquire(blocking=False):
@@ -110,12 +118,6 @@ class Pump:
         """Close the sockets."""
         self.sockets.close()
         self._waker.close()
-
-    def _start_thread(self) -> None:
-        with self._start:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
 
     def _stay_away(self) -> None:
         self._busy_until_s = time.monotonic() + _LULL_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hmac
 
-_PROOF_BYTES = 16
+from hvdlite.proof import KEY_BYTES
 
 
 class _Span(ctypes.Structure):
@@ -18,14 +18,14 @@ class Proof:
     """Random bytes at a place of this process's memory: who can read them there reaches this process, and no other."""
 
     def __init__(self, content: bytes) -> None:
-        assert len(content) == _PROOF_BYTES
-        self._memory = ctypes.create_string_buffer(content, _PROOF_BYTES)
+        assert len(content) == KEY_BYTES
+        self._memory = ctypes.create_string_buffer(content, KEY_BYTES)
         self.address = ctypes.addressof(self._memory)
 
 
 def reaches(process: int, address: int, content: bytes) -> bool:
     """Whether this process may read memory of ``process``, and finds ``content``, its `Proof`, at ``address``."""
-    found = ctypes.create_string_buffer(_PROOF_BYTES)
+    found = ctypes.create_string_buffer(KEY_BYTES)
     done = read(process, address, memoryview(found).cast("B"))
     return done and hmac.compare_digest(found.raw, content)
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import math
 import select
-import socket
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+
+
+class Watchable(Protocol):
+    """A socket, or what has one of its own kind inside."""
+
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
 
 
 class Watched:
     """A socket, the events it is looked at for, and what is called with it then."""
 
-    __slots__ = ("call", "events", "link")
+    __slots__ = ("call", "events", "link", "number")
 
-    def __init__(self, link: socket.socket, events: int, call: Callable[[socket.socket], object]) -> None:
+    def __init__(self, link: Watchable, events: int, call: Callable[[Any], object]) -> None:
         self.link = link
+        self.number = link.fileno()
         self.events = events
         self.call = call
 
@@ -31,19 +39,20 @@ class Sockets:
         self._epoll = select.epoll()
         self._watched: dict[int, Watched] = {}
 
-    def add(self, link: socket.socket, events: int, call: Callable[[socket.socket], object]) -> None:
+    def add(self, link: Watchable, events: int, call: Callable[[Any], object]) -> None:
         """From here on ``link`` is looked at for ``events``, of `READ` and `WRITE`."""
         self._epoll.register(link, events)
-        self._watched[link.fileno()] = Watched(link, events, call)
+        watched = Watched(link, events, call)
+        self._watched[watched.number] = watched
 
-    def watch(self, link: socket.socket, events: int) -> None:
+    def watch(self, link: Watchable, events: int) -> None:
         """For these from here on; ``link`` is looked at."""
         watched = self._watched[link.fileno()]
         if watched.events != events:
             self._epoll.modify(link, events)
             watched.events = events
 
-    def forget(self, link: socket.socket) -> None:
+    def forget(self, link: Watchable) -> None:
         """It is not looked at any more; it may not have been."""
         if self._watched.pop(link.fileno(), None) is not None:
             self._epoll.unregister(link)
@@ -56,7 +65,7 @@ class Sockets:
     def serve(self, ready: Sequence[Watched]) -> None:
         """Call for each of ``ready``, unless an earlier one has ended it."""
         for watched in ready:
-            if self._watched.get(watched.link.fileno()) is watched:
+            if self._watched.get(watched.number) is watched:
                 watched.call(watched.link)
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ from hvdlite.config import DOCTOR, other_variable
 from hvdlite.doctor.findings import Finding, of_links
 from hvdlite.doctor.links import Address, Link, Try
 from hvdlite.doctor.network import ask_for_door, try_addresses
-from hvdlite.doctor.station import Station, new_token
+from hvdlite.doctor.station import Station
+from hvdlite.proof import new_key
 
 _FIRST_PORT, _PORTS = 32768, 28232  # of those that programs get from the kernel
 _WAIT_S = 8.0  # for the ranks of other hosts
@@ -27,7 +28,7 @@ _ENOUGH = 3  # findings
 def invitation(hosts: Sequence[str]) -> dict[str, str]:
     """The variable that tells ranks of it."""
     port = _FIRST_PORT + secrets.randbelow(_PORTS)
-    return {DOCTOR: f"{port} {new_token().hex()} {' '.join(hosts)}"}
+    return {DOCTOR: f"{port} {new_key().hex()} {' '.join(hosts)}"}
 
 
 def look_around(addresses: Sequence[Address]) -> list[Finding]:
@@ -39,13 +40,13 @@ def look_around(addresses: Sequence[Address]) -> list[Finding]:
     told = other_variable(DOCTOR).split()
     if not told:
         return []
-    port, token, names = int(told[0]), bytes.fromhex(told[1]), told[2:]
+    port, key, names = int(told[0]), bytes.fromhex(told[1]), told[2:]
     try:
-        station = Station(socket.gethostname(), addresses, port, token)
+        station = Station(socket.gethostname(), addresses, port, key)
     except OSError:  # another rank of this host was the first
         return []
     with closing(station):
-        own, links = _try_all(station, names, port, token, time.monotonic() + _WAIT_S)
+        own, links = _try_all(station, names, port, key, time.monotonic() + _WAIT_S)
         found = [finding for finding in of_links(names, links) if finding.is_problem][:_ENOUGH]
         if found:
             time.sleep(_AFTER_YOU_S if own else 0.0)
@@ -57,11 +58,11 @@ def look_around(addresses: Sequence[Address]) -> list[Finding]:
 
 
 def _try_all(
-    station: Station, names: Sequence[str], port: int, token: bytes, deadline_s: float
+    station: Station, names: Sequence[str], port: int, key: bytes, deadline_s: float
 ) -> tuple[int, list[Link]]:
     """(place of this host, its links to the others)."""
     links: list[Link] = []
-    doors = [ask_for_door(name, port, token, deadline_s) for name in names]
+    doors = [ask_for_door(name, port, key, deadline_s) for name in names]
     own = next((place for place, door in enumerate(doors) if door == station.door), 0)
     for place, door in enumerate(doors):
         if isinstance(door, str):

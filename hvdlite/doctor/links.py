@@ -22,13 +22,17 @@ class Address:
 
 @dataclass(frozen=True)
 class Door:
-    """Where a `Station` can be reached."""
+    """Where a `Station` can be reached: its ports at each of the addresses, and what who comes must know.
+
+    Attributes:
+        udp_ports: 0 where there is none.
+    """
 
     host: str
     addresses: list[Address]
-    tcp_port: int
-    udp_port: int
-    token: bytes
+    tcp_ports: list[int]
+    udp_ports: list[int]
+    key: bytes
 
 
 @dataclass(frozen=True)

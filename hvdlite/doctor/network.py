@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import json
+import secrets
 import selectors
 import socket
 import statistics
-import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,12 +22,16 @@ from hvdlite.doctor.station import (
     CLOCK,
     CONNECT_S,
     LENGTH,
+    NONCE_BYTES,
     PING,
     SILENCE_S,
     STREAM,
-    TOKEN_BYTES,
-    received,
+    answer_to,
+    datagram,
+    secret,
 )
+from hvdlite.proof import prove
+from hvdlite.wire import read_exactly
 
 _ANSWER_S = 4.0  # of a program, on a host whose kernel has answered: it may be busy
 _RETRY_S = 0.1
@@ -42,20 +46,18 @@ _MOST_ROUNDS = 11  # beyond 12 hosts not every pair is measured
 _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: frames are never split, whatever the kernel has heard
 
 
-def ask_for_door(name: str, port: int, token: bytes, deadline_s: float) -> Door | str:
+def ask_for_door(name: str, port: int, key: bytes, deadline_s: float) -> Door | str:
     """That of the station on host ``name``, for which is waited; else why there is none."""
     outcome = "no answer"
     while time.monotonic() < deadline_s:
         try:
             with socket.create_connection((name, port), timeout=CONNECT_S) as link:
-                link.sendall(token)
-                if received(link, TOKEN_BYTES) != token[::-1]:
-                    return "another program answers"
+                prove(secret(key), link, b"")
                 link.sendall(ASK)
-                (length,) = LENGTH.unpack(received(link, LENGTH.size))
-                told = json.loads(received(link, length))
+                (length,) = LENGTH.unpack(read_exactly(link, LENGTH.size))
+                told = json.loads(read_exactly(link, length))
             addresses = [Address(**address) for address in told.pop("addresses")]
-            door = Door(addresses=addresses, token=token, **told)
+            door = Door(addresses=addresses, key=key, **told)
         except TimeoutError:
             return "no answer"
         except socket.gaierror as error:
@@ -137,7 +139,7 @@ def _look_at_frames(link: Link, connection: socket.socket, own: Door, door: Door
     link.interfaces = near.interface, far.interface
     if near.mtu and far.mtu:
         link.mtu = min(near.mtu, far.mtu)
-        link.frame_bytes = _largest_frame(far.address, door, link.mtu)
+        link.frame_bytes = _largest_frame(far, door, link.mtu)
 
 
 def _connect(door: Door) -> tuple[socket.socket | None, list[Try]]:
@@ -146,9 +148,10 @@ def _connect(door: Door) -> tuple[socket.socket | None, list[Try]]:
     kept: socket.socket | None = None
     deadline_s = time.monotonic() + CONNECT_S
     with selectors.DefaultSelector() as selector:
-        for address in door.addresses:
-            link = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            error = link.connect_ex((address.address, door.tcp_port))
+        for address, port in zip(door.addresses, door.tcp_ports, strict=True):
+            family = socket.AF_INET6 if ":" in address.address else socket.AF_INET
+            link = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            error = link.connect_ex((address.address, port))
             if error in (0, errno.EINPROGRESS):
                 selector.register(link, selectors.EVENT_WRITE, address)
             else:
@@ -158,7 +161,7 @@ def _connect(door: Door) -> tuple[socket.socket | None, list[Try]]:
             for key, _ in selector.select(left_s):
                 link = key.fileobj  # type: ignore[assignment]
                 selector.unregister(link)
-                outcomes[key.data] = _proven(link, door.token)
+                outcomes[key.data] = _proven(link, door.key)
                 if outcomes[key.data] == "ok" and kept is None:
                     kept = link
                 else:
@@ -169,7 +172,7 @@ def _connect(door: Door) -> tuple[socket.socket | None, list[Try]]:
     return kept, [Try(a.interface, a.address, outcomes[a]) for a in door.addresses]
 
 
-def _proven(link: socket.socket, token: bytes) -> str:
+def _proven(link: socket.socket, key: bytes) -> str:
     """ "ok" if the station is behind ``link``, which then waits for answers; else why not."""
     error = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if error:
@@ -177,8 +180,8 @@ def _proven(link: socket.socket, token: bytes) -> str:
     link.settimeout(_ANSWER_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        link.sendall(token)
-        return "ok" if received(link, TOKEN_BYTES) == token[::-1] else "another program answers"
+        prove(secret(key), link, b"")
+        return "ok"
     except TimeoutError:
         return "no answer"
     except OSError:
@@ -202,7 +205,7 @@ def _pinged(link: socket.socket) -> tuple[float, float]:
     for _ in range(_PINGS):
         start, wall = time.perf_counter(), time.time()
         link.sendall(PING)
-        (theirs,) = CLOCK.unpack(received(link, CLOCK.size))
+        (theirs,) = CLOCK.unpack(read_exactly(link, CLOCK.size))
         trip_s = time.perf_counter() - start
         trips.append((trip_s, theirs - wall - trip_s / 2))
     return statistics.median(trip for trip, _ in trips) / 2 * 1e6, min(trips)[1]
@@ -216,28 +219,32 @@ def _streamed(link: socket.socket) -> float:
         link.sendall(_CHUNK)
     link.shutdown(socket.SHUT_WR)
     link.settimeout(SILENCE_S)
-    nbytes, seconds = ARRIVED.unpack(received(link, ARRIVED.size))
+    nbytes, seconds = ARRIVED.unpack(read_exactly(link, ARRIVED.size))
     return float(nbytes * 8 / max(seconds, 1e-9) / 1e9)
 
 
-def _largest_frame(address: str, door: Door, mtu: int) -> int | None:
-    """The largest frame up to ``mtu`` that arrives; None where not even small datagrams do."""
+def _largest_frame(address: Address, door: Door, mtu: int) -> int | None:
+    """The largest frame up to ``mtu`` that arrives; None where not even small datagrams do, or there are none."""
+    port = door.udp_ports[door.addresses.index(address)]
+    if not port:
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE)
         probe.settimeout(_FRAME_S)
-        probe.connect((address, door.udp_port))
-        if not _arrives(probe, door.token, 64):
+        probe.connect((address.address, port))
+        if not _arrives(probe, door.key, 64):
             return None
         sizes = [min(mtu, 65_535), *(size for size in _FRAMES if size < mtu)]
-        return next((size for size in sizes if _arrives(probe, door.token, size)), 64)
+        return next((size for size in sizes if _arrives(probe, door.key, size)), 64)
 
 
-def _arrives(probe: socket.socket, token: bytes, frame_bytes: int) -> bool:
-    payload = token.ljust(frame_bytes - _HEADERS, b"\0")
+def _arrives(probe: socket.socket, key: bytes, frame_bytes: int) -> bool:
+    nbytes = frame_bytes - _HEADERS
     for _ in range(_FRAME_TRIES):
+        nonce = secrets.token_bytes(NONCE_BYTES)
         try:
-            probe.send(payload)
-            while (answer := probe.recv(64)) != token + struct.pack("<I", len(payload)):
+            probe.send(datagram(key, nonce, nbytes).ljust(nbytes, b"\0"))
+            while (answer := probe.recv(64)) != answer_to(key, nonce, nbytes):
                 if not answer:
                     return False
             return True

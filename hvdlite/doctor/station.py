@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import json
-import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -13,14 +14,19 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from hvdlite.doctor.links import Address, Door
+from hvdlite.proof import Secret, new_key, prove
+from hvdlite.reception import Reception, listen_at
+from hvdlite.wire import read_exactly
 
-TOKEN_BYTES = 16
 CONNECT_S = 1.0  # until an address counts as silent
 SILENCE_S = 2.0  # of the other end, until it counts as broken
 PING, STREAM, ASK, FAREWELL = b"p", b"s", b"d", b"f"
 LENGTH = struct.Struct("<I")
 CLOCK = struct.Struct("<d")
 ARRIVED = struct.Struct("<Qd")
+NONCE_BYTES = 8  # of a datagram
+_PROOF_BYTES = 16  # of a datagram, which may be a small one
+_BACKLOG = 64
 _DRAIN_S = 1.0  # how much of a stream is waited for, on a slow link
 
 
@@ -29,42 +35,49 @@ class Station:
 
     Args:
         addresses: of this host.
-        port: at which it can be reached; 0: any.
-        token: by which others prove that they know it; made up if empty.
+        port: at which it can be reached at whichever address of this host its name leads others to; 0: it is found at
+            ``addresses`` only, at ports that the system chooses.
+        key: what others know; made up if empty.
 
     Raises:
         OSError: another program has the port.
+        StartupError: none of the addresses can be listened at.
     """
 
-    def __init__(self, host: str, addresses: Sequence[Address], port: int = 0, token: bytes = b"") -> None:
-        self._tcp = socket.create_server(("0.0.0.0", port), backlog=64)
-        self._udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._udp.bind(("0.0.0.0", 0))
-        ports = self._tcp.getsockname()[1], self._udp.getsockname()[1]
-        self.door = Door(host, list(addresses), *ports, token or new_token())
-        self._is_closing = threading.Event()
+    def __init__(self, host: str, addresses: Sequence[Address], port: int = 0, key: bytes = b"") -> None:
+        key = key or new_key()
         self._farewells = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=serve, daemon=True) for serve in (self._accept, self._echo)]
-        for thread in self._threads:
-            thread.start()
+        tcp = _everywhere(port) if port else listen_at([address.address for address in addresses], _BACKLOG)
+        ports = {} if port else dict(listener.getsockname()[:2] for listener in tcp)
+        known = [address for address in addresses if port or address.address in ports]
+        self._udp = {address: found for address in known if (found := _datagrams(address.address))}
+        self.door = Door(
+            host,
+            known,
+            [ports.get(address.address, port) for address in known],
+            [self._udp[address].getsockname()[1] if address in self._udp else 0 for address in known],
+            key,
+        )
+        self._reception = Reception(tcp, secret(key), self._admit)
+        self._is_closing = threading.Event()
+        self._echoes = threading.Thread(target=self._echo, daemon=True)
+        self._echoes.start()
 
     def close(self) -> None:
+        self._reception.close()
         self._is_closing.set()
-        with suppress(OSError):
-            self._tcp.shutdown(socket.SHUT_RDWR)  # which ends accept()
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own, suppress(OSError):
-            own.sendto(b"", ("127.0.0.1", self.door.udp_port))
-        for thread in self._threads:
-            thread.join()
-        self._tcp.close()
-        self._udp.close()
+        for link in self._udp.values():
+            with suppress(OSError):
+                link.sendto(b"", link.getsockname())  # which ends the wait for others
+        self._echoes.join()
+        for link in self._udp.values():
+            link.close()
 
     def say_farewell(self, names: Sequence[str], port: int) -> None:
         """Tell the stations of all hosts, this one's too, that this host has nothing more to ask."""
         for name in names:
             with suppress(OSError), socket.create_connection((name, port), timeout=CONNECT_S) as link:
-                link.sendall(self.door.token)
-                received(link, TOKEN_BYTES)
+                prove(secret(self.door.key), link, b"")
                 link.sendall(FAREWELL)
 
     def wait_for_farewells(self, count: int, timeout_s: float) -> None:
@@ -73,42 +86,72 @@ class Station:
         for _ in range(count):
             self._farewells.acquire(timeout=max(0.0, until_s - time.monotonic()))
 
-    def _accept(self) -> None:
-        while not self._is_closing.is_set():
-            try:
-                link, _ = self._tcp.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+    def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
+        threading.Thread(target=self._answer, args=(link,), daemon=True).start()
+        return True
 
     def _answer(self, link: socket.socket) -> None:
         with link, suppress(OSError):
             link.settimeout(SILENCE_S)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not secrets.compare_digest(received(link, TOKEN_BYTES), self.door.token):
-                return
-            link.sendall(self.door.token[::-1])
-            while (command := received(link, 1)) == PING:
+            while (command := read_exactly(link, 1)) == PING:
                 link.sendall(CLOCK.pack(time.time()))
             if command == FAREWELL:
                 self._farewells.release()
             if command == ASK:
-                told = {name: value for name, value in asdict(self.door).items() if name != "token"}
+                told = {name: value for name, value in asdict(self.door).items() if name != "key"}
                 text = json.dumps(told).encode()
                 link.sendall(LENGTH.pack(len(text)) + text)
             if command == STREAM:
                 link.sendall(ARRIVED.pack(*_drain(link)))
 
     def _echo(self) -> None:
-        while not self._is_closing.is_set():
-            data, sender = self._udp.recvfrom(1 << 16)
-            if data.startswith(self.door.token):
-                with suppress(OSError):
-                    self._udp.sendto(self.door.token + struct.pack("<I", len(data)), sender)
+        with selectors.DefaultSelector() as selector:
+            for link in self._udp.values():
+                selector.register(link, selectors.EVENT_READ)
+            while self._udp and not self._is_closing.is_set():
+                for key, _ in selector.select():
+                    self._answer_datagram(key.fileobj)  # type: ignore[arg-type]
+
+    def _answer_datagram(self, link: socket.socket) -> None:
+        with suppress(OSError):
+            data, sender = link.recvfrom(1 << 16)
+            nonce = data[:NONCE_BYTES]
+            if hmac.compare_digest(data[: NONCE_BYTES + _PROOF_BYTES], datagram(self.door.key, nonce, len(data))):
+                link.sendto(answer_to(self.door.key, nonce, len(data)), sender)
 
 
-def new_token() -> bytes:
-    return secrets.token_bytes(TOKEN_BYTES)
+def secret(key: bytes) -> Secret:
+    return Secret(key, b"doctor", 0)
+
+
+def datagram(key: bytes, nonce: bytes, nbytes: int) -> bytes:
+    """How one of ``nbytes`` begins."""
+    return nonce + hmac.digest(key, b"datagram" + nonce + LENGTH.pack(nbytes), "sha256")[:_PROOF_BYTES]
+
+
+def answer_to(key: bytes, nonce: bytes, nbytes: int) -> bytes:
+    """What says that it has arrived: no longer than what it answers, as anybody may be named as its sender."""
+    return hmac.digest(key, b"arrived" + nonce + LENGTH.pack(nbytes), "sha256")[:_PROOF_BYTES]
+
+
+def _everywhere(port: int) -> list[socket.socket]:
+    """Raises OSError: another program has it."""
+    sockets = [socket.create_server(("0.0.0.0", port), backlog=_BACKLOG)]
+    with suppress(OSError):  # no IPv6 here
+        sockets.append(socket.create_server(("::", port), family=socket.AF_INET6, backlog=_BACKLOG))
+    return sockets
+
+
+def _datagrams(address: str) -> socket.socket | None:
+    """For frames of IPv4; those of IPv6 are never split on their way."""
+    link = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        link.bind((address, 0))
+    except OSError:
+        link.close()
+        return None
+    return link
 
 
 def _drain(link: socket.socket) -> tuple[int, float]:
@@ -120,14 +163,3 @@ def _drain(link: socket.socket) -> tuple[int, float]:
         total += count
         elapsed_s = time.perf_counter() - start_s
     return total, elapsed_s
-
-
-def received(link: socket.socket, nbytes: int) -> bytes:
-    """Exactly ``nbytes``; raises OSError at the end of the stream."""
-    data = b""
-    while len(data) < nbytes:
-        part = link.recv(nbytes - len(data))
-        if not part:
-            raise ConnectionError("the other end has closed the connection")
-        data += part
-    return data

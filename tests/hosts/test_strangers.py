@@ -40,6 +40,40 @@ print("sum", array[0], "nodes", hvdlite.cross_size(), flush=True)
 hvdlite.shutdown()
 """
 
+# Likewise the doors of a process group, which ranks of node 1 come to afterwards.
+GROUP = """
+import json, pathlib, sys, time
+import torch, torch.distributed as dist
+from hvdlite import mpi
+from hvdlite.distributed import doors
+
+directory = pathlib.Path(sys.argv[1])
+make = doors.Entrance.__init__
+
+def make_and_wait(self, *arguments, **options):
+    make(self, *arguments, **options)
+    if mpi.world_rank() == 0:
+        (directory / "partial").write_text(json.dumps(self.door.addresses))
+        (directory / "partial").rename(directory / "addresses")
+        while not (directory / "answers").exists():
+            time.sleep(0.01)
+
+doors.Entrance.__init__ = make_and_wait
+dist.init_process_group("hvdlite")
+rank, size = dist.get_rank(), dist.get_world_size()
+if rank == 0:
+    received = [torch.empty(100_000) for _ in range(1, size)]
+    for source, tensor in enumerate(received, 1):
+        dist.send(torch.ones(3), source)
+        dist.recv(tensor, source)
+    print("sum", sum(float(tensor[-1]) for tensor in received), flush=True)
+else:
+    dist.recv(torch.empty(3), 0)
+    dist.send(torch.full((100_000,), rank + 1.0), 0)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 STRANGER = """
 import json, pathlib, socket, sys, time
 directory = pathlib.Path(sys.argv[1])
@@ -64,15 +98,25 @@ sys.stdin.read()  # they stay open
 """
 
 
-def test_a_host_of_the_same_network_that_is_none_of_the_job(hosts: Hosts, tmp_path: Path) -> None:
-    lab = hosts(3)
-    command = [*lab.enter(2), sys.executable, "-c", STRANGER, str(tmp_path)]
+def beside_a_stranger(lab: Lab, program: str, directory: Path) -> str:
+    """What ``program`` on the first two hosts, and a stranger on the third, have said."""
+    command = [*lab.enter(2), sys.executable, "-c", STRANGER, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
         try:
-            result = lab.launch(JOB, str(tmp_path), ranks_per_host=[2, 1], mpi="openmpi").check()
+            result = lab.launch(program, str(directory), ranks_per_host=[2, 1], mpi="openmpi").check()
             told = json.loads(stranger.communicate(timeout=30)[0])
         finally:
             stranger.kill()
-    assert result.stdout.count("sum 6.0 nodes 2") + result.stdout.count("sum 6.0 nodes 1") == 3
     assert [address for address, _ in told["addresses"]][:1] == [lab.address(0)]
     assert set(told["answers"]) <= {0, Caller.answer_bytes}  # a challenge at most
+    return result.stdout
+
+
+def test_a_host_of_the_same_network_that_is_none_of_the_job(hosts: Hosts, tmp_path: Path) -> None:
+    said = beside_a_stranger(hosts(3), JOB, tmp_path)
+    assert said.count("sum 6.0 nodes 2") + said.count("sum 6.0 nodes 1") == 3
+
+
+def test_a_stranger_at_the_doors_of_a_process_group(hosts: Hosts, tmp_path: Path) -> None:
+    said = beside_a_stranger(hosts(3), GROUP, tmp_path)
+    assert "sum 5.0" in said

@@ -34,7 +34,7 @@ def process_group(
         if is_small:
             for name in ("CHUNK_BYTES", "STAGING_BYTES", "SEGMENT_BYTES"):
                 patch.setenv(f"HVDLITE_{name}", str(CHUNK))
-        patch.setattr(creation, "_machine", lambda: (str(machine_of[RANK]), "", 0))
+        patch.setattr(creation, "machine", lambda: (str(machine_of[RANK]), "", 0))
         with machines(machine_of):
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:

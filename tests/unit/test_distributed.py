@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import subprocess
 import sys
@@ -9,15 +10,20 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from hvdlite import plain
 from hvdlite.distributed.call import call_on, call_without_shape, contradiction
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.meeting import listen
 from hvdlite.distributed.work import GroupWork, all_of
-from hvdlite.errors import CollectiveError
+from hvdlite.errors import CollectiveError, StartupError
+from hvdlite.proof import new_key
+from hvdlite.rendezvous import RendezvousRanks
+from hvdlite.torch_store import InGivenStore
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,7 +153,7 @@ def test_importing_torch_registers_the_backend_and_imports_nothing_of_hvdlite() 
 
 
 @pytest.mark.parametrize(
-    ("addresses", "seen"), [(["127.0.0.1"], "127.0.0.1"), (["127.0.0.1", "::1"], "::ffff:127.0.0.1")]
+    ("addresses", "seen"), [(["192.0.2.1", "127.0.0.1"], "127.0.0.1"), (["127.0.0.1", "::1"], "::ffff:127.0.0.1")]
 )
 def test_who_comes_to_the_store_has_an_address_that_hosts_files_know(addresses: list[str], seen: str) -> None:
     """Where all are of IPv4; a store at an address of IPv6 takes both."""
@@ -155,3 +161,49 @@ def test_who_comes_to_the_store_has_an_address_that_hosts_files_know(addresses: 
         link, address = listener.accept()
         link.close()
     assert address[0] == seen
+
+
+def test_a_store_at_one_address_is_nowhere_else() -> None:
+    with listen(["127.0.0.1"]) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", listener.getsockname()[1]), timeout=5)
+
+
+class Store:
+    """torch's, in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, name: str, value: bytes) -> None:
+        self.values[name] = value
+
+    def get(self, name: str) -> bytes:
+        return self.values[name]
+
+    def wait(self, names: list[str], timeout: object) -> None:
+        assert set(names) <= self.values.keys()
+
+
+class Trap:
+    """What runs a program where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was unpickled",)
+
+
+def test_what_strangers_write_into_a_store_is_data_at_most() -> None:
+    store = Store()
+    store.set("start:1/1", pickle.dumps(Trap()))
+    with pytest.raises(StartupError, match="another program has written where ranks meet"):
+        RendezvousRanks(InGivenStore(store), "start", range(2), 0, 1.0).allgather("mine")
+
+
+def test_ranks_that_have_a_key_take_nothing_else_from_a_store() -> None:
+    store, key = Store(), new_key()
+    place = InGivenStore(store, key)
+    assert RendezvousRanks(place, "alone", range(1), 0, 1.0).allgather(("mine", b"\0")) == [("mine", b"\0")]
+    assert key not in b"".join(store.values.values())
+    for forged in (plain.dumps("theirs"), bytes(32) + plain.dumps("theirs"), store.get("alone:1/0"), b""):
+        store.set("start:1/1", forged)
+        with pytest.raises(StartupError, match="another program has written start:1/1 into the store"):
+            RendezvousRanks(place, "start", range(2), 0, 1.0).allgather("mine")

@@ -17,6 +17,7 @@ from hvdlite.distributed.messages import ANY, Arrival, Offer, Parcel, Wish, memo
 from hvdlite.distributed.pump import Pump
 from hvdlite.distributed.sockets import READ
 from hvdlite.distributed.work import GroupWork
+from hvdlite.proof import new_key
 
 LARGE = 100_000
 
@@ -121,10 +122,11 @@ def test_what_a_sender_has_given_up_is_never_delivered() -> None:
 
 
 def test_memory_is_read_only_of_who_proves_to_be_there() -> None:
-    proof = reach.Proof(b"0123456789abcdef")
-    assert reach.reaches(os.getpid(), proof.address, b"0123456789abcdef")
-    assert not reach.reaches(os.getpid(), proof.address, b"another process!")
-    assert not reach.reaches(os.getpid(), 0, b"0123456789abcdef")
+    content = new_key()
+    proof = reach.Proof(content)
+    assert reach.reaches(os.getpid(), proof.address, content)
+    assert not reach.reaches(os.getpid(), proof.address, new_key())
+    assert not reach.reaches(os.getpid(), 0, content)
 
 
 class Echo:

@@ -6,15 +6,17 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 
+from hvdlite import reception
 from hvdlite.config import DOCTOR
 from hvdlite.doctor import before_mpi
 from hvdlite.doctor.links import Address, Door, Try, mtu_of
 from hvdlite.doctor.network import ask_for_door, measure, try_addresses
-from hvdlite.doctor.station import Station, new_token
+from hvdlite.doctor.station import Station, answer_to, datagram, secret
+from hvdlite.proof import Caller, new_key, prove
 
 LOOPBACK = Address("lo", "127.0.0.1", 1500)  # the kernel's is larger than what a datagram takes
 
@@ -39,26 +41,83 @@ def test_every_address_gets_its_outcome(station: Station) -> None:
         port = stranger.getsockname()[1]
         answers = threading.Thread(target=lambda: stranger.accept()[0].close(), daemon=True)
         answers.start()
-        wrong = Door("here", [Address("dummy", "127.0.0.2", 1500)], port, station.door.udp_port, station.door.token)
+        wrong = Door("here", [Address("dummy", "127.0.0.2", 1500)], [port], [0], station.door.key)
         assert try_addresses(0, 1, station.door, wrong).tries == [Try("dummy", "127.0.0.2", "another program answers")]
         answers.join()
-    refused = Door("here", [LOOPBACK], port, station.door.udp_port, station.door.token)
+    refused = Door("here", [LOOPBACK], [port], [0], station.door.key)
     link = measure(0, 1, station.door, refused)
     assert link.tries == [Try("lo", "127.0.0.1", "refused")] and link.interfaces is None
 
 
-def test_who_does_not_know_the_token_hears_nothing(station: Station) -> None:
-    with socket.create_connection(("127.0.0.1", station.door.tcp_port), timeout=5) as link:
-        link.sendall(bytes(16))
-        assert link.recv(1) == b""
+def connected(station: Station) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", station.door.tcp_ports[0]), timeout=5)
 
 
-def test_a_door_is_told_by_name(station: Station) -> None:
+def is_hung_up(link: socket.socket) -> bool:
+    with suppress(ConnectionResetError):
+        while link.recv(64):
+            pass
+    return True
+
+
+def test_who_does_not_know_the_key_hears_nothing_of_use(station: Station) -> None:
+    """Neither who guesses, nor who has recorded a conversation; the key is in none."""
+    with connected(station) as link:
+        caller = Caller(secret(station.door.key), link, b"")
+        link.sendall(caller.hello)
+        challenge = link.recv(Caller.answer_bytes, socket.MSG_WAITALL)
+        recorded = caller.hello, caller.answer(challenge)
+    assert station.door.key not in b"".join((*recorded, challenge))
+    for said in (bytes(16 + 32), b"".join(recorded)):
+        with connected(station) as link:
+            link.sendall(said + b"d")
+            assert len(link.recv(Caller.answer_bytes, socket.MSG_WAITALL)) == Caller.answer_bytes
+            assert is_hung_up(link)
+    with connected(station) as link, pytest.raises(ConnectionError):
+        prove(secret(new_key()), link, b"")
+
+
+def test_strangers_who_say_nothing_cost_no_thread_and_hold_nobody_up(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reception, "MOST_UNPROVEN", 20)
+    threads = threading.active_count()
+    with ExitStack() as strangers:
+        links = [strangers.enter_context(connected(station)) for _ in range(60)]
+        assert measure(0, 1, station.door, station.door).latency_us is not None
+        assert threading.active_count() <= threads + 1  # for the one that has measured
+        assert all(map(is_hung_up, links[:30]))
+
+
+def test_a_station_is_at_the_addresses_of_its_interfaces_only(station: Station) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", station.door.tcp_ports[0]), timeout=5)
+
+
+def test_datagrams_without_proof_get_no_answer(station: Station) -> None:
+    """None that is longer than they are, which would serve who names another one as their sender."""
+    key, nonce = station.door.key, bytes(8)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        link.settimeout(5)
+        link.connect(("127.0.0.1", station.door.udp_ports[0]))
+        for wrong in (b"", bytes(36), datagram(new_key(), nonce, 36).ljust(36), datagram(key, nonce, 40).ljust(36)):
+            link.send(wrong)
+        link.send(datagram(key, nonce, 36).ljust(36, b"\0"))
+        answer = link.recv(1 << 16)
+        assert answer == answer_to(key, nonce, 36) and len(answer) < 36
+
+
+def test_a_door_is_told_by_name() -> None:
+    """By whichever address of this host the name leads to."""
     until_s = time.monotonic() + 5
-    door = station.door
-    assert ask_for_door("localhost", door.tcp_port, door.token, until_s) == door
-    assert ask_for_door("localhost", door.tcp_port, new_token(), until_s) == "another program answers"
-    unknown = ask_for_door("no-such-host.invalid", door.tcp_port, door.token, until_s)
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    with closing(Station("here", [LOOPBACK], port)) as station:
+        door = station.door
+        for name in ("localhost", "127.0.0.2"):
+            assert ask_for_door(name, port, door.key, until_s) == door
+        assert ask_for_door("localhost", port, new_key(), until_s) == "another program answers"
+        unknown = ask_for_door("no-such-host.invalid", port, door.key, until_s)
     assert isinstance(unknown, str) and "its name is not known here" in unknown
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import threading
 import time
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 
 from hvdlite import reception
+from hvdlite.dial import Address
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import Interface
-from hvdlite.leader_links import _CLAIM as CLAIM, Address, Listener, _secret, connect, connect_leaders
+from hvdlite.leader_links import _CLAIM as CLAIM, Listener, _secret, connect, connect_leaders
 from hvdlite.proof import Caller, Secret, new_key, prove
+from hvdlite.reception import Hearing
 from hvdlite.topology import Topology
 from thread_comm import on_ranks
 
@@ -295,3 +298,29 @@ def test_leaders_meet_in_a_tree_and_only_those_with_children_listen(monkeypatch:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_who_has_left_after_its_last_word_is_admitted() -> None:
+    """What it has said beyond the proof can be read then."""
+    admitted: list[socket.socket] = []
+
+    def admit(link: socket.socket, claim: bytes, session: bytes) -> bool:
+        admitted.append(link)
+        return True
+
+    listener, secret = socket.socket(socket.AF_UNIX), Secret(KEY, b"test", 0)
+    listener.bind("")
+    listener.listen()
+    hearing = Hearing([listener], secret, admit)
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(listener.getsockname())
+        caller = Caller(secret, link, b"")
+        link.sendall(caller.hello)
+        while not select.select([link], [], [], 0)[0]:
+            hearing.serve()
+        link.sendall(caller.answer(link.recv(Caller.answer_bytes, socket.MSG_WAITALL)) + b"last words")
+    while not admitted:
+        hearing.serve()
+    assert admitted[0].recv(64) == b"last words"
+    admitted[0].close()
+    hearing.close()
