@@ -102,8 +102,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COORDINATOR}leader.py",
-        "        if self._plan.runs_free:\n",
-        "        if False:\n",
+        "self._plan.runs_free:\n            self._pass_on(self._plan.make_room())\n            verdicts = []\n",
+        "False:\n            verdicts = []\n",
         _PLANS,
     ),
     Mutant(
@@ -111,12 +111,6 @@ MUTANTS = [
         "if found.came_alone and all(",
         "if all(",
         _PLANS,
-    ),
-    Mutant(
-        f"{_COORDINATOR}coordinator.py",
-        "self._queue or not self._in_flight.is_quiet or self.collector.is_open:",
-        "self._queue or self.collector.is_open:",
-        "3 mpi/test_prepared.py",
     ),
     # Plans that begin anew.
     Mutant(
