@@ -188,6 +188,20 @@ MUTANTS = [
         _THREADS,
     ),
     Mutant(
+        "csrc/ready_counts.cpp",
+        "own.store(tag_of(plan) | count, std::memory_order_seq_cst);",
+        "own.store(tag_of(plan) | count, std::memory_order_relaxed);",
+        _THREADS,
+    ),
+    Mutant("csrc/prepared_allreduce.cpp", "  if (is_small_) small_.begin(job());\n", "", _THREADS),
+    Mutant(
+        "csrc/ordered_exchange.cpp",
+        "own.turn.store(turn_, std::memory_order_seq_cst);",
+        "own.turn.store(turn_, std::memory_order_relaxed);",
+        _THREADS,
+    ),
+    Mutant("csrc/ordered_exchange.cpp", "if (!all_have_counted()) {", "if (false) {", _THREADS),
+    Mutant(
         f"{_COORDINATOR}control_page.py",
         "self._capacity + min(map(_native.load64, self._tails))",
         "self._capacity + max(map(_native.load64, self._tails))",
