@@ -137,7 +137,7 @@ void register_signal(py::module_& m) {
   m.def("doorbell_wait", &doorbell_wait, "address"_a, "seen"_a, "timeout_s"_a);
   m.def("doorbell_assist", &doorbell_assist, "address"_a, "seen"_a, "timeout_s"_a, "spin_us"_a);
   m.def(
-      "doorbell_begin_assistance", [](std::uintptr_t address) { doorbell_at(address).assistants.store(1); },
+      "doorbell_begin_assistance", [](std::uintptr_t address) { doorbell_at(address).begin_assistance(); },
       "address"_a);
   m.def(
       "doorbell_end_assistance", [](std::uintptr_t address) { return doorbell_at(address).end_assistance(); },

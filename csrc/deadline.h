@@ -26,6 +26,8 @@ class Deadline {
  private:
   static void* watch(void* self);
 
+  // Exchanged, so that either who cancels or the thread has its way, and nothing is read because of it: what the thread
+  // needs was written before it began. The kernel compares before it sleeps, so no wake-up is missed.
   Word state_;
   Clock::time_point until_;
   std::string message_;

@@ -50,6 +50,7 @@ class Heartbeat {
   std::chrono::duration<double> interval_;
   std::string beat_;
   int wake_;  // an eventfd: something is left to send, or the end has come
+  // Released after end_by_, which is read by who has acquired it.
   std::atomic<bool> is_ending_{false};
   Clock::time_point end_by_{};
   bool is_open_ = false;

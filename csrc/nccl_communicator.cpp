@@ -82,6 +82,7 @@ struct NcclCommunicator::State : std::enable_shared_from_this<State> {
 
   const cuda::Context context;
   const pid_t owner = getpid();
+  // Set before `give_back` asks for `calling`: whoever has that later sees it. Looks without the lock only end waits.
   std::atomic<bool> ended{false};
   std::mutex calling;  // who calls NCCL with the communicator
   nccl::Communicator communicator = nullptr;

@@ -83,9 +83,18 @@ std::uintptr_t OrderedExchange::window(std::uint32_t rank) const {
   return windows + (kWindows * rank + turn_ % kWindows) * window_bytes_;
 }
 
+// This rank's step is loaded first, for `late` on another thread: the other way round the step could begin in between,
+// and a rank that has counted for it by now would pass for late.
 bool OrderedExchange::has_counted(std::uint32_t rank) const {
+  const std::uint32_t own = turn_.load(std::memory_order_acquire);
   const std::uint32_t theirs = line(rank).turn.load(std::memory_order_seq_cst);
-  return static_cast<std::int32_t>(theirs - turn_) >= 0;  // counts may wrap
+  return static_cast<std::int32_t>(theirs - own) >= 0;  // counts may wrap
+}
+
+// A rank has stored its last count before it departs, so that whoever sees it departed sees that count as well. The
+// wake-up may be missed, as that of an abort.
+bool OrderedExchange::has_departed(std::uint32_t rank) const {
+  return line(rank).departed.load(std::memory_order_acquire) != 0 && !has_counted(rank);
 }
 
 bool OrderedExchange::all_have_counted() const {
@@ -239,8 +248,7 @@ OrderedExchange::Result OrderedExchange::reduce_scatter(std::uint64_t card, cons
 }
 
 OrderedExchange::Result OrderedExchange::await_all(Clock::time_point until) {
-  const auto aborted = [&] { return abort_->load(std::memory_order_acquire) != 0; };
-  if (aborted()) return Result::kAborted;
+  if (is_aborted(*abort_)) return Result::kAborted;
   if (spin_until(std::min(Clock::now() + spin_, until), [&] { return all_have_counted(); })) return Result::kOk;
   for (std::uint32_t rank = 0; rank < size_; ++rank) {
     Line& its = line(rank);
@@ -249,9 +257,9 @@ OrderedExchange::Result OrderedExchange::await_all(Clock::time_point until) {
     while (!has_counted(rank)) {
       const std::uint32_t theirs = its.turn.load(std::memory_order_seq_cst);
       const auto now = Clock::now();
-      if (aborted()) {
+      if (is_aborted(*abort_)) {
         result = Result::kAborted;
-      } else if (its.departed.load(std::memory_order_seq_cst) != 0 && !has_counted(rank)) {
+      } else if (has_departed(rank)) {
         result = Result::kDeparted;
       } else if (now >= until) {
         result = Result::kTimeout;
@@ -266,7 +274,7 @@ OrderedExchange::Result OrderedExchange::await_all(Clock::time_point until) {
 }
 
 void OrderedExchange::leave() {
-  line(rank_).departed.store(1, std::memory_order_seq_cst);
+  line(rank_).departed.store(1, std::memory_order_release);
   futex_wake_all(line(rank_).turn);
 }
 
@@ -280,8 +288,8 @@ std::vector<int> OrderedExchange::late() const {
 
 std::vector<int> OrderedExchange::departed() const {
   std::vector<int> ranks;
-  for (const int rank : late()) {
-    if (line(static_cast<std::uint32_t>(rank)).departed.load(std::memory_order_seq_cst) != 0) ranks.push_back(rank);
+  for (std::uint32_t rank = 0; rank < size_; ++rank) {
+    if (has_departed(rank)) ranks.push_back(static_cast<int>(rank));
   }
   return ranks;
 }

@@ -69,6 +69,7 @@ class OrderedExchange {
   std::uint64_t* sizes(std::uint32_t rank) const;
   std::uintptr_t window(std::uint32_t rank) const;
   bool has_counted(std::uint32_t rank) const;
+  bool has_departed(std::uint32_t rank) const;
   bool all_have_counted() const;
   bool sizes_agree() const;
   std::uint64_t longest() const;
@@ -87,7 +88,9 @@ class OrderedExchange {
   std::uint32_t size_;
   std::uint64_t window_bytes_;
   std::uint64_t streamed_bytes_;
-  Word turn_{0};             // counts steps; may wrap; other threads read it in `late`
+  // Counts steps; may wrap. The caller's thread alone writes it. Other threads load it in `late`, to compare it with
+  // the counts, and read nothing because of it.
+  Word turn_{0};
   bool counted_ = false;     // for step `turn_`, whose wait a timeout has ended
   std::uint64_t piece_ = 0;  // of the collective that a timeout has ended
 };

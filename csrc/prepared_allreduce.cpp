@@ -51,7 +51,8 @@ PreparedAllreduce::Result PreparedAllreduce::run(const std::vector<std::uintptr_
 ReadyCounts::Outcome PreparedAllreduce::await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard) {
   const auto until = time_after(patience_s_);
   if (!is_small_) return counts_.await(plan, count, heard, until, spin_);
-  // All have begun later than they are ready, and if they have, that is all there is to wait for.
+  // Whoever has begun has said that it is ready, or does so next, whatever comes (`run`). So once all have begun there
+  // is nothing more to wait for; what they have packed is seen by the counts of SmallAllreduce.
   const auto all_have_begun = [&] { return small_.all_have_begun(); };
   spin_until(std::min(Clock::now() + spin_, until), [&] { return all_have_begun() || counts_.has_news(heard); });
   if (all_have_begun()) return ReadyCounts::Outcome::kAllReady;

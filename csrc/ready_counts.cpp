@@ -78,7 +78,7 @@ ReadyCounts::Outcome ReadyCounts::await(std::uint64_t plan, std::uint64_t count,
   want_ring(true);
   if (all_ready()) return Outcome::kAllReady;
   if (!has_news(heard)) {
-    own.assistants.store(1, std::memory_order_seq_cst);
+    own.begin_assistance();
     own.assist_once(heard, until, std::chrono::microseconds(0));
     const bool is_ready = all_ready();
     const bool is_rung = own.end_assistance() != heard;

@@ -41,10 +41,11 @@ void futex_wake_all(Word& word, std::uint32_t group) {
 }
 
 // Ringing and going to sleep are Dekker's pattern: each side writes its word, then reads the other's. In
-// sequentially consistent order at least one sees the other, so no ring is missed. The end of an assistance is another
-// such pattern: a ring that still took the assistant for present has been counted before `end_assistance` looks.
-// The count is released by every ring and acquired by every look, so that what was written before a ring is seen by
-// whoever has heard it.
+// sequentially consistent order at least one sees the other, so no ring is missed. The beginning and the end of an
+// assistance are two more: a ring that took the assistant for absent has been counted before the assistant looks for
+// the last time, which the kernel does for it; one that took it for present, before `end_assistance` looks. The count
+// is released by every ring and acquired by every look, so that what was written before a ring is seen by whoever has
+// heard it.
 void Doorbell::ring() {
   count.fetch_add(1, std::memory_order_seq_cst);
   if (assistants.load(std::memory_order_seq_cst) != 0) {
@@ -62,6 +63,8 @@ std::uint32_t Doorbell::wait_once(std::uint32_t seen, Clock::time_point until) {
   sleepers.fetch_sub(1, std::memory_order_relaxed);
   return count.load(std::memory_order_acquire);
 }
+
+void Doorbell::begin_assistance() { assistants.store(1, std::memory_order_seq_cst); }
 
 std::uint32_t Doorbell::assist_once(std::uint32_t seen, Clock::time_point until, std::chrono::microseconds spin) {
   const auto rung = [&] { return count.load(std::memory_order_acquire) != seen; };
@@ -111,12 +114,13 @@ std::size_t Barrier::bytes_needed(int size) {
 // What any rank has written before it arrives, all see after the opening: arrivals are read-modify-writes of one word
 // that acquire and release, so the last one has acquired all others; it releases the generation, which the others
 // acquire. The generation can be loaded relaxed before: this rank has seen the last opening, having waited for it, and
-// without its arrival there is no other.
+// without its arrival there is no other. Epochs are relaxed: each is stored before the arrival, so whoever has seen the
+// opening sees them all; before that they only say who is late, and nothing is read because of them.
 WaitStatus Barrier::wait(double timeout_s) {
-  if (aborted()) return WaitStatus::kAborted;
+  if (is_aborted(*abort_)) return WaitStatus::kAborted;
   const std::uint32_t before = shared_->generation.load(std::memory_order_relaxed);
   Word& epoch = shared_->epochs[rank_].value;
-  epoch.store(epoch.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // no other rank writes it
+  epoch.store(epoch.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);  // no other rank writes it
   if (shared_->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
     shared_->arrived.store(0, std::memory_order_relaxed);  // published by the new generation
     // Before the sleepers are loaded, in Dekker's pattern (`futex_wait`).
@@ -135,7 +139,7 @@ WaitStatus Barrier::await_generation_after(std::uint32_t before, Clock::time_poi
   WaitStatus status = WaitStatus::kOk;
   while (!opened()) {
     const auto now = Clock::now();
-    if (aborted()) {
+    if (is_aborted(*abort_)) {
       status = WaitStatus::kAborted;
       break;
     }
@@ -150,10 +154,10 @@ WaitStatus Barrier::await_generation_after(std::uint32_t before, Clock::time_poi
 }
 
 std::vector<int> Barrier::late() const {
-  const std::uint32_t mine = shared_->epochs[rank_].value.load(std::memory_order_acquire);
+  const std::uint32_t mine = shared_->epochs[rank_].value.load(std::memory_order_relaxed);
   std::vector<int> ranks;
   for (std::uint32_t rank = 0; rank < size_; ++rank) {
-    const std::uint32_t theirs = shared_->epochs[rank].value.load(std::memory_order_acquire);
+    const std::uint32_t theirs = shared_->epochs[rank].value.load(std::memory_order_relaxed);
     if (static_cast<std::int32_t>(theirs - mine) < 0) ranks.push_back(static_cast<int>(rank));  // epochs may wrap
   }
   return ranks;

@@ -20,6 +20,10 @@ using Word = std::atomic<std::uint32_t>;
 // A waiter that sleeps looks at its abort word this often, should the wake-up that belongs to an abort not come.
 constexpr std::chrono::milliseconds kAbortLook{100};
 
+// Whether `abort` is set, which ends every wait for good. Acquired: whoever is aborted sees what was written before the
+// word was set. No more order is needed: a sleeper who just missed it, and the wake-up too, looks again.
+inline bool is_aborted(const Word& abort) { return abort.load(std::memory_order_acquire) != 0; }
+
 // A word of shared memory by its address, a multiple of its size.
 template <class T>
 std::atomic<T>& atomic_at(std::uintptr_t address) {
@@ -67,9 +71,11 @@ struct Doorbell {
   // One sleep, until the count differs from `seen` or `until` has come; a signal or a stray wake-up ends it early.
   // Returns the count.
   std::uint32_t wait_once(std::uint32_t seen, Clock::time_point until);
-  // The same of the assistant, which looks for `spin` before it sleeps.
+  // By the assistant, before it looks whether there is something to do.
+  void begin_assistance();
+  // One sleep of the assistant, as `wait_once`, which looks for `spin` before it sleeps.
   std::uint32_t assist_once(std::uint32_t seen, Clock::time_point until, std::chrono::microseconds spin);
-  // Ends what `assistants = 1` began. Returns the count: rings up to then may have woken nobody but the assistant.
+  // Ends what `begin_assistance` began. Returns the count: rings up to then may have woken nobody but the assistant.
   std::uint32_t end_assistance();
 };
 static_assert(sizeof(Doorbell) == 16, "the doorbell's size is part of the Python interface");
@@ -95,8 +101,6 @@ class Barrier {
  private:
   struct Shared;
 
-  // Acquired, so that whoever is aborted sees what was written before the word was set.
-  bool aborted() const { return abort_->load(std::memory_order_acquire) != 0; }
   WaitStatus await_generation_after(std::uint32_t before, Clock::time_point until);
 
   Shared* shared_;

@@ -36,6 +36,7 @@ SmallAllreduce::SmallAllreduce(std::uintptr_t address, int rank, int size, std::
   if (address == 0 || address % kCacheLine != 0) {
     throw std::invalid_argument("SmallAllreduce: address must be a multiple of 64");
   }
+  // Relaxed: no other rank writes it, and what has last done so for this rank was over before this was built.
   turn_ = line(rank_).turn.load(std::memory_order_relaxed);
 }
 
@@ -119,8 +120,7 @@ WaitStatus SmallAllreduce::finish(const TensorReduction& job, double timeout_s) 
 }
 
 WaitStatus SmallAllreduce::await_all(Clock::time_point until) {
-  const auto aborted = [&] { return abort_->load(std::memory_order_acquire) != 0; };
-  if (aborted()) return WaitStatus::kAborted;
+  if (is_aborted(*abort_)) return WaitStatus::kAborted;
   if (spin_until(std::min(Clock::now() + spin_, until), [&] { return all_have_begun(); })) return WaitStatus::kOk;
   for (std::uint32_t rank = 0; rank < size_; ++rank) {
     Line& its = line(rank);
@@ -129,10 +129,12 @@ WaitStatus SmallAllreduce::await_all(Clock::time_point until) {
     while (!has_begun(rank)) {
       const std::uint32_t theirs = its.turn.load(std::memory_order_seq_cst);
       const auto now = Clock::now();
-      if (aborted() || now >= until) {
-        status = aborted() ? WaitStatus::kAborted : WaitStatus::kTimeout;
-        break;
+      if (is_aborted(*abort_)) {
+        status = WaitStatus::kAborted;
+      } else if (now >= until) {
+        status = WaitStatus::kTimeout;
       }
+      if (status != WaitStatus::kOk) break;
       if (!has_begun(rank)) futex_wait(its.turn, theirs, std::min(until, now + kAbortLook));
     }
     its.sleepers.fetch_sub(1, std::memory_order_relaxed);

@@ -34,6 +34,7 @@ class SocketBell {
   int stop_;
   pid_t owner_;
   pthread_t thread_;
+  // Nothing is read because of them: what `close` does after the thread has ended, the join orders.
   std::atomic<bool> is_stopping_{false};
   std::atomic<bool> is_robbed_{false};
   bool is_open_ = false;

@@ -25,7 +25,7 @@ StreamBarrier::StreamBarrier(const DeviceStream& stream, std::uintptr_t page, in
   const cuda::Result result = driver().host_address(&on_device_, memory, 0);
   if (result != cuda::kSuccess) driver().host_unregister(memory);
   check(result, "cuMemHostGetDevicePointer");
-  met_ = *word_of(rank_);
+  met_ = load_word(rank_);
 }
 
 StreamBarrier::~StreamBarrier() { let_go(); }
@@ -55,10 +55,9 @@ void StreamBarrier::meet() {
 std::vector<int> StreamBarrier::late() {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<int> ranks;
-  const std::uint32_t own = __atomic_load_n(word_of(rank_), __ATOMIC_ACQUIRE);
+  const std::uint32_t own = load_word(rank_);
   for (int rank = 0; rank < size_; ++rank) {
-    const std::uint32_t theirs = __atomic_load_n(word_of(rank), __ATOMIC_ACQUIRE);
-    if (static_cast<std::int32_t>(theirs - own) < 0) ranks.push_back(rank);
+    if (static_cast<std::int32_t>(load_word(rank) - own) < 0) ranks.push_back(rank);
   }
   return ranks;
 }
@@ -68,6 +67,7 @@ void StreamBarrier::release() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_released_) return;
   is_released_ = true;
+  // Released: whoever finds that a stream went on finds as well why it was freed, which was written before.
   for (int rank = 0; rank < size_; ++rank) {
     __atomic_store_n(word_of(rank), met_ + kForGood, __ATOMIC_RELEASE);
   }
@@ -79,6 +79,9 @@ void StreamBarrier::release() {
 void StreamBarrier::write(std::uint32_t value) {
   check(driver().stream_write_value(stream_.handle(), address_of(rank_), value, 0), "cuStreamWriteValue32");
 }
+
+// Relaxed: threads compare words, and read nothing because of them; what streams wait for they load by themselves.
+std::uint32_t StreamBarrier::load_word(int rank) const { return __atomic_load_n(word_of(rank), __ATOMIC_RELAXED); }
 
 std::uint32_t* StreamBarrier::word_of(int rank) const {
   return reinterpret_cast<std::uint32_t*>(page_ + static_cast<std::size_t>(rank) * kCacheLine);

@@ -44,6 +44,7 @@ class StreamBarrier {
 
  private:
   void write(std::uint32_t value);
+  std::uint32_t load_word(int rank) const;
   std::uint32_t* word_of(int rank) const;
   cuda::Address address_of(int rank) const;
 

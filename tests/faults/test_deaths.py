@@ -5,9 +5,18 @@ Ranks 0 and 1 play one node, 2 and 3 another: 0 leads the job, 2 its node, 1 and
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from fault_lab import check_end, run
+from launching import Result
 
 DEATHS = """
 kind, victim = sys.argv[1], int(sys.argv[2])
@@ -75,54 +84,103 @@ def test_a_stopped_process_is_noticed_by_its_silence(victim: int) -> None:
 
 
 AT_ONCE = """
-import random
+import pathlib, random
 import torch
 import hvdlite.torch as hvd
-kind, victim = sys.argv[1], int(sys.argv[2])
+victim, way, told = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
 hvd.init()
 world = hvdlite.runtime().group.world
 largest = 100_000 if world.engine.early is None else world.engine.early.most_bytes // 4
 values = [torch.ones(numel) for numel in (1, 1000, largest)]
+model = torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Linear(50, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+if way == "optimizer":
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
-def steps():
+def blocking():
     for value in values:
         hvd.allreduce_(value, name=str(len(value)))
 
-for _ in range(10):
-    steps()
-assert world.coordinator.runs_free
+def burst():
+    handles = [hvd.allreduce_async_(values[i % 2], name=f"in burst {i}") for i in range(24)]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+def training():
+    optimizer.zero_grad()
+    model(torch.ones(4, 50)).sum().backward()
+    optimizer.step()
+
+step = {"blocking": blocking, "burst": burst, "optimizer": training}[way]
+for _ in range(30):
+    step()
+assert world.coordinator.runs_free or way != "blocking"
 if hvd.rank() == victim:
-    def die():
-        say("dying at", time.time())
-        os.kill(os.getpid(), getattr(signal, kind))
-    threading.Timer(random.uniform(0.1, 0.3), die).start()  # in the middle of one, at any point
+    new = told.with_suffix(".new")
+    new.write_text(str(os.getpid()))
+    new.rename(told)
 while True:
-    steps()
+    step()
     if random.random() < 0.1:
         time.sleep(random.uniform(0.0, 2e-3))
 """
+WAYS = ["blocking", "burst", "optimizer"]
+
+
+def strike(told: Path, number: int) -> None:
+    """Send signal ``number`` to the process that ``told`` names, and have its output say when."""
+    limit_s = time.monotonic() + 60.0
+    while not told.exists():
+        if time.monotonic() > limit_s:
+            return  # nobody has said that he dies, which `check_end` finds
+        time.sleep(0.01)
+    pid = int(told.read_text())
+    time.sleep(random.uniform(0.0, 0.3))
+    with Path(f"/proc/{pid}/fd/1").open("a") as output:
+        output.write(f"dying at {time.time()}\n")
+    os.kill(pid, number)
+
+
+def run_and_strike(
+    directory: Path, victim: int, machines: str, way: str = "blocking", number: int = signal.SIGKILL, **how: Any
+) -> Result:
+    """From outside it comes at any instruction; a thread of the victim's would first wait for the GIL."""
+    told = directory / "pid"
+    striker = threading.Thread(target=strike, args=(told, number))
+    striker.start()
+    try:
+        return run(AT_ONCE, str(victim), way, str(told), n=len(machines), machines=machines, **how)
+    finally:
+        striker.join()
 
 
 @pytest.mark.parametrize(("victim", "machines"), [(0, "0011"), (3, "0011"), (1, "012")])
-def test_those_that_wait_for_another_node_too(victim: int, machines: str) -> None:
-    result = run(AT_ONCE, "SIGKILL", str(victim), n=len(machines), machines=machines, alone=True)
+def test_those_that_wait_for_another_node_too(tmp_path: Path, victim: int, machines: str) -> None:
+    result = run_and_strike(tmp_path, victim, machines, alone=True)
     check_end(result, f"rank {victim} (pid", "died without a word")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", range(200))
-def test_killed_at_any_point(number: int) -> None:
-    machines = ("000", "0011", "012", "01")[number % 4]
-    victim = number % len(machines)
+def test_killed_at_any_point(tmp_path: Path, number: int) -> None:
+    number, which = divmod(number, len(WAYS))
+    victim, layout = divmod(number, 4)
+    machines = ("000", "0011", "012", "01")[layout]
     mpi = "none" if len(set(machines)) == 1 else "current"
-    result = run(AT_ONCE, "SIGKILL", str(victim), n=len(machines), machines=machines, alone=True, mpi=mpi)
+    victim %= len(machines)
+    result = run_and_strike(tmp_path, victim, machines, WAYS[which], alone=True, mpi=mpi)
     check_end(result, f"rank {victim} (pid", "died without a word")
 
 
-@pytest.mark.parametrize(("victim", "kind"), [(0, "SIGKILL"), (1, "SIGKILL"), (2, "SIGSTOP")])
-def test_ranks_that_need_no_coordinator_for_an_operation_hear_of_it_too(victim: int, kind: str) -> None:
-    impatient = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "3"} if kind == "SIGSTOP" else {}
-    result = run(AT_ONCE, kind, str(victim), n=3, mpi="none", env=impatient)
+@pytest.mark.parametrize(
+    ("victim", "way", "number"),
+    [(0, "burst", signal.SIGKILL), (1, "optimizer", signal.SIGKILL), (2, "blocking", signal.SIGSTOP)],
+)
+def test_ranks_that_need_no_coordinator_for_an_operation_hear_of_it_too(
+    tmp_path: Path, victim: int, way: str, number: int
+) -> None:
+    impatient = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "3"} if number == signal.SIGSTOP else {}
+    result = run_and_strike(tmp_path, victim, "000", way, number, mpi="none", env=impatient)
     check_end(result, f"rank {victim} (pid", "has not answered for" if impatient else "died without a word")
 
 

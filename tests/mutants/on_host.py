@@ -102,8 +102,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COORDINATOR}leader.py",
-        "        if self._plan.runs_free:\n",
-        "        if False:\n",
+        "self._plan.runs_free:\n            self._pass_on(self._plan.make_room())\n            verdicts = []\n",
+        "False:\n            verdicts = []\n",
         _PLANS,
     ),
     Mutant(
@@ -111,12 +111,6 @@ MUTANTS = [
         "if found.came_alone and all(",
         "if all(",
         _PLANS,
-    ),
-    Mutant(
-        f"{_COORDINATOR}coordinator.py",
-        "self._queue or not self._in_flight.is_quiet or self.collector.is_open:",
-        "self._queue or self.collector.is_open:",
-        "3 mpi/test_prepared.py",
     ),
     # Plans that begin anew.
     Mutant(
@@ -193,6 +187,20 @@ MUTANTS = [
         "own.turn.store(turn_, std::memory_order_relaxed);",
         _THREADS,
     ),
+    Mutant(
+        "csrc/ready_counts.cpp",
+        "own.store(tag_of(plan) | count, std::memory_order_seq_cst);",
+        "own.store(tag_of(plan) | count, std::memory_order_relaxed);",
+        _THREADS,
+    ),
+    Mutant("csrc/prepared_allreduce.cpp", "  if (is_small_) small_.begin(job());\n", "", _THREADS),
+    Mutant(
+        "csrc/ordered_exchange.cpp",
+        "own.turn.store(turn_, std::memory_order_seq_cst);",
+        "own.turn.store(turn_, std::memory_order_relaxed);",
+        _THREADS,
+    ),
+    Mutant("csrc/ordered_exchange.cpp", "if (!all_have_counted()) {", "if (false) {", _THREADS),
     Mutant(
         f"{_COORDINATOR}control_page.py",
         "self._capacity + min(map(_native.load64, self._tails))",

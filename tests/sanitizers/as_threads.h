@@ -50,4 +50,31 @@ class Lines {
   std::vector<Line> lines_;
 };
 
+// An abort word and a barrier.
+class Page {
+ public:
+  explicit Page(int size) : size_(size), lines_(kCacheLine + Barrier::bytes_needed(size)) {}
+
+  Barrier barrier(int rank, int spin_us) const {
+    return {lines_.address() + kCacheLine, rank, size_, abort_address(), spin_us};
+  }
+  std::uintptr_t abort_address() const { return lines_.address(); }
+  Word& barrier_word() const { return atomic_at<std::uint32_t>(lines_.address() + kCacheLine); }
+
+ private:
+  int size_;
+  Lines lines_;
+};
+
+// What a rank gives to a sum.
+inline float value_of(int rank, std::uint64_t i) {
+  return static_cast<float>((i + 3 * static_cast<std::uint64_t>(rank)) % 11);
+}
+
+inline float sum_of(int size, std::uint64_t i) {
+  float sum = 0;
+  for (int rank = 0; rank < size; ++rank) sum += value_of(rank, i);
+  return sum;
+}
+
 }  // namespace hvdlite

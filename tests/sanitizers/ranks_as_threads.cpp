@@ -24,7 +24,9 @@
 #include "elements.h"
 #include "heartbeat.h"
 #include "nodes_as_threads.h"
+#include "ordered_as_threads.h"
 #include "pack.h"
+#include "prepared_as_threads.h"
 #include "ready_counts.h"
 #include "signal.h"
 #include "small_allreduce.h"
@@ -34,25 +36,6 @@
 namespace {
 
 using namespace hvdlite;
-
-// An abort word and a barrier.
-class Page {
- public:
-  explicit Page(int size) : size_(size), lines_(1 + (Barrier::bytes_needed(size) + kCacheLine - 1) / kCacheLine) {}
-
-  Barrier barrier(int rank, int spin_us) const {
-    return {address_of(&lines_[1]), rank, size_, abort_address(), spin_us};
-  }
-  std::uintptr_t abort_address() const { return address_of(&lines_[0]); }
-  Word& barrier_word() const { return atomic_at<std::uint32_t>(address_of(&lines_[1])); }
-
- private:
-  struct alignas(kCacheLine) Line {
-    char bytes[kCacheLine];
-  };
-  int size_;
-  std::vector<Line> lines_;
-};
 
 void barrier(int spin_us) {
   constexpr int kSize = 3;
@@ -139,7 +122,7 @@ void doorbell_assistants() {
         ++letter;
         bells[1].ring();
       }
-      bell.assistants.store(1);
+      bell.begin_assistance();
       const std::chrono::microseconds spin(turn % 7);
       if (turn % 3 != 0 && bell.assist_once(turn, time_after(turn % 3 == 1 ? kLongS : 1e-5), spin) != turn) read();
       if (bell.end_assistance() != turn) read();
@@ -256,16 +239,6 @@ void byte_stream() {
       std::this_thread::yield();
     }
   });
-}
-
-float value_of(int rank, std::uint64_t i) {
-  return static_cast<float>((i + 3 * static_cast<std::uint64_t>(rank)) % 11);
-}
-
-float sum_of(int size, std::uint64_t i) {
-  float sum = 0;
-  for (int rank = 0; rank < size; ++rank) sum += value_of(rank, i);
-  return sum;
 }
 
 // One after the other, each rank changing its copy as soon as it has its result.
@@ -469,6 +442,8 @@ const Cases kCases{
 int main(int argc, char** argv) {
   Cases cases = kCases;
   cases.merge(cases_across_nodes());
+  cases.merge(cases_in_order());
+  cases.merge(cases_of_plans());
   if (argc == 2) {
     cases.at(argv[1])();
   } else {

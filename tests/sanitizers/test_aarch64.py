@@ -20,8 +20,8 @@ FLAGS = ["-std=c++17", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-p
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
 SOURCES = [
     *("ascending_copy", "bound_messages", "deadline", "early_allreduce", "early_turns", "heartbeat"),
-    *("instruction_set", "pack", "ready_counts", "reduce", "signal", "small_allreduce", "socket_bell"),
-    "staged_allreduce",
+    *("instruction_set", "ordered_exchange", "pack", "prepared_allreduce", "ready_counts", "reduce", "signal"),
+    *("small_allreduce", "socket_bell", "staged_allreduce", "streaming_copy"),
 ]
 NEEDED = "apt install g++-aarch64-linux-gnu qemu-user-static"
 
@@ -42,7 +42,7 @@ def program(tmp_path_factory: pytest.TempPathFactory, cross: str) -> Run:
         pytest.skip(f"no {QEMU} ({NEEDED})")
     binary = tmp_path_factory.mktemp("aarch64") / "ranks_as_threads"
     sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
-    cases = [Path(__file__).with_name(f"{name}_as_threads.cpp") for name in ("ranks", "nodes")]
+    cases = [Path(__file__).with_name(f"{name}_as_threads.cpp") for name in ("ranks", "nodes", "ordered", "prepared")]
     result = run(cross, *FLAGS, *CALLED, "-static", *sources, *cases, "-o", binary)
     assert result.returncode == 0, result.stdout
     return lambda *case: run(qemu, binary, *case)

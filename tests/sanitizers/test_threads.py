@@ -34,8 +34,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
     everything = [source for source in (ROOT / "csrc").glob("*.cpp") if not needs_python(source)]
     sources = [source for source in everything if source.stem not in left_out]
     of_devices = [source for source in sources if source.stem in ("cuda_driver", "device_copies", "device_stream")]
+    cases = [HERE / f"{name}_as_threads.cpp" for name in ("nodes", "ordered", "prepared")]
     chosen = {
-        "ranks_as_threads": ([*sources, HERE / "nodes_as_threads.cpp"], []),
+        "ranks_as_threads": ([*sources, *cases], []),
         "device_as_threads": (of_devices, [driver]),
         "device_schedules": (of_devices, [driver]),
     }

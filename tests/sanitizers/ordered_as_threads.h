@@ -1,0 +1,10 @@
+// Calls that ranks of a node make in the same order, for ranks_as_threads.
+#pragma once
+
+#include "as_threads.h"
+
+namespace hvdlite {
+
+Cases cases_in_order();
+
+}  // namespace hvdlite
