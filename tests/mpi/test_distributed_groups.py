@@ -238,15 +238,22 @@ def test_the_short_forms_of_calls_have_a_timeout(nodes: tuple[int, ...]) -> None
 
 def test_profilers_show_calls() -> None:
     with process_group():
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(record_shapes=True) as profile:
             dist.all_reduce(torch.ones(3))
+            dist.reduce_scatter(torch.ones(2), [torch.ones(2)] * SIZE)
             dist.barrier()
             for _ in range(20):
                 sent = dist.isend(torch.ones(3), (RANK + 1) % SIZE)
                 dist.irecv(torch.ones(3), (RANK - 1) % SIZE).wait()
                 sent.wait()
                 dist.broadcast(torch.ones(3), 0, async_op=True).wait()
-        names = Counter(event.name for event in profile.events())
+        shown = [event for event in profile.events() if event.name.startswith("hvdlite:")]
+        assert all(event.is_async for event in shown)
+        shapes = {event.name: event.input_shapes for event in shown}
+        assert shapes["hvdlite:reduce_scatter"] == [[2]] * SIZE
+        assert shapes["hvdlite:all_reduce"] == shapes["hvdlite:send"] == shapes["hvdlite:recv"] == [[3]]
+        assert shapes["hvdlite:barrier"] == []
+        names = Counter(event.name for event in shown)
         assert names["hvdlite:all_reduce"] == names["hvdlite:barrier"] == 1
         assert names["hvdlite:broadcast"] == names["hvdlite:send"] == names["hvdlite:recv"] == 20
 
