@@ -21,6 +21,7 @@ from hvdlite.distributed.collectives import Run, in_turn
 from hvdlite.distributed.devices import OtherDevices
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.messages import ANY
+from hvdlite.distributed.monitored_barrier import monitored_barrier
 from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.site import Site
 from hvdlite.distributed.torch_call import torch_call
@@ -255,11 +256,16 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         limit_s = _timeout_s(opts if timeout is None else timeout)
         return self._begun(self.membership.barrier("barrier", f"{NAME}:barrier", limit_s), [], opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names the ranks that did not come, all of them in any case."""
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """A barrier at which rank 0 names who does not come within ``timeout``; all of them, or the first."""
         self.membership.check()
-        limit_s = None if timeout is None else timeout.total_seconds()
-        self._begun(self.membership.barrier("monitored_barrier", f"{NAME}:monitored_barrier", limit_s), [], None).wait()
+
+        def meet() -> None:
+            work = self.membership.barrier("monitored_barrier", f"{NAME}:monitored_barrier", None)
+            self._begun(work, [], None).wait()
+
+        limit_s = self.membership.timeout_s if timeout is None else timeout.total_seconds()
+        monitored_barrier(self.membership, self.send, self.recv, meet, limit_s, wait_all_ranks=wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []

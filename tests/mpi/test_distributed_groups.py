@@ -154,6 +154,21 @@ def test_a_call_has_the_timeout_of_its_options(nodes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_monitored_barrier_says_what_gloos_does(nodes: tuple[int, ...], wait_all_ranks: bool) -> None:
+    with process_group(nodes):
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+        dist.monitored_barrier(dist.new_group(backend="gloo"))
+        if RANK != LAST:
+            missed = f"Rank{'s' if wait_all_ranks else ''} {LAST} failed to pass monitoredBarrier in 200 ms, of process"
+            reached = f"Rank {RANK} successfully reached monitoredBarrier, but .* from rank 0: "
+            with pytest.raises(RuntimeError, match=missed if RANK == 0 else f"{reached}.*{missed}"):
+                dist.monitored_barrier(timeout=timedelta(seconds=0.2), wait_all_ranks=wait_all_ranks)
+        told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_who_is_late_for_long_is_warned_of(
     nodes: tuple[int, ...], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
