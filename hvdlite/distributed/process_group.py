@@ -25,6 +25,7 @@ from hvdlite.distributed.monitored_barrier import monitored_barrier
 from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.site import Site
 from hvdlite.distributed.torch_call import torch_call
+from hvdlite.distributed.untraced import untraced
 from hvdlite.distributed.work import GroupWork, all_of
 
 Tensors = list[torch.Tensor]
@@ -32,6 +33,7 @@ Timeout = timedelta | None
 NAME = "hvdlite"
 
 
+@untraced
 class HvdliteProcessGroup(dist.ProcessGroup):
     """The ranks of ``membership``.
 

@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.profiled import Profiled
+from hvdlite.distributed.untraced import untraced
 from hvdlite.errors import CollectiveError
 
 
@@ -38,6 +39,7 @@ class Doer(Protocol):
         """Call ``callbacks``, of who wants to know that a work is done; they may wait for other works."""
 
 
+@untraced
 class GroupWork(Work):
     """A call on its way, and its end.
 
