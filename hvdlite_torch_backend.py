@@ -24,8 +24,10 @@ def register() -> None:
     # torch asks this table where processes meet that were told nothing else; there is no public way to go between.
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = _Meet(handlers["env"])
-    for module in (dist, import_module("torch.distributed.distributed_c10d")):
+    modules: tuple[Any, ...] = (dist, import_module("torch.distributed.distributed_c10d"))
+    for module in modules:
         module.monitored_barrier = _monitored_barrier(module.monitored_barrier)
+        module.batch_isend_irecv = _batch_isend_irecv(module.batch_isend_irecv)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -70,3 +72,20 @@ def _monitored_barrier(by_torch: Any) -> Any:
             ours.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
 
     return monitored_barrier
+
+
+def _batch_isend_irecv(by_torch: Any) -> Any:
+    @wraps(by_torch)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        import torch.distributed as dist
+
+        first = p2p_op_list[0] if p2p_op_list else None
+        ours = _ours(first.group) if isinstance(first, dist.P2POp) else None
+        if ours is None or not ours.coalesces_messages(first.tensor.device):
+            return by_torch(p2p_op_list)
+        manager = import_module("torch.distributed.distributed_c10d")._coalescing_manager
+        with manager(ours, first.tensor.device, async_ops=True) as coalesced:
+            by_torch(p2p_op_list)
+        return coalesced.works
+
+    return batch_isend_irecv

@@ -103,6 +103,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.membership.set_timeout(timeout.total_seconds())
+        self.other_devices.set_timeout(timeout)
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done in this group so far, by the names of `hvdlite.statistics`."""
@@ -253,8 +254,12 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     # Meetings.
 
-    def barrier(self, opts: Any = None, timeout: Timeout = None) -> GroupWork:
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> Any:
+        """Of hosts, and of GPUs on which the group has worked; of others, where ``opts`` name their device."""
         self.membership.check()
+        other = self._other_group(getattr(opts, "device", None))
+        if other is not None:
+            return other.barrier(opts)
         limit_s = _timeout_s(opts if timeout is None else timeout)
         return self._begun(self.membership.barrier("barrier", f"{NAME}:barrier", limit_s), [], opts)
 
@@ -270,11 +275,27 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         monitored_barrier(self.membership, self.send, self.recv, meet, limit_s, wait_all_ranks=wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        other = self._other_group(device)
+        if other is None:
+            self._coalesced = []
+        else:
+            other._start_coalescing(device)
 
-    def _end_coalescing(self, device: torch.device) -> GroupWork:
+    def _end_coalescing(self, device: torch.device) -> Any:
+        other = self._other_group(device)
+        if other is not None:
+            return other._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
         return all_of(works)
+
+    def coalesces_messages(self, device: torch.device) -> bool:
+        """Whether those of a batch must begin at once, as NCCL's do: a send may wait there for a recv behind it."""
+        other = self._other_group(device)
+        return other is not None and other._get_backend(device).supports_coalescing
+
+    def _other_group(self, device: torch.device | None) -> Any:
+        """Who has the tensors of ``device``; None: this group."""
+        return None if device is None else self.other_devices.group_of(device, self)
 
     # Parts.
 

@@ -273,19 +273,6 @@ def test_profilers_show_calls() -> None:
         assert names["hvdlite:broadcast"] == names["hvdlite:send"] == names["hvdlite:recv"] == 20
 
 
-def test_other_devices_have_other_backends() -> None:
-    import torch.testing._internal.distributed.fake_pg
-
-    assert torch.testing._internal.distributed.fake_pg  # registers "fake", which does nothing
-    with process_group(backend="cpu:hvdlite,meta:fake"):
-        dist.all_reduce(torch.ones(3, device="meta"))
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        assert tensor[0] == SIZE
-    with process_group(), pytest.raises(ValueError, match="is on meta, and hvdlite has those of the host and of CUDA"):
-        dist.all_reduce(torch.ones(3, device="meta"))
-
-
 @pytest.mark.parametrize("hvdlite_first", [True, False])
 def test_beside_hvdlite(hvdlite_first: bool) -> None:
     if hvdlite_first:
