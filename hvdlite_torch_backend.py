@@ -80,12 +80,13 @@ def _batch_isend_irecv(by_torch: Any) -> Any:
         import torch.distributed as dist
 
         first = p2p_op_list[0] if p2p_op_list else None
-        ours = _ours(first.group) if isinstance(first, dist.P2POp) else None
-        if ours is None or not ours.coalesces_messages(first.tensor.device):
-            return by_torch(p2p_op_list)
-        manager = import_module("torch.distributed.distributed_c10d")._coalescing_manager
-        with manager(ours, first.tensor.device, async_ops=True) as coalesced:
-            by_torch(p2p_op_list)
-        return coalesced.works
+        if isinstance(first, dist.P2POp):
+            ours, device = _ours(first.group), first.tensor.device
+            if ours is not None and ours.coalesces_messages(device):
+                coalescing = import_module("torch.distributed.distributed_c10d")._coalescing_manager
+                with coalescing(ours, device, async_ops=True) as manager:
+                    by_torch(p2p_op_list)
+                return manager.works
+        return by_torch(p2p_op_list)
 
     return batch_isend_irecv

@@ -82,8 +82,17 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     _set_group_name = setGroupName
     group_name = property(getGroupName)
 
-    # What torch asks of a backend. Splitting and shrinking are of backends in C++; `split_group` is there all the same.
-    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    # What torch asks of a backend.
+    supports_coalescing = supports_time_estimate = supports_shrinking = False
+    supports_splitting = True
+    options = None  # of a parent, which torch hands to its parts
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Called where init_process_group has a ``device_id``, which torch binds to groups in C++ alone."""
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: a part is made by its ranks."""
 
     def get_group_store(self) -> Store:
         return self._store

@@ -231,6 +231,32 @@ def test_parts_of_a_group(nodes: tuple[int, ...]) -> None:
             group.split_group([RANK], device_types=[torch.device("meta")])
 
 
+@pytest.mark.skipif(not hasattr(torch, "accelerator"), reason="torch.accelerator is there from torch 2.6 on")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_torch_splits_groups_where_there_are_gpus(nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks the backend of the GPU to which init_process_group has bound the rank."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    parts = [[*range(SIZE // 2)], [*range(SIZE // 2, SIZE)]] if SIZE > 1 else [[0]]
+    own = next(part for part in parts if RANK in part)
+    with process_group(nodes, device_id=gpu) as group:
+        assert group.bound_device_id == gpu
+        part = dist.split_group(split_ranks=parts)
+        assert part is not None
+        assert dist.get_process_group_ranks(part) == own
+        tensor = torch.full((3,), float(RANK))
+        dist.all_reduce(tensor, group=part)
+        assert tensor[0] == sum(own)
+        assert (dist.split_group(split_ranks=[[0]]) is None) == (RANK != 0)
+        assert dist.new_group([0]) is not None  # which asks backends that split for all ranks
+        mesh = dist.init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("across", "inside"))
+        assert mesh.get_group("inside").size() == SIZE
+        dist.destroy_process_group(part)
+        dist.barrier()
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_the_short_forms_of_calls_have_a_timeout(nodes: tuple[int, ...]) -> None:
