@@ -170,6 +170,7 @@ class Post:
         now = time.monotonic()
         if now >= self._earliest_s:
             self._expire(now)
+            return 0.0  # the call that is waited for may be over
         until_s = min(self._earliest_s, self._offers[0][2]) if self._offers else self._earliest_s
         return max(0.0, until_s - now)
 

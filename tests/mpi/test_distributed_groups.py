@@ -49,6 +49,16 @@ def test_groups_of_some_ranks_end_in_any_order() -> None:
         assert dist.get_backend() == "hvdlite"
 
 
+def test_groups_that_only_their_ranks_make() -> None:
+    """torch names them by the number of groups of a rank, too."""
+    with process_group():
+        for ranks in ([rank for rank in range(SIZE) if rank % 2 == RANK % 2], list(range(SIZE))):
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            tensor = torch.full((3,), RANK)
+            dist.all_reduce(tensor, group=group)
+            assert tensor[0] == sum(ranks)
+
+
 def test_what_goes_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_carrier, "_STREAMED_BYTES", 0)
     with process_group():
@@ -137,6 +147,33 @@ def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on(
             told(None)
         work.wait()
         assert tensor[0] == SIZE
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_timeout_that_is_set_is_that_of_later_calls(nodes: tuple[int, ...]) -> None:
+    with process_group(nodes) as group:
+        with pytest.warns(UserWarning, match="only supported for either nccl or gloo"):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
+        assert group.membership.timeout_s == 60  # type: ignore[attr-defined]
+        group.set_timeout(timedelta(seconds=0.2))
+        if RANK != LAST:
+            with pytest.raises(RuntimeError, match=f"rank {LAST} did not send within the timeout"):
+                dist.recv(torch.empty(3), LAST)
+            with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 0.2 s"):
+                dist.all_reduce(torch.ones(3))
+        told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody to send to")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_message_that_nobody_takes_names_the_rank(nodes: tuple[int, ...]) -> None:
+    """Of a rank that has exchanged none yet."""
+    with process_group(nodes, timeout_s=0.3):
+        if RANK == 0:
+            with pytest.raises(RuntimeError, match=f"rank {LAST} did not take a message within the timeout of process"):
+                dist.send(torch.ones(10_000_000), LAST)
+        told(None)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
