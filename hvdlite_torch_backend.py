@@ -6,6 +6,8 @@ group.
 
 from __future__ import annotations
 
+from datetime import timedelta
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +24,10 @@ def register() -> None:
     # torch asks this table where processes meet that were told nothing else; there is no public way to go between.
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     handlers["env"] = _Meet(handlers["env"])
+    modules: tuple[Any, ...] = (dist, import_module("torch.distributed.distributed_c10d"))
+    for module in modules:
+        module.monitored_barrier = _monitored_barrier(module.monitored_barrier)
+        module.batch_isend_irecv = _batch_isend_irecv(module.batch_isend_irecv)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -42,3 +48,45 @@ class _Meet:
         if meets_without_variables(url):
             return stores(*args, **keywords)
         return self._by_variables(url, *args, **keywords)
+
+
+# What torch grants to backends that it knows, and does not ask others for.
+
+
+def _ours(group: Any) -> Any:
+    """``group``, by default of all ranks, if it is over hvdlite; else None."""
+    import torch.distributed as dist
+
+    asked = dist.group.WORLD if group is None else group
+    return asked if isinstance(asked, dist.ProcessGroup) and asked.name() == NAME else None
+
+
+def _monitored_barrier(by_torch: Any) -> Any:
+    @wraps(by_torch)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        ours = _ours(group)
+        if ours is None:
+            by_torch(group, timeout, wait_all_ranks)
+        else:
+            limit = timedelta(seconds=timeout) if isinstance(timeout, float) else timeout
+            ours.monitored_barrier(limit, wait_all_ranks=wait_all_ranks)
+
+    return monitored_barrier
+
+
+def _batch_isend_irecv(by_torch: Any) -> Any:
+    @wraps(by_torch)
+    def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        import torch.distributed as dist
+
+        first = p2p_op_list[0] if p2p_op_list else None
+        if isinstance(first, dist.P2POp):
+            ours, device = _ours(first.group), first.tensor.device
+            if ours is not None and ours.coalesces_messages(device):
+                coalescing = import_module("torch.distributed.distributed_c10d")._coalescing_manager
+                with coalescing(ours, device, async_ops=True) as manager:
+                    by_torch(p2p_op_list)
+                return manager.works
+        return by_torch(p2p_op_list)
+
+    return batch_isend_irecv

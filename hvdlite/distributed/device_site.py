@@ -77,7 +77,7 @@ class DeviceSite:
         """The thread waits until the tensor is on the host."""
         on_host = self._messages.download(tensors[0], title, self._group.timeout_s)
         work = GroupWork(None, tensors, title, self._group)
-        note(work)
+        note(work, tensors)
         self._post.send(on_host, to, tag, work, self._group.timeout_s)
         return work
 
@@ -92,7 +92,7 @@ class DeviceSite:
             self._watch.add(work.enqueued)
 
         work = _Received(deliver, tensors, title, self._group, arrival.where)
-        note(work)
+        note(work, tensors)
         self._post.receive(arrival.on_host, source, tag, work, limit_s)
         return work
 

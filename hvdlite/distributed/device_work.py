@@ -12,6 +12,7 @@ from torch.futures import Future
 
 from hvdlite.distributed import streams
 from hvdlite.distributed.device_watch import Enqueued
+from hvdlite.distributed.untraced import untraced
 from hvdlite.distributed.work import GroupWork, Waited
 from hvdlite.health import Health
 from hvdlite.memory.views import OnDevice
@@ -29,6 +30,7 @@ class WaitedOnDevice(Waited, Protocol):
         """Raise the reason once the group is of no use any more."""
 
 
+@untraced
 class DeviceWork(GroupWork):
     """A call whose result is there in the order of streams.
 

@@ -22,11 +22,13 @@ class OtherDevices:
         self._groups: dict[str, Any] = {}
 
     def group_of(self, device: torch.device, group: dist.ProcessGroup) -> Any:
-        """What ``group`` was told to use for ``device``; None: itself.
+        """What ``group`` was told to use for ``device``; None: itself, as always for the CPU.
 
         Raises:
             ValueError: nothing, and it cannot use itself.
         """
+        if device.type == "cpu":
+            return None
         if device.type not in self._groups:
             name = self._backend_name(device, group)
             self._groups[device.type] = None if name is None else self._made(device, name)
@@ -70,6 +72,13 @@ class OtherDevices:
             group = of_group(store, self._rank, self._size, of_group.Options(backend=name))
         group._register_backend(device, kind, backend)
         return group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of those that there are, and will be."""
+        self._timeout = timeout
+        for device_type, group in self._groups.items():
+            if group is not None:
+                group._get_backend(torch.device(device_type))._set_default_timeout(timeout)
 
     def close(self) -> None:
         """End those that there are."""

@@ -182,6 +182,7 @@ class Post:
         now = time.monotonic()
         if now >= self._earliest_s:
             self._expire(now)
+            return 0.0  # the call that is waited for may be over
         if now >= self._hearing.due_s:
             self._hearing.serve()
         for way in [way for way, when_s in self._to_dial.items() if when_s <= now]:

@@ -16,14 +16,16 @@ import torch
 import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions as DistributedBackendOptions
-from torch.autograd.profiler import record_function
 
 from hvdlite.distributed.collectives import Run, in_turn
 from hvdlite.distributed.devices import OtherDevices
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.messages import ANY
+from hvdlite.distributed.monitored_barrier import monitored_barrier
+from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.site import Site
 from hvdlite.distributed.torch_call import torch_call
+from hvdlite.distributed.untraced import untraced
 from hvdlite.distributed.work import GroupWork, all_of
 
 Tensors = list[torch.Tensor]
@@ -31,6 +33,7 @@ Timeout = timedelta | None
 NAME = "hvdlite"
 
 
+@untraced
 class HvdliteProcessGroup(dist.ProcessGroup):
     """The ranks of ``membership``.
 
@@ -79,8 +82,17 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     _set_group_name = setGroupName
     group_name = property(getGroupName)
 
-    # What torch asks of a backend. Splitting and shrinking are of backends in C++; `split_group` is there all the same.
-    supports_splitting = supports_coalescing = supports_time_estimate = supports_shrinking = False
+    # What torch asks of a backend.
+    supports_coalescing = supports_time_estimate = supports_shrinking = False
+    supports_splitting = True
+    options = None  # of a parent, which torch hands to its parts
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Called where init_process_group has a ``device_id``, which torch binds to groups in C++ alone."""
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing: a part is made by its ranks."""
 
     def get_group_store(self) -> Store:
         return self._store
@@ -100,6 +112,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.membership.set_timeout(timeout.total_seconds())
+        self.other_devices.set_timeout(timeout)
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done in this group so far, by the names of `hvdlite.statistics`."""
@@ -111,7 +124,8 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, timeout: Timeout = None) -> GroupWork:
         listed = _listed(tensors)
         site = self.membership.site_of(listed)
-        return self._begin(site, "all_reduce", site.collectives.all_reduce(listed, _op(opts)), listed, opts, timeout)
+        run = site.collectives.all_reduce(listed, _op(opts))
+        return self._begin(site, "all_reduce", run, listed, listed, opts, timeout)
 
     allreduce_coalesced = allreduce
 
@@ -122,7 +136,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         listed = _listed(tensors)
         site = self.membership.site_of(listed)
         run = site.collectives.all_reduce(listed, getattr(opts, "reduceOp", op), _root(opts))
-        return self._begin(site, "reduce", run, listed, opts, timeout)
+        return self._begin(site, "reduce", run, listed, listed, opts, timeout)
 
     @torch_call("output_tensors|output", "input_tensors|input", "opts|op", "timeout")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None) -> GroupWork:
@@ -133,7 +147,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
             site.collectives.reduce_scatter(output, list(listed), op)
             for output, listed in zip(outputs, inputs, strict=True)
         ]
-        return self._begin(site, "reduce_scatter", in_turn(runs), outputs, opts, timeout)
+        return self._begin(site, "reduce_scatter", in_turn(runs), inputs, outputs, opts, timeout)
 
     @torch_call("outputTensor", "inputTensor", "opts")
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None) -> GroupWork:
@@ -148,7 +162,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
             site.collectives.reduce_scatter_single(output, whole, op)
             for output, whole in zip(outputs, wholes, strict=True)
         ]
-        return self._begin(site, "_reduce_scatter_base", in_turn(runs), outputs, opts)
+        return self._begin(site, "_reduce_scatter_base", in_turn(runs), wholes, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -159,7 +173,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         listed = _listed(tensors)
         root, site = _root(opts), self.membership.site_of(listed)
         runs = [site.collectives.broadcast(tensor, root) for tensor in listed]
-        return self._begin(site, "broadcast", in_turn(runs), listed, opts, timeout)
+        return self._begin(site, "broadcast", in_turn(runs), listed, listed, opts, timeout)
 
     @torch_call("output_tensors", "input_tensors|input_tensor", "opts|timeout")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> GroupWork:
@@ -167,7 +181,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         site = self.membership.site_of([*chain(*outputs), *inputs])
         runs = [site.collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
-        return self._begin(site, "all_gather", in_turn(runs), outputs, opts)
+        return self._begin(site, "all_gather", in_turn(runs), inputs, outputs, opts)
 
     @torch_call("output_lists", "input_list", "opts")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
@@ -187,7 +201,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         runs = [
             site.collectives.all_gather_single(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._begin(site, "_all_gather_base", in_turn(runs), outputs, opts)
+        return self._begin(site, "_all_gather_base", in_turn(runs), inputs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -198,7 +212,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         listed = list(outputs[0]) if outputs else []
         site = self.membership.site_of([*listed, *inputs])
         run = site.collectives.gather(listed, inputs[0], _root(opts))
-        return self._begin(site, "gather", run, listed, opts, timeout)
+        return self._begin(site, "gather", run, inputs, listed, opts, timeout)
 
     @torch_call("output_tensors|output_tensor", "input_tensors", "opts|root", "timeout")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = 0, timeout: Timeout = None) -> GroupWork:
@@ -207,12 +221,13 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         listed = list(inputs[0]) if inputs else []
         site = self.membership.site_of([*outputs, *listed])
         run = site.collectives.scatter(outputs[0], listed, _root(opts))
-        return self._begin(site, "scatter", run, outputs, opts, timeout)
+        return self._begin(site, "scatter", run, listed, outputs, opts, timeout)
 
     @torch_call("output_tensors", "input_tensors", "opts")
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         site = self.membership.site_of([*outputs, *inputs])
-        return self._begin(site, "all_to_all", site.collectives.all_to_all(outputs, inputs), outputs, opts)
+        run = site.collectives.all_to_all(outputs, inputs)
+        return self._begin(site, "all_to_all", run, inputs, outputs, opts)
 
     @torch_call("output", "input", "output_split_sizes", "input_split_sizes", "opts|timeout")
     def alltoall_base(
@@ -225,7 +240,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     ) -> GroupWork:
         site = self.membership.site_of([output, whole])
         run = site.collectives.all_to_all_single(output, whole, output_rows, input_rows)
-        return self._begin(site, "all_to_all", run, [output], opts)
+        return self._begin(site, "all_to_all", run, [whole], [output], opts)
 
     all_to_all_single = alltoall_base
 
@@ -248,23 +263,48 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     # Meetings.
 
-    def barrier(self, opts: Any = None, timeout: Timeout = None) -> GroupWork:
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> Any:
+        """Of hosts, and of GPUs on which the group has worked; of others, where ``opts`` name their device."""
         self.membership.check()
+        other = self._other_group(getattr(opts, "device", None))
+        if other is not None:
+            return other.barrier(opts)
         limit_s = _timeout_s(opts if timeout is None else timeout)
-        return self._begun(self.membership.barrier("barrier", f"{NAME}:barrier", limit_s), opts)
+        return self._begun(self.membership.barrier("barrier", f"{NAME}:barrier", limit_s), [], opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error names the ranks that did not come, all of them in any case."""
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """A barrier at which rank 0 names who does not come within ``timeout``; all of them, or the first."""
         self.membership.check()
-        limit_s = None if timeout is None else timeout.total_seconds()
-        self._begun(self.membership.barrier("monitored_barrier", f"{NAME}:monitored_barrier", limit_s), None).wait()
+
+        def meet() -> None:
+            work = self.membership.barrier("monitored_barrier", f"{NAME}:monitored_barrier", None)
+            self._begun(work, [], None).wait()
+
+        limit_s = self.membership.timeout_s if timeout is None else timeout.total_seconds()
+        monitored_barrier(self.membership, self.send, self.recv, meet, limit_s, wait_all_ranks=wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        other = self._other_group(device)
+        if other is None:
+            self._coalesced = []
+        else:
+            other._start_coalescing(device)
 
-    def _end_coalescing(self, device: torch.device) -> GroupWork:
+    def _end_coalescing(self, device: torch.device) -> Any:
+        other = self._other_group(device)
+        if other is not None:
+            return other._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
         return all_of(works)
+
+    def coalesces_messages(self, device: torch.device) -> bool:
+        """Whether those of a batch must begin at once, as NCCL's do: a send may wait there for a recv behind it."""
+        other = self._other_group(device)
+        return other is not None and other._get_backend(device).supports_coalescing
+
+    def _other_group(self, device: torch.device | None) -> Any:
+        """Who has the tensors of ``device``; None: this group."""
+        return None if device is None else self.other_devices.group_of(device, self)
 
     # Parts.
 
@@ -316,19 +356,22 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def _begin(self, site: Site, title: str, run: Run, result: Any, opts: Any, timeout: Timeout = None) -> GroupWork:
+    def _begin(
+        self, site: Site, title: str, run: Run, inputs: Any, result: Any, opts: Any, timeout: Timeout = None
+    ) -> GroupWork:
         """Have it done, at once where the caller waits.
 
         Args:
+            inputs: what profilers show; a list of tensors, or of such lists.
             opts: torch's options; or, in shorter forms of a call, what else it has in their place.
             timeout: of this call, in those forms that have it behind ``opts``.
         """
         self.membership.check()
         limit_s = _timeout_s(opts if timeout is None else timeout)
-        return self._begun(site.work(run, result, f"{NAME}:{title}", limit_s), opts)
+        return self._begun(site.work(run, result, f"{NAME}:{title}", limit_s), inputs, opts)
 
-    def _begun(self, work: GroupWork, opts: Any) -> GroupWork:
-        self._note(work)
+    def _begun(self, work: GroupWork, inputs: Any, opts: Any) -> GroupWork:
+        self._note(work, inputs)
         if getattr(opts, "asyncOp", True):
             work.begin(self.membership.lane, is_awaited=False)
         else:
@@ -336,14 +379,13 @@ class HvdliteProcessGroup(dist.ProcessGroup):
                 work.begin(self.membership.lane, is_awaited=True)
         return work
 
-    def _note(self, work: GroupWork) -> None:
+    def _note(self, work: GroupWork, inputs: Any) -> None:
         """It is about to begin."""
         self._done += 1
         if self._coalesced is not None:
             self._coalesced.append(work)
         if _profiler_enabled():
-            with record_function(work.title) as shown:
-                shown._call_end_callbacks_on_future(work.shown())
+            work.profiled = Profiled(work.title, inputs)
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:

@@ -13,7 +13,7 @@ from hvdlite.distributed.post import Post
 from hvdlite.distributed.work import GroupWork, Waited
 
 Tensors = list[torch.Tensor]
-Note = Callable[[GroupWork], None]
+Note = Callable[[GroupWork, Tensors], None]
 
 
 class SiteGroup(Waited, Protocol):
@@ -39,7 +39,7 @@ class Site(Protocol):
         """Begin to send the only one of ``tensors``.
 
         Args:
-            note: called with the work before that may be done.
+            note: called with the work and ``tensors`` before that may be done.
         """
 
     def receive(self, tensors: Tensors, source: int, tag: int, title: str, note: Note) -> GroupWork:
@@ -63,12 +63,12 @@ class HostSite:
 
     def send(self, tensors: Tensors, to: int, tag: int, title: str, note: Note) -> GroupWork:
         work = GroupWork(None, tensors, title, self._group)
-        note(work)
+        note(work, tensors)
         self._post.send(tensors[0], to, tag, work, self._group.timeout_s)
         return work
 
     def receive(self, tensors: Tensors, source: int, tag: int, title: str, note: Note) -> GroupWork:
         work = GroupWork(None, tensors, title, self._group)
-        note(work)
+        note(work, tensors)
         self._post.receive(tensors[0], source, tag, work, self._group.timeout_s)
         return work

@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from hvdlite.distributed.lane import Lane
+from hvdlite.distributed.profiled import Profiled
+from hvdlite.distributed.untraced import untraced
 from hvdlite.errors import CollectiveError
 
 
@@ -37,6 +39,7 @@ class Doer(Protocol):
         """Call ``callbacks``, of who wants to know that a work is done; they may wait for other works."""
 
 
+@untraced
 class GroupWork(Work):
     """A call on its way, and its end.
 
@@ -45,6 +48,10 @@ class GroupWork(Work):
         result: what the future holds, once it is done.
         title: what profilers and errors call it; an attribute.
         group: whose call it is.
+
+    Attributes:
+        profiled: its range, if a profiler runs, which ends before anybody learns that the call is done: who does may
+            end the profiler next.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class GroupWork(Work):
         self._end: threading.Event | None = None
         self._future: Future[Any] | None = None
         self._trigger: Future[None] | None = None
-        self._shown: Future[None] | None = None
+        self.profiled: Profiled | None = None
 
     # For whoever begins and does it.
 
@@ -80,12 +87,6 @@ class GroupWork(Work):
             self.wait()
         elif self._error is not None:
             raise self._error
-
-    def shown(self) -> Future[None]:
-        """Of the range that a profiler shows: it ends before anybody learns that the call is done, who may end the
-        profiler next."""
-        self._shown = Future()
-        return self._shown
 
     def is_done_by(self, doer: Doer) -> None:
         """Whom the thread that waits for it assists."""
@@ -112,9 +113,9 @@ class GroupWork(Work):
         Args:
             source: the rank that has sent what was received.
         """
-        shown, self._shown = self._shown, None
-        if shown is not None:
-            shown.set_result(None)
+        profiled, self.profiled = self.profiled, None
+        if profiled is not None:
+            profiled.end()
         with self._lock:
             if self._is_done:
                 return

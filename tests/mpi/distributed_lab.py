@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -27,16 +28,21 @@ SIZES = [0, 1, 7, 63, 64, 65, 511, 512, 513, 1024, 2049, 5003]
 
 @contextmanager
 def process_group(
-    machine_of: Machines = NODES[0], timeout_s: float = 60.0, backend: str = "hvdlite", *, is_small: bool = True
+    machine_of: Machines = NODES[0],
+    timeout_s: float = 60.0,
+    backend: str = "hvdlite",
+    *,
+    is_small: bool = True,
+    **options: Any,
 ) -> Iterator[dist.ProcessGroup]:
-    """torch's default group."""
+    """torch's default group; ``options`` of init_process_group."""
     with pytest.MonkeyPatch.context() as patch:
         if is_small:
             for name in ("CHUNK_BYTES", "STAGING_BYTES", "SEGMENT_BYTES"):
                 patch.setenv(f"HVDLITE_{name}", str(CHUNK))
         patch.setattr(creation, "machine", lambda: (str(machine_of[RANK]), "", 0))
         with machines(machine_of):
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD

@@ -101,6 +101,13 @@ def test_other_reductions(group: dist.ProcessGroup) -> None:
         dist.reduce_scatter_tensor(share, whole, op)
         parts = [of_rank(rank, SIZE * 3, torch.int32)[RANK * 3 : RANK * 3 + 3] for rank in range(SIZE)]
         assert torch.equal(share, fold(combine, parts))
+        tensor = of_rank(RANK, 20, torch.int32)
+        dist.reduce(tensor, LAST, op)
+        expected = fold(combine, [of_rank(rank, 20, torch.int32) for rank in range(SIZE)])
+        assert torch.equal(tensor, expected if RANK == LAST else of_rank(RANK, 20, torch.int32))
+        flags = torch.tensor([True, False, RANK == 0])
+        dist.all_reduce(flags, op)
+        assert torch.equal(flags, fold(combine, [torch.tensor([True, False, rank == 0]) for rank in range(SIZE)]))
     tensor = torch.full((3,), RANK + 1.0)
     dist.all_reduce(tensor, dist._make_nccl_premul_sum(2.0))
     assert torch.equal(tensor, torch.full((3,), float(SIZE * (SIZE + 1))))
@@ -119,6 +126,12 @@ def test_other_reductions(group: dist.ProcessGroup) -> None:
     numbers = torch.full((3,), complex(1, RANK))
     dist.all_reduce(numbers)
     assert torch.equal(numbers, torch.full((3,), complex(SIZE, SIZE * LAST / 2)))
+    numbers = torch.full((3,), complex(1, RANK))
+    dist.all_reduce(numbers, dist.ReduceOp.AVG)
+    assert torch.equal(numbers, torch.full((3,), complex(1, LAST / 2)))
+    numbers = torch.full((3,), complex(1, RANK))
+    dist.all_reduce(numbers, dist._make_nccl_premul_sum(2.0))
+    assert torch.equal(numbers, torch.full((3,), complex(2 * SIZE, SIZE * LAST)))
 
 
 def test_memory_that_is_not_contiguous(group: dist.ProcessGroup) -> None:
@@ -153,6 +166,12 @@ def test_several_tensors_at_once(group: dist.ProcessGroup) -> None:
     for output in outputs:
         numel = output.numel() // SIZE
         assert torch.equal(output, torch.cat([of_rank(rank, numel) for rank in range(SIZE)]))
+    shares = [torch.empty(numel) for numel in (3, 700)]
+    with dist._coalescing_manager():
+        for share in shares:
+            dist.reduce_scatter_tensor(share, of_rank(RANK, SIZE * share.numel()))
+    for share in shares:
+        assert torch.equal(share, total(SIZE * share.numel())[RANK * share.numel() :][: share.numel()])
 
 
 def test_calls_that_nobody_waits_for_are_done_in_order(group: dist.ProcessGroup) -> None:
@@ -251,3 +270,17 @@ def test_objects_and_subgroups(group: dist.ProcessGroup) -> None:
     listed = [RANK, "kept"] if RANK == 0 else [None, None]
     dist.broadcast_object_list(listed, 0)
     assert listed == [0, "kept"]
+    found = [None] * SIZE
+    dist.gather_object({"rank": RANK}, found if RANK == LAST else None, LAST)
+    assert found == ([{"rank": rank} for rank in range(SIZE)] if RANK == LAST else [None] * SIZE)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody to send to")
+def test_objects_as_messages(group: dist.ProcessGroup) -> None:
+    listed = [RANK, "x" * 100_000]
+    if RANK == 0:
+        dist.send_object_list(listed, LAST)
+    if RANK == LAST:
+        listed = [None, None]
+        assert dist.recv_object_list(listed, 0) == 0
+        assert listed == [0, "x" * 100_000]

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
 
-from distributed_lab import RANK, SIZE, process_group
+from distributed_lab import RANK, SIZE, net, process_group, trained
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -37,11 +38,43 @@ def in_place_ones(x: torch.Tensor) -> torch.Tensor:
     return everything + 1
 
 
-@pytest.mark.parametrize("step", [functional_ones, in_place_ones])
+def several_at_once_and_messages(x: torch.Tensor) -> torch.Tensor:
+    group = dist.group.WORLD
+    assert group is not None
+    totals = functional.all_reduce_coalesced([x, x * 2], "sum", group)
+    (everything,) = functional.all_gather_into_tensor_coalesced([totals[0]], group)
+    (share,) = functional.reduce_scatter_tensor_coalesced([everything], "sum", [0], group)
+    of_root = functional.broadcast(share + totals[1] + x, SIZE - 1, group)
+    return functional.permute_tensor(of_root + x, [(rank + 1) % SIZE for rank in range(SIZE)], group)
+
+
+@pytest.mark.parametrize("step", [functional_ones, in_place_ones, several_at_once_and_messages])
 def test_a_whole_graph_is_what_its_calls_are(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with process_group():
         x = torch.arange(float(SIZE)) + 10 * RANK
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         for _ in range(2):
             assert torch.equal(compiled(x), step(x))
+        torch._dynamo.reset()
+
+
+def by_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    return DistributedDataParallel(model)
+
+
+def by_fsdp2(model: torch.nn.Module) -> torch.nn.Module:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("fully_shard is public from torch 2.6 on")
+    return fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (SIZE,)))
+
+
+@pytest.mark.parametrize("wrap", [by_ddp, by_fsdp2])
+def test_a_compiled_model_trains_as_it_does_otherwise(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+    with process_group():
+        plain, compiled = wrap(net()), wrap(net())
+        trained(plain, lambda tensor: tensor)
+        trained(torch.compile(compiled, backend="aot_eager"), lambda tensor: tensor)
+        for own, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, other)
         torch._dynamo.reset()

@@ -49,6 +49,16 @@ def test_groups_of_some_ranks_end_in_any_order() -> None:
         assert dist.get_backend() == "hvdlite"
 
 
+def test_groups_that_only_their_ranks_make() -> None:
+    """torch names them by the number of groups of a rank, too."""
+    with process_group():
+        for ranks in ([rank for rank in range(SIZE) if rank % 2 == RANK % 2], list(range(SIZE))):
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            tensor = torch.full((3,), RANK)
+            dist.all_reduce(tensor, group=group)
+            assert tensor[0] == sum(ranks)
+
+
 def test_what_goes_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_carrier, "_STREAMED_BYTES", 0)
     with process_group():
@@ -141,6 +151,33 @@ def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on(
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
 @pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_timeout_that_is_set_is_that_of_later_calls(nodes: tuple[int, ...]) -> None:
+    with process_group(nodes) as group:
+        with pytest.warns(UserWarning, match="only supported for either nccl or gloo"):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
+        assert group.membership.timeout_s == 60  # type: ignore[attr-defined]
+        group.set_timeout(timedelta(seconds=0.2))
+        if RANK != LAST:
+            with pytest.raises(RuntimeError, match=f"rank {LAST} did not send within the timeout"):
+                dist.recv(torch.empty(3), LAST)
+            with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 0.2 s"):
+                dist.all_reduce(torch.ones(3))
+        told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody to send to")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_message_that_nobody_takes_names_the_rank(nodes: tuple[int, ...]) -> None:
+    """Of a rank that has exchanged none yet."""
+    with process_group(nodes, timeout_s=0.3):
+        if RANK == 0:
+            with pytest.raises(RuntimeError, match=f"rank {LAST} did not take a message within the timeout of process"):
+                dist.send(torch.ones(10_000_000), LAST)
+        told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_a_call_has_the_timeout_of_its_options(nodes: tuple[int, ...]) -> None:
     with process_group(nodes) as group:
         options = dist.BarrierOptions()
@@ -151,6 +188,21 @@ def test_a_call_has_the_timeout_of_its_options(nodes: tuple[int, ...]) -> None:
             with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 0.1 s"):
                 group.barrier(options).wait()
             told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_monitored_barrier_says_what_gloos_does(nodes: tuple[int, ...], wait_all_ranks: bool) -> None:
+    with process_group(nodes):
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+        dist.monitored_barrier(dist.new_group(backend="gloo"))
+        if RANK != LAST:
+            missed = f"Rank{'s' if wait_all_ranks else ''} {LAST} failed to pass monitoredBarrier in 200 ms, of process"
+            reached = f"Rank {RANK} successfully reached monitoredBarrier, but .* from rank 0: "
+            with pytest.raises(RuntimeError, match=missed if RANK == 0 else f"{reached}.*{missed}"):
+                dist.monitored_barrier(timeout=timedelta(seconds=0.2), wait_all_ranks=wait_all_ranks)
+        told(None)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
@@ -216,6 +268,32 @@ def test_parts_of_a_group(nodes: tuple[int, ...]) -> None:
             group.split_group([RANK], device_types=[torch.device("meta")])
 
 
+@pytest.mark.skipif(not hasattr(torch, "accelerator"), reason="torch.accelerator is there from torch 2.6 on")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_torch_splits_groups_where_there_are_gpus(nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks the backend of the GPU to which init_process_group has bound the rank."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    parts = [[*range(SIZE // 2)], [*range(SIZE // 2, SIZE)]] if SIZE > 1 else [[0]]
+    own = next(part for part in parts if RANK in part)
+    with process_group(nodes, device_id=gpu) as group:
+        assert group.bound_device_id == gpu
+        part = dist.split_group(split_ranks=parts)
+        assert part is not None
+        assert dist.get_process_group_ranks(part) == own
+        tensor = torch.full((3,), float(RANK))
+        dist.all_reduce(tensor, group=part)
+        assert tensor[0] == sum(own)
+        assert (dist.split_group(split_ranks=[[0]]) is None) == (RANK != 0)
+        assert dist.new_group([0]) is not None  # which asks backends that split for all ranks
+        mesh = dist.init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("across", "inside"))
+        assert mesh.get_group("inside").size() == SIZE
+        dist.destroy_process_group(part)
+        dist.barrier()
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_the_short_forms_of_calls_have_a_timeout(nodes: tuple[int, ...]) -> None:
@@ -238,30 +316,24 @@ def test_the_short_forms_of_calls_have_a_timeout(nodes: tuple[int, ...]) -> None
 
 def test_profilers_show_calls() -> None:
     with process_group():
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(record_shapes=True) as profile:
             dist.all_reduce(torch.ones(3))
+            dist.reduce_scatter(torch.ones(2), [torch.ones(2)] * SIZE)
             dist.barrier()
             for _ in range(20):
                 sent = dist.isend(torch.ones(3), (RANK + 1) % SIZE)
                 dist.irecv(torch.ones(3), (RANK - 1) % SIZE).wait()
                 sent.wait()
                 dist.broadcast(torch.ones(3), 0, async_op=True).wait()
-        names = Counter(event.name for event in profile.events())
+        shown = [event for event in profile.events() if event.name.startswith("hvdlite:")]
+        assert all(event.is_async for event in shown)
+        shapes = {event.name: event.input_shapes for event in shown}
+        assert shapes["hvdlite:reduce_scatter"] == [[2]] * SIZE
+        assert shapes["hvdlite:all_reduce"] == shapes["hvdlite:send"] == shapes["hvdlite:recv"] == [[3]]
+        assert shapes["hvdlite:barrier"] == []
+        names = Counter(event.name for event in shown)
         assert names["hvdlite:all_reduce"] == names["hvdlite:barrier"] == 1
         assert names["hvdlite:broadcast"] == names["hvdlite:send"] == names["hvdlite:recv"] == 20
-
-
-def test_other_devices_have_other_backends() -> None:
-    import torch.testing._internal.distributed.fake_pg
-
-    assert torch.testing._internal.distributed.fake_pg  # registers "fake", which does nothing
-    with process_group(backend="cpu:hvdlite,meta:fake"):
-        dist.all_reduce(torch.ones(3, device="meta"))
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        assert tensor[0] == SIZE
-    with process_group(), pytest.raises(ValueError, match="is on meta, and hvdlite has those of the host and of CUDA"):
-        dist.all_reduce(torch.ones(3, device="meta"))
 
 
 @pytest.mark.parametrize("hvdlite_first", [True, False])

@@ -26,17 +26,7 @@ PAGE = ROOT / "docs" / "torch-distributed-cases.md"
 RANKS = (2, 3, 4)
 BACKENDS = ("gloo", "hvdlite")
 # Why a case does not pass over hvdlite that passes over Gloo. There must be a line for each such case.
-_BY_NAME = (
-    "torch refuses `dist.monitored_barrier` to every backend but Gloo, by its name; `monitored_barrier` of the process "
-    "group works"
-)
-EXPLAINED = {
-    "test_monitored_barrier_failure_order": _BY_NAME,
-    "test_monitored_barrier_gloo": _BY_NAME,
-    "test_monitored_barrier_gloo_rank_0_timeout": "asks for Gloo's words; the error here names the group and the ranks",
-    "test_monitored_barrier_gloo_subgroup": _BY_NAME,
-    "test_monitored_barrier_wait_all_ranks": _BY_NAME,
-}
+EXPLAINED: dict[str, str] = {}
 
 
 @dataclass(frozen=True)

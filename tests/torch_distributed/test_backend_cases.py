@@ -24,6 +24,7 @@ SOME = (
     "test_broadcast_group",
     "test_destroy_full_group",
     "test_gather_checks",
+    "test_monitored_barrier_wait_all_ranks",
     "test_reduce_full_group_product",
     "test_scatter_object_list",
     "test_send_recv_any_source_torch_profiler",

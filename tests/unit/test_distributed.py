@@ -19,6 +19,7 @@ from hvdlite import plain
 from hvdlite.distributed.call import call_on, call_without_shape, contradiction
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.meeting import listen
+from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.work import GroupWork, all_of
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.proof import new_key
@@ -89,13 +90,30 @@ def test_a_callback_may_wait_for_the_future_of_another_call() -> None:
     assert lane.close(10)
 
 
-def test_what_a_profiler_shows_ends_before_anybody_learns_that_the_call_is_done() -> None:
-    work = GroupWork(None, [], "shown")
-    seen: list[object] = []
-    work.shown().add_done_callback(lambda _: seen.append(work.is_completed()))
+def test_what_a_profiler_shows_ends_before_anybody_learns_that_the_call_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    work, seen = GroupWork(None, [], "shown"), []
+    work.profiled = Profiled("shown", [])
+    monkeypatch.setattr(work.profiled, "end", lambda: seen.append(work.is_completed()))
     work.get_future().add_done_callback(lambda _: seen.append("callback"))
     work.finish()
     assert seen == [False, "callback"]
+
+
+@pytest.mark.parametrize("ends_elsewhere", [False, True])
+def test_what_a_profiler_shows_has_shapes_and_is_asynchronous(ends_elsewhere: bool) -> None:
+    with torch.profiler.profile(record_shapes=True) as profiler:
+        shown = Profiled("shown", [torch.ones(3, 4), [torch.ones(5)], []])
+        if ends_elsewhere:
+            thread = threading.Thread(target=shown.end)
+            thread.start()
+            thread.join()
+        else:
+            shown.end()
+    (event,) = [event for event in profiler.events() if event.name == "shown"]
+    assert event.input_shapes == [[3, 4], [5]]
+    assert event.is_async
 
 
 def test_several_works_as_one() -> None:
