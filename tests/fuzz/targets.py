@@ -22,7 +22,7 @@ from unittest import mock
 
 import numpy as np
 
-from hvdlite import remote_call
+from hvdlite import plain, remote_call
 from hvdlite.cli.job import read_hostfile
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ByteStream
@@ -135,6 +135,13 @@ def hello(data: bytes) -> None:
         with suppress(ConnectionError):
             caller.answer(data[: caller.answer_bytes].ljust(caller.answer_bytes, b"\0"))
             raise AssertionError(data)
+
+
+def told(data: bytes) -> None:
+    """What is read where strangers may write is a value that can be written again, and so comes back."""
+    with suppress(ValueError):
+        value = plain.loads(data)
+        assert repr(plain.loads(plain.dumps(value))) == repr(value)
 
 
 def sentinel(data: bytes) -> None:
@@ -253,6 +260,7 @@ TARGETS = {
     "hello": Fuzzed(hello, [bytes(24 + 32), bytes(48)]),
     "sentinel": Fuzzed(sentinel, [_SAID_BY_SENTINEL, _SAID_BY_SENTINEL[8:], b'{"failed": Infinity, "text": ""}']),
     "call_messages": Fuzzed(call_messages, [struct.pack("<Q", 3) + bytes(32) + b"abc" + bytes(32)]),
+    "told": Fuzzed(told, [plain.dumps((None, {"a": [1.5, b"b"]}, Config(), Failed(3, "")))]),
     "byte_stream": Fuzzed(byte_stream, [bytes(range(200))]),
     "trace": Fuzzed(trace, [json.dumps(_TRACE).encode()]),
     "hostfile": Fuzzed(hostfile, [b"node0 slots=2 # a\nuser@node1:4\n\n-o\n"]),
