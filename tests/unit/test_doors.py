@@ -22,7 +22,6 @@ from hvdlite.distributed.work import GroupWork
 from hvdlite.interfaces import Interface
 from hvdlite.proof import Caller, Secret, prove
 from hvdlite.reception import Hearing
-from hvdlite.wire import process_of
 
 HERE = "127.0.0.1"
 LO = Interface("lo", HERE, up=True, loopback=True)
@@ -248,8 +247,7 @@ def test_memory_is_read_only_of_a_rank_that_proves_where_its_own_is(group: Group
         link.settimeout(0.3)
         with pytest.raises(TimeoutError):  # no word that memory may be read
             link.recv(8)
-        assert link.family != socket.AF_UNIX or process_of(link) == os.getpid()
-    group.check_messages()
+        group.check_messages()
 
 
 def test_a_shortage_of_descriptors_ends_nothing_and_does_not_spin(
