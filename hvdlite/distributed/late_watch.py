@@ -94,7 +94,7 @@ class LateWatch:
             return []
         try:
             return [rank for place, rank in enumerate(self._ranks) if self._number_of(place) < current.number]
-        except RuntimeError:  # the store is gone
+        except (RuntimeError, ValueError):  # the store is gone, or another program has written there
             return []
 
     def close(self) -> None:
