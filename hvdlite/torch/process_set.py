@@ -36,6 +36,8 @@ class ProcessSet:
         """See `hvdlite.torch.repeated.again`."""
         self.mpi_comm: MPI.Comm | None = None
         self._ranks: list[int] | None = None
+        self._process_group: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None
+        """See `process_group`; beside torch's default group, with which it ends."""
         if isinstance(ranks_or_comm, Iterable):
             self._ranks = sorted(int(rank) for rank in ranks_or_comm)
         else:
@@ -98,13 +100,19 @@ class ProcessSet:
         for ranks in dict.fromkeys(tuple(ranks) for ranks in given if ranks is not None):
             if hvdlite.runtime().group_number(ranks) is None:
                 add_process_set(list(ranks))
-        return None if own is None else _of_ranks(own)
+        if own is None:
+            return None
+        process_set = _of_ranks(own)
+        process_set._process_group = (dist.group.WORLD, group)
+        return process_set
 
     def process_group(self, **options: Any) -> dist.ProcessGroup | None:
-        """A new process group of torch.distributed, of these ranks; all ranks of the job call it.
+        """The process group of torch.distributed of these ranks: that of `from_group`, or else one over hvdlite.
+
+        The first call makes it, and all ranks of the job make that call; later ones return the same.
 
         Args:
-            options: of ``dist.new_group``; the backend is hvdlite unless named.
+            options: of ``dist.new_group``, for a group of its own at each call.
 
         Returns:
             None where this rank is no member.
@@ -113,8 +121,13 @@ class ProcessSet:
             ValueError: torch.distributed and hvdlite have other ranks.
         """
         _check_same_ranks()
-        group = dist.new_group(self.ranks, **{"backend": "hvdlite", **options})
-        return group if self.included() else None
+        if not options and self._process_group is not None and self._process_group[0] is dist.group.WORLD:
+            return self._process_group[1]
+        made = dist.new_group(self.ranks, **{"backend": "hvdlite", **options})
+        group = made if self.included() else None
+        if not options:
+            self._process_group = (dist.group.WORLD, group)
+        return group
 
     def next_number(self) -> int:
         """0, 1, 2, ...: for names of what every member makes in the same order."""

@@ -13,9 +13,12 @@ from fault_lab import check_end, run
 
 SCRIPT = """
 import torch, torch.distributed as dist
-import hvdlite.distributed
+import hvdlite.distributed.creation
 
 kind = sys.argv[1]
+if "1" in machines:
+    from mpi4py import MPI
+    hvdlite.distributed.creation._machine = lambda: (machines[MPI.COMM_WORLD.rank], "", 0)
 if kind == "hvdlite first":
     hvdlite.init()
 dist.init_process_group("hvdlite")
@@ -76,6 +79,11 @@ say("end")
 @pytest.mark.parametrize("kind", ["in a collective", pytest.param("in a message", marks=pytest.mark.thorough)])
 def test_a_killed_rank_is_named(kind: str) -> None:
     check_end(run(SCRIPT, kind, n=3, mpi="none"), "rank 1 (pid", "died without a word")
+
+
+@pytest.mark.parametrize("kind", ["in a collective", pytest.param("in a message", marks=pytest.mark.thorough)])
+def test_a_killed_rank_is_named_on_another_node(kind: str) -> None:
+    check_end(run(SCRIPT, kind, n=3, machines="001"), "rank 1 (pid", "died without a word")
 
 
 def test_an_exception_reaches_the_others() -> None:

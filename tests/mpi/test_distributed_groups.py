@@ -353,7 +353,12 @@ def test_beside_hvdlite(hvdlite_first: bool) -> None:
             assert hvd.synchronize(works[1])[0] == SIZE
             if members is not None:
                 assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=members)[0] == SIZE - SIZE // 2
+                assert members.process_group() is upper
             everybody = hvd.global_process_set.process_group()
+            assert hvd.global_process_set.process_group() is everybody
+            assert hvd.global_process_set.process_group(group_desc="another") is not everybody
+            some = hvd.ProcessSet([0]).process_group()
+            assert (some is None) == (RANK != 0)
             tensor = torch.ones(1)
             dist.all_reduce(tensor, group=everybody)
             assert tensor[0] == SIZE
