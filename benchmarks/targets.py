@@ -149,7 +149,7 @@ _USER = (
     (IN_SLOT, 32 * KIB, 256 * KIB, 1.0),
     (IN_SLOT, 256 * KIB, 64 * MIB, 2.0),
     (IN_SLOT, 16 * MIB, 64 * MIB, 3.0),
-    (IN_SLOT, 64 * MIB, math.inf, None),  # as fast as memory is
+    (IN_SLOT, 64 * MIB, math.inf, 2.0),  # which memory does not give: it is what the backend is limited by
     (ELSEWHERE, 64 * KIB, 1 * MIB, 1.0),
     (ELSEWHERE, 1 * MIB, math.inf, 1.3),
 )
@@ -301,13 +301,13 @@ _WHERE = {"costs": "one node", "costs_hosts": "two hosts"}
 def _idle(reports: Reports) -> Iterator[Figure]:
     for name, where in _WHERE.items():
         if "idle" in reports.get(name, {}):
-            yield _figure(f"{where}, %", 100 * max(reports[name]["idle"]), 0.5)
+            yield _figure(f"{where}, %", 100 * max(reports[name]["idle"]), 0.03)
 
 
 def _waiting(reports: Reports) -> Iterator[Figure]:
     for name, where in _WHERE.items():
         if "waiting" in reports.get(name, {}):
-            yield _figure(f"{where}, %", 100 * max(max(each["shares"]) for each in reports[name]["waiting"]), 3.0)
+            yield _figure(f"{where}, %", 100 * max(max(each["shares"]) for each in reports[name]["waiting"]), 0.2)
 
 
 def _memory(reports: Reports) -> Iterator[Figure]:
