@@ -58,7 +58,7 @@ from cuda_distributed import on_gpu
 victim = int(sys.argv[1])
 if "1" in machines:
     from mpi4py import MPI
-    hvdlite.distributed.creation._machine = lambda: (machines[MPI.COMM_WORLD.rank], "", 0)
+    hvdlite.distributed.creation.machine = lambda: (machines[MPI.COMM_WORLD.rank], "", 0)
 dist.init_process_group("hvdlite")
 rank = dist.get_rank()
 with on_gpu(late=0.0, everywhere=True) as gpu:

@@ -18,7 +18,7 @@ import hvdlite.distributed.creation
 kind = sys.argv[1]
 if "1" in machines:
     from mpi4py import MPI
-    hvdlite.distributed.creation._machine = lambda: (machines[MPI.COMM_WORLD.rank], "", 0)
+    hvdlite.distributed.creation.machine = lambda: (machines[MPI.COMM_WORLD.rank], "", 0)
 if kind == "hvdlite first":
     hvdlite.init()
 dist.init_process_group("hvdlite")
