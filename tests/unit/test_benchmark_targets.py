@@ -210,17 +210,17 @@ def test_steps() -> None:
 
 
 def test_costs() -> None:
-    waiting = [{"shares": [0.01, 0.02]}, {"shares": [0.04, 0.01]}]
+    waiting = [{"shares": [0.0005, 0.001]}, {"shares": [0.004, 0.0005]}]
     memory = {
         "big": {"gradient_bytes": 320 * MIB, "at_rest_bytes": 4 * MIB, "at_peak_bytes": 40 * MIB},
         "small": {"gradient_bytes": 0, "at_rest_bytes": 4 * MIB, "at_peak_bytes": 8 * MIB},
     }
     reports = {
-        "costs": {"idle": [0.001, 0.004], "waiting": waiting, "memory": memory},
+        "costs": {"idle": [0.0001, 0.0002], "waiting": waiting, "memory": memory},
         "costs_hosts": {"idle": [0.01], "waiting": waiting[:1]},
     }
-    assert found(reports, "processor time of an idle") == {"one node, %": (0.4, True), "two hosts, %": (1.0, False)}
-    assert found(reports, "processor time while") == {"one node, %": (4.0, False), "two hosts, %": (2.0, True)}
+    assert found(reports, "processor time of an idle") == {"one node, %": (0.02, True), "two hosts, %": (1.0, False)}
+    assert found(reports, "processor time while") == {"one node, %": (0.4, False), "two hosts, %": (0.1, True)}
     assert found(reports, "memory") == {
         "between steps, 4.0 MiB for small: of what is allowed": (4 / 16, True),
         "during a step, 40.0 MiB for big: of what is allowed": (40 / 32, False),
