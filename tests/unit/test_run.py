@@ -1,10 +1,9 @@
-"""`python -m hvdlite run` without an MPI: what it understands, the command it builds, how it ends what it started."""
+"""`python -m hvdlite run` without an MPI: what it understands, the command it builds, ranks that it starts itself."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -13,18 +12,14 @@ from pathlib import Path
 import pytest
 
 from hvdlite.cli import mpirun, run
-from hvdlite.cli.job import Command, Host, Launch, parse_hosts, read_hostfile
+from hvdlite.cli.job import Host, Launch, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun, build, find_mpirun, identify
-from hvdlite.cli.rank_words import RankWords
 from hvdlite.errors import ConfigError, StartupError
-from hvdlite.keeper import Word
+from run_lab import OPEN_MPI_5, PROGRAM, TWO_HOSTS, executable, gone
 
-OPEN_MPI_5 = Mpirun("/opt/5/bin/mpirun", Mpi.OPEN_MPI, (5, 0, 11))
 OPEN_MPI_4 = Mpirun("/opt/4/bin/mpirun", Mpi.OPEN_MPI, (4, 1, 4))
 MPICH = Mpirun("/opt/m/bin/mpirun", Mpi.MPICH, (5, 0, 2))
 INTEL = Mpirun("/opt/i/bin/mpirun", Mpi.INTEL, (2021, 19, 0))
-TWO_HOSTS = (Host("a", 2), Host("b", 2))
-PROGRAM = ("python", "train.py")
 
 VERSIONS = {
     "mpirun (Open MPI) 5.0.11\n\nReport bugs to ...": (Mpi.OPEN_MPI, (5, 0, 11)),
@@ -40,13 +35,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An ordinary user's, with 8 cores."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-
-
-def executable(path: Path, script: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return path
 
 
 def says(path: Path, text: str) -> Path:
@@ -357,169 +345,6 @@ class TestBuilding:
     def test_no_such_interface(self) -> None:
         with pytest.raises(ConfigError, match="this machine has lo"):
             build(MPICH, Launch(PROGRAM, 4, interfaces="=none"), {})
-
-
-class TestRunning:
-    """With a shell script in mpirun's place."""
-
-    def start(self, mpirun: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "hvdlite", "run", "--mpirun", str(mpirun), "-np", "2", *words, "train.py"]
-        environ = {**os.environ, **variables}
-        return subprocess.Popen(
-            command,
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",
-            start_new_session=True,
-        )
-
-    def status_of(self, mpirun: Path) -> int:
-        with self.start(mpirun) as job:
-            job.communicate(timeout=60)
-        return job.returncode
-
-    def mpirun(self, tmp_path: Path, script: str) -> Path:
-        return executable(
-            tmp_path / "mpirun", f'[ "$1" = --version ] && echo "mpirun (Open MPI) 5.0.11" && exit\n{script}'
-        )
-
-    def test_prints_what_it_runs(self, tmp_path: Path) -> None:
-        marker = tmp_path / "ran"
-        job = self.start(self.mpirun(tmp_path, f"touch {marker}"), "--dry-run", "--tag-output")
-        _, errors = job.communicate(timeout=60)
-        assert job.returncode == 0
-        assert f"{tmp_path}/mpirun" in errors and f"--tag-output {sys.executable} train.py" in errors
-        assert "OMP_NUM_THREADS=" in errors
-        assert not marker.exists()
-
-    @pytest.mark.parametrize(
-        ("options", "given", "shown"),
-        [
-            (["--elastic"], {}, "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS=6 "),
-            (["--elastic"], {"HOROVOD_HEARTBEAT_TIMEOUT_SECONDS": "20"}, ""),
-            ([], {}, ""),
-        ],
-    )
-    def test_elastic_jobs_have_shorter_heartbeats(
-        self, tmp_path: Path, options: list[str], given: dict[str, str], shown: str
-    ) -> None:
-        job = self.start(self.mpirun(tmp_path, "true"), "--dry-run", *options, **given)
-        _, errors = job.communicate(timeout=60)
-        assert job.returncode == 0, errors
-        assert (shown or "+ ") in errors and ("HEARTBEAT" in errors) is bool(shown), errors
-
-    @pytest.mark.parametrize("options", [[], ["--elastic"], ["--elastic", "-H", "a:1,b:1"]])
-    def test_it_is_said_where_an_elastic_job_keeps_no_commits(self, tmp_path: Path, options: list[str]) -> None:
-        job = self.start(
-            self.mpirun(tmp_path, "true"),
-            *["--dry-run", *options],
-            SLURM_JOB_NODELIST="a,b",
-            SLURM_TASKS_PER_NODE="1(x2)",
-        )
-        _, errors = job.communicate(timeout=60)
-        assert job.returncode == 0, errors
-        assert ("keeps no commit" in errors) is (options == ["--elastic"]), errors
-
-    def test_runs_the_line_that_it_printed(self, tmp_path: Path) -> None:
-        job = self.start(
-            self.mpirun(
-                tmp_path, 'echo "OMP_NUM_THREADS=$OMP_NUM_THREADS"; for word in "$0" "$@"; do echo "$word"; done'
-            )
-        )
-        output, errors = job.communicate(timeout=60)
-        printed = shlex.split(errors.splitlines()[-1])
-        words = [word for word in printed[1:] if not word.startswith("OMP_NUM_THREADS=")]
-        assert output.splitlines()[1:] == words
-        assert output.splitlines()[0] in (*printed, f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')}")
-
-    @pytest.mark.parametrize("status", [0, 1, 7, 137])
-    def test_passes_the_exit_status_on(self, tmp_path: Path, status: int) -> None:
-        assert self.status_of(self.mpirun(tmp_path, f"exit {status}")) == status
-
-    def test_signal_becomes_a_shells_status(self, tmp_path: Path) -> None:
-        assert self.status_of(self.mpirun(tmp_path, "kill -9 $$")) == 137
-
-    def test_a_lost_host_is_a_failure(self, tmp_path: Path) -> None:
-        halves = "printf 'PRTE has lost communi' >&2; sleep 0.1; echo 'cation with a remote daemon.' >&2"
-        lost = f"echo before; {halves}; exit 0"
-        job = self.start(self.mpirun(tmp_path, lost), "-H", "a,b")
-        output, errors = job.communicate(timeout=60)
-        assert job.returncode == 1
-        assert output == "before\n"
-        assert "PRTE has lost communication with a remote daemon.\nhvdlite run: failed" in errors
-
-    @pytest.mark.parametrize(("is_over", "status"), [(False, 1), (True, 0)])
-    def test_a_host_lost_on_the_way_to_the_end_is_no_failure(self, is_over: bool, status: int, tmp_path: Path) -> None:
-        """They have gone on without it."""
-        lost = executable(tmp_path / "mpirun", "echo PRTE has lost communication with a remote daemon. >&2")
-        words = RankWords(least=1, silence_s=60.0, grace_s=60.0)
-        words.hear(Word.AT_WORK, 1)
-        if is_over:
-            words.hear(Word.AT_WORK, 0)
-        launch = Launch(PROGRAM, 4, TWO_HOSTS, goes_on=True)
-        command = Command([str(lost)], {}, [])
-        assert run._run_mpirun(OPEN_MPI_5, launch, command, {**os.environ}, words=words) == status
-
-    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-    def test_an_interruption_ends_everything(self, tmp_path: Path, number: int, status: int) -> None:
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # these tests run under nohup, which children inherit
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        # An orphan in a session of its own, as mpirun's daemons are.
-        pids = tmp_path / "pids"
-        script = f"setsid sh -c 'sleep 60 & echo $! $$ >{pids}.new; mv {pids}.new {pids}; wait' & echo up; wait"
-        job = self.start(self.mpirun(tmp_path, script))
-        assert job.stdout is not None and job.stdout.readline() == "up\n"
-        while not pids.exists():
-            time.sleep(0.01)
-        start = time.monotonic()
-        job.send_signal(number)
-        job.communicate(timeout=30)
-        assert job.returncode == status
-        assert time.monotonic() - start < 4
-        assert gone(pids)
-
-    def test_nohup_is_respected(self, tmp_path: Path) -> None:
-        mpirun = self.mpirun(tmp_path, "echo up; sleep 1; echo done")
-        command = ["nohup", sys.executable, "-m", "hvdlite", "run", "--mpirun", str(mpirun), "-np", "1", "train.py"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/") as job:
-            assert job.stdout is not None
-            assert job.stdout.readline() == "up\n"
-            job.send_signal(signal.SIGHUP)
-            assert job.communicate(timeout=30)[0] == "done\n"
-        assert job.returncode == 0
-
-    def test_what_ignores_term_is_killed(self, tmp_path: Path) -> None:
-        pids = tmp_path / "pids"
-        script = f"trap '' TERM INT; echo $$ >{pids}; echo up; while :; do sleep 1; done"
-        job = self.start(self.mpirun(tmp_path, script))
-        assert job.stdout is not None and job.stdout.readline() == "up\n"
-        start = time.monotonic()
-        job.send_signal(signal.SIGINT)
-        job.communicate(timeout=30)
-        assert job.returncode == 130
-        assert 4.5 < time.monotonic() - start < 15
-        assert gone(pids)
-
-    def test_a_second_interruption_does_not_wait(self, tmp_path: Path) -> None:
-        pids = tmp_path / "pids"
-        job = self.start(
-            self.mpirun(tmp_path, f"trap '' TERM INT; echo $$ >{pids}; echo up; while :; do sleep 1; done")
-        )
-        assert job.stdout is not None and job.stdout.readline() == "up\n"
-        start = time.monotonic()
-        job.send_signal(signal.SIGINT)
-        time.sleep(0.3)  # two signals at once would be one
-        job.send_signal(signal.SIGINT)
-        job.communicate(timeout=30)
-        assert time.monotonic() - start < 4
-        assert gone(pids)
-
-
-def gone(pids: Path) -> bool:
-    """Whether the processes whose ids are in the file have ended."""
-    return not any(os.path.exists(f"/proc/{pid}/ns/net") for pid in pids.read_text().split())
 
 
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
