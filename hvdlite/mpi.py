@@ -20,7 +20,9 @@ from hvdlite.launched import Launched
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", "mpich_shm_")
+MPICH_SHARED_FILES = "mpich_shm_"
+"""How names of MPICH's files in /dev/shm begin."""
+_MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", MPICH_SHARED_FILES)
 _FINALIZE_S = 15.0  # it takes milliseconds
 _MPICH_SHARED_BYTES = 6 << 20  # a rank's; 5.3 MB of MPICH 5.0.2 with 2, 4 and 16 ranks
 _MPICH_KIN = ("MPICH", "MVAPICH", "Intel")
@@ -89,7 +91,7 @@ def _check_shared_memory(local_size: int) -> None:
             f"MPICH needs /dev/shm, which is not there ({error.strerror}): mount a tmpfs on it"
         ) from error
     has, needs = room.f_bavail * room.f_frsize, local_size * _MPICH_SHARED_BYTES
-    for path in Path("/dev/shm").glob("mpich_shm_*"):  # perhaps of this job's ranks that were faster
+    for path in Path("/dev/shm").glob(f"{MPICH_SHARED_FILES}*"):  # perhaps of this job's ranks that were faster
         with suppress(OSError):  # it is removed just now
             has += 512 * path.stat().st_blocks
     if local_size > 1 and has < needs:

@@ -109,20 +109,22 @@ class Safekeeping:
     def _ask(self, word: Word, number: int = 0, files: list[int] | None = None) -> tuple[int, int | None]:
         request = MESSAGE.pack(word, number)
         with self._asking:
-            if self._link is not None:
-                try:
-                    return _exchange(self._link, request, files or [])
-                except TimeoutError:
-                    self._hang_up()
-                    raise
-                except OSError:  # the keeper has ended; perhaps another one is in its place
-                    self._hang_up()
+            had_link = self._link is not None
             try:
+                return self._exchange(request, files or [])
+            except OSError as error:
+                if not had_link or isinstance(error, TimeoutError):
+                    raise
+            return self._exchange(request, files or [])  # that keeper has ended; perhaps another one is in its place
+
+    def _exchange(self, request: bytes, files: list[int]) -> tuple[int, int | None]:
+        try:
+            if self._link is None:
                 self._link = connect(self._where, TO_RANKS)
-                return _exchange(self._link, request, files or [])
-            except OSError:
-                self._hang_up()
-                raise
+            return _exchange(self._link, request, files)
+        except OSError:
+            self._hang_up()
+            raise
 
     def _hang_up(self) -> None:
         if self._link is not None:

@@ -34,7 +34,7 @@ class Messages(Protocol):
 
 def call_to(number: int) -> str:
     """The key of the message by which a rank says that it lives, and will come to generation ``number``."""
-    return f"call {number}"
+    return _key("call", number)
 
 
 class _Call(NamedTuple):
@@ -98,7 +98,7 @@ class SurvivorMeeting:
             self._call(pickle.dumps(({*self._passed_over}, first)))
             if first == self._own:
                 return _read(self._decide(living[place + 1 :], refusal))
-            self._messages.send(first, self._key("join"), b"")
+            self._messages.send(first, _key("join", self._number), b"")
             answer = self._answer_of(first)
             if answer is not None:
                 return _read(answer)
@@ -109,7 +109,7 @@ class SurvivorMeeting:
         members = (self._own, *self._gather(others))
         answer = pickle.dumps(refusal(len(members)) or members)
         for other in members[1:]:
-            self._messages.send(other, self._key("answer"), answer)
+            self._messages.send(other, _key("answer", self._number), answer)
         return answer
 
     def _gather(self, others: Sequence[int]) -> list[int]:
@@ -141,7 +141,7 @@ class SurvivorMeeting:
 
     def _received(self, source: int, what: str) -> bytes | None:
         try:
-            return self._messages.receive(source, self._key(what))
+            return self._messages.receive(source, _key(what, self._number))
         except GoneError:
             self._gone.add(source)
             return None
@@ -178,8 +178,9 @@ class SurvivorMeeting:
         passed_s = math.inf if call is None else self._passed_over.get(call.asked, math.inf)
         return call is not None and call.asked in self._calls and self._calls[call.asked].when_s > passed_s + _PROOF_S
 
-    def _key(self, what: str) -> str:
-        return call_to(self._number) if what == "call" else f"{what} {self._number}"
+
+def _key(what: str, number: int) -> str:
+    return f"{what} {number}"
 
 
 def _read(answer: bytes) -> tuple[int, ...]:

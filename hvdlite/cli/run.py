@@ -30,6 +30,7 @@ from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE
 from hvdlite.doctor import before_mpi
 from hvdlite.end_notice import EndNotices
 from hvdlite.errors import ConfigError, StartupError
+from hvdlite.mpi import MPICH_SHARED_FILES
 from hvdlite.version import __version__
 
 USAGE = """\
@@ -288,10 +289,11 @@ def _run_mpirun(
         if words is None and mpirun.ends_together(launch):
             words = on_end.enter_context(closing(EndNotices(config.failure_grace_s)))
             environ = {**environ, **words.environment}
+        expected = Expected(launch.hosts, launch.is_local, config.start_timeout_s, ssh_port, words)
         ending = supervise(
             command.argv,
             environ,
-            Expected(launch.hosts, launch.is_local, config.start_timeout_s, ssh_port, words),
+            expected,
             _LOST_HOST if many else (),
             None if codes is None else codes.take_from,
             spared,
@@ -304,7 +306,7 @@ def _run_mpirun(
         others = [host.name for host in launch.hosts if not is_this_machine(host)]
         for text in lost_frames.complaints(others):
             print(f"hvdlite run: {text}", file=sys.stderr)
-    elif ending.found and ending.status == 0 and not (words is not None and words.is_over):
+    elif ending.found and ending.status == 0 and not expected.is_over:
         print(f"hvdlite run: failed: mpirun's exit status is 0, but it said {ending.found!r} above", file=sys.stderr)
         return 1
     if codes is not None and 0 < ending.status < 128:
@@ -327,7 +329,7 @@ def _remove_shared_memory(started: float) -> None:
     new = [
         entry.path
         for entry in os.scandir("/dev/shm")
-        if entry.name.startswith("mpich_shm_")
+        if entry.name.startswith(MPICH_SHARED_FILES)
         and entry.stat().st_uid == os.geteuid()
         and entry.stat().st_ctime >= started
     ]
