@@ -58,6 +58,8 @@ OrderedExchange::OrderedExchange(std::uintptr_t address, int rank, int size, std
     throw std::invalid_argument("OrderedExchange: address must be a multiple of 64");
   }
   if (window_bytes_ < kCacheLine * size_) throw std::invalid_argument("OrderedExchange: the windows are too small");
+  // Relaxed: no other rank writes it, and what has last done so for this rank was over before this was built.
+  turn_ = line(rank_).turn.load(std::memory_order_relaxed);
 }
 
 // Lines, then for each rank the sizes of what it sends and expects, then its windows.

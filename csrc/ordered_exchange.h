@@ -34,8 +34,9 @@ class OrderedExchange {
 
   using Part = std::pair<std::uintptr_t, std::uint64_t>;  // address, bytes
 
-  // `address`: of `bytes_needed` zeroed bytes, a multiple of 64. `abort_address`: ends every wait. Where a rank takes
-  // `streamed_bytes` or more in one `alltoall` or `spread`, they go past its caches.
+  // `address`: of `bytes_needed` zeroed bytes, a multiple of 64; or counts of all ranks that are alike, from which it
+  // goes on. `abort_address`: ends every wait. Where a rank takes `streamed_bytes` or more in one `alltoall` or
+  // `spread`, they go past its caches.
   OrderedExchange(std::uintptr_t address, int rank, int size, std::uintptr_t abort_address, int spin_us,
                   std::uint64_t window_bytes, std::uint64_t streamed_bytes);
 

@@ -54,6 +54,37 @@ def test_small_allreduces(first: int, ranks: int) -> None:
     assert _native.load32(address) == (first + TURNS) % (1 << 32)
 
 
+@pytest.mark.parametrize("first", [0xFFFFFFFC, 0xFFFFFFFD, 0x7FFFFFFD, 0])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_exchanges_in_order(first: int, ranks: int) -> None:
+    """Of two pieces each, so that one ends, and one begins, where the count wraps."""
+    window, numel = LINE_BYTES * ranks, 12
+    memory = np.zeros(_native.OrderedExchange.bytes_needed(ranks, window) + LINE_BYTES, np.uint8)
+    address = -(-memory.ctypes.data // LINE_BYTES) * LINE_BYTES
+    abort = np.zeros(1, np.uint32)
+    for rank in range(ranks):
+        _native.store32(address + LINE_BYTES * rank, first)
+    results = [np.zeros((TURNS, ranks, numel * ranks), np.int64) for _ in range(ranks)]
+
+    def work(rank: int) -> None:
+        exchange = _native.OrderedExchange(address, rank, ranks, abort.ctypes.data, 50, window, 1 << 20)
+        own = np.zeros(numel * ranks, np.int64)
+        for turn in range(TURNS):
+            own[:] = 100 * turn + rank
+            arrivals = [(results[rank][turn, other].ctypes.data, own.nbytes) for other in range(ranks)]
+            assert exchange.spread(turn, (own.ctypes.data, own.nbytes), arrivals, LONG_S) == 0
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LONG_S)
+    for result in results:
+        assert result[:, :, 0].tolist() == [[100 * turn + rank for rank in range(ranks)] for turn in range(TURNS)]
+        assert (result == result[:, :, :1]).all()
+    assert _native.load32(address) == (first + 2 * TURNS) % (1 << 32)
+
+
 @pytest.mark.parametrize("first", [0xFFFFFFFC, 0x7FFFFFFD])
 def test_meetings_of_streams(first: int) -> None:
     simulated()
