@@ -284,7 +284,8 @@ class _ElasticJob:
     def _note_failure(self, name: str, worker: _Worker, status: int, *, was_rank: bool) -> None:
         if self._stops or (self._end_reason and not was_rank):
             return
-        self._status = self._status or shell_status(status)
+        if was_rank or self._generation is None:  # else the ranks that there are go on, and may come to their end
+            self._status = self._status or shell_status(status)
         self._say(f"{name} (pid {worker.child.pid}) {how_ended(status)}")
         if self._end_reason:
             self._ending.within(self._config.failure_grace_s)

@@ -63,6 +63,12 @@ except hvd.HorovodInternalError as error:
     raise
 """
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+NEWCOMER_FAILS = """
+import os, pathlib
+if int(os.environ["HVDLITE_WORKER"]) > 1:
+    pathlib.Path("{failed}").touch()
+    os._exit(7)
+"""
 
 
 def run(
@@ -107,6 +113,16 @@ def test_a_new_process_takes_the_place_of_the_dead_one() -> None:
     check_counts(result, 2)
     assert {(start.size, start.batch) for start in starts(result)} == {(2, 0), (1, 5), (2, 9)}
     assert len({start.pid for start in starts(result)}) == 3
+
+
+def test_the_end_of_those_that_go_on_counts_and_not_that_of_a_newcomer_which_failed(tmp_path: Path) -> None:
+    failed = tmp_path / "failed"
+    newcomer = NEWCOMER_FAILS.replace("{failed}", str(failed))
+    waits = TRAINING.replace("hvd.size() < {least}", f"not os.path.exists({str(failed)!r})")
+    script = newcomer + waits.replace("{mishap}", KILLED)
+    result = launch(2, script, mpi="none", options=["--elastic", "--restarts", "1"], timeout=200).check()
+    check_counts(result, 1)
+    assert "which is no rank yet, (pid" in result.launcher_output and "exit status 7" in result.launcher_output
 
 
 @pytest.mark.thorough
