@@ -151,7 +151,7 @@ class Survivors:
                 self._lifeline.send(worker, call_to(self._called), self._words)
 
     def _has_ended(self, worker: int) -> bool:
-        """As far as it is seen from this machine. Open MPI 5.0.11 has crashed where it began to send to one that just had."""
+        """As seen from this machine. Open MPI 5.0.11 has crashed where it began to send to one that just had."""
         end = self._ends.get(worker)
         if end is None:
             return False

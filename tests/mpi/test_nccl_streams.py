@@ -367,7 +367,8 @@ def test_an_abort_at_any_time(comm: MPI.Intracomm) -> None:
 def test_interfaces_are_those_of_hvdlite(
     comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that the end of the test undoes what is set here
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     with caplog.at_level("INFO", "hvdlite"):
         build(comm, interfaces="=eth1").close()
         build(comm, interfaces="lo").close()
@@ -375,7 +376,6 @@ def test_interfaces_are_those_of_hvdlite(
     assert [record.getMessage() for record in caplog.records if "interfaces" in record.getMessage()] == [
         "NCCL uses the network interfaces =eth1 (NCCL_SOCKET_IFNAME was not set)"
     ]
-    del os.environ["NCCL_SOCKET_IFNAME"]  # which the end of the test does not bring back
 
 
 def test_interfaces_that_nobody_chose_are_left_to_nccl(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
