@@ -167,8 +167,11 @@ class ProcessHooks:
         elif self.peers.survivors is not None and self.peers.survivors.has_lost_some:
             self.peers.survivors.close()
             self._end_without_mpi(0)
-        elif not mpi.finalize(patience_s, lambda: runtime is not None and not runtime.can_end_in_order):
-            self._end_without_mpi(self._explain_end(patience_s))
+        else:
+            if self.peers.survivors is not None:
+                self.peers.survivors.leave()
+            if not mpi.finalize(patience_s, lambda: runtime is not None and not runtime.can_end_in_order):
+                self._end_without_mpi(self._explain_end(patience_s))
         if runtime is not None:
             runtime.end_watch()
 

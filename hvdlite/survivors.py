@@ -51,6 +51,7 @@ class Survivors:
         self._called = 1  # the number of the generation to which this rank calls the others, or has called them
         self._has_met = threading.Event()  # since then
         self._words = b""  # of the call, see `SurvivorMeeting`
+        self._has_left = False
         self._ends: dict[int, tuple[int, int]] = {}  # pids and pidfds of workers on this machine
         self._left_out: list[int] = []  # those of them that are no workers any more
 
@@ -126,6 +127,13 @@ class Survivors:
         if not isinstance(reason, StallError):
             self._call()
 
+    def leave(self) -> None:
+        """This rank has come to its end, with MPI: it calls nobody any more, whatever becomes of others."""
+        self._has_left = True
+        self._has_met.set()
+        if self._lifeline is not None:
+            self._lifeline.end()
+
     def close(self) -> None:
         """This process ends: mpirun waits for who is left out as well, and may be stopped."""
         for end in self._left_out:
@@ -135,7 +143,7 @@ class Survivors:
     def _call(self) -> None:
         """Call the others, until this rank has met them or cannot go on."""
         generation = self.generation
-        if self._lifeline is None or generation is None or self._called > generation.number:
+        if self._lifeline is None or generation is None or self._called > generation.number or self._has_left:
             return
         self._called = generation.number + 1
         self._has_met = threading.Event()

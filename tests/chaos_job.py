@@ -157,6 +157,7 @@ class Job:
             words = line.split()
             if any(text in line for text in _ENDS):
                 self.members = set()
+                self._ends.clear()  # of ranks that had come to the end before another one failed there
             elif words[:1] == ["starts"]:
                 self.members = self.members | {int(words[3])}
                 self.sizes[int(words[2])] += words[1] == "0"

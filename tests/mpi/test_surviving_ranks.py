@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -105,3 +106,22 @@ def _missing(action: Callable[[], object]) -> MissingError | None:
     except MissingError as error:
         return error
     return None
+
+
+@several
+def test_who_comes_to_the_end_of_mpi_sends_nothing_more(comm: MPI.Intracomm, job: Job) -> None:
+    """A thread that calls others would end the process with an error of MPI's there."""
+    problem = None
+    if RANK == 0:
+        job.lifeline.send(1, "before", b"1")
+        job.lifeline.end()
+        job.lifeline.send(1, "after", b"2")
+        job.lifeline.send(1, "after", b"3")
+    comm.Barrier()
+    if RANK == 1:
+        found = {"before": b"", "after": b""}
+        for _ in range(200):
+            found = {key: job.lifeline.receive(0, key) or value for key, value in found.items()}
+            time.sleep(1e-3)
+        problem = None if found == {"before": b"1", "after": b""} else repr(found)
+    agree(comm, problem)
