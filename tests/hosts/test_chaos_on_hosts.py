@@ -10,8 +10,7 @@ from chaos_on_hosts import run_on_hosts
 from lab import refusal
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
 def test_no_sample_is_lost_or_counted_twice_while_hosts_are_lost(mpi: str) -> None:
     reason = refusal()
     if reason is not None:
