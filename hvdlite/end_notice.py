@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from hvdlite import launched
 from hvdlite.config import END_NOTICES, other_variable
 from hvdlite.wire import CREDENTIALS
 
@@ -70,7 +70,7 @@ class EndNotices:
                 self._drop(process)
                 self._senders[process] = _Sender(now + self._patience_s, _pidfd(process))
         for process, sender in list(self._senders.items()):
-            if sender.end is not None and select.select([sender.end], [], [], 0)[0]:
+            if sender.end is not None and launched.has_ended(sender.end):
                 self._close(sender)
                 if now > sender.until_s:  # it has gone on, and ended for another reason
                     del self._senders[process]

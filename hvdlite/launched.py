@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -171,6 +172,13 @@ def is_stopped(pid: int) -> bool:
     except OSError:  # it has ended
         return False
     return stat[stat.rindex(b")") + 2 :].startswith(b"T")
+
+
+def has_ended(end: int) -> bool:
+    """Whether the process of a pidfd has."""
+    look = select.poll()  # select() takes 1024 descriptors
+    look.register(end, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def shares_network(pid: int) -> bool:

@@ -31,6 +31,9 @@ class Lifeline:
 
     A message has a key. Messages of other keys are kept for who asks for them, so nothing that is left over from an
     earlier meeting is taken for something else. Any thread may send; one receives.
+
+    Attributes:
+        has_ended: nothing is sent any more.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -44,18 +47,18 @@ class Lifeline:
         self._sends: list[tuple[MPI.Request, bytes]] = []
         self._lost: list[object] = []  # memory into which something may still arrive
         self._kept: dict[tuple[int, str], bytes] = {}
-        self._has_ended = False
+        self.has_ended = False
 
     def end(self) -> None:
         """MPI is about to end: nothing is sent from here on, by whichever thread."""
         with self._lock:
-            self._has_ended = True
+            self.has_ended = True
 
     def send(self, to: int, key: str, data: bytes) -> None:
         """Start to send; nobody is told where ``to`` has died."""
         message = pickle.dumps((key, data))
         with self._lock:
-            if self._has_ended:
+            if self.has_ended:
                 return
             self._sends = [(request, sent) for request, sent in self._sends if not self._is_done(request)]
             try:

@@ -6,7 +6,6 @@ hvdliterun lets one group of them go on: two, on the two sides of a network that
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 from collections.abc import Callable
@@ -51,7 +50,6 @@ class Survivors:
         self._called = 1  # the number of the generation to which this rank calls the others, or has called them
         self._has_met = threading.Event()  # since then
         self._words = b""  # of the call, see `SurvivorMeeting`
-        self._has_left = False
         self._ends: dict[int, tuple[int, int]] = {}  # pids and pidfds of workers on this machine
         self._left_out: list[int] = []  # those of them that are no workers any more
 
@@ -129,7 +127,6 @@ class Survivors:
 
     def leave(self) -> None:
         """This rank has come to its end, with MPI: it calls nobody any more, whatever becomes of others."""
-        self._has_left = True
         self._has_met.set()
         if self._lifeline is not None:
             self._lifeline.end()
@@ -143,7 +140,9 @@ class Survivors:
     def _call(self) -> None:
         """Call the others, until this rank has met them or cannot go on."""
         generation = self.generation
-        if self._lifeline is None or generation is None or self._called > generation.number or self._has_left:
+        if self._lifeline is None or self._lifeline.has_ended:
+            return
+        if generation is None or self._called > generation.number:
             return
         self._called = generation.number + 1
         self._has_met = threading.Event()
@@ -161,11 +160,7 @@ class Survivors:
     def _has_ended(self, worker: int) -> bool:
         """As seen from this machine. Open MPI 5.0.11 has crashed where it began to send to one that just had."""
         end = self._ends.get(worker)
-        if end is None:
-            return False
-        ended = select.poll()  # select() knows 1024 descriptors
-        ended.register(end[1], select.POLLIN)
-        return bool(ended.poll(0))
+        return end is not None and launched.has_ended(end[1])
 
     def _change_call(self, words: bytes) -> None:
         self._words = words

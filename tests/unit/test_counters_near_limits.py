@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cuda_lab import simulated
 from hvdlite import _native
@@ -24,18 +26,32 @@ LINE_BYTES = 64
 TURNS = 7
 
 
+def lines(nbytes: int, ranks: int, first: int) -> NDArray[np.uint8]:
+    """So many zeroed bytes, which begin with a line for each rank, whose count is ``first``."""
+    memory = np.zeros(nbytes + LINE_BYTES, np.uint8)
+    memory = memory[-memory.ctypes.data % LINE_BYTES :]
+    for rank in range(ranks):
+        _native.store32(memory.ctypes.data + LINE_BYTES * rank, first)
+    return memory
+
+
+def on_threads(ranks: int, work: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LONG_S)
+
+
 @pytest.mark.parametrize("first", [0xFFFFFFFC, 0x7FFFFFFD, 0])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_small_allreduces(first: int, ranks: int) -> None:
-    memory = np.zeros(_native.SmallAllreduce.bytes_needed(ranks) + LINE_BYTES, np.uint8)
-    address = -(-memory.ctypes.data // LINE_BYTES) * LINE_BYTES
+    memory = lines(_native.SmallAllreduce.bytes_needed(ranks), ranks, first)
     abort = np.zeros(1, np.uint32)
-    for rank in range(ranks):
-        _native.store32(address + LINE_BYTES * rank, first)
     results = [np.zeros((TURNS, 5), np.float32) for _ in range(ranks)]
 
     def work(rank: int) -> None:
-        small = _native.SmallAllreduce(address, rank, ranks, abort.ctypes.data, 50)
+        small = _native.SmallAllreduce(memory.ctypes.data, rank, ranks, abort.ctypes.data, 50)
         for turn in range(TURNS):
             result = results[rank][turn]
             result[:] = np.arange(5) + rank + 10 * turn
@@ -43,15 +59,11 @@ def test_small_allreduces(first: int, ranks: int) -> None:
             float32 = DType.FLOAT32
             assert small.run(tensors, tensors, 5, float32, float32, ReduceOp.SUM, 1.0, 1.0, LONG_S) == 0
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * LONG_S)
+    on_threads(ranks, work)
     expected = [[sum(i + rank + 10 * turn for rank in range(ranks)) for i in range(5)] for turn in range(TURNS)]
     for result in results:
         assert result.tolist() == expected
-    assert _native.load32(address) == (first + TURNS) % (1 << 32)
+    assert _native.load32(memory.ctypes.data) == (first + TURNS) % (1 << 32)
 
 
 @pytest.mark.parametrize("first", [0xFFFFFFFC, 0xFFFFFFFD, 0x7FFFFFFD, 0])
@@ -59,30 +71,23 @@ def test_small_allreduces(first: int, ranks: int) -> None:
 def test_exchanges_in_order(first: int, ranks: int) -> None:
     """Of two pieces each, so that one ends, and one begins, where the count wraps."""
     window, numel = LINE_BYTES * ranks, 12
-    memory = np.zeros(_native.OrderedExchange.bytes_needed(ranks, window) + LINE_BYTES, np.uint8)
-    address = -(-memory.ctypes.data // LINE_BYTES) * LINE_BYTES
+    memory = lines(_native.OrderedExchange.bytes_needed(ranks, window), ranks, first)
     abort = np.zeros(1, np.uint32)
-    for rank in range(ranks):
-        _native.store32(address + LINE_BYTES * rank, first)
     results = [np.zeros((TURNS, ranks, numel * ranks), np.int64) for _ in range(ranks)]
 
     def work(rank: int) -> None:
-        exchange = _native.OrderedExchange(address, rank, ranks, abort.ctypes.data, 50, window, 1 << 20)
+        exchange = _native.OrderedExchange(memory.ctypes.data, rank, ranks, abort.ctypes.data, 50, window, 1 << 20)
         own = np.zeros(numel * ranks, np.int64)
         for turn in range(TURNS):
             own[:] = 100 * turn + rank
             arrivals = [(results[rank][turn, other].ctypes.data, own.nbytes) for other in range(ranks)]
             assert exchange.spread(turn, (own.ctypes.data, own.nbytes), arrivals, LONG_S) == 0
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * LONG_S)
+    on_threads(ranks, work)
     for result in results:
         assert result[:, :, 0].tolist() == [[100 * turn + rank for rank in range(ranks)] for turn in range(TURNS)]
         assert (result == result[:, :, :1]).all()
-    assert _native.load32(address) == (first + 2 * TURNS) % (1 << 32)
+    assert _native.load32(memory.ctypes.data) == (first + 2 * TURNS) % (1 << 32)
 
 
 @pytest.mark.parametrize("first", [0xFFFFFFFC, 0x7FFFFFFD])

@@ -19,12 +19,14 @@ class Line:
 
     def __init__(self, comm: object) -> None:
         self.sent: list[int] = []
+        self.has_ended = False
 
     def send(self, to: int, key: str, data: bytes) -> None:
         self.sent.append(to)
 
     def end(self) -> None:
         self.sent.append(-1)
+        self.has_ended = True
 
 
 class Everybody:
