@@ -202,7 +202,6 @@ void register_small_allreduce(py::module_& m) {
 }
 
 void register_plans(py::module_& m) {
-  using Outcome = PreparedAllreduce::Result;
   py::class_<ReadyCounts>(m, "ReadyCounts")
       .def(py::init<std::uintptr_t, std::uintptr_t, int, int>(), "address"_a, "doorbells"_a, "rank"_a, "size"_a)
       // A few loads and stores, and now and then a wake-up, take less time than releasing the GIL.
@@ -220,13 +219,27 @@ void register_plans(py::module_& m) {
           },
           "plan"_a, "count"_a, "heard"_a, "timeout_s"_a, "spin_us"_a, WithoutGil());
 
-  py::class_<PreparedAllreduce> prepared(m, "PreparedAllreduce");
-  prepared.attr("DONE") = static_cast<int>(Outcome::kDone);
-  prepared.attr("NOT_YET") = static_cast<int>(Outcome::kNotYet);
-  prepared.attr("DONE_AND_RUNG") = static_cast<int>(Outcome::kDoneAndRung);
-  prepared.attr("TIMEOUT") = static_cast<int>(Outcome::kTimeout);
-  prepared.attr("ABORTED") = static_cast<int>(Outcome::kAborted);
-  prepared
+  using Result = DirectCall::Result;
+  py::class_<DirectCall> direct(m, "DirectCall");
+  direct.attr("DONE") = static_cast<int>(Result::kDone);
+  direct.attr("NOT_YET") = static_cast<int>(Result::kNotYet);
+  direct.attr("DONE_AND_RUNG") = static_cast<int>(Result::kDoneAndRung);
+  direct.attr("TIMEOUT") = static_cast<int>(Result::kTimeout);
+  direct.attr("ABORTED") = static_cast<int>(Result::kAborted);
+  direct.attr("BEGUN") = static_cast<int>(Result::kBegun);
+  direct.def_property_readonly("can_run", &DirectCall::can_run)
+      .def(
+          "run",
+          [](DirectCall& self, const Addresses& inputs, const Addresses& outputs, std::uint64_t plan,
+             std::uint64_t count,
+             std::uint32_t heard) { return static_cast<int>(self.run(inputs, outputs, plan, count, heard)); },
+          "inputs"_a, "outputs"_a, "plan"_a, "count"_a, "heard"_a, WithoutGil())
+      .def("last", [](const DirectCall& self) {
+        const auto& last = self.last();
+        return std::make_tuple(last.plan, last.count, static_cast<int>(last.result));
+      });
+
+  py::class_<PreparedAllreduce, DirectCall>(m, "PreparedAllreduce")
       .def(py::init([](Barrier& barrier, SmallAllreduce& small, ReadyCounts& counts, Counts numels, Counts offsets,
                        std::uint64_t numel, Addresses memory, std::uint64_t window_numel, int dtype, int wire_dtype,
                        int op, double prescale, double postscale, int spin_us, double patience_s, double timeout_s) {
@@ -247,19 +260,8 @@ void register_plans(py::module_& m) {
            "barrier"_a, "small"_a, "counts"_a, "numels"_a, "offsets"_a, "numel"_a, "memory"_a, "window_numel"_a,
            "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "spin_us"_a, "patience_s"_a, "timeout_s"_a,
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
-      .def(
-          "run",
-          [](PreparedAllreduce& self, const Addresses& inputs, const Addresses& outputs, std::uint64_t plan,
-             std::uint64_t count,
-             std::uint32_t heard) { return static_cast<int>(self.run(inputs, outputs, plan, count, heard)); },
-          "inputs"_a, "outputs"_a, "plan"_a, "count"_a, "heard"_a, WithoutGil())
-      .def("last",
-           [](const PreparedAllreduce& self) {
-             const auto& last = self.last();
-             return std::make_tuple(last.plan, last.count, static_cast<int>(last.result));
-           })
       .def("ready_ns", [](const PreparedAllreduce& self) {
-        const auto since = self.last().ready.time_since_epoch();
+        const auto since = self.ready().time_since_epoch();
         return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
       });
 }

@@ -47,6 +47,10 @@ class BoundMessages {
   // Of what was started: the same.
   Progress advance();
 
+  // Requests go back to MPI: from here on nothing else is called.
+  void close() { is_closed_ = true; }
+  bool is_closed() const { return is_closed_; }
+
   // Whom it waits for.
   int peer() const { return phases_[phase_].waits[wait_].peer; }
   // What MPI has returned where it failed.
@@ -60,6 +64,7 @@ class BoundMessages {
   std::size_t phase_ = 0;  // the one whose requests are waited for
   std::size_t wait_ = 0;   // the first of them that is not done
   int error_ = 0;
+  bool is_closed_ = false;
 };
 
 }  // namespace hvdlite

@@ -1,11 +1,14 @@
 // An allreduce of few bytes between nodes, in one call.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "bound_messages.h"
+#include "direct_call.h"
 #include "early_turns.h"
 #include "elements.h"
 #include "pack.h"
@@ -28,24 +31,36 @@ struct EarlyShape {
   std::optional<Reducer> in_node;  // of all places, into that of rank 0; none: it is alone, and has nothing to scale
 };
 
-class EarlyAllreduce {
+// It ends with kNotYet where a rank of this node is not ready, and nothing else was done; with kBegun where ranks are
+// late with what has begun, or this one was rung; kTimeout and kAborted there are none.
+class EarlyAllreduce : public DirectCall {
  public:
-  // `counts`, `turns` and `look` have to live as long.
-  EarlyAllreduce(const ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, EarlyShape shape);
+  // `counts`, `turns` and `look` have to live as long. `patience_s`: the longest wait for all ranks of the node to be
+  // ready, of which `spin` without sleep.
+  EarlyAllreduce(ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, EarlyShape shape,
+                 std::chrono::microseconds spin, double patience_s);
 
-  // kNodeIsLate: a rank of this node has not begun, so that nothing was sent.
+  // Rank 0 needs `messages`, on the memory of its place, and new ones when these are closed; others need none.
+  void bind(std::shared_ptr<BoundMessages> messages) { messages_ = std::move(messages); }
+  bool can_run() const override { return shape_.rank != 0 || (messages_ != nullptr && !messages_->is_closed()); }
+
+  Result run(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,
+             std::uint64_t count, std::uint32_t heard) override;
+
+  // Of the last that has begun. kNodeIsLate: a rank of this node has not, so that nothing was sent.
   enum class Progress { kDone = 0, kWaiting = 1, kFailed = 2, kNodeIsLate = 3 };
-
-  // Does it as number `turn`. `messages`: of rank 0, on the memory of its place; null on others. Unless it is done, the
-  // rest is the caller's: ranks are late, or this one was rung since it had counted `heard` rings.
-  Progress run(BoundMessages* messages, const std::vector<std::uintptr_t>& inputs,
-               const std::vector<std::uintptr_t>& outputs, std::uint64_t turn, std::uint32_t heard);
+  Progress progress() const { return progress_; }
+  Clock::time_point began() const { return began_; }
+  const TensorList& outputs() const { return outputs_; }
+  // Whether this rank was rung since it was called.
+  bool has_news() const { return counts_.has_news(heard_); }
 
  private:
-  Progress begin_exchange(BoundMessages& messages, std::uint64_t turn);
-  void spread(std::uint64_t turn);
+  bool node_is_ready() const;
+  Progress begin_exchange();
+  void spread();
 
-  const ReadyCounts& counts_;
+  ReadyCounts& counts_;
   EarlyTurns& turns_;
   PoliteLook& look_;
   EarlyShape shape_;
@@ -53,6 +68,12 @@ class EarlyAllreduce {
   Reducer copy_;
   TensorList inputs_;
   TensorList outputs_;
+  std::chrono::microseconds spin_;
+  double patience_s_;
+  std::shared_ptr<BoundMessages> messages_;
+  std::uint32_t heard_ = 0;
+  Progress progress_ = Progress::kDone;
+  Clock::time_point began_{};
 };
 
 }  // namespace hvdlite

@@ -14,9 +14,9 @@ EarlyTurns::EarlyTurns(std::uintptr_t address, int rank, int size)
 
 std::size_t EarlyTurns::bytes_needed(int size) { return kCacheLine * static_cast<std::size_t>(size + 1); }
 
-bool EarlyTurns::all_have_begun(std::uint64_t turn) const {
+bool EarlyTurns::all_have_begun() const {
   for (std::uint32_t rank = 0; rank < size_; ++rank) {
-    if (word(rank).load(std::memory_order_acquire) < turn) return false;
+    if (word(rank).load(std::memory_order_acquire) < turn_) return false;
   }
   return true;
 }

@@ -8,10 +8,9 @@
 
 namespace hvdlite {
 
-// Turns count from 1. For each of them every rank puts its tensors into its own place of shared memory and `begin`s;
-// rank 0 waits until `all_have_begun`, reduces what lies in all places, exchanges that with other nodes, puts the
-// result into all places and says that it `has_come`. Then every rank reads its own place, and is free to write there
-// for the next turn.
+// In each turn every rank puts its tensors into its own place of shared memory and `begin`s; rank 0 waits until
+// `all_have_begun`, reduces what lies in all places, exchanges that with other nodes, puts the result into all places
+// and says that it `has_come`. Then every rank reads its own place, and is free to write there for the next turn.
 //
 // So a place is written by its rank before `begin`, which releases; by rank 0 after `all_have_begun`, which acquires,
 // and before `bring`, which releases; and read by its rank after `has_come`, which acquires. Nothing else is ordered.
@@ -23,12 +22,12 @@ class EarlyTurns {
 
   static std::size_t bytes_needed(int size);
 
-  // This rank has, for `turn`.
-  void begin(std::uint64_t turn) { word(rank_).store(turn, std::memory_order_release); }
-  bool all_have_begun(std::uint64_t turn) const;
-  // The result of `turn`, by rank 0.
-  void bring(std::uint64_t turn) { word(size_).store(turn, std::memory_order_release); }
-  bool has_come(std::uint64_t turn) const { return word(size_).load(std::memory_order_acquire) >= turn; }
+  // This rank has, and this is its next turn, of which the others speak.
+  void begin() { word(rank_).store(++turn_, std::memory_order_release); }
+  bool all_have_begun() const;
+  // The result, by rank 0.
+  void bring() { word(size_).store(turn_, std::memory_order_release); }
+  bool has_come() const { return word(size_).load(std::memory_order_acquire) >= turn_; }
 
  private:
   // A line each: those of the ranks, then that of the result.
@@ -39,6 +38,7 @@ class EarlyTurns {
   std::uintptr_t address_;
   std::uint32_t rank_;
   std::uint32_t size_;
+  std::uint64_t turn_ = 0;  // they count from 1
 };
 
 }  // namespace hvdlite

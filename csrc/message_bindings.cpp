@@ -49,7 +49,7 @@ void register_bound_messages(py::module_& m) {
           },
           "happened"_a);
 
-  py::class_<BoundMessages> messages(m, "BoundMessages");
+  py::class_<BoundMessages, std::shared_ptr<BoundMessages>> messages(m, "BoundMessages");
   messages.attr("DONE") = static_cast<int>(BoundMessages::Progress::kDone);
   messages.attr("WAITING") = static_cast<int>(BoundMessages::Progress::kWaiting);
   messages.attr("FAILED") = static_cast<int>(BoundMessages::Progress::kFailed);
@@ -67,7 +67,7 @@ void register_bound_messages(py::module_& m) {
                }
                phases.push_back(std::move(phase));
              }
-             return std::make_unique<BoundMessages>(mpi, std::move(phases));
+             return std::make_shared<BoundMessages>(mpi, std::move(phases));
            }),
            "start"_a, "test"_a, "phases"_a)
       .def(
@@ -82,6 +82,7 @@ void register_bound_messages(py::module_& m) {
             return static_cast<int>(progress);
           },
           "look"_a, WithoutGil())
+      .def("close", &BoundMessages::close)
       .def_property_readonly("peer", &BoundMessages::peer)
       .def_property_readonly("error", &BoundMessages::error);
 }
@@ -92,18 +93,17 @@ void register_early_allreduce(py::module_& m) {
   py::class_<EarlyTurns>(m, "EarlyTurns")
       .def(py::init<std::uintptr_t, int, int>(), "address"_a, "rank"_a, "size"_a)
       .def_static("bytes_needed", &EarlyTurns::bytes_needed, "size"_a)
-      .def("begin", &EarlyTurns::begin, "turn"_a)
-      .def("all_have_begun", &EarlyTurns::all_have_begun, "turn"_a)
-      .def("bring", &EarlyTurns::bring, "turn"_a)
-      .def("has_come", &EarlyTurns::has_come, "turn"_a);
+      .def("begin", &EarlyTurns::begin)
+      .def("all_have_begun", &EarlyTurns::all_have_begun)
+      .def("bring", &EarlyTurns::bring)
+      .def("has_come", &EarlyTurns::has_come);
 
-  py::class_<EarlyAllreduce> early(m, "EarlyAllreduce");
-  early.attr("DONE") = static_cast<int>(Progress::kDone);
+  py::class_<EarlyAllreduce, DirectCall> early(m, "EarlyAllreduce");
   early.attr("NODE_IS_LATE") = static_cast<int>(Progress::kNodeIsLate);
   early
-      .def(py::init([](const ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
                        std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
-                       const std::optional<Reduction>& in_node) {
+                       const std::optional<Reduction>& in_node, int spin_us, double patience_s) {
              const auto wire = static_cast<DType>(wire_dtype);
              EarlyShape shape{std::move(numels),
                               std::move(offsets),
@@ -117,16 +117,21 @@ void register_early_allreduce(py::module_& m) {
                const auto& [op, prescale, postscale] = *in_node;
                shape.in_node.emplace(wire, static_cast<Op>(op), prescale, postscale);
              }
-             return std::make_unique<EarlyAllreduce>(counts, turns, look, std::move(shape));
+             const std::chrono::microseconds spin(spin_us);
+             return std::make_unique<EarlyAllreduce>(counts, turns, look, std::move(shape), spin, patience_s);
            }),
            "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
-           "wire_dtype"_a, "in_node"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
-      .def(
-          "run",
-          [](EarlyAllreduce& self, BoundMessages* messages, const Addresses& inputs, const Addresses& outputs,
-             std::uint64_t turn,
-             std::uint32_t heard) { return static_cast<int>(self.run(messages, inputs, outputs, turn, heard)); },
-          "messages"_a, "inputs"_a, "outputs"_a, "turn"_a, "heard"_a, WithoutGil());
+           "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>())
+      .def("bind", &EarlyAllreduce::bind, "messages"_a)
+      .def_property_readonly("progress", [](const EarlyAllreduce& self) { return static_cast<int>(self.progress()); })
+      .def_property_readonly("began_ns",
+                             [](const EarlyAllreduce& self) {
+                               const auto since = self.began().time_since_epoch();
+                               return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+                             })
+      .def_property_readonly("outputs", &EarlyAllreduce::outputs, py::return_value_policy::reference_internal)
+      .def_property_readonly("has_news", &EarlyAllreduce::has_news);
 }
 
 }  // namespace

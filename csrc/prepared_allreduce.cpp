@@ -27,13 +27,14 @@ PreparedAllreduce::Result PreparedAllreduce::run(const std::vector<std::uintptr_
                                                  std::uint64_t count, std::uint32_t heard) {
   inputs_.move_to(inputs);
   outputs_.move_to(outputs);
-  last_ = {plan, count, Result::kNotYet, {}};
+  last_ = {plan, count, Result::kNotYet};
+  ready_ = {};
   if (is_small_) small_.begin(job());
   counts_.want_ring(false);
   counts_.set(plan, count);
   const auto ready = await(plan, count, heard);
   if (ready == ReadyCounts::Outcome::kNotYet) return Result::kNotYet;
-  last_.ready = Clock::now();
+  ready_ = Clock::now();
   switch (reduce()) {
     case WaitStatus::kOk:
       last_.result = ready == ReadyCounts::Outcome::kAllReady ? Result::kDone : Result::kDoneAndRung;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "direct_call.h"
 #include "elements.h"
 #include "pack.h"
 #include "ready_counts.h"
@@ -27,28 +28,19 @@ struct AllreduceShape {
   double postscale;
 };
 
-class PreparedAllreduce {
+class PreparedAllreduce : public DirectCall {
  public:
   // `barrier`, `small` and `counts` have to live as long. `timeout_s`: the longest wait inside of the allreduce.
   // `patience_s`: the longest wait for all ranks to be ready, of which `spin` without sleep.
   PreparedAllreduce(Barrier& barrier, SmallAllreduce& small, ReadyCounts& counts, AllreduceShape shape,
                     std::chrono::microseconds spin, double patience_s, double timeout_s);
 
-  enum class Result { kDone = 0, kNotYet = 1, kDoneAndRung = 2, kTimeout = 3, kAborted = 4 };
-
-  // Of the last `run`: which operation of which plan it was for, how it ended, and when all ranks were ready.
-  struct Last {
-    std::uint64_t plan;
-    std::uint64_t count;  // 0: there was none
-    Result result;
-    Clock::time_point ready;
-  };
-
-  // Says that this rank is ready for operation `count` of `plan`, counted from 1, and does it once all ranks are.
-  // kNotYet: it was said, and nothing else was done. For `heard` and kDoneAndRung see ReadyCounts::await.
+  // Never kBegun. For `heard` and kDoneAndRung see ReadyCounts::await.
   Result run(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,
-             std::uint64_t count, std::uint32_t heard);
-  const Last& last() const { return last_; }
+             std::uint64_t count, std::uint32_t heard) override;
+
+  // When all ranks were ready for the last that was done.
+  Clock::time_point ready() const { return ready_; }
 
  private:
   ReadyCounts::Outcome await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard);
@@ -65,7 +57,7 @@ class PreparedAllreduce {
   double patience_s_;
   double timeout_s_;
   bool is_small_;
-  Last last_{};
+  Clock::time_point ready_{};
 };
 
 }  // namespace hvdlite

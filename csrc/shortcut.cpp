@@ -120,18 +120,19 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   if (entry->unnamed != nullptr && entry->unnamed->next != sequence) return {};
   if (!begin_work()) return {};
   AtWork at_work(release_);
+  if (!entry->call->can_run()) return {};
   if (entry->unnamed != nullptr) ++entry->unnamed->next;
-  PreparedAllreduce* const call = entry->call;
+  DirectCall* const call = entry->call;
   const py::object prepared = entry->prepared;
   input_[0] = address;
   output_[0] = target;
-  PreparedAllreduce::Result ended;
+  DirectCall::Result ended;
   {
     const py::gil_scoped_release without_gil;
     ended = call->run(input_, output_, plan_, done_ + 1, heard_);
   }
   // Nobody else was at work, so there was no other plan; but it may have been told to forget this one.
-  if (ended == PreparedAllreduce::Result::kDone && !entries_.empty()) {
+  if (ended == DirectCall::Result::kDone && !entries_.empty()) {
     ++entries_[done_ % entries_.size()].times;
     ++done_;
     ++untold_;

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "prepared_allreduce.h"
+#include "direct_call.h"
 #include "signature.h"
 
 namespace hvdlite {
@@ -33,7 +33,7 @@ class Shortcut {
   struct Operation {
     std::shared_ptr<const Signature> signature;
     pybind11::object prepared;
-    PreparedAllreduce* call = nullptr;
+    DirectCall* call = nullptr;
     std::shared_ptr<Count> unnamed;
     std::int64_t sequence = 0;
     std::int64_t stride = 0;

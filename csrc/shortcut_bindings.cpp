@@ -117,7 +117,7 @@ void register_shortcut(py::module_& m) {
       .def(
           "learn",
           [](Shortcut& self, std::size_t position, std::shared_ptr<Signature> signature, py::object prepared,
-             PreparedAllreduce& call, std::shared_ptr<Count> unnamed, std::int64_t sequence, std::int64_t stride) {
+             DirectCall& call, std::shared_ptr<Count> unnamed, std::int64_t sequence, std::int64_t stride) {
             self.learn(position,
                        {std::move(signature), std::move(prepared), &call, std::move(unnamed), sequence, stride});
           },

@@ -233,12 +233,13 @@ class ReadyCounts:
     def wait(self, plan: int, count: int, heard: int, timeout_s: float, spin_us: int) -> bool:
         """Until all are ready for ``count`` operations; False where another ring, a signal or the time came before."""
 
-class PreparedAllreduce:
-    """An allreduce that comes again and again in a plan. Source: csrc/prepared_allreduce.cpp.
+class DirectCall:
+    """An operation that comes again and again in a plan. Source: csrc/direct_call.h.
 
     Attributes:
         NOT_YET: other ranks are late, and nothing was done.
         DONE_AND_RUNG: it was done, and this rank's doorbell has rung meanwhile.
+        BEGUN: the caller has to bring it to its end.
     """
 
     DONE: ClassVar[int]
@@ -246,6 +247,21 @@ class PreparedAllreduce:
     DONE_AND_RUNG: ClassVar[int]
     TIMEOUT: ClassVar[int]
     ABORTED: ClassVar[int]
+    BEGUN: ClassVar[int]
+
+    @property
+    def can_run(self) -> bool:
+        """Whether `run` may be called now."""
+    def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
+        """Say to be ready for operation ``count`` of ``plan``, from 1, wait for all, and do it.
+
+        ``heard``: the rings that were followed; any more end the wait.
+        """
+    def last(self) -> tuple[int, int, int]:
+        """Plan, count and result of the last `run`, if it has said so; else those of the one before."""
+
+class PreparedAllreduce(DirectCall):
+    """An allreduce of the ranks of a node. Source: csrc/prepared_allreduce.cpp."""
 
     def __init__(
         self,
@@ -277,7 +293,7 @@ class PreparedAllreduce:
     def last(self) -> tuple[int, int, int]:
         """Plan, count and result of the last `run`, if it has said so; else those of the one before."""
     def ready_ns(self) -> int:
-        """When all were ready, in the time of `time.monotonic_ns`."""
+        """When all were ready for the last that was done, in the time of `time.monotonic_ns`."""
 
 class Count:
     """Numbers of the unnamed operations of a kind: 0, 1, 2, ..."""
@@ -325,7 +341,7 @@ class Shortcut:
         rest: Callable[[Any, int, int, int, object, int], Any],
     ) -> None:
         """``rest``: called with what was begun and not done without a remark, by whoever is at work, as (prepared,
-        sequence, address of the input, of the output, owner of both, result of `PreparedAllreduce.run`); returns what
+        sequence, address of the input, of the output, owner of both, result of `DirectCall.run`); returns what
         is to be waited for afterwards, or None."""
     def follow(self, plan: int, period: int) -> None:
         """A plan begins, of so many operations in a period."""
@@ -334,7 +350,7 @@ class Shortcut:
         position: int,
         signature: Signature,
         prepared: object,
-        call: PreparedAllreduce,
+        call: DirectCall,
         unnamed: Count | None,
         sequence: int,
         stride: int,
@@ -410,35 +426,43 @@ class BoundMessages:
         """Go on, as far as need not wait."""
     def look(self, look: PoliteLook) -> int:
         """`advance` again and again."""
+    def close(self) -> None:
+        """Call nothing else from here on: the requests go back to MPI."""
     @property
     def peer(self) -> int: ...
     @property
     def error(self) -> int: ...
 
 class EarlyTurns:
-    """How far ranks of a node are with what rank 0 exchanges for all, by numbers from 1. Source: csrc/early_turns.h."""
+    """How far ranks of a node are with what rank 0 exchanges for all, in turns. Source: csrc/early_turns.h."""
 
     def __init__(self, address: int, rank: int, size: int) -> None:
         """``address``: of `bytes_needed` zeroed bytes, a multiple of 64."""
     @staticmethod
     def bytes_needed(size: int) -> int: ...
-    def begin(self, turn: int) -> None:
-        """This rank has put its tensors into its place."""
-    def all_have_begun(self, turn: int) -> bool: ...
-    def bring(self, turn: int) -> None:
+    def begin(self) -> None:
+        """This rank has put its tensors into its place: its next turn."""
+    def all_have_begun(self) -> bool: ...
+    def bring(self) -> None:
         """Of rank 0: the result is in every place."""
-    def has_come(self, turn: int) -> bool: ...
+    def has_come(self) -> bool: ...
 
-class EarlyAllreduce:
+class EarlyAllreduce(DirectCall):
     """An allreduce of few bytes between nodes, in one call. Source: csrc/early_allreduce.cpp.
 
     Attributes:
-        DONE: as of `BoundMessages`, like other results that are not listed here.
-        NODE_IS_LATE: a rank of this node has not begun, so that ``messages`` are not started.
+        NODE_IS_LATE: a rank of this node has not begun, so that no messages are started.
+        progress: of the last that has begun; like a result of `BoundMessages`, or `NODE_IS_LATE`.
+        began_ns: when it did, in the time of `time.monotonic_ns`.
+        outputs: of it.
+        has_news: whether this rank's doorbell has rung since.
     """
 
-    DONE: ClassVar[int]
     NODE_IS_LATE: ClassVar[int]
+    progress: int
+    began_ns: int
+    outputs: TensorList
+    has_news: bool
 
     def __init__(
         self,
@@ -453,18 +477,16 @@ class EarlyAllreduce:
         dtype: int,
         wire_dtype: int,
         in_node: tuple[int, float, float] | None,
+        spin_us: int,
+        patience_s: float,
     ) -> None:
         """Tensors lie at ``places``, of each rank of the node, of ``numel`` elements, as they travel.
 
         ``in_node``: op and scales, by which all places are reduced into that of rank 0; None where it is alone.
+        ``patience_s``: the longest wait until all ranks of the node are ready, of which ``spin_us`` without sleep.
         """
-    def run(
-        self, messages: BoundMessages | None, inputs: Sequence[int], outputs: Sequence[int], turn: int, heard: int
-    ) -> int:
-        """Pack, exchange by ``messages`` of rank 0 (None on others), and unpack; returns how far it is.
-
-        ``heard``: the rings that were followed; any more end it before it is done, as a rank that is late does.
-        """
+    def bind(self, messages: BoundMessages) -> None:
+        """Of rank 0: by what it exchanges its place with other nodes, until they are closed."""
 
 def load64(address: int) -> int:
     """Atomic load, sequentially consistent."""

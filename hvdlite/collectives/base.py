@@ -33,7 +33,7 @@ from hvdlite.memory.views import Buffer
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 if TYPE_CHECKING:
-    from hvdlite._native import PreparedAllreduce, ReadyCounts, TensorList
+    from hvdlite._native import DirectCall, ReadyCounts, TensorList
     from hvdlite.config import Config
 
 LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
@@ -80,10 +80,10 @@ class TensorReduction(NamedTuple):
 
 
 class PreparedCall(Protocol):
-    """See `Backend.prepare_allreduce`, and `hvdlite._native.PreparedAllreduce` for what it returns."""
+    """See `Backend.prepare_allreduce`, and `hvdlite._native.DirectCall` for what it returns."""
 
     @property
-    def direct(self) -> PreparedAllreduce | None:
+    def direct(self) -> DirectCall | None:
         """What does the same without Python, if there is something."""
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int, /) -> int: ...
@@ -93,8 +93,12 @@ class PreparedCall(Protocol):
     def ready_ns(self) -> int:
         """When all were ready; 0 where the call has recorded all that it did."""
 
-    def explain(self, result: int) -> None:
-        """Raise CollectiveError, or why the job has failed, for a ``result`` of `run` that is neither done nor late."""
+    def resume(self, result: int, /) -> int:
+        """Go on where `run` or `direct` has returned ``result``, which is neither done nor late; what one of these is
+        now. Raises CollectiveError, or why the job has failed."""
+
+    def count_done(self, times: int, /) -> None:
+        """So often `run` or `direct` has returned that it was done."""
 
 
 class Backend(ABC):

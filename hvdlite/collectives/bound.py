@@ -224,15 +224,27 @@ class BoundSchedule:
             self.endpoint.fail(error, self._receives, self, *self._memory)
         self.is_done = True
         self._memory = ()
-        traffic = self.endpoint.traffic
-        traffic.messages_sent += len(self._sends)
-        traffic.bytes_sent += self._bytes_sent
-        traffic.messages_received += len(self._receives)
-        traffic.bytes_received += self._bytes_received
+        self.count_done(1)
         return True
+
+    def count_done(self, times: int) -> None:
+        """So often it was executed."""
+        traffic = self.endpoint.traffic
+        traffic.messages_sent += times * len(self._sends)
+        traffic.bytes_sent += times * self._bytes_sent
+        traffic.messages_received += times * len(self._receives)
+        traffic.bytes_received += times * self._bytes_received
+
+    @property
+    def messages(self) -> _native.BoundMessages:
+        """For native code, until this is closed; only where `Endpoint.functions` are."""
+        assert self._native is not None
+        return self._native.messages
 
     def close(self) -> None:
         """Give the requests back to MPI."""
+        if self._native is not None:
+            self._native.messages.close()
         for request in (*self._sends, *self._receives):
             request.Free()
 

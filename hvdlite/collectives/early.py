@@ -38,6 +38,8 @@ class Leaders(Protocol):
 
     endpoint: Endpoint
 
+    def bound_allreduce(self, buf: Buffer, reduction: Reduction) -> BoundSchedule: ...
+
     def begin_allreduce(
         self,
         buf: Buffer,
@@ -93,7 +95,6 @@ class EarlyAllreduce:
         self._timeout_s = timeout_s
         self._check = check
         self._recorder = recorder
-        self._turn = 0
         self._part: Buffer | None = None  # of what has begun
         self._exchange: BoundSchedule | None = None  # of it, while it is on its way; None on ranks that lead no node
         self._label = ""
@@ -124,20 +125,19 @@ class EarlyAllreduce:
             inputs: as they lie in ``layout``, of at least a byte and at most `MOST_BYTES`; None: nobody wants the
                 result.
         """
-        part = self._begin(layout, label)
+        part = self._begin(layout, label, time.monotonic_ns())
         if inputs is not None:
             self._memory.pack(inputs, layout.dtype, part, 0)
-        self._turns.begin(self._turn)
+        self._turns.begin()
         if self._leaders is not None:
             in_node, across = self._split(reduction)
             self._reduce_in_node(part, in_node)
             self._exchange = self._leaders.begin_allreduce(part, across, label)
         self._part = part
 
-    def _begin(self, layout: Layout, label: str) -> Buffer:
+    def _begin(self, layout: Layout, label: str, began_ns: int) -> Buffer:
         assert self._part is None, label
-        self._label, self._began_ns = label, time.monotonic_ns()
-        self._turn += 1
+        self._label, self._began_ns = label, began_ns
         return self._part_of(layout)
 
     def _split(self, reduction: Reduction) -> tuple[Reduction | None, Reduction]:
@@ -146,66 +146,57 @@ class EarlyAllreduce:
 
     def _reduce_in_node(self, part: Buffer, reduction: Reduction | None) -> None:
         """Of a leader: all places into its own, when all ranks of the node have begun."""
-        all_have_begun, turn = self._turns.all_have_begun, self._turn
-        if not all_have_begun(turn):
+        all_have_begun = self._turns.all_have_begun
+        if not all_have_begun():
             late = f"allreduce '{self._label}': not all ranks of {list(self._ranks)} on this node have come"
-            nap_until(lambda: all_have_begun(turn), late, timeout_s=self._timeout_s, check=self._check)
+            nap_until(all_have_begun, late, timeout_s=self._timeout_s, check=self._check)
         if reduction is not None:
             _native.reduce([part.address], part.copies, part.numel, part.dtype, *reduction)
 
     def prepared(
-        self, counts: _native.ReadyCounts, layout: Layout, reduction: Reduction
+        self, counts: _native.ReadyCounts, layout: Layout, reduction: Reduction, patience_s: float
     ) -> _native.EarlyAllreduce | None:
-        """What `do_at_once` runs; None where native code finds no MPI."""
+        """`begin` and `finish` in one call, unless a rank is late; None where native code finds no MPI.
+
+        Args:
+            patience_s: the longest wait for other ranks of the node to be ready.
+        """
         if self._leaders is not None and self._leaders.endpoint.functions is None:
             return None
         part = self._part_of(layout)
         in_node, _ = self._split(reduction)
         tensors = layout.numels, layout.offsets, layout.end, part.copies, part.index, layout.dtype, layout.wire_dtype
-        return _native.EarlyAllreduce(counts, self._turns, self._look, *tensors, in_node)
+        return _native.EarlyAllreduce(counts, self._turns, self._look, *tensors, in_node, self._spin_us, patience_s)
 
-    def do_at_once(
-        self,
-        by: Callable[[_native.BoundMessages | None, int], int],
-        layout: Layout,
-        reduction: Reduction,
-        label: str,
-    ) -> bool:
-        """`begin` and `finish` by native code; whether it is done, or has only begun.
+    def bind(self, call: _native.EarlyAllreduce, layout: Layout, reduction: Reduction) -> BoundSchedule:
+        """Give ``call``, which cannot run, of the leader of a node, what it exchanges by; returns that."""
+        assert self._leaders is not None
+        _, across = self._split(reduction)
+        schedule = self._leaders.bound_allreduce(self._part_of(layout), across)
+        call.bind(schedule.messages)
+        return schedule
 
-        Args:
-            by: `run` of what is `prepared`, with the messages and the turn.
-        """
-        part, turn = self._begin(layout, label), self._turn
-        if self._leaders is None:
-            is_done = by(None, turn) == _native.EarlyAllreduce.DONE
-        else:
-            is_done = False
+    def take_over(self, call: _native.EarlyAllreduce, layout: Layout, reduction: Reduction, label: str) -> None:
+        """What ``call`` has begun and not done is as if by `begin`."""
+        part, progress = self._begin(layout, label, call.began_ns), call.progress
+        if self._leaders is not None:
             in_node, across = self._split(reduction)
 
-            def start(messages: _native.BoundMessages) -> int:
-                nonlocal is_done
-                progress = by(messages, turn)
-                if progress == _native.EarlyAllreduce.NODE_IS_LATE:
-                    self._reduce_in_node(part, in_node)
-                    return messages.start()
-                is_done = progress == _native.EarlyAllreduce.DONE
-                return progress
+            def go_on(messages: _native.BoundMessages) -> int:
+                if progress != call.NODE_IS_LATE:
+                    return progress
+                self._reduce_in_node(part, in_node)
+                return messages.start()
 
-            self._exchange = self._leaders.begin_allreduce(part, across, label, start)
-        if is_done:
-            self._exchange = None
-            self._record(part)
-        else:
-            self._part = part
-        return is_done
+            self._exchange = self._leaders.begin_allreduce(part, across, label, go_on)
+        self._part = part
 
     def has_come(self) -> bool:
         """Of what has begun: whether its result is there, so that `finish` will not wait for other nodes."""
         if self._exchange is not None and self._exchange.advance():
             self._exchange = None
             self._spread()
-        return self._exchange is None and self._turns.has_come(self._turn)
+        return self._exchange is None and self._turns.has_come()
 
     def _spread(self) -> None:
         """Of a leader: the result into all places."""
@@ -214,7 +205,7 @@ class EarlyAllreduce:
         others = [place for place in part.copies if place != part.address]
         if others:  # one source and no scale: a copy that reads once
             _native.reduce(others, [part.address], part.nbytes, DType.UINT8, ReduceOp.SUM)
-        self._turns.bring(self._turn)
+        self._turns.bring()
 
     def finish(self, outputs: _native.TensorList | None, layout: Layout) -> None:
         """Bring it to its end.
@@ -231,7 +222,7 @@ class EarlyAllreduce:
         if outputs is not None:
             self._memory.unpack(part, 0, outputs, layout.dtype)
         self._part = None
-        self._record(part)
+        self.record(self._label, self._began_ns, layout)
 
     def drop(self, layout: Layout, reduction: Reduction, label: str) -> None:
         """Some ranks have begun what will not be done: bring it to its end. All ranks call it at one place."""
@@ -239,12 +230,17 @@ class EarlyAllreduce:
             self.begin(None, layout, reduction, label)
         self.finish(None, layout)
 
-    def await_others(self, is_disturbed: Callable[[], bool], patience_s: float) -> bool:
-        """Of what has begun: whether its result came before ``is_disturbed()`` was true, and in time."""
+    def finish_soon(
+        self, outputs: _native.TensorList, layout: Layout, is_disturbed: Callable[[], bool], patience_s: float
+    ) -> bool:
+        """`finish`, if all ranks come before ``is_disturbed()`` is true, and in time; whether they have."""
         until_s = time.monotonic() + min(patience_s, self._timeout_s / 2)
         has_come, clock = self.has_come, time.monotonic
         self._wait(lambda: has_come() or is_disturbed() or clock() >= until_s)
-        return has_come()
+        if not has_come():
+            return False
+        self.finish(outputs, layout)
+        return True
 
     def _wait(self, done: Callable[[], bool]) -> None:
         """Return once ``done()``, which is true at the latest when `has_come` is.
@@ -267,9 +263,10 @@ class EarlyAllreduce:
         """Whether all ranks of the node are ready."""
         return len(self._ranks) == 1 or counts.wait(plan, count, heard, patience_s, self._spin_us)
 
-    def _record(self, part: Buffer) -> None:
-        lane = Lane.NODE_ALLREDUCE if self._leaders is None else Lane.RING
-        self._recorder.add(lane, self._label, self._began_ns, time.monotonic_ns(), part.nbytes, part.dtype.label)
+    def record(self, label: str, began_ns: int, layout: Layout) -> None:
+        """One of tensors as ``layout`` says has come to its end."""
+        lane, now_ns = Lane.NODE_ALLREDUCE if self._leaders is None else Lane.RING, time.monotonic_ns()
+        self._recorder.add(lane, label, began_ns, now_ns, layout.nbytes, layout.wire_dtype.label)
 
     def _part_of(self, layout: Layout) -> Buffer:
         key = layout.wire_dtype, layout.end

@@ -97,6 +97,13 @@ class RingBackend(AcrossNodes):
             self._bound.called(call, schedule, buf)
         return completion
 
+    def bound_allreduce(self, buf: Buffer, reduction: Reduction) -> BoundSchedule:
+        """What `begin_allreduce` begins, which is called after everything else has come to its end."""
+        assert self._adder.is_immediate
+        self._in_flight.wait()
+        call = (buf.address, buf.numel, buf.dtype, reduction)
+        return self._bound.get(call) or self._bound.bind(call, self._schedule(buf, reduction), buf)
+
     def begin_allreduce(
         self,
         buf: Buffer,
@@ -109,10 +116,7 @@ class RingBackend(AcrossNodes):
         Args:
             by: see `BoundSchedule.start`.
         """
-        assert self._adder.is_immediate
-        self._in_flight.wait()
-        call = (buf.address, buf.numel, buf.dtype, reduction)
-        bound = self._bound.get(call) or self._bound.bind(call, self._schedule(buf, reduction), buf)
+        bound = self.bound_allreduce(buf, reduction)
         bound.start("allreduce", label, buf.owner, self._scratch, by=by)
         return bound
 

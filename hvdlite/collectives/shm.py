@@ -257,6 +257,10 @@ class _PreparedCall:
         self.run, self.last, self.ready_ns = native.run, native.last, native.ready_ns
         self._expect_ok = expect_ok
 
-    def explain(self, result: int) -> None:
-        aborted = result == _native.PreparedAllreduce.ABORTED
+    def resume(self, result: int) -> int:
+        aborted = result == _native.DirectCall.ABORTED
         self._expect_ok(_native.Barrier.ABORTED if aborted else _native.Barrier.TIMEOUT)
+        raise AssertionError(result)
+
+    def count_done(self, times: int) -> None:
+        """Shared memory has no traffic to count."""

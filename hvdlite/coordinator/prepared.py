@@ -9,7 +9,7 @@ from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
 
 if TYPE_CHECKING:
-    from hvdlite._native import PreparedAllreduce, Signature
+    from hvdlite._native import DirectCall, Signature
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Prepared(Protocol[T]):
     """
 
     signature: Signature | None
-    direct: PreparedAllreduce | None
+    direct: DirectCall | None
 
     @property
     def request(self) -> Request:

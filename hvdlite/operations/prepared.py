@@ -99,7 +99,10 @@ class PreparedAllreduce:
     def ended(self, result: int) -> Outcome:
         """See `hvdlite.coordinator.prepared.Prepared`."""
         if result >= len(_OUTCOMES):
-            self._call.explain(result)
+            outcome = _OUTCOMES[self._call.resume(result)]
+            if outcome is not _NOT_YET:
+                self._count(1)
+            return outcome
         outcome = _OUTCOMES[result]
         if outcome is not _NOT_YET:
             self.count_done(1)
@@ -107,6 +110,10 @@ class PreparedAllreduce:
 
     def count_done(self, times: int) -> None:
         """See `hvdlite.coordinator.prepared.Prepared`."""
+        self._call.count_done(times)
+        self._count(times)
+
+    def _count(self, times: int) -> None:
         self._executed.buckets += times
         self._executed.reduced_bytes += times * self._nbytes
 

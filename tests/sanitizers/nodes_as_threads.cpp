@@ -83,15 +83,15 @@ class Doubling {
                         {{receive, peer}, {send, peer}},
                         {{{place}, {place, arrived}, numel, Reducer(dtype, Op::kSum, 1.0, 1.0)}}});
     }
-    messages_ = std::make_unique<BoundMessages>(MpiFunctions{start, test}, std::move(phases));
+    messages_ = std::make_shared<BoundMessages>(MpiFunctions{start, test}, std::move(phases));
   }
 
-  BoundMessages& messages() { return *messages_; }
+  const std::shared_ptr<BoundMessages>& messages() const { return messages_; }
 
  private:
   std::deque<Request> requests_;  // stay where they are
   std::deque<std::vector<char>> scratch_;
-  std::unique_ptr<BoundMessages> messages_;
+  std::shared_ptr<BoundMessages> messages_;
 };
 
 constexpr std::uint64_t kNumel = 100;
@@ -112,20 +112,19 @@ struct Node {
   std::vector<std::uintptr_t> places;
 };
 
-void bring_to_its_end(EarlyAllreduce::Progress progress, const EarlyTurns& turns, const EarlyShape& shape,
-                      BoundMessages* messages, std::uint64_t turn) {
+void bring_to_its_end(EarlyAllreduce::Progress progress, EarlyTurns& turns, const EarlyShape& shape,
+                      BoundMessages& messages) {
   using Progress = EarlyAllreduce::Progress;
-  EarlyTurns own = turns;
   while (progress != Progress::kDone) {
     std::this_thread::yield();
-    if (messages == nullptr) {
-      if (own.has_come(turn)) return;
+    if (shape.rank != 0) {
+      if (turns.has_come()) return;
     } else if (progress == Progress::kWaiting) {
-      progress = static_cast<Progress>(messages->advance());
-    } else if (own.all_have_begun(turn)) {
+      progress = static_cast<Progress>(messages.advance());
+    } else if (turns.all_have_begun()) {
       REQUIRE(progress == Progress::kNodeIsLate);
       if (shape.in_node) shape.in_node->reduce({shape.places.front()}, shape.places, 0, shape.numel);
-      progress = static_cast<Progress>(messages->start());
+      progress = static_cast<Progress>(messages.start());
     }
   }
   const std::size_t bytes = shape.numel * item_bytes(shape.wire_dtype);
@@ -133,7 +132,7 @@ void bring_to_its_end(EarlyAllreduce::Progress progress, const EarlyTurns& turns
     if (place == shape.places.front()) continue;
     std::memcpy(reinterpret_cast<void*>(place), reinterpret_cast<const void*>(shape.places.front()), bytes);
   }
-  own.bring(turn);
+  turns.bring();
 }
 
 // One after the other, of two types in turns. Some ranks are late, or rung, so that others leave the call, and bring
@@ -162,7 +161,8 @@ void early(const std::vector<int>& sizes) {
       shapes.push_back({{kNumel}, {0}, kNumel, node.places, place_rank, DType::kFloat32, wire, {}});
       if (is_split) shapes.back().in_node.emplace(wire, Op::kSum, 1.0, 1.0);
       doublings.emplace_back(network, home, static_cast<int>(sizes.size()), node.places.front(), kNumel, wire);
-      natives.emplace_back(counts, turns, look, shapes.back());
+      natives.emplace_back(counts, turns, look, shapes.back(), std::chrono::microseconds(5), kLongS);
+      natives.back().bind(doublings.back().messages());
     }
     Doorbell& bell = node.bell(local_rank);
     for (std::uint64_t turn = 1; turn <= 200; ++turn) {
@@ -172,17 +172,18 @@ void early(const std::vector<int>& sizes) {
       if (turn % 30 == static_cast<std::uint64_t>(rank)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       const std::uint32_t heard = bell.count.load();
       if (turn % 10 == 0) bell.ring();
-      counts.set(1, turn);
-      const auto ready = [&] {
-        return counts.await(1, turn, bell.count.load(), time_after(kLongS), std::chrono::microseconds(5));
+      EarlyAllreduce& native = natives[which];
+      const auto run = [&](std::uint32_t followed) {
+        return native.run({address_of(values.data())}, {address_of(results.data())}, 1, turn, followed);
       };
-      while (ready() == ReadyCounts::Outcome::kNotYet) continue;
-      if (turn % 40 == static_cast<std::uint64_t>(rank)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      BoundMessages* messages = local_rank == 0 ? &doublings[which].messages() : nullptr;
-      const auto progress =
-          natives[which].run(messages, {address_of(values.data())}, {address_of(results.data())}, turn, heard);
-      if (progress != EarlyAllreduce::Progress::kDone) {
-        bring_to_its_end(progress, turns, shapes[which], messages, turn);
+      if (turn % 40 == static_cast<std::uint64_t>(rank)) {  // others of the node begin, and see that this one has not
+        counts.set(1, turn);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      auto result = run(heard);
+      while (result == DirectCall::Result::kNotYet) result = run(bell.count.load());
+      if (result == DirectCall::Result::kBegun) {
+        bring_to_its_end(native.progress(), turns, shapes[which], *doublings[which].messages());
         const TensorList outputs({address_of(results.data())}, {kNumel}, {0});
         outputs.unpack(node.places[local_rank], 0, kNumel, shapes[which].wire_dtype, DType::kFloat32, 1.0);
       }
@@ -201,7 +202,7 @@ void messages_fail() {
     (at_start ? network.start_error : network.test_error) = 17;
     float value = 1;
     Doubling doubling(network, 0, 2, address_of(&value), 1, DType::kFloat32);
-    BoundMessages& messages = doubling.messages();
+    BoundMessages& messages = *doubling.messages();
     REQUIRE(messages.start() == BoundMessages::Progress::kFailed);
     REQUIRE(messages.error() == 17);
   }

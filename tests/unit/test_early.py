@@ -28,7 +28,7 @@ from mpi_lab import Mpi
 from thread_comm import ThreadComm, on_ranks
 
 LINE = 64
-NOT_YET = _native.PreparedAllreduce.NOT_YET
+BEGUN, NOT_YET = _native.DirectCall.BEGUN, _native.DirectCall.NOT_YET
 AVERAGE = Reduction(prescale=0.5, postscale=4.0)
 
 
@@ -62,6 +62,15 @@ class Leaders:
             functions=mpi.functions if functions else None, polite_look=polite_look(), until=wait_until
         )
 
+        self._schedules: dict[Reduction, Schedule] = {}
+
+    def bound_allreduce(self, buf: Buffer, reduction: Reduction) -> Any:
+        made = self._schedules.get(reduction)
+        if made is None:
+            made = self._schedules[reduction] = Schedule(self.endpoint, self._mpi, buf, reduction)
+        made.receives(100.0 * self.number)
+        return made
+
     def begin_allreduce(
         self,
         buf: Buffer,
@@ -69,27 +78,49 @@ class Leaders:
         label: str,
         by: Callable[[_native.BoundMessages], int] | None = None,
     ) -> Any:
-        theirs = np.full(buf.numel, 100.0 * self.number / reduction.prescale, np.float32)  # as if scaled already
-        addition = [buf.address], [buf.address, theirs.ctypes.data], buf.numel, buf.dtype, *reduction
-        messages = self._mpi.messages(([1], [(1, 1)], [addition]))
-        is_done = (messages.start() if by is None else by(messages)) == messages.DONE
-        return Exchange(self.endpoint, messages, is_done, theirs)
+        schedule = self.bound_allreduce(buf, reduction)
+        schedule.start(by)
+        return schedule
+
+    def receives(self, number: int) -> None:
+        """From now on, of the operation of this number."""
+        self.number = number
+        for schedule in self._schedules.values():
+            schedule.receives(100.0 * number)
+
+    def forget(self) -> None:
+        """As settings that change make the ring forget."""
+        for schedule in self._schedules.values():
+            schedule.messages.close()
+        self._schedules.clear()
 
 
-class Exchange:
-    """As `hvdlite.collectives.bound.BoundSchedule`, which has begun."""
+class Schedule:
+    """As `hvdlite.collectives.bound.BoundSchedule`."""
 
     peer = 1
 
-    def __init__(self, endpoint: Any, messages: _native.BoundMessages, is_done: bool, memory: object) -> None:
+    def __init__(self, endpoint: Any, mpi: Mpi, buf: Buffer, reduction: Reduction) -> None:
         self.endpoint = endpoint
-        self.is_done = is_done
-        self._messages = messages
-        self._memory = memory
+        self.is_done = True
+        self.times = 0
+        self._prescale = reduction.prescale
+        self._theirs = np.zeros(buf.numel, np.float32)
+        addition = [buf.address], [buf.address, self._theirs.ctypes.data], buf.numel, buf.dtype, *reduction
+        self.messages = mpi.messages(([1], [(1, 1)], [addition]))
+
+    def receives(self, value: float) -> None:
+        self._theirs[:] = value / self._prescale  # as if scaled already
+
+    def start(self, by: Callable[[_native.BoundMessages], int] | None) -> None:
+        self.is_done = (self.messages.start() if by is None else by(self.messages)) == self.messages.DONE
 
     def advance(self) -> bool:
-        self.is_done = self.is_done or self._messages.advance() == self._messages.DONE
+        self.is_done = self.is_done or self.messages.advance() == self.messages.DONE
         return self.is_done
+
+    def count_done(self, times: int) -> None:
+        self.times += times
 
 
 def wait_until(done: Callable[[], bool], peer: int) -> None:
@@ -148,7 +179,7 @@ class Rank:
 
     def input(self, number: int) -> np.ndarray:
         if self.leaders is not None:
-            self.leaders.number = number
+            self.leaders.receives(number)
         return np.full(3, self.rank + number, np.float32)
 
     def expected(self, number: int, reduction: Reduction = SUM) -> list[float]:
@@ -194,8 +225,14 @@ def test_ranks_in_native_code_and_in_python_do_the_same(ways: str, chance: float
             else:
                 address = [value.ctypes.data]
                 heard = _native.load32(rank.bell)
-                if calls[reduction].run(address, address, 1, number, heard) == NOT_YET:
+                result = calls[reduction].run(address, address, 1, number, heard)
+                if result == BEGUN:
+                    result = calls[reduction].resume(result)
+                assert calls[reduction].last() == (1, number, result)
+                if result == NOT_YET:
                     rank.finish(value, number, reduction)
+            if number % 10 == 0 and rank.leaders is not None:
+                rank.leaders.forget()
             if value.tolist() != rank.expected(number, reduction):
                 problems.append(f"{number}: {value}")
         return problems
@@ -217,7 +254,7 @@ def test_who_is_at_work_is_not_rung_for_every_count() -> None:
         comm.allgather(None)
         if comm.rank == 0:
             address = [value.ctypes.data]
-            assert rank.prepare().run(address, address, 1, 1, 0) == _native.PreparedAllreduce.DONE
+            assert rank.prepare().run(address, address, 1, 1, 0) == _native.DirectCall.DONE
             rank.counts.set(1, 2)
         comm.allgather(None)
         if comm.rank == 1:

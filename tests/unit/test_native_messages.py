@@ -13,6 +13,7 @@ from hvdlite.dtypes import DType, ReduceOp
 from mpi_lab import Mpi
 
 DONE, WAITING, FAILED = _native.BoundMessages.DONE, _native.BoundMessages.WAITING, _native.BoundMessages.FAILED
+Call = _native.EarlyAllreduce
 LINE = 64
 LONG_US = 60_000_000  # never reached unless a test fails
 
@@ -140,7 +141,7 @@ class Early:
         look = _native.PoliteLook(look_us, LONG_US, 0)
         in_node = (ReduceOp.SUM, 1.0, 1.0) if size > 1 else None
         layout = numels, self._offsets[:-1], numel
-        self._ranks = [
+        self.calls = [
             _native.EarlyAllreduce(
                 self.counts[rank],
                 self.turns[rank],
@@ -151,13 +152,16 @@ class Early:
                 DType.FLOAT32,
                 wire,
                 in_node,
+                spin_us=1,
+                patience_s=0.001,
             )
             for rank in range(size)
         ]
+        self.calls[0].bind(self.messages)
 
-    def run(self, rank: int, inputs: list[np.ndarray], outputs: list[np.ndarray], turn: int = 1, heard: int = 0) -> int:
+    def run(self, rank: int, inputs: list[np.ndarray], outputs: list[np.ndarray], count: int = 1, heard: int = 0) -> int:
         sources, targets = ([array.ctypes.data for array in arrays] for arrays in (inputs, outputs))
-        return self._ranks[rank].run(self.messages if rank == 0 else None, sources, targets, turn, heard)
+        return self.calls[rank].run(sources, targets, 1, count, heard)
 
 
 @pytest.fixture(params=[DType.FLOAT32, DType.FLOAT16], ids=lambda dtype: dtype.label)
@@ -171,11 +175,12 @@ def test_early_allreduce_of_a_node_of_one(mpi: Mpi, wire: DType) -> None:
     early.theirs[:] = [10, 20, 30]
     mpi.done = {1}
     inputs, outputs = [floats(1, 2), floats(3)], [floats(0, 0), floats(0)]
-    assert early.run(0, inputs, outputs) == _native.EarlyAllreduce.DONE
+    assert early.run(0, inputs, outputs) == Call.DONE
     assert [list(output) for output in outputs] == [[11, 22], [33]]
     assert [list(value) for value in inputs] == [[1, 2], [3]]
-    assert early.turns[0].has_come(1)
-    assert not early.turns[0].has_come(2)
+    assert early.turns[0].has_come()
+    assert early.calls[0].last() == (1, 1, Call.DONE)
+    assert early.counts[0].all(1) == 1
 
 
 def test_early_allreduce_of_a_node_of_two(mpi: Mpi, wire: DType) -> None:
@@ -184,35 +189,51 @@ def test_early_allreduce_of_a_node_of_two(mpi: Mpi, wire: DType) -> None:
     early.theirs[:] = [100, 200]
     mpi.done = {1}
     values = [floats(1, 2), floats(10, 20)]
-    assert early.run(1, [values[1]], [values[1]]) == WAITING
+    early.counts[0].set(1, 1)
+    assert early.run(1, [values[1]], [values[1]]) == Call.BEGUN
+    assert early.calls[1].progress == WAITING
     assert list(values[1]) == [10, 20]
-    assert not early.turns[1].has_come(1)
-    assert early.run(0, [values[0]], [values[0]]) == DONE
+    assert not early.turns[1].has_come()
+    assert early.run(0, [values[0]], [values[0]]) == Call.DONE
     assert list(values[0]) == [111, 222]
-    assert early.turns[1].has_come(1)
+    assert early.turns[1].has_come()
     assert early.places.tolist() == [[111, 222], [111, 222]]
+
+
+def test_nothing_is_begun_before_the_node_is_ready(mpi: Mpi) -> None:
+    early = Early(mpi, 2)
+    value = floats(1, 2)
+    assert early.run(0, [value], [value]) == Call.NOT_YET
+    assert early.calls[0].last() == (1, 1, Call.NOT_YET)
+    early.counts[1].set(1, 1)
+    assert early.counts[1].all(1) == 1  # rank 0 has said that it is ready
+    assert early.places.tolist() == [[0, 0], [0, 0]]
 
 
 def test_nothing_is_sent_before_the_node_has_begun(mpi: Mpi) -> None:
     early = Early(mpi, 2)
     mpi.done = {1}
     value = floats(1, 2)
-    assert early.run(0, [value], [value]) == _native.EarlyAllreduce.NODE_IS_LATE
+    early.counts[1].set(1, 1)
+    assert early.run(0, [value], [value]) == Call.BEGUN
+    assert early.calls[0].progress == Call.NODE_IS_LATE
     assert mpi.calls == []
-    assert not early.turns[0].all_have_begun(1)
-    early.turns[1].begin(1)
-    assert early.turns[0].all_have_begun(1)
-    assert early.run(0, [value], [value]) == DONE
+    assert not early.turns[0].all_have_begun()
+    early.turns[1].begin()
+    assert early.turns[0].all_have_begun()
 
 
 def test_early_allreduce_whose_messages_are_late_or_fail(mpi: Mpi) -> None:
     early = Early(mpi, 1)
     value = floats(1, 2)
-    assert early.run(0, [value], [value]) == WAITING
+    assert early.run(0, [value], [value]) == Call.BEGUN
+    assert early.calls[0].progress == WAITING
+    assert early.calls[0].last() == (1, 1, Call.BEGUN)
     assert early.messages.peer == 1
-    assert not early.turns[0].has_come(1)
+    assert not early.turns[0].has_come()
     mpi.errors = {("test", 1): 3}
-    assert early.run(0, [value], [value], turn=2) == FAILED
+    assert early.run(0, [value], [value], count=2) == Call.BEGUN
+    assert early.calls[0].progress == FAILED
     assert early.messages.error == 3
     assert list(value) == [1, 2]
 
@@ -221,7 +242,18 @@ def test_a_ring_ends_early_allreduce_at_once(mpi: Mpi) -> None:
     early = Early(mpi, 1, look_us=LONG_US)
     _native.doorbell_ring(early.bell)
     value = floats(1, 2)
-    assert early.run(0, [value], [value], heard=0) == WAITING
+    assert early.run(0, [value], [value], heard=0) == Call.BEGUN
+    assert early.calls[0].has_news
     assert mpi.calls == [("start", 1), ("test", 1)]
     mpi.done = {1}
-    assert early.run(0, [value], [value], turn=2, heard=1) == DONE
+    assert early.run(0, [value], [value], count=2, heard=1) == Call.DONE
+    assert early.run(0, [value], [value], count=3, heard=0) == Call.DONE_AND_RUNG
+
+
+def test_the_leader_of_a_node_cannot_go_on_by_messages_that_are_closed(mpi: Mpi) -> None:
+    early = Early(mpi, 2)
+    assert [call.can_run for call in early.calls] == [True, True]
+    early.messages.close()
+    assert [call.can_run for call in early.calls] == [False, True]
+    early.calls[0].bind(mpi.messages())
+    assert early.calls[0].can_run

@@ -1,0 +1,41 @@
+// An operation of a frozen plan that comes again and again, as one call of which no Python is part.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace hvdlite {
+
+class DirectCall {
+ public:
+  DirectCall() = default;
+  DirectCall(const DirectCall&) = delete;
+  DirectCall& operator=(const DirectCall&) = delete;
+  virtual ~DirectCall() = default;
+
+  // kNotYet: other ranks are late, and nothing was done. kDoneAndRung: it was done, and this rank was rung meanwhile.
+  // kBegun: the caller has to bring it to its end.
+  enum class Result { kDone = 0, kNotYet = 1, kDoneAndRung = 2, kTimeout = 3, kAborted = 4, kBegun = 5 };
+
+  // Of the last `run`: which operation of which plan it was for, and how it ended.
+  struct Last {
+    std::uint64_t plan;
+    std::uint64_t count;  // 0: there was none
+    Result result;
+  };
+
+  // Whether `run` may be called now.
+  virtual bool can_run() const { return true; }
+
+  // Says that this rank is ready for operation `count` of `plan`, counted from 1, and does it once all ranks are.
+  // `heard`: how many rings this rank has followed; any more end its waits, as late ranks do.
+  virtual Result run(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs,
+                     std::uint64_t plan, std::uint64_t count, std::uint32_t heard) = 0;
+
+  const Last& last() const { return last_; }
+
+ protected:
+  Last last_{};
+};
+
+}  // namespace hvdlite
