@@ -6,6 +6,7 @@ what the caller passes, and does it. What it has done so far is counted by `sett
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ from hvdlite.recorder import Recorder
 T = TypeVar("T")
 
 _NOT_YET = Outcome.NOT_YET
+_SOON_S = 0.02  # from waking up for work to `settle`, on a core that is shared
+_NAP_S = 50e-6
 
 
 class AtOnce:
@@ -113,14 +116,21 @@ class AtOnce:
             prepared.count_done(times)
             self._done(prepared.label, times)
 
-    def settle_if_idle(self) -> None:
-        """`settle`, unless somebody is at work, who has."""
-        if not self._worker.is_own_thread_at_work:
+    def settle_soon(self) -> None:
+        """`settle`, by this thread or by who is at work, and about to; not while another thread waits in a call."""
+        if self._worker.is_own_thread_at_work:
+            return
+        until_s = time.monotonic() + _SOON_S
+        while self.shortcut.untold:
             try:
                 if self._worker.begin():
                     self._settle()
+                    return
             finally:
                 self._worker.finish()
+            if time.monotonic() >= until_s:
+                return
+            time.sleep(_NAP_S)
 
     def _settle(self) -> None:
         """The same on a thread that an interrupt may hit in the middle of it: that is the end then."""

@@ -202,7 +202,7 @@ class Coordinator:
 
     def statistics(self) -> dict[str, int]:
         """What it has done, said and heard so far; see `hvdlite.statistics`."""
-        self.at_once.settle_if_idle()
+        self.at_once.settle_soon()
         written = self._station.written
         return {
             **asdict(self._progress),

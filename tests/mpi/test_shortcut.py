@@ -17,13 +17,16 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from harness_ranks import harness_ranks
+from harness_ranks import OverMpi, harness_ranks
+from hvdlite.config import Tunable
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import DuplicateNameError, HorovodInternalError
 from hvdlite.operations.allocate import allocate
+from hvdlite.operations.configure import configure
+from machines_lab import Machines, machines
 
 WORLD = harness_ranks()
 REPEATS = 30
@@ -36,10 +39,18 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def running() -> Iterator[None]:
-    hvd.init()
-    yield
+ONE_MACHINE: Machines = (0,) * WORLD.size
+ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)]}
+
+
+@pytest.fixture(scope="module", params=[ONE_MACHINE, *ACROSS.get(WORLD.size, [])], ids=str, autouse=True)
+def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
+    """The machine of each rank."""
+    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
+        pytest.skip("several machines need MPI")
+    with machines(request.param):
+        hvd.init()
+    yield request.param
     hvd.shutdown()
 
 
@@ -107,12 +118,16 @@ def blocking(names: Sequence[str | None], numel: int = 3) -> Callable[[], None]:
 
 @pytest.mark.parametrize("numel", [0, 3, 5000, 100_000])
 @pytest.mark.parametrize("are_named", [True, False], ids=["named", "unnamed"])
-def test_what_repeats_comes_to_no_python(numel: int, are_named: bool, by_python: list[str]) -> None:
+def test_what_repeats_comes_to_no_python(
+    numel: int, are_named: bool, machine_of: Machines, by_python: list[str]
+) -> None:
+    if machine_of != ONE_MACHINE and numel in (0, 100_000):
+        pytest.skip("across nodes a plan of nothing, or of so much, does not run free")
     names = [f"named {numel} {place}" if are_named else None for place in range(PERIOD)]
     until_taken(blocking(names, numel), by_python)
 
 
-def test_every_operation_is_counted_once(by_python: list[str]) -> None:
+def test_every_operation_is_counted_once(machine_of: Machines, by_python: list[str]) -> None:
     step = blocking([f"counted {place}" if place % 2 else None for place in range(PERIOD)])
     until_taken(step, by_python)
     before = hvd.statistics()
@@ -123,6 +138,52 @@ def test_every_operation_is_counted_once(by_python: list[str]) -> None:
     assert found == dict.fromkeys(found, REPEATS * (PERIOD + 1))
     nbytes = 4 * sum(3 + place for place in range(PERIOD)) + 4
     assert after["reduced_bytes"] - before["reduced_bytes"] == REPEATS * nbytes
+    sent = torch.tensor([after[name] - before[name] for name in ("ring_bytes_sent", "ring_bytes_received")])
+    nodes = len(set(machine_of))
+    assert hvd.allreduce(sent, op=hvd.Sum, name="sent").tolist() == [nodes * (nodes - 1) * REPEATS * nbytes] * 2
+
+
+def test_nothing_is_uncounted_while_somebody_goes_to_work(by_python: list[str]) -> None:
+    """As the coordinator's thread does when it was rung: it is at work before it has counted anything."""
+    step = blocking(["counted", None])
+    until_taken(step, by_python)
+    before = hvd.statistics()["submissions"]
+    most_by_python(step, by_python)
+    at_work, is_at_work = hvdlite.runtime().group.world.coordinator._worker.at_work, threading.Event()
+
+    def go_to_work() -> None:
+        with at_work:
+            is_at_work.set()
+            time.sleep(0.002)
+
+    other = threading.Thread(target=go_to_work)
+    other.start()
+    is_at_work.wait()
+    found = hvd.statistics()["submissions"] - before
+    other.join()
+    assert found == 3
+
+
+def change_settings() -> None:
+    runtime = hvdlite.runtime()
+    settings = Tunable.of(runtime.config)
+    for segment_bytes in (64 << 10, settings.segment_bytes):
+        configure(runtime.group, settings._replace(segment_bytes=segment_bytes))
+
+
+def use_many_sizes() -> None:
+    """Bound messages of each, across nodes; more than are kept."""
+    for numel in range(1, 300):
+        assert hvd.allreduce(torch.ones(numel), op=hvd.Sum, name="a size").sum().item() == numel * hvd.size()
+
+
+@pytest.mark.parametrize("other", [change_settings, use_many_sizes])
+def test_what_it_has_known_may_be_gone(other: Callable[[], None], by_python: list[str]) -> None:
+    step = blocking([f"gone {place}" for place in range(PERIOD)])
+    until_taken(step, by_python)
+    for _ in range(3):
+        other()
+        until_taken(step, by_python)
 
 
 def with_history(x: torch.Tensor) -> torch.Tensor:
