@@ -202,7 +202,9 @@ void register_small_allreduce(py::module_& m) {
 }
 
 void register_plans(py::module_& m) {
-  py::class_<ReadyCounts>(m, "ReadyCounts")
+  py::class_<ReadyCounts> counts(m, "ReadyCounts");
+  counts.attr("NEXT_BITS") = ReadyCounts::kNextBits;
+  counts
       .def(py::init<std::uintptr_t, std::uintptr_t, int, int>(), "address"_a, "doorbells"_a, "rank"_a, "size"_a)
       // A few loads and stores, and now and then a wake-up, take less time than releasing the GIL.
       .def("set", &ReadyCounts::set, "plan"_a, "count"_a)
@@ -217,7 +219,14 @@ void register_plans(py::module_& m) {
                 self.await(plan, count, heard, time_after(timeout_s), std::chrono::microseconds(spin_us));
             return outcome != ReadyCounts::Outcome::kNotYet;
           },
-          "plan"_a, "count"_a, "heard"_a, "timeout_s"_a, "spin_us"_a, WithoutGil());
+          "plan"_a, "count"_a, "heard"_a, "timeout_s"_a, "spin_us"_a, WithoutGil())
+      .def(
+          "agree",
+          [](ReadyCounts& self, std::uint64_t plan, std::uint64_t next, std::uint32_t heard, double timeout_s,
+             int spin_us) {
+            return self.agree(plan, next, heard, time_after(timeout_s), std::chrono::microseconds(spin_us));
+          },
+          "plan"_a, "next"_a, "heard"_a, "timeout_s"_a, "spin_us"_a, WithoutGil());
 
   using Result = DirectCall::Result;
   py::class_<DirectCall> direct(m, "DirectCall");

@@ -1,4 +1,5 @@
-// How much of the frozen plan each rank of a node is ready for, in shared memory, and a wait until all are.
+// How much of the frozen plan each rank of a node is ready for, in shared memory, and a wait until all are; and which
+// plan they want instead.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +16,10 @@ namespace hvdlite {
 // time: either it sees the last count, or whoever stores that sees that it wants a ring. Both are Dekker's pattern, and
 // need sequentially consistent stores and loads; these release and acquire as well, so that what a rank has written
 // before it counts is seen by whoever sees the count. A rank loads its own words relaxed: nobody else writes them.
+//
+// Wishes are told in the same way. Whether all want the same is decided once for each plan, by whoever comes first to
+// one word: who sees that they do, or who waits no longer, and only after having said what it wants itself. So nobody
+// leaves a plan that another goes on with.
 class ReadyCounts {
  public:
   // `address`: `size` lines. `doorbells`: of the ranks, a line each.
@@ -40,9 +45,24 @@ class ReadyCounts {
   Outcome await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard, Clock::time_point until,
                 std::chrono::microseconds spin);
 
+  // By a rank that has done all of `plan` that it has said to be ready for, and wants `next` instead, a number of at
+  // most kNextBits bits: whether all ranks want the same; so `plan` has ended for all of them, here. If not, nobody
+  // will hear that of this plan: one goes on with it, wants something else, was rung, or `until` has come. For `heard`
+  // and `spin` see `await`.
+  bool agree(std::uint64_t plan, std::uint64_t next, std::uint32_t heard, Clock::time_point until,
+             std::chrono::microseconds spin);
+  static constexpr int kNextBits = 24;
+
  private:
   struct Line;
 
+  template <class Condition>
+  Outcome await_that(Condition holds, std::uint32_t heard, Clock::time_point until, std::chrono::microseconds spin);
+  bool all_want(std::uint64_t wish) const;
+  bool somebody_differs(std::uint64_t plan, std::uint64_t wish) const;
+  bool is_decided(std::uint64_t plan) const;
+  bool decide(std::uint64_t plan, bool has_ended);
+  void ring_who_wants() const;
   Line& line(std::uint32_t rank) const;
   Doorbell& doorbell(std::uint32_t rank) const;
 

@@ -9,6 +9,8 @@ namespace hvdlite {
 
 namespace {
 
+constexpr std::size_t kMostEarlier = 16;
+
 bool is_true(const py::object& object, const char* name) { return object.attr(name).ptr() == Py_True; }
 
 // Lets others be at work again.
@@ -42,13 +44,26 @@ Shortcut::Shortcut(py::object at_work, py::object recorder, py::object rest)
       recorder_(std::move(recorder)),
       rest_(std::move(rest)) {}
 
-void Shortcut::follow(std::uint64_t plan, std::size_t period) {
-  forget();
-  plan_ = plan;
+bool Shortcut::follow(std::uint64_t plan, std::size_t period, std::uint64_t serial) {
+  close();
+  std::map<std::uint64_t, std::vector<Entry>> dropped;  // what they refer to may run code of Python when it goes
+  if (earlier_.size() == kMostEarlier) dropped.swap(earlier_);
+  earlier_[serial_].swap(entries_);
+  const auto found = earlier_.find(serial);
+  const bool is_known = found != earlier_.end() && found->second.size() == period;
+  if (is_known) entries_.swap(found->second);
   entries_.resize(period);
+  serial_ = serial;
+  plan_ = plan;
+  untold_ = 0;
+  return is_known;
 }
 
 void Shortcut::learn(std::size_t position, Operation operation) { entries_.at(position) = {std::move(operation), 0}; }
+
+bool Shortcut::knows(std::size_t position, const py::object& prepared) const {
+  return entries_.at(position).prepared.is(prepared);
+}
 
 void Shortcut::open(std::uint64_t done, std::uint32_t heard, std::uint64_t closings) {
   if (closings != closings_) return;
@@ -65,7 +80,9 @@ void Shortcut::close() {
 void Shortcut::forget() {
   close();
   const auto dropped = std::move(entries_);  // what they refer to may run code of Python when it goes
+  const auto also_dropped = std::move(earlier_);
   entries_.clear();
+  earlier_.clear();
   untold_ = 0;
 }
 

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -25,8 +26,8 @@ class Shortcut {
   // waited for afterwards, or None.
   Shortcut(pybind11::object at_work, pybind11::object recorder, pybind11::object rest);
 
-  // A plan begins, of which nothing is known yet.
-  void follow(std::uint64_t plan, std::size_t period);
+  // A plan begins. Whether what was learned is known still, as another one of this `serial` was followed before.
+  bool follow(std::uint64_t plan, std::size_t period, std::uint64_t serial);
 
   // An operation of a plan. `prepared`: does it, by `call`, which lives as long. `unnamed`: counts it, null where it
   // has a name. `sequence`: its number in the first period; in each one after that it is `stride` larger.
@@ -39,6 +40,7 @@ class Shortcut {
     std::int64_t stride = 0;
   };
   void learn(std::size_t position, Operation operation);
+  bool knows(std::size_t position, const pybind11::object& prepared) const;
 
   // This rank has done `done` operations of the plan, and has followed `heard` rings; it was at nothing else when
   // `closings` was read, and if it has been closed since, it may be now.
@@ -71,6 +73,8 @@ class Shortcut {
   pybind11::object recorder_;
   pybind11::object rest_;
   std::vector<Entry> entries_;
+  std::map<std::uint64_t, std::vector<Entry>> earlier_;  // of plans that are not followed now, by their serials
+  std::uint64_t serial_ = 0;
   std::uint64_t plan_ = 0;
   std::uint64_t done_ = 0;
   std::uint64_t untold_ = 0;

@@ -113,7 +113,8 @@ void register_shortcut(py::module_& m) {
 
   py::class_<Shortcut, std::shared_ptr<Shortcut>>(m, "Shortcut")
       .def(py::init<py::object, py::object, py::object>(), "at_work"_a, "recorder"_a, "rest"_a)
-      .def("follow", &Shortcut::follow, "plan"_a, "period"_a)
+      .def("follow", &Shortcut::follow, "plan"_a, "period"_a, "serial"_a)
+      .def("knows", &Shortcut::knows, "position"_a, "prepared"_a)
       .def(
           "learn",
           [](Shortcut& self, std::size_t position, std::shared_ptr<Signature> signature, py::object prepared,

@@ -232,6 +232,13 @@ class ReadyCounts:
         """Whether this rank was rung since it had counted ``heard`` rings."""
     def wait(self, plan: int, count: int, heard: int, timeout_s: float, spin_us: int) -> bool:
         """Until all are ready for ``count`` operations; False where another ring, a signal or the time came before."""
+    NEXT_BITS: ClassVar[int]
+    def agree(self, plan: int, next: int, heard: int, timeout_s: float, spin_us: int) -> bool:
+        """Whether all ranks want ``next``, of `NEXT_BITS`, in place of ``plan``, which has ended for all of them then.
+
+        This one has done all that it has said to be ready for. If not, no rank hears otherwise of ``plan``: one goes on
+        with it, wants something else, was rung, or has waited for so long.
+        """
 
 class DirectCall:
     """An operation that comes again and again in a plan. Source: csrc/direct_call.h.
@@ -343,8 +350,11 @@ class Shortcut:
         """``rest``: called with what was begun and not done without a remark, by whoever is at work, as (prepared,
         sequence, address of the input, of the output, owner of both, result of `DirectCall.run`); returns what
         is to be waited for afterwards, or None."""
-    def follow(self, plan: int, period: int) -> None:
-        """A plan begins, of so many operations in a period."""
+    def follow(self, plan: int, period: int, serial: int) -> bool:
+        """A plan begins, of so many operations in a period; whether what was learned of the last one of ``serial`` is
+        known still."""
+    def knows(self, position: int, prepared: object) -> bool:
+        """Whether ``prepared`` is what comes at ``position``."""
     def learn(
         self,
         position: int,

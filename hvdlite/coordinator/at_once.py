@@ -18,6 +18,7 @@ from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome, Prepared
 from hvdlite.coordinator.progress import Progress
 from hvdlite.coordinator.remembered import Remembered
+from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError
@@ -35,6 +36,7 @@ class AtOnce:
 
     Args:
         is_idle: whether nothing is submitted that the coordinator has yet to look at.
+        change: to another plan, which a request begins; whether all ranks have.
         end: of the world, by what has failed.
         clock: in seconds.
 
@@ -51,6 +53,7 @@ class AtOnce:
         progress: Progress,
         recorder: Recorder,
         is_idle: Callable[[], bool],
+        change: Callable[[Request], bool],
         end: Callable[[BaseException], None],
         clock: Callable[[], float],
     ) -> None:
@@ -63,6 +66,7 @@ class AtOnce:
         self._pace = pace
         self._progress = progress
         self._is_idle = is_idle
+        self._change = change
         self._end = end
         self._clock = clock
 
@@ -87,12 +91,12 @@ class AtOnce:
             if not worker.begin():
                 return False
             self._settle()
-            closings = self.shortcut.closings
-            plan = self._plan.free
-            if plan is None or not self._is_idle() or not self._in_flight.is_quiet:
+            begun = self._begin(prepared.request, sequence)
+            if begun is None and self._is_free() and self._change(prepared.request):
+                begun = self._begin(prepared.request, sequence)
+            if begun is None:
                 return False
-            if not plan.begin_next(prepared.request, sequence):
-                return False
+            plan, closings = begun
             number, heard = self._plan.number, worker.heard
             left = self._finish(
                 plan, prepared, sequence, tensors, lambda: prepared.run(tensors, number, plan.ready, heard)
@@ -105,6 +109,16 @@ class AtOnce:
             return True
         finally:
             worker.finish()
+
+    def _begin(self, request: Request, sequence: int) -> tuple[FrozenPlan, int] | None:
+        """The plan, if that comes next and nothing else is under way; and how often the shortcut was closed by then."""
+        closings, plan = self.shortcut.closings, self._plan.free
+        if plan is None or not self._is_free() or not plan.begin_next(request, sequence):
+            return None
+        return plan, closings
+
+    def _is_free(self) -> bool:
+        return self._is_idle() and self._in_flight.is_quiet
 
     def settle(self) -> None:
         """Count what the shortcut has done, and close it. By who is at work."""
@@ -181,7 +195,8 @@ class AtOnce:
 
     def follow(self, number: int, plan: FrozenPlan) -> None:
         """A plan begins. By who is at work."""
-        self.shortcut.follow(number, len(plan))
+        if self.shortcut.follow(number, len(plan), plan.serial):
+            return
         for request in plan.requests:
             known = self._known.get(request)
             if known is not None:
@@ -191,8 +206,7 @@ class AtOnce:
         """What was done is the shortcut's from now on, if it can do it."""
         if prepared.signature is None or prepared.direct is None:
             return
-        known = self._known.get(prepared.request)
-        if known is None or known[0] is not prepared:
+        if not self.shortcut.knows((plan.done - 1) % len(plan), prepared):
             self._known.remember(prepared.request, (prepared, unnamed))
             self._show(plan, prepared, unnamed)
 

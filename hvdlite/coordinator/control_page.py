@@ -145,6 +145,10 @@ class ControlPage:
         """How many operations of a plan all local ranks are ready for."""
         return self.counts.all(plan)
 
+    def agree(self, plan: int, wish: int, heard: int, timeout_s: float, spin_us: int) -> bool:
+        """Whether all local ranks want the same in place of ``plan``; see `hvdlite._native.ReadyCounts.agree`."""
+        return self.counts.agree(plan, wish, heard, timeout_s, spin_us)
+
     def want_ring(self, wanted: bool) -> None:
         """Whether this rank's coordinator is rung when all local ranks are ready for more of a plan than before."""
         self.counts.want_ring(wanted)

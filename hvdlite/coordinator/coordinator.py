@@ -81,7 +81,7 @@ class Coordinator:
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
         early, own = owner.early, weakref.proxy(self)
         self._readiness: Readiness = (
-            ReadinessInNode(page, lambda: _burst_bytes(own._owner.config))
+            ReadinessInNode(page, lambda: _burst_bytes(own._owner.config), spin_us)
             if early is None
             else ReadinessAcrossNodes(page, early, clock)
         )
@@ -98,6 +98,7 @@ class Coordinator:
             self._progress,
             owner.recorder,
             lambda: not own._queue and not own.collector.is_open,
+            lambda request: own._change_plan(request),
             lambda error: own._end(error),
             clock,
         )
@@ -342,11 +343,7 @@ class Coordinator:
             self.collector.end()
         reaction = self._plan.obey(message, self._clock())
         if reaction.begins:
-            assert self._plan.plan is not None
-            self._page.want_ring(self._plan.plan.is_free or self._leader is not None)
-            self._page.set_ready(self._plan.number, 0)
-            self.at_once.follow(self._plan.number, self._plan.plan)
-            self.collector.follow(self._plan.plan.known_bursts)
+            self._begin_plan()
         if reaction.again:
             self._queue.extendleft(reversed(reaction.again))
         if reaction.answer is not None:
@@ -358,6 +355,35 @@ class Coordinator:
             if reaction.begun is not None:
                 assert self._owner.early is not None
                 self._owner.early.drop(reaction.begun)
+
+    def _begin_plan(self) -> None:
+        plan = self._plan.plan
+        assert plan is not None
+        self._page.want_ring(plan.is_free or self._leader is not None)
+        self._page.set_ready(self._plan.number, 0)
+        self.at_once.follow(self._plan.number, plan)
+        self.collector.follow(plan.known_bursts)
+
+    def _change_plan(self, request: Request) -> bool:
+        """Begin the plan that all ranks want, which is to begin with ``request``, if they do; nothing is under way.
+
+        An error, or an interrupt, is the end of the world: other ranks may have gone on.
+        """
+        plan, number, wish = self._plan.free, self._plan.number, self._plan.wish(request)
+        if plan is None or wish is None:
+            return False
+        try:
+            if not self._readiness.agree(number, wish, self._worker.heard):
+                return False
+            done = plan.done
+            self._plan.change(wish, self._clock())
+            assert self._plan.plan is not None
+            self._station.changed(wish, done, len(self._plan.plan))
+            self._begin_plan()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return True
 
     def _count_and_execute(self, batch: Batch) -> None:
         """Do operations of a plan together."""

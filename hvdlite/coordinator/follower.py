@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.messages import Decoder, Encoder, Message, PlanMessage, Written
+from hvdlite.coordinator.plan_member import Wish
 from hvdlite.counters import Traffic
 
 FULL_STREAM_S = 1e-3
@@ -37,6 +38,9 @@ class Follower:
 
     def obeyed(self, message: PlanMessage) -> None:
         """This rank does what ``message`` of the log says, which is no GO."""
+
+    def changed(self, wish: Wish, done: int, period: int) -> None:
+        """All ranks have changed their plan; see `hvdlite.coordinator.plan_leader.PlanLeader.changed`."""
 
     def all_are_back(self) -> None:
         """The ranks that were absent take part again."""

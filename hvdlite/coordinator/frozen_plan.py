@@ -5,10 +5,10 @@ Pure: no MPI, no clock, no shared memory.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.messages import Response
@@ -17,6 +17,8 @@ from hvdlite.coordinator.submission import Submission
 
 Batch = Sequence[Response] | Burst
 """What is done together."""
+
+_serials = itertools.count()
 
 
 @dataclass(slots=True)
@@ -35,15 +37,21 @@ class FrozenPlan:
         entries: (request, sequence) of the period that the log ended with.
         is_free: every rank sees for itself how far to go.
         bursts: at which places of a period they begin; empty: each operation is done alone.
+
+    Attributes:
+        serial: of no other plan of this process.
+        ready: operations of the plan, in its order, that this rank has submitted.
+        told: of these, those that other ranks know of.
+        counts: some operations have no names, and are numbered.
     """
 
     def __init__(
         self, entries: Sequence[tuple[Request, int]], is_free: bool = False, bursts: Sequence[int] = ()
     ) -> None:
+        self.serial = next(_serials)
         self.is_free = is_free
-        self.ready = 0  # operations of the plan, in its order, that this rank has submitted
-        self.told = 0  # of these, those that other ranks know of
-        self.done = 0
+        self.ready = self.told = self.done = 0
+        self.counts = any(sequence != NAMED for _, sequence in entries)
         self._entries = entries
         self._turns: dict[Request, _Turns] = {}
         self._by_identity: dict[int, _Turns] = {}  # of `_Turns.found_by`
@@ -53,10 +61,18 @@ class FrozenPlan:
         self._named = [Response(request, NAMED) for request, _ in entries]
         self._pending: dict[int, Submission | Burst] = {}
         begins = [*(bursts or range(len(entries))), len(entries)]
-        self._burst_at = [(start, end) for start, end in pairwise(begins) for _ in range(start, end)]
-        known = {start: KnownBurst(entries[start:end], end) for start, end in pairwise(begins) if end - start > 1}
+        self._burst_at = [(start, end) for start, end in itertools.pairwise(begins) for _ in range(start, end)]
+        known = {start: KnownBurst(entries[start:end], end) for start, end in itertools.pairwise(begins) if end - start > 1}
         self.known_bursts = {start: burst for start, burst in known.items() if burst.can_be_collected}
         """By the places of their first operations in the period."""
+
+    def restart(self) -> None:
+        """Begin anew, with nothing submitted; only if it does not count."""
+        assert not self.counts
+        self.ready = self.told = self.done = 0
+        self._pending.clear()
+        for turns in self._turns.values():
+            turns.offered = 0
 
     def __len__(self) -> int:
         """Of the period, in operations."""

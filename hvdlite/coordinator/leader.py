@@ -27,6 +27,7 @@ from hvdlite.coordinator.messages import (
 from hvdlite.coordinator.negotiation import LOOK_S, Negotiation
 from hvdlite.coordinator.order_watch import OrderWatch
 from hvdlite.coordinator.plan_leader import PlanLeader
+from hvdlite.coordinator.plan_member import Wish
 from hvdlite.coordinator.readiness import Readiness
 from hvdlite.coordinator.stall import StallWatch
 from hvdlite.coordinator.tree import Tree
@@ -156,6 +157,10 @@ class Leader:
     def obeyed(self, message: PlanMessage) -> None:
         """This rank does what ``message`` of the log says, which is no GO."""
         self._plan.obey(message)
+
+    def changed(self, wish: Wish, done: int, period: int) -> None:
+        """See `PlanLeader.changed`."""
+        self._plan.changed(wish, done, period)
 
     def all_are_back(self) -> None:
         """The ranks that were absent take part again."""

@@ -162,8 +162,9 @@ class OrderWatch:
 
     def opened(self, plan: int) -> None:
         """What was frozen, or begins anew, is plan number ``plan``."""
-        known = self._known[self._frozen]
-        known.plan, known.began_at = plan, self._rotation
+        known = self._known.get(self._frozen)
+        if known is not None:
+            known.plan, known.began_at = plan, self._rotation
 
     def reopen(self, claimed: Sequence[Request], oldest: int) -> Reopened | None:
         """An order that was frozen before, of which ``claimed`` is the beginning; None if there is none such.
@@ -180,6 +181,16 @@ class OrderWatch:
                 self._restart()
                 return Reopened(self._found(known), known.plan, (self._rotation - known.began_at) % len(order))
         return None
+
+    def resumed(self, plan: int, first: int) -> None:
+        """The order of plan number ``plan`` begins anew at its place ``first``, as ranks have agreed without the log."""
+        self._frozen, self._rotation = (), 0  # should it be forgotten
+        for order, known in self._known.items():
+            if known.plan == plan:
+                self._frozen, self._rotation = order, (known.began_at + first) % len(order)
+                self._known[order] = self._known.pop(order)
+                break
+        self._restart()
 
     def waited(self, number: int) -> None:
         """Somebody has waited before operation ``number`` of the plan, from 0, which is of the same burst."""

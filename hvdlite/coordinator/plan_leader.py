@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from hvdlite.coordinator.messages import REMEMBERED_PLANS, PlanMessage, Response, Verb
 from hvdlite.coordinator.order_watch import Found, OrderWatch
+from hvdlite.coordinator.plan_member import Wish
 from hvdlite.coordinator.request import Request
 
 Sender = tuple[int, ...]
@@ -139,6 +140,15 @@ class PlanLeader:
             self.runs_free = message.verb is not Verb.FREEZE
         elif message.verb is Verb.END:
             self.is_open = self.runs_free = False
+
+    def changed(self, wish: Wish, done: int, period: int) -> None:
+        """All ranks have changed their plan, after ``done`` operations, for one of ``period`` operations."""
+        assert self._watch is not None and self.runs_free, wish
+        self._watch.broken(done, self._period)
+        self._watch.resumed(wish.plan, wish.first)
+        self.number += 1
+        self._period = period
+        self._watch.opened(self.number)
 
     def _hold(self) -> PlanMessage:
         assert self._watch is not None

@@ -21,6 +21,10 @@ HOLD and what comes after it (RESUME, FREEZE, RELEASE, REOPEN or END) are in the
 point. Between the two no rank claims anything, and the answers, HELD, come up behind all claims that were made before:
 when the root has all of them, it knows of every claim there is.
 
+Between two plans that run free, both of which were frozen before, nobody is held: where a program comes to the
+beginning of another one, and nothing else is under way, each rank says which it wants, and once all want the same they
+change (`ReadyCounts::agree` of csrc/ready_counts.h).
+
 Pure: takes messages and says which to send; no MPI, no clock, no shared memory. plan_leader.py has the leaders' part.
 """
 
@@ -31,6 +35,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from hvdlite.coordinator.burst import BURST_S, Burst
 from hvdlite.coordinator.frozen_plan import Batch, FrozenPlan
@@ -55,6 +61,42 @@ class Reaction:
     begun: Request | None = None  # some ranks have begun this, and nobody will do it
 
 
+class Wish(NamedTuple):
+    """For an earlier plan, by its number, from operation ``first`` of its period on."""
+
+    plan: int
+    first: int
+
+
+class _Earlier:
+    """A plan as it began.
+
+    Attributes:
+        order: the same object for plans of which one is another, begun elsewhere.
+        has_lasted: it was done more than once the last time; so it is worth to begin it again.
+    """
+
+    def __init__(
+        self, entries: Sequence[tuple[Request, int]], is_free: bool, places: Sequence[int], order: object
+    ) -> None:
+        self.entries = entries
+        self.places = tuple(places)
+        self.order = order
+        self.has_lasted = False
+        self.plan = FrozenPlan(entries, is_free, places)
+
+    @cached_property
+    def starts(self) -> dict[Request, int]:
+        """Where operations are that come once in a period, and alone."""
+        times = Counter(request for request, _ in self.entries)
+        ends = {*self.places, len(self.entries)} if self.places else range(len(self.entries) + 1)
+        return {
+            request: place
+            for place, (request, _) in enumerate(self.entries)
+            if times[request] == 1 and place in ends and place + 1 in ends
+        }
+
+
 class PlanMember:
     """One rank's part.
 
@@ -70,7 +112,7 @@ class PlanMember:
         self._recent: deque[tuple[Request, int, float]] = deque(maxlen=_PERIODS * longest)
         self._held: list[Submission] | None = None  # a list while claims are held back
         self._claimed: dict[Key, Submission] = {}  # and not answered
-        self._entries: dict[int, Sequence[tuple[Request, int]]] = {}  # of the last plans, by their numbers
+        self._earlier: dict[int, _Earlier] = {}  # the last plans, by their numbers
         self._numbers: dict[str, int] = {}  # of unnamed operations: of the next, by the name of the request
         self._moved_s = math.inf
         self._contradicted = False
@@ -179,23 +221,64 @@ class PlanMember:
             reaction.again, self._held = self._held, None
             if verb in (Verb.FREEZE, Verb.RELEASE):
                 entries = [(request, sequence) for request, sequence, _ in self._recent][-message.count :]
-                self._begin(message, entries, reaction)
+                self._begin(_Earlier(entries, verb is Verb.RELEASE, message.places, object()))
+                reaction.begins = True
             elif verb in (Verb.END, Verb.REOPEN):
                 self._end(message, reaction)
                 if verb is Verb.REOPEN:
                     reaction.again = [*self._claimed.values(), *reaction.again]
                     self._claimed.clear()
-                    entries = self._renumbered(self._entries[message.plan], message.first)
-                    self._begin(message, entries, reaction)
+                    self._begin_again(Wish(message.plan, message.first), message.places)
+                    reaction.begins = True
         return reaction
 
-    def _begin(self, message: PlanMessage, entries: Sequence[tuple[Request, int]], reaction: Reaction) -> None:
-        self.plan = FrozenPlan(entries, message.verb is not Verb.FREEZE, message.places)
+    def wish(self, request: Request) -> Wish | None:
+        """What this rank wants instead of a plan of which ``request`` does not come next, while nothing is waited for.
+
+        The same on all ranks, if they are as far in the same plan.
+        """
+        plan = self.free
+        if plan is None or plan.waits or self._gave_up:
+            return None
+        now = self._earlier[self.number].order
+        for number in range(self.number - 1, self.number - REMEMBERED_PLANS, -1):
+            earlier = self._earlier.get(number)
+            if earlier is None or earlier.order is now:
+                continue
+            first = earlier.starts.get(request, earlier.starts.get(request.settled()))
+            if first is not None:
+                return Wish(number, first) if earlier.has_lasted else None
+        return None
+
+    def change(self, wish: Wish, now_s: float) -> None:
+        """All ranks want the same."""
+        assert self.plan is not None
+        self._finish(self.plan, self.plan.done)
+        earlier = self._earlier[wish.plan]
+        places = sorted((place - wish.first) % len(earlier.entries) for place in earlier.places)
+        self._begin_again(wish, places)
+        self._moved_s = now_s
+
+    def _begin_again(self, wish: Wish, places: Sequence[int]) -> None:
+        earlier = self._earlier[wish.plan]
+        if wish.first == 0 and not earlier.plan.counts and tuple(places) == earlier.places:
+            earlier.plan.restart()  # the same, so that nothing has to be made for it
+            self._begin(earlier)
+            return
+        entries = self._renumbered(earlier.entries, wish.first)
+        self._begin(_Earlier(entries, True, places, earlier.order))
+
+    def _begin(self, begun: _Earlier) -> None:
+        self.plan = begun.plan
         self.number += 1
-        self._entries[self.number] = entries
-        self._entries.pop(self.number - REMEMBERED_PLANS - 1, None)
-        reaction.begins = True
+        self._earlier[self.number] = begun
+        self._earlier.pop(self.number - REMEMBERED_PLANS - 1, None)
         self._contradicted = self._gave_up = False
+
+    def _finish(self, plan: FrozenPlan, count: int) -> None:
+        """The plan has ended after so many operations."""
+        self._earlier[self.number].has_lasted = plan.is_free and count > len(plan)
+        self._numbers.update(plan.next_numbers(count))
 
     def _end(self, message: PlanMessage, reaction: Reaction) -> None:
         plan, count = self.plan, message.count
@@ -204,7 +287,7 @@ class PlanMember:
         reaction.batches = [*plan.take_bursts(count)] if plan.is_free else [plan.take(count)]
         reaction.begun = plan.entry(count) if message.is_begun else None
         reaction.again = [*plan.leftovers(), *reaction.again]
-        self._numbers.update(plan.next_numbers(count))
+        self._finish(plan, count)
         self.plan = None
 
     def _renumbered(self, entries: Sequence[tuple[Request, int]], first: int) -> list[tuple[Request, int]]:

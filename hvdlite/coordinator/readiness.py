@@ -11,16 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hvdlite._native import ReadyCounts
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.frozen_plan import FrozenPlan
 from hvdlite.coordinator.fusion import bursts
+from hvdlite.coordinator.messages import REMEMBERED_PLANS
 from hvdlite.coordinator.order_watch import Found
+from hvdlite.coordinator.plan_member import Wish
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
 
 _FIRST_LOOK_S = 50e-6  # MPI rings no bell: who waits for a message looks again and again,
 _LAST_LOOK_S = 5e-3  # less often the longer it takes
 _PER_WAIT = 8  # looks while the wait gets twice as long
+_AGREEMENT_S = 0.02  # after which a change of plans is for the log, whose watch sees who does not come
+_PLACE_BITS = ReadyCounts.NEXT_BITS - (REMEMBERED_PLANS - 1).bit_length()
 
 
 class Early(Protocol):
@@ -55,6 +60,13 @@ class Readiness(Protocol):
     def ready(self, number: int, plan: FrozenPlan, *, is_held: bool) -> int:
         """How many operations all ranks are ready for, and may be executed now."""
 
+    def agree(self, number: int, wish: Wish, heard: int) -> bool:
+        """Whether all ranks want the same in place of plan ``number``, which has ended then; waits for them a moment.
+
+        Args:
+            heard: how many rings this rank has followed.
+        """
+
     def patience_s(self) -> float:
         """When to ask again if nobody rings."""
 
@@ -64,11 +76,13 @@ class ReadinessInNode:
 
     Args:
         burst_bytes: the most that operations have which are done together, at this time.
+        spin_us: how long a thread looks for others before it sleeps.
     """
 
-    def __init__(self, page: ControlPage, burst_bytes: Callable[[], int]) -> None:
+    def __init__(self, page: ControlPage, burst_bytes: Callable[[], int], spin_us: int) -> None:
         self._page = page
         self._burst_bytes = burst_bytes
+        self._spin_us = spin_us
 
     def bursts(self, found: Found) -> Sequence[int] | None:
         """See `Readiness`."""
@@ -85,6 +99,13 @@ class ReadinessInNode:
     def ready(self, number: int, plan: FrozenPlan, *, is_held: bool) -> int:
         """See `Readiness`. What is ready everywhere is executed in any case: ranks that have seen that are at it."""
         return self._page.ready(number)
+
+    def agree(self, number: int, wish: Wish, heard: int) -> bool:
+        """See `Readiness`."""
+        if wish.first >= 1 << _PLACE_BITS:
+            return False
+        wanted = (number - wish.plan) << _PLACE_BITS | wish.first
+        return self._page.agree(number, wanted, heard, _AGREEMENT_S, self._spin_us)
 
     def patience_s(self) -> float:
         """See `Readiness`."""
@@ -122,6 +143,10 @@ class ReadinessAcrossNodes:
             self._since_s = self._clock()
             self._early.begin(plan.next)
         return plan.done + (not is_held and self._early.has_begun and self._early.has_come())
+
+    def agree(self, number: int, wish: Wish, heard: int) -> bool:
+        """See `Readiness`. Nobody could see what ranks of other nodes want."""
+        return False
 
     def patience_s(self) -> float:
         """See `Readiness`."""
