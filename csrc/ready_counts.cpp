@@ -105,7 +105,9 @@ bool ReadyCounts::agree(std::uint64_t plan, std::uint64_t next, std::uint32_t he
   if (all_want(wish)) ring_who_wants();
   const auto is_settled = [&] { return is_decided(plan) || all_want(wish) || somebody_differs(plan, wish); };
   if (await_that(is_settled, heard, until, spin) == Outcome::kAllReadyAndRung) doorbell(rank_).ring();
-  return decide(plan, all_want(wish));
+  const bool has_ended = decide(plan, all_want(wish));
+  if (!has_ended) ring_who_wants();  // in vain
+  return has_ended;
 }
 
 bool ReadyCounts::all_want(std::uint64_t wish) const {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from hvdlite import _native
 from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, TensorReduction
 from hvdlite.collectives.early import EarlyAllreduce

@@ -6,6 +6,7 @@ A `Step` is one operation: what its ranks submit, who of them contradicts the ot
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -283,19 +284,16 @@ def draw(seed: int, size: int) -> Program:
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps that all ranks take in the same order, turn by turn: mostly the same, so that their order is frozen."""
+    """Steps that all ranks take in the same order, turn by turn: mostly one of a few orders, which are frozen."""
 
     seed: int
     turns: tuple[tuple[Step, ...], ...]
 
     def __str__(self) -> str:
-        usual = max(self.turns, key=self.turns.count)
-        lines = [f"loop {self.seed}, {len(self.turns)} turns:", *map(str, usual)]
-        numbers = {step.number for step in usual}
-        for turn, steps in enumerate(self.turns):
-            more = [str(step) for step in steps if step.number not in numbers]
-            if more or len(steps) < len(usual):
-                lines.append(f"turn {turn}: only {[step.number for step in steps]}; {'; '.join(more)}")
+        steps = {step.number: step for turn in reversed(self.turns) for step in turn}
+        lines = [f"loop {self.seed}, {len(self.turns)} turns, of", *map(str, steps.values()), "are"]
+        for turns in itertools.groupby([step.number for step in turn] for turn in self.turns):
+            lines.append(f"{len([*turns[1]])} x {turns[0]}")
         return "\n".join(lines)
 
 
@@ -303,10 +301,16 @@ def draw_loop(seed: int, size: int) -> Loop:
     """The same on every rank."""
     rng = random.Random(f"loop {seed}")
     pen = _Pen(rng, [tuple(range(size))], seed % 101)
-    usual = [pen.usual() for _ in range(rng.randint(1, 6))]
+    orders = [[pen.usual() for _ in range(rng.randint(1, 6))] for _ in range(rng.choice([1, 2, 2, 3]))]
+    for order in orders[1:]:
+        if rng.random() < 0.3:
+            order.insert(rng.randrange(len(order) + 1), rng.choice(orders[0]))
+    usual = [order for order in orders for _ in range(8)]  # each until it is frozen
+    while len(usual) < 30 + 8 * len(orders) and (len(orders) > 1 or rng.random() < 0.95):
+        usual += rng.randint(1, 4) * [rng.choice(orders)]
     turns = []
-    for turn in range(rng.randint(12, 30)):
-        steps = list(usual)
+    for turn, order in enumerate(usual):
+        steps = list(order)
         if turn > 8 and rng.random() < 0.15:
             place = rng.randrange(len(steps) + 1)
             if rng.random() < 0.5:

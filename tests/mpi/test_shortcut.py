@@ -186,6 +186,29 @@ def test_what_it_has_known_may_be_gone(other: Callable[[], None], by_python: lis
         until_taken(step, by_python)
 
 
+def test_orders_in_turns_are_changed_without_a_claim(machine_of: Machines) -> None:
+    """As long as no rank keeps another waiting for long, which a machine that is busy does."""
+    if machine_of != ONE_MACHINE:
+        pytest.skip("across nodes nobody sees what others want")
+    orders = [blocking(["one", None, "more"]), blocking(["other", None]), blocking(["third"])]
+
+    def turns() -> int:
+        before = hvd.statistics()
+        for turn in range(12):
+            for _ in range(3):
+                orders[turn % 3]()
+        after = hvd.statistics()
+        assert after["plans"] >= before["plans"]
+        return after["claims_sent"] + after["claims_heard"] - before["claims_sent"] - before["claims_heard"]
+
+    for order in orders * 3:
+        for _ in range(200):  # until it is frozen
+            order()
+    claims = [turns() for _ in range(30)]
+    most = torch.tensor([float(count) for count in claims])
+    assert hvd.allreduce(most, op=hvd.Max, name="claims").min().item() == 0, claims
+
+
 def with_history(x: torch.Tensor) -> torch.Tensor:
     x = x.clone().requires_grad_()
     result = hvd.allreduce(x, op=hvd.Sum, name="case")

@@ -186,10 +186,40 @@ void prepared(int size, int spin_us) {
   });
 }
 
+// Plans that end as all ranks want the next; some want another, or wait for nobody. What ranks have written before is
+// seen by all that agree. Only where they do not is there anything else that orders them.
+void changes(int size, int spin_us) {
+  Page page(size);
+  Lines counts(size * kCacheLine), bells(size * kCacheLine);
+  std::vector<std::vector<int>> letters(2, std::vector<int>(size));
+  on_ranks(size, [&](int rank) {
+    ReadyCounts own(counts.address(), bells.address(), rank, size);
+    Barrier barrier = page.barrier(rank, 0);
+    const auto& bell = *reinterpret_cast<Doorbell*>(bells.address() + kCacheLine * static_cast<std::uintptr_t>(rank));
+    for (int plan = 1; plan <= 400; ++plan) {
+      letters[plan % 2][rank] = plan;
+      own.set(plan, 3);
+      const std::uint64_t next = plan % 7 == 0 && rank == 0 ? 1 : 2;
+      const auto until = time_after(plan % 11 == rank ? 0 : kLongS);
+      if (own.agree(plan, next, bell.count.load(), until, std::chrono::microseconds(spin_us))) {
+        REQUIRE(size == 1 || plan % 7 != 0);
+        for (const int letter : letters[plan % 2]) REQUIRE(letter == plan);
+      } else {
+        REQUIRE(barrier.wait(kLongS) == WaitStatus::kOk);
+      }
+    }
+  });
+}
+
 }  // namespace
 
 Cases cases_of_plans() {
   return {
+      {"changes of 1", [] { changes(1, 5); }},
+      {"changes of 2 asleep", [] { changes(2, 0); }},
+      {"changes of 2 spinning", [] { changes(2, 1000); }},
+      {"changes of 3 asleep", [] { changes(3, 0); }},
+      {"changes of 3 spinning", [] { changes(3, 1000); }},
       {"prepared allreduces of 1", [] { prepared(1, 5); }},
       {"prepared allreduces of 2 asleep", [] { prepared(2, 0); }},
       {"prepared allreduces of 2 spinning", [] { prepared(2, 1000); }},
