@@ -5,10 +5,10 @@ Pure: no MPI, no clock, no shared memory.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, pairwise
 
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.messages import Response
@@ -18,7 +18,7 @@ from hvdlite.coordinator.submission import Submission
 Batch = Sequence[Response] | Burst
 """What is done together."""
 
-_serials = itertools.count()
+_serials = count()
 
 
 @dataclass(slots=True)
@@ -61,8 +61,8 @@ class FrozenPlan:
         self._named = [Response(request, NAMED) for request, _ in entries]
         self._pending: dict[int, Submission | Burst] = {}
         begins = [*(bursts or range(len(entries))), len(entries)]
-        self._burst_at = [(start, end) for start, end in itertools.pairwise(begins) for _ in range(start, end)]
-        known = {start: KnownBurst(entries[start:end], end) for start, end in itertools.pairwise(begins) if end - start > 1}
+        self._burst_at = [(start, end) for start, end in pairwise(begins) for _ in range(start, end)]
+        known = {start: KnownBurst(entries[start:end], end) for start, end in pairwise(begins) if end - start > 1}
         self.known_bursts = {start: burst for start, burst in known.items() if burst.can_be_collected}
         """By the places of their first operations in the period."""
 

@@ -183,7 +183,7 @@ class OrderWatch:
         return None
 
     def resumed(self, plan: int, first: int) -> None:
-        """The order of plan number ``plan`` begins anew at its place ``first``, as ranks have agreed without the log."""
+        """The order of plan number ``plan`` begins anew at its place ``first``: ranks have agreed without the log."""
         self._frozen, self._rotation = (), 0  # should it be forgotten
         for order, known in self._known.items():
             if known.plan == plan:

@@ -159,7 +159,9 @@ class Early:
         ]
         self.calls[0].bind(self.messages)
 
-    def run(self, rank: int, inputs: list[np.ndarray], outputs: list[np.ndarray], count: int = 1, heard: int = 0) -> int:
+    def run(
+        self, rank: int, inputs: list[np.ndarray], outputs: list[np.ndarray], count: int = 1, heard: int = 0
+    ) -> int:
         sources, targets = ([array.ctypes.data for array in arrays] for arrays in (inputs, outputs))
         return self.calls[rank].run(sources, targets, 1, count, heard)
 
