@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 _SHORTCUT = "2 mpi/test_shortcut.py"
+_CHANGES = "unit/test_plan_changes.py"
 
 MUTANTS = [
     Mutant("csrc/signature.cpp", " || arguments.op != op_.ptr()) return false;", ") return false;", _SHORTCUT),
@@ -51,4 +52,30 @@ MUTANTS = [
     ),
     Mutant("hvdlite/coordinator/at_once.py", "            plan.count_done(prepared.request, times)\n", "", _SHORTCUT),
     Mutant("hvdlite/coordinator/at_once.py", "            prepared.count_done(times)\n", "", _SHORTCUT),
+    # Changes of plans without the log: what is wanted, whether all want it, and what begins then.
+    Mutant("csrc/ready_counts.cpp", "  if (all_want(wish)) ring_who_wants();\n", "", _CHANGES),
+    Mutant("csrc/ready_counts.cpp", "    if (other >> kNextBits == plan && other != wish) return true;\n", "", _CHANGES),
+    Mutant(
+        "csrc/ready_counts.cpp",
+        "  while (found < 2 * plan) {\n",
+        "  while (true) {\n",
+        "sanitizers/test_threads.py",
+    ),
+    Mutant("csrc/shortcut.cpp", "return entries_.at(position).prepared.is(prepared);", "return true;", _SHORTCUT),
+    Mutant("hvdlite/coordinator/plan_member.py", " if earlier.has_lasted else None", "", _CHANGES),
+    Mutant(
+        "hvdlite/coordinator/plan_member.py",
+        "            if earlier is None or earlier.order is now:\n",
+        "            if earlier is None:\n",
+        _CHANGES,
+    ),
+    Mutant("hvdlite/coordinator/plan_member.py", "wish.first == 0 and not earlier.plan.counts and", "", _CHANGES),
+    Mutant("hvdlite/coordinator/frozen_plan.py", "            turns.offered = 0\n", "            pass\n", _CHANGES),
+    Mutant("hvdlite/coordinator/order_watch.py", "(known.began_at + first) % len(order)", "first", _CHANGES),
+    Mutant(
+        "hvdlite/coordinator/coordinator.py",
+        "            self._station.changed(wish, done, len(self._plan.plan))\n",
+        "",
+        "2 mpi/test_programs.py",
+    ),
 ]

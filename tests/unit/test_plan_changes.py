@@ -89,7 +89,9 @@ def test_two_orders_in_turns_are_the_same_two_plans(member: PlanMember) -> None:
     member.change(Wish(1, 0), 0.0)
     seen = [member.plan]
     for number in range(4, 12):
-        do(member, "abcabca" if number % 2 == 0 else "xyzxyzxy")
+        assert member.admit(submission("a" if number % 2 == 0 else "x"), 0.0)
+        assert [*member.due(1, 0.0)]
+        do(member, "bcabca" if number % 2 == 0 else "yzxyzxy")
         wish = wanted(member, "x" if number % 2 == 0 else "a")
         assert wish is not None and wish.plan == number - 2
         member.change(wish, 0.0)
