@@ -97,6 +97,10 @@ class Page:
             for local_rank in self._shared.want_ring:
                 self.ring(local_rank)
 
+    def agree(self, plan: int, wish: int, heard: int, timeout_s: float, spin_us: int) -> bool:
+        """As if others were late: none can come while this one waits."""
+        return False
+
     def want_ring(self, wanted: bool) -> None:
         (self._shared.want_ring.add if wanted else self._shared.want_ring.discard)(self._local_rank)
 
