@@ -54,7 +54,9 @@ MUTANTS = [
     Mutant("hvdlite/coordinator/at_once.py", "            prepared.count_done(times)\n", "", _SHORTCUT),
     # Changes of plans without the log: what is wanted, whether all want it, and what begins then.
     Mutant("csrc/ready_counts.cpp", "  if (all_want(wish)) ring_who_wants();\n", "", _CHANGES),
-    Mutant("csrc/ready_counts.cpp", "    if (other >> kNextBits == plan && other != wish) return true;\n", "", _CHANGES),
+    Mutant(
+        "csrc/ready_counts.cpp", "    if (other >> kNextBits == plan && other != wish) return true;\n", "", _CHANGES
+    ),
     Mutant(
         "csrc/ready_counts.cpp",
         "  while (found < 2 * plan) {\n",
