@@ -269,10 +269,7 @@ void register_plans(py::module_& m) {
            "barrier"_a, "small"_a, "counts"_a, "numels"_a, "offsets"_a, "numel"_a, "memory"_a, "window_numel"_a,
            "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "spin_us"_a, "patience_s"_a, "timeout_s"_a,
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
-      .def("ready_ns", [](const PreparedAllreduce& self) {
-        const auto since = self.ready().time_since_epoch();
-        return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-      });
+      .def("ready_ns", [](const PreparedAllreduce& self) { return nanoseconds_of(self.ready()); });
 }
 
 void register_file_mapping(py::module_& m) {

@@ -125,11 +125,7 @@ void register_early_allreduce(py::module_& m) {
            py::keep_alive<1, 4>())
       .def("bind", &EarlyAllreduce::bind, "messages"_a)
       .def_property_readonly("progress", [](const EarlyAllreduce& self) { return static_cast<int>(self.progress()); })
-      .def_property_readonly("began_ns",
-                             [](const EarlyAllreduce& self) {
-                               const auto since = self.began().time_since_epoch();
-                               return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-                             })
+      .def_property_readonly("began_ns", [](const EarlyAllreduce& self) { return nanoseconds_of(self.began()); })
       .def_property_readonly("outputs", &EarlyAllreduce::outputs, py::return_value_policy::reference_internal)
       .def_property_readonly("has_news", &EarlyAllreduce::has_news);
 }

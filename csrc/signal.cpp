@@ -28,7 +28,7 @@ Clock::time_point time_after(double seconds) {
 
 void futex_wait(Word& word, std::uint32_t expected, Clock::time_point until, std::uint32_t group) {
   // FUTEX_WAIT_BITSET takes a point in time of CLOCK_MONOTONIC, which is what steady_clock reads on Linux.
-  const auto point = std::chrono::duration_cast<std::chrono::nanoseconds>(until.time_since_epoch()).count();
+  const auto point = nanoseconds_of(until);
   if (until <= Clock::now()) return;
   timespec absolute{};
   absolute.tv_sec = static_cast<time_t>(point / 1'000'000'000);

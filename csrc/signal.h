@@ -17,6 +17,11 @@ namespace hvdlite {
 using Clock = std::chrono::steady_clock;
 using Word = std::atomic<std::uint32_t>;
 
+// As Python's time.monotonic_ns counts.
+inline std::int64_t nanoseconds_of(Clock::time_point point) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(point.time_since_epoch()).count();
+}
+
 // A waiter that sleeps looks at its abort word this often, should the wake-up that belongs to an abort not come.
 constexpr std::chrono::milliseconds kAbortLook{100};
 

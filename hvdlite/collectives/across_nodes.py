@@ -53,5 +53,5 @@ class AcrossNodes(Backend):
             return None
         direct = early.prepared(counts, layout, reduction, patience_s)
         if direct is None:
-            return StepByStep(early, counts, layout, reduction, patience_s, label)
-        return InOneCall(early, direct, layout, reduction, patience_s, label)
+            return StepByStep(early, layout, reduction, patience_s, label, counts)
+        return InOneCall(early, layout, reduction, patience_s, label, direct)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hvdlite import _native
 from hvdlite.collectives.early import EarlyAllreduce
@@ -18,7 +19,20 @@ _DONE, _NOT_YET = _native.DirectCall.DONE, _native.DirectCall.NOT_YET
 _DONE_AND_RUNG, _ABORTED = _native.DirectCall.DONE_AND_RUNG, _native.DirectCall.ABORTED
 
 
-class InOneCall:
+@dataclass(eq=False)
+class _EarlyCall:
+    early: EarlyAllreduce
+    layout: Layout
+    reduction: Reduction
+    patience_s: float
+    label: str
+
+    def ready_ns(self) -> int:
+        return 0  # `EarlyAllreduce` has recorded all that there was
+
+
+@dataclass(eq=False)
+class InOneCall(_EarlyCall):
     """What `hvdlite.collectives.base.Backend.prepare_allreduce` returns.
 
     Native code does everything until a rank is late; from there on ``early`` goes on with what it has begun.
@@ -27,38 +41,24 @@ class InOneCall:
         direct: see `EarlyAllreduce.prepared`.
     """
 
-    def __init__(
-        self,
-        early: EarlyAllreduce,
-        direct: _native.EarlyAllreduce,
-        layout: Layout,
-        reduction: Reduction,
-        patience_s: float,
-        label: str,
-    ) -> None:
-        self.direct = direct
-        self._early = early
-        self._layout = layout
-        self._reduction = reduction
-        self._patience_s = patience_s
-        self._label = label
-        self._schedule: BoundSchedule | None = None  # on the leader of a node
-        self._resumed = 0, 0, _ABORTED
+    direct: _native.EarlyAllreduce
+    _schedule: BoundSchedule | None = field(default=None, init=False)  # on the leader of a node
+    _resumed: tuple[int, int, int] = field(default=(0, 0, _ABORTED), init=False)
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int, /) -> int:
         direct = self.direct
         if not direct.can_run:
-            self._schedule = self._early.bind(direct, self._layout, self._reduction)
+            self._schedule = self.early.bind(direct, self.layout, self.reduction)
         result = direct.run(inputs, outputs, plan, count, heard)
         if result in (_DONE, _DONE_AND_RUNG):
-            self._early.record(self._label, direct.began_ns, self._layout)
+            self.early.record(self.label, direct.began_ns, self.layout)
         return result
 
     def resume(self, result: int) -> int:
-        direct, early = self.direct, self._early
+        direct, early = self.direct, self.early
         assert result == direct.BEGUN, result
-        early.take_over(direct, self._layout, self._reduction, self._label)
-        is_done = early.finish_soon(direct.outputs, self._layout, lambda: direct.has_news, self._patience_s)
+        early.take_over(direct, self.layout, self.reduction, self.label)
+        is_done = early.finish_soon(direct.outputs, self.layout, lambda: direct.has_news, self.patience_s)
         ended = _NOT_YET if not is_done else _DONE_AND_RUNG if direct.has_news else _DONE
         plan, count, _ = direct.last()
         self._resumed = plan, count, ended
@@ -72,31 +72,14 @@ class InOneCall:
         last = self.direct.last()
         return self._resumed if self._resumed[:2] == last[:2] else last
 
-    def ready_ns(self) -> int:
-        return 0  # all that there was is recorded
 
-
-class StepByStep:
+@dataclass(eq=False)
+class StepByStep(_EarlyCall):
     """The same where native code finds no function of MPI."""
 
-    direct = None
-
-    def __init__(
-        self,
-        early: EarlyAllreduce,
-        counts: _native.ReadyCounts,
-        layout: Layout,
-        reduction: Reduction,
-        patience_s: float,
-        label: str,
-    ) -> None:
-        self._early = early
-        self._counts = counts
-        self._layout = layout
-        self._reduction = reduction
-        self._patience_s = patience_s
-        self._label = label
-        self._last = 0, 0, _NOT_YET
+    counts: _native.ReadyCounts
+    direct: ClassVar[None] = None
+    _last: tuple[int, int, int] = field(default=(0, 0, _NOT_YET), init=False)
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int, /) -> int:
         self._last = plan, count, _ABORTED  # unless it comes to an end
@@ -105,14 +88,14 @@ class StepByStep:
         return result
 
     def _attempt(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
-        early, counts, layout = self._early, self._counts, self._layout
+        early, counts, layout = self.early, self.counts, self.layout
         counts.want_ring(False)
         counts.set(plan, count)
-        if not early.await_node(counts, plan, count, heard, self._patience_s):
+        if not early.await_node(counts, plan, count, heard, self.patience_s):
             return _NOT_YET
-        early.begin(early.tensors(inputs, layout), layout, self._reduction, self._label)
+        early.begin(early.tensors(inputs, layout), layout, self.reduction, self.label)
         is_rung = partial(counts.has_news, heard)
-        if not early.finish_soon(early.tensors(outputs, layout), layout, is_rung, self._patience_s):
+        if not early.finish_soon(early.tensors(outputs, layout), layout, is_rung, self.patience_s):
             return _NOT_YET
         return _DONE_AND_RUNG if is_rung() else _DONE
 
@@ -124,6 +107,3 @@ class StepByStep:
 
     def last(self) -> tuple[int, int, int]:
         return self._last
-
-    def ready_ns(self) -> int:
-        return 0

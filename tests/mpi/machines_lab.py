@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 import hvdlite.node
+from harness_ranks import harness_ranks
 from hvdlite.node import Door
 
 Machines = tuple[int, ...]
 """The machine of each rank."""
+
+WORLD = harness_ranks()
+ONE_MACHINE: Machines = (0,) * WORLD.size
+ACROSS: dict[int, Machines] = {2: (0, 1), 3: (0, 0, 1), 4: (0, 0, 1, 1)}
+ONE_AND_ACROSS = [ONE_MACHINE, *([ACROSS[WORLD.size]] if WORLD.size in ACROSS else [])]
 
 
 def nodes_of(machine_of: Machines) -> tuple[tuple[int, ...], ...]:

@@ -6,7 +6,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 
 import numpy as np
@@ -15,36 +15,22 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from harness_ranks import OverMpi, harness_ranks
 from hvdlite.collectives.early import MOST_BYTES  # and of two ranks, what passes at once from elsewhere
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.prepared import PreparedAllreduce
-from machines_lab import Machines, machines
+from machines_lab import ONE_MACHINE, WORLD, Machines
 from torch_lab import REDUCING, rank_input
 
-WORLD = harness_ranks()
 SMALL = 8 << 10  # bytes that pass at once, wherever they are
 WINDOW = 128 << 10
 REPEATS = 20
 """More than it takes until an order is frozen."""
-ONE_MACHINE: Machines = (0,) * WORLD.size
-ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)], 4: [(0, 0, 1, 1)]}
 
 pytestmark = [
     pytest.mark.any_mpi,
+    pytest.mark.usefixtures("machine_of"),
     pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
 ]
-
-
-@pytest.fixture(scope="module", params=[ONE_MACHINE, *ACROSS.get(WORLD.size, [])], ids=str, autouse=True)
-def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
-    """The machine of each rank."""
-    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
-        pytest.skip("several machines need MPI")
-    with machines(request.param):
-        hvd.init()
-    yield request.param
-    hvd.shutdown()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from harness_ranks import OverMpi, harness_ranks
 from hvdlite.config import Tunable
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.collector import Collector
@@ -26,32 +25,17 @@ from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import DuplicateNameError, HorovodInternalError
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.configure import configure
-from machines_lab import Machines, machines
+from machines_lab import ONE_MACHINE, WORLD, Machines, machines
 
-WORLD = harness_ranks()
 REPEATS = 30
 PERIOD = 5
 
 pytestmark = [
     pytest.mark.any_mpi,
+    pytest.mark.usefixtures("machine_of"),
     pytest.mark.up_to_three_ranks,
     pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
 ]
-
-
-ONE_MACHINE: Machines = (0,) * WORLD.size
-ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)]}
-
-
-@pytest.fixture(scope="module", params=[ONE_MACHINE, *ACROSS.get(WORLD.size, [])], ids=str, autouse=True)
-def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
-    """The machine of each rank."""
-    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
-        pytest.skip("several machines need MPI")
-    with machines(request.param):
-        hvd.init()
-    yield request.param
-    hvd.shutdown()
 
 
 @pytest.fixture
