@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from harness_ranks import OverMpi
+from harness_ranks import harness_ranks
 from hvdlite import _native
-from machines_lab import ONE_AND_ACROSS, ONE_MACHINE, WORLD, Machines, machines
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+WORLD = harness_ranks()
 TIME_LIMIT_S = 120.0
 GRACE_S = 20.0  # how long ranks may take to come to the end of a test that another rank failed already
 DUMP_S = 3.0  # from the dump of stacks to the end, so that all ranks get to dump
@@ -198,19 +198,6 @@ def team(request: pytest.FixtureRequest, running: None) -> object:
     import hvdlite.torch as hvd
 
     return tp.init(hvd.size(), method=request.param).tp
-
-
-@pytest.fixture(scope="module", params=ONE_AND_ACROSS, ids=str)
-def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
-    """The machine of each rank, of which hvdlite is initialised: all on one, or on several."""
-    import hvdlite.torch as hvd
-
-    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
-        pytest.skip("several machines need MPI")
-    with machines(request.param):
-        hvd.init()
-    yield request.param
-    hvd.shutdown()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hvdlite.node
-from harness_ranks import harness_ranks
+from harness_ranks import OverMpi, harness_ranks
 from hvdlite.node import Door
 
 Machines = tuple[int, ...]
@@ -17,8 +17,7 @@ Machines = tuple[int, ...]
 
 WORLD = harness_ranks()
 ONE_MACHINE: Machines = (0,) * WORLD.size
-ACROSS: dict[int, Machines] = {2: (0, 1), 3: (0, 0, 1), 4: (0, 0, 1, 1)}
-ONE_AND_ACROSS = [ONE_MACHINE, *([ACROSS[WORLD.size]] if WORLD.size in ACROSS else [])]
+_ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)], 4: [(0, 0, 1, 1)]}
 
 
 def nodes_of(machine_of: Machines) -> tuple[tuple[int, ...], ...]:
@@ -38,3 +37,16 @@ def machines(machine_of: Machines) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hvdlite.node, "_connect_to_leader", reach)
         yield
+
+
+@pytest.fixture(scope="module", params=[ONE_MACHINE, *_ACROSS.get(WORLD.size, [])], ids=str, autouse=True)
+def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
+    """For a module that has it as its own: hvdlite runs, with all ranks on one machine, then on several."""
+    import hvdlite.torch as hvd
+
+    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
+        pytest.skip("several machines need MPI")
+    with machines(request.param):
+        hvd.init()
+    yield request.param
+    hvd.shutdown()

@@ -15,6 +15,7 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
+import machines_lab
 from hvdlite.collectives.early import MOST_BYTES  # and of two ranks, what passes at once from elsewhere
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.prepared import PreparedAllreduce
@@ -26,9 +27,10 @@ WINDOW = 128 << 10
 REPEATS = 20
 """More than it takes until an order is frozen."""
 
+machine_of = machines_lab.machine_of
+
 pytestmark = [
     pytest.mark.any_mpi,
-    pytest.mark.usefixtures("machine_of"),
     pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
 ]
 

@@ -17,6 +17,7 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
+import machines_lab
 from hvdlite.config import Tunable
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.collector import Collector
@@ -30,9 +31,10 @@ from machines_lab import ONE_MACHINE, WORLD, Machines, machines
 REPEATS = 30
 PERIOD = 5
 
+machine_of = machines_lab.machine_of
+
 pytestmark = [
     pytest.mark.any_mpi,
-    pytest.mark.usefixtures("machine_of"),
     pytest.mark.up_to_three_ranks,
     pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
 ]
