@@ -2,11 +2,14 @@
 
 The file is longer than its content: between the last event and the closing brackets there are blanks, and events
 replace blanks. The kernel heeds a SIGKILL only between two pages, so a write that stays within a page happens or does
-not, and each write is complete in itself: a comma and some events. So neither a rank that is killed nor a program that
-reads at the same time ever sees half an event. When the blanks are used up, a longer copy takes the file's place; a
-rank that is killed while it copies leaves ``<path>.tmp`` behind. (Overwriting the brackets and ending with new ones
-needs no copies, but such a write crosses pages: of 310 processes that were killed while they wrote without pause, 8
-left half an event.)
+not, and each write is complete in itself: a comma and some events. So a rank that is killed leaves no half of an event.
+When the blanks are used up, a longer copy takes the file's place; a rank that is killed while it copies leaves
+``<path>.tmp`` behind. (Overwriting the brackets and ending with new ones needs no copies, but such a write crosses
+pages: of 310 processes that were killed while they wrote without pause, 8 left half an event.)
+
+Whoever reads in the very moment of a write may see part of it: ext4 keeps neither away from the other (reads of one
+page beside writes of it without pause: 57,373 of 3,700,471 were mixed, by lines of the cache). So `read_trace` takes
+the lock that writers take; a program that does not finds the file whole when it reads again.
 
 Its name is known beforehand, and its directory may be one where others write, as /tmp is; so neither the file nor its
 copy is opened where a symbolic link has taken its place.
@@ -152,13 +155,14 @@ class TraceFile:
 
 
 def read_trace(path: str) -> dict[str, Any]:
-    """Read a trace.
+    """Read a trace, also while ranks write it.
 
     Raises:
         OSError: the file cannot be read.
         TraceError: the file is not a trace of hvdlite.
     """
     with open(path, "rb") as file:
+        _wait_for_writers(file.fileno())
         try:
             trace = json.load(file)
         except (ValueError, RecursionError) as error:
@@ -251,7 +255,7 @@ def _locked(path: str, flags: int) -> Iterator[int]:
     while True:
         descriptor = _open_itself(path, flags)
         try:
-            while not _try_lock(descriptor):
+            while not _try_lock(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(errno.ETIMEDOUT, f"locked by another process for {_LOCK_TIMEOUT_S:.0f} s", path)
                 time.sleep(_LOCK_RETRY_S)
@@ -271,9 +275,17 @@ def _open_itself(path: str, flags: int) -> int:
         raise OSError(errno.ELOOP, "a symbolic link, which is not followed; name the file itself", path) from None
 
 
-def _try_lock(descriptor: int) -> bool:
+def _wait_for_writers(descriptor: int) -> None:
+    """Keep them away while the file is open; not for ever, as one that is stopped would, nor where nobody can lock."""
+    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
+    with suppress(OSError):
+        while not _try_lock(descriptor, fcntl.LOCK_SH) and time.monotonic() < deadline_s:
+            time.sleep(_LOCK_RETRY_S)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -1,7 +1,9 @@
-"""The trace file is valid JSON at any moment, whoever writes, reads or is killed."""
+"""The trace file is valid JSON after each write, whoever writes, reads or is killed."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +159,10 @@ def test_anyone_may_read_while_others_write(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     writers = start_writers(path, [1, 2], pause_s=0.05)
     try:
-        sizes = [len(names(path))]
+        sizes = [len(read_trace(str(path))["traceEvents"])]
         deadline_s = time.monotonic() + 30
         while len(sizes) < 40 or (sizes[-1] == sizes[0] and time.monotonic() < deadline_s):
-            sizes.append(len(names(path)))
+            sizes.append(len(read_trace(str(path))["traceEvents"]))
         assert all(writer.poll() is None for writer in writers)
     finally:
         for writer in writers:
@@ -167,6 +170,40 @@ def test_anyone_may_read_while_others_write(tmp_path: Path) -> None:
             writer.wait()
     assert sizes == sorted(sizes)
     assert sizes[-1] > sizes[0]
+
+
+def test_a_reader_waits_for_the_end_of_a_write(tmp_path: Path) -> None:
+    """Whoever reads in its middle may see part of it."""
+    path = tmp_path / "trace.json"
+    TraceFile(str(path), 1).open(INTRODUCTION)
+    whole = path.read_bytes()
+    with path.open("r+b") as file, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.pwrite(file.fileno(), b'{"na', whole.rindex(b"]}"))
+        reader = pool.submit(read_trace, str(path))
+        time.sleep(0.05)
+        assert not reader.done()
+        os.pwrite(file.fileno(), whole[-4:], whole.rindex(b"]}") - 1)
+        file.truncate(len(whole))
+        fcntl.flock(file, fcntl.LOCK_UN)
+        assert [event["name"] for event in reader.result(10)["traceEvents"]] == ["process_name"]
+
+
+@pytest.mark.parametrize("lock", [fcntl.LOCK_EX, None], ids=["a rank that is stopped", "no locks"])
+def test_a_reader_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: int | None) -> None:
+    path = tmp_path / "trace.json"
+    TraceFile(str(path), 1).open(INTRODUCTION)
+    monkeypatch.setattr(trace_file, "_LOCK_TIMEOUT_S", 0.05)
+    with path.open("r+b") as file:
+        if lock is not None:
+            fcntl.flock(file, lock)
+        else:
+
+            def flock(*_: int) -> None:
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+            monkeypatch.setattr(fcntl, "flock", flock)
+        assert [event["name"] for event in read_trace(str(path))["traceEvents"]] == ["process_name"]
 
 
 @pytest.mark.parametrize("round_", range(5))
