@@ -1,27 +1,30 @@
 """When all gradients of a bucket are there: hooks of autograd, and the counts that they keep.
 
 A hook is called once autograd has accumulated into its parameter; with 400 tiny parameters a step is the price of
-Python per hook. Where all gradients are in one bucket nothing is to be done before the last has come, so the hooks of
-those between the first and the last are the `append` of a list: no Python runs. The hook of the last compares that
-list with the order in which the gradients should come, and counts all at once if they are the same; one by one if not.
+Python per hook. Where all gradients are in one bucket nothing is to be done before the last has come, so only the
+first and the last have hooks. The hook of the first looks at the gradients of those between them, that of the last
+looks again: if all have changed, all have come. If not, or if the last has not come when backward ends, each gets a
+hook, until gradients have come in order for a while. A backward pass that reaches neither the first nor the last is
+not counted; step() reduces in any case what is there.
 """
 
 from __future__ import annotations
 
-import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch.utils.hooks import RemovableHandle
+from torch.autograd import Variable
 
 from hvdlite.errors import UsageError
 from hvdlite.torch.gradients import Bucket, Slot
+from hvdlite.torch.hooks import Hook, HookForNow, hook_for_good
+from hvdlite.torch.snapshot import GradientSnapshot
 
-
-class _Notes(list[torch.Tensor]):
-    """Parameters whose gradients have come. Its `append` is a hook, by which another `Arrival` knows it."""
+_ORDERLY_STEPS = 100
+"""After so many in a row in which the first and the last came in their places, those between them lose their hooks."""
 
 
 class Arrival:
@@ -33,7 +36,7 @@ class Arrival:
         complete: called with each bucket when the last gradient that it counts on is there.
 
     Attributes:
-        slots: all; each has a hook, unless this rank is alone.
+        slots: all; watched, unless this rank is alone.
         order: slots in the order in which their gradients have come since the last `reset`, once per backward pass.
         late: slots in ``order`` on which no bucket counts.
         waits_for_sparse: a gradient that could be sparse does not complete its bucket.
@@ -47,17 +50,19 @@ class Arrival:
         self._passes = passes
         self._begin = begin
         self._complete = complete
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Hook] = []
+        self._are_for_now = False  # some of the hooks
         self._expected: list[Slot] = []  # of the only bucket, in the order in which gradients should come
-        self._inner_parameters: list[torch.Tensor] = []  # of all but the first and the last of `_expected`
-        self._noted = _Notes()  # inner parameters whose gradients have come, but are not counted yet
+        self._inner: list[Slot] = []  # all but the first and the last of `_expected`, while they have no hooks
+        self._snapshot: GradientSnapshot | None = None  # of their gradients, when the first of `_expected` had come
         self._came_as_expected = False  # all gradients, so that inner slots were not counted one by one
+        self._orderly_steps = 0
         self._is_paused = False
 
     @property
     def has_pending(self) -> bool:
         """Whether gradients have come since the last `reset`."""
-        return bool(self.order or (self._noted and not self._is_paused))
+        return bool(self.order)
 
     def has_come(self, slot: Slot) -> bool:
         """Whether a gradient of ``slot``, on which a bucket counts, has come since the last `reset`."""
@@ -73,74 +78,91 @@ class Arrival:
         self._passes = passes
         for slot in self.slots:
             slot.passes_left = passes
+        if passes > 1:
+            self._hook_inner()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Gradients of backward passes in this context are not counted."""
         before = self._is_paused
-        if not before:
-            self.count_noted()
+        if self.order and not before:
+            self.count_unseen()
         self._is_paused = True
         try:
             yield
         finally:
             self._is_paused = before
-            self._noted.clear()
 
     # Hooks.
 
-    def add(self, slot: Slot, *, is_watched: bool) -> None:
-        """Count the gradients of ``slot`` as well."""
-        slot.passes_left = self._passes
-        self.slots.append(slot)
-        if is_watched:
-            self._hook(slot, partial(self._on_gradient, slot))
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Count the gradients of ``slots`` as well, once `hook` has seen them."""
+        for slot in slots:
+            slot.passes_left = self._passes
+        self.slots += slots
 
-    def watch(self, order: Sequence[Slot] = ()) -> None:
-        """Register hooks anew.
+    def hook(self, slots: Sequence[Slot], *, for_now: bool) -> None:
+        """Hear of the gradients of ``slots``.
 
         Args:
-            order: in which the gradients of the only bucket should come; empty where there are several buckets.
+            for_now: most of these hooks will be removed. Not from a hook of one of them.
+        """
+        self._are_for_now |= for_now
+        register = HookForNow if for_now else hook_for_good
+        self._hooks += [register(slot.param, partial(self._hook_of(slot), slot)) for slot in slots]
+
+    def watch(self, order: Sequence[Slot] = ()) -> None:
+        """Register hooks for good, also in the middle of a backward pass.
+
+        Args:
+            order: in which the gradients of the only bucket should come; empty where there are several buckets, or
+                where nobody knows yet.
         """
         self.unwatch()
+        _watching.add(self)
         self._expected = list(order)
-        self._inner_parameters = [slot.param for slot in order[1:-1]]
-        inner = set(order[1:-1])
-        for slot in self.slots:
-            if slot in inner:
-                self._hook(slot, self._noted.append)
-            else:
-                self._hook(slot, partial(self._on_last if order and slot is order[-1] else self._on_gradient, slot))
+        self._inner = self._expected[1:-1] if self._passes == 1 else []
+        without_hooks = set(self._inner)
+        self.hook([slot for slot in self.slots if slot not in without_hooks], for_now=False)
 
     def unwatch(self) -> None:
         """Leave the parameters alone."""
+        _watching.discard(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._count_expected()
+        self._are_for_now = False
+        if self._came_as_expected:  # inner slots were not counted one by one
+            self._came_as_expected = False
+            for slot in self._expected:
+                slot.passes_left = 0
+        self._snapshot = None
         self._expected = []
+        self._inner = []
+        self._orderly_steps = 0
 
     @property
-    def expects_an_order(self) -> bool:
-        """Whether hooks were registered for an only bucket."""
-        return bool(self._expected)
+    def watches_all(self) -> bool:
+        """Whether all slots have hooks for good, and no order is expected."""
+        return not self._are_for_now and not self._expected
 
     def shared_parameter(self) -> str | None:
         """The name of a parameter whose gradients another one counts as well: that of a second optimizer."""
-        for slot in self.slots:
-            hooks = getattr(slot.param, "_post_accumulate_grad_hooks", None) or {}
-            for hook in hooks.values():
-                owner = getattr(getattr(hook, "func", hook), "__self__", None)
-                if isinstance(owner, Arrival | _Notes) and owner is not self and owner is not self._noted:
-                    return slot.name
-        return None
+        others = {id(slot.param) for other in _watching if other is not self for slot in other.slots}
+        return next((slot.name for slot in self.slots if id(slot.param) in others), None)
 
-    def _hook(self, slot: Slot, hook: Callable[[torch.Tensor], None]) -> None:
-        param = slot.param
-        switched_on = param.requires_grad
-        param.requires_grad_(True)  # torch refuses hooks otherwise, and keeps them when it is switched off
-        self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        param.requires_grad_(switched_on)
+    def _hook_of(self, slot: Slot) -> Callable[[Slot, torch.Tensor], None]:
+        if self._inner and slot is self._expected[0]:
+            return self._on_first
+        if self._inner and slot is self._expected[-1]:
+            return self._on_last
+        return self._on_gradient
+
+    def _hook_inner(self) -> None:
+        """Each gradient is counted when it comes, from now on, also of a backward pass that runs."""
+        inner, self._inner = self._inner, []
+        self.hook(inner, for_now=True)
+        self._snapshot = None
 
     def check_only_owner(self) -> None:
         """Raises:
@@ -180,54 +202,65 @@ class Arrival:
         if bucket.missing == 0:
             self._complete(bucket)
 
+    def _on_first(self, slot: Slot, parameter: torch.Tensor) -> None:
+        """The gradient that should come first, of the only bucket."""
+        self._on_gradient(slot, parameter)
+        if self._inner and len(self.order) == 1:
+            self._snapshot = GradientSnapshot([slot.param for slot in self._inner])
+            Variable._execution_engine.queue_callback(self.count_unseen)
+
     def _on_last(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The gradient that should come last, of the only bucket."""
         if self._is_paused:
             return
         bucket = slot.bucket
         if (
-            self.order == self._expected[:1]
-            and self._passes == 1
+            self._snapshot is not None
+            and len(self.order) == 1
             and bucket is not None
             and bucket.missing == len(self._expected) - 1  # all are counted on
-            and len(self._noted) == len(self._inner_parameters)
-            and all(map(operator.is_, self._noted, self._inner_parameters))
+            and self._snapshot.have_all_changed()
         ):
-            self._noted.clear()
+            self._snapshot = None
             self.order += self._expected[1:]
             slot.passes_left = bucket.missing = 0
             self._came_as_expected = True
             self._complete(bucket)
         else:
-            self.count_noted()
+            self.count_unseen()
             self._on_gradient(slot, parameter)
 
-    def count_noted(self) -> None:
-        """Count the gradients of inner slots, whose hooks have only made notes."""
-        if not self._noted:
+    def count_unseen(self) -> None:
+        """Count the gradients that have come to inner slots without hooks; unless all have come in their order."""
+        if not self._inner or self._came_as_expected:
             return
-        noted = self._noted.copy()
-        self._noted.clear()
-        self._count_expected()  # some of these come once more
-        slots = {id(slot.param): slot for slot in self.slots}
-        for parameter in noted:
-            self._on_gradient(slots[id(parameter)], parameter)
-
-    def _count_expected(self) -> None:
-        """Write the counts of slots whose gradients came as expected, if they did."""
-        if self._came_as_expected:
-            self._came_as_expected = False
-            for slot in self._expected:
-                slot.passes_left = 0
+        seen = [] if self._snapshot is None else self._snapshot.changed()
+        come = [slot for slot, has_changed in zip(self._inner, seen, strict=False) if has_changed]
+        self._hook_inner()
+        for slot in come:
+            self._on_gradient(slot, slot.param)
 
     # At the end of a step.
 
     def reset(self) -> None:
         """No gradient has come."""
-        is_as_expected = self._came_as_expected and len(self.order) == len(self._expected)
-        for slot in (self.order[0], self.order[-1]) if is_as_expected else self.order:
+        is_orderly = (
+            len(self.order) == len(self._expected) > 2
+            and self.order[0] is self._expected[0]
+            and self.order[-1] is self._expected[-1]
+            and not self.late
+        )
+        for slot in (self.order[0], self.order[-1]) if self._came_as_expected and is_orderly else self.order:
             slot.passes_left = self._passes
         self._came_as_expected = False
+        self._snapshot = None
         self.order.clear()
         self.late.clear()
-        self._noted.clear()
+        if not self._inner and self._passes == 1:
+            self._orderly_steps = self._orderly_steps + 1 if is_orderly else 0
+            if self._orderly_steps == _ORDERLY_STEPS:
+                self.watch(self._expected)
+
+
+_watching: weakref.WeakSet[Arrival] = weakref.WeakSet()
+"""Those that have hooks."""

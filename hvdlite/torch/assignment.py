@@ -60,6 +60,12 @@ class Assignment:
             slot.bucket = slot.view = None
             slot.active = slot.is_sparse = False
 
+    @property
+    def expects_one_bucket(self) -> bool:
+        """Whether this rank would put all gradients in one bucket, if they fit; ranks have agreed on nothing yet."""
+        config = self._group.config
+        return (config.bucket_bytes or self._best_bucket_bytes()) >= config.fusion_threshold_bytes
+
     def guess(self) -> None:
         """Assign the gradients for the first step."""
         self.phase = Phase.BY_REGISTRATION
@@ -144,19 +150,25 @@ class Assignment:
 
     def _choose(self) -> Bucketing:
         """This rank's proposal."""
-        world = self._group.world
-        nodes = len(world.topology.nodes)
-        on_device = any(slot.is_on_device for slot in self._arrival.slots)
-        threads = 0 if on_device else world.node.local_size * torch.get_num_threads()
-        bucket_bytes = choose_bucket_bytes(nodes, world.node.cores, threads, world.engine.fastest_allreduce)
+        nodes = len(self._group.world.topology.nodes)
         stay = bool(self._first_gradients) and all(
             gradient() is not None and slot.param.grad is gradient() for slot, gradient in self._first_gradients
         )
         return Bucketing(
-            world.config.fusion_threshold_bytes if bucket_bytes is None else bucket_bytes,
+            self._best_bucket_bytes(),
             self._options.allows_homes and choose_homes(nodes, have=self._bucketing.has_homes, stay=stay),
             arrival_order([slot.index for slot in self._arrival.order], self._registration_order()),
         )
+
+    def _best_bucket_bytes(self) -> int:
+        """As far as this rank knows."""
+        world = self._group.world
+        on_device = any(slot.is_on_device for slot in self._arrival.slots)
+        threads = 0 if on_device else world.node.local_size * torch.get_num_threads()
+        chosen = choose_bucket_bytes(
+            len(world.topology.nodes), world.node.cores, threads, world.engine.fastest_allreduce
+        )
+        return world.config.fusion_threshold_bytes if chosen is None else chosen
 
     @property
     def _prefix(self) -> str:
@@ -187,9 +199,11 @@ class Assignment:
                 slot.bucket = bucket
                 slot.active = slot.param.requires_grad
         self._arrival.waits_for_sparse = is_guess
-        if not is_guess and len(self.buckets) == 1:
+        if is_guess:
+            return
+        if len(self.buckets) == 1:
             self._arrival.watch(parts[0] if parts else ())
-        elif self._arrival.expects_an_order:
+        elif not self._arrival.watches_all:
             self._arrival.watch()
 
     def _parts(self, bucket_bytes: int) -> list[list[Slot]]:

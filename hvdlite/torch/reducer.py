@@ -90,9 +90,13 @@ class GradientReducer:
 
     def add(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Reduce these as well."""
-        for name, parameter in parameters:
-            slot = Slot(len(self.arrival.slots), name, parameter, sparse_as_dense=not self.options.keeps_sparse)
-            self.arrival.add(slot, is_watched=self.is_distributed)
+        slots = [
+            Slot(index, name, parameter, sparse_as_dense=not self.options.keeps_sparse)
+            for index, (name, parameter) in enumerate(parameters, start=len(self.arrival.slots))
+        ]
+        self.arrival.add(slots)
+        if self.is_distributed:
+            self.arrival.hook(slots, for_now=self._assignment.expects_one_bucket)
         self._recount()
 
     def follow(self) -> None:
@@ -169,7 +173,7 @@ class GradientReducer:
         Raises:
             HorovodInternalError: a bucket was not reduced; says why. The next step can go on after a MismatchError.
         """
-        self.arrival.count_noted()
+        self.arrival.count_unseen()
         if not self.arrival.order:
             self._begin()
         if not self.is_distributed:
