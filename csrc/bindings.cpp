@@ -17,6 +17,7 @@
 #include "device_bindings.h"
 #include "elements.h"
 #include "file_mapping.h"
+#include "gradient_snapshot.h"
 #include "heartbeat.h"
 #include "instruction_set.h"
 #include "message_bindings.h"
@@ -82,6 +83,24 @@ void register_pack(py::module_& m) {
             self.unpack(source, begin, end, static_cast<DType>(from_dtype), static_cast<DType>(to_dtype), scale);
           },
           "source"_a, "begin"_a, "end"_a, "from_dtype"_a, "to_dtype"_a, "scale"_a = 1.0, WithoutGil());
+}
+
+void register_gradient_snapshot(py::module_& m) {
+  py::class_<GradientSnapshot>(m, "GradientSnapshot")
+      .def(py::init<>())
+      .def("take", &GradientSnapshot::take, "parameters"_a)
+      .def("drop", &GradientSnapshot::drop)
+      .def("changed", &GradientSnapshot::changed, "parameters"_a)
+      .def("have_all_changed", &GradientSnapshot::have_all_changed, "parameters"_a)
+      .def("are_unchanged", &GradientSnapshot::are_unchanged, "parameters"_a)
+      .def(
+          "locate",
+          [](const GradientSnapshot& self, TensorList& tensors, const py::type& type, const py::object& layout,
+             const py::object& dtype) { return self.locate(tensors, {type.ptr(), layout.ptr(), dtype.ptr()}); },
+          "tensors"_a, "type"_a, "layout"_a, "dtype"_a)
+      .def("require_grad", &GradientSnapshot::require_grad)
+      .def_property_readonly("gradients", &GradientSnapshot::gradients)
+      .def_property_readonly("versions", &GradientSnapshot::versions);
 }
 
 void register_scan(py::module_& m) {
@@ -369,6 +388,7 @@ void register_heartbeat(py::module_& m) {
 PYBIND11_MODULE(_native, m) {
   hvdlite::register_reduce(m);
   hvdlite::register_pack(m);
+  hvdlite::register_gradient_snapshot(m);
   hvdlite::register_scan(m);
   hvdlite::register_signal(m);
   hvdlite::register_small_allreduce(m);

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "tensor_attributes.h"
+
 namespace py = pybind11;
 
 namespace hvdlite {

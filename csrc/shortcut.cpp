@@ -3,6 +3,8 @@
 #include <optional>
 #include <utility>
 
+#include "tensor_attributes.h"
+
 namespace py = pybind11;
 
 namespace hvdlite {

@@ -2,27 +2,13 @@
 
 #include <utility>
 
+#include "tensor_attributes.h"
+
 namespace py = pybind11;
 
 namespace hvdlite {
 
 namespace {
-
-// Names are interned once: a lookup by an interned one compares addresses.
-PyObject* interned(const char* name) {
-  PyObject* made = PyUnicode_InternFromString(name);
-  if (made == nullptr) throw py::error_already_set();
-  return made;
-}
-
-py::object checked(PyObject* made) {
-  if (made == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(made);
-}
-
-py::object attribute(PyObject* tensor, PyObject* name) { return checked(PyObject_GetAttr(tensor, name)); }
-
-py::object call(PyObject* tensor, PyObject* method) { return checked(PyObject_CallMethodNoArgs(tensor, method)); }
 
 bool same_text(PyObject* some, PyObject* other) {
   if (some == other) return true;
@@ -41,30 +27,9 @@ bool equal(PyObject* some, PyObject* other) {
   return found == 1;
 }
 
-struct Names {
-  PyObject* dtype = interned("dtype");
-  PyObject* layout = interned("layout");
-  PyObject* shape = interned("shape");
-  PyObject* is_cpu = interned("is_cpu");
-  PyObject* is_contiguous = interned("is_contiguous");
-  PyObject* data_ptr = interned("data_ptr");
-};
-
-const Names& names() {
-  static const Names made;  // while the process lives
-  return made;
-}
-
 py::object owned(PyObject* borrowed) { return py::reinterpret_borrow<py::object>(borrowed); }
 
 }  // namespace
-
-std::uintptr_t address_of(py::handle tensor) {
-  const py::object address = call(tensor.ptr(), names().data_ptr);
-  const auto found = PyLong_AsUnsignedLongLong(address.ptr());
-  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-  return found;
-}
 
 Signature::Signature(const Arguments& arguments, bool is_empty, py::object home)
     : name_(owned(arguments.name)),

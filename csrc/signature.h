@@ -18,7 +18,7 @@ struct Arguments {
   PyObject* postscale;
 };
 
-// All methods need the GIL. Tensors are asked by the names of torch.Tensor; torch itself is not linked.
+// All methods need the GIL.
 class Signature {
  public:
   // `is_empty`: so that the tensor may have no address. `home`: a weak reference to memory that the operation needs,
@@ -53,8 +53,5 @@ struct Count {
 struct Signatures {
   std::vector<std::shared_ptr<const Signature>> by_place;
 };
-
-// `tensor.data_ptr()`; raises.
-std::uintptr_t address_of(pybind11::handle tensor);
 
 }  // namespace hvdlite

@@ -58,6 +58,33 @@ class TensorList:
         Tensors with address 0 are skipped, and so are those that live at their place.
         """
 
+class GradientSnapshot:
+    """What ``p.grad`` of parameters was, and how often it had been changed in place; keeps the gradients alive.
+
+    Each method takes the same list of parameters. Source: csrc/gradient_snapshot.cpp.
+    """
+
+    gradients: list[Any]
+    """As they were taken; None where one was missing."""
+    versions: list[int]
+    """Of torch's, of these; 0 where one was missing."""
+
+    def take(self, parameters: list[Any]) -> None: ...
+    def drop(self) -> None: ...
+    def changed(self, parameters: list[Any]) -> list[bool]:
+        """For each whether ``p.grad`` is another tensor since, or was changed in place, and is not missing."""
+    def have_all_changed(self, parameters: list[Any]) -> bool: ...
+    def are_unchanged(self, parameters: list[Any]) -> bool:
+        """Whether each ``p.grad`` is the same tensor with the same elements; or missing, as it was."""
+    def locate(self, tensors: TensorList, type: type, layout: object, dtype: object) -> bool:
+        """Move ``tensors`` to where the gradients lie that were taken.
+
+        False, and nothing is moved, unless each is there, of that type, layout and dtype, contiguous, and of as many
+        elements as the tensor in its place.
+        """
+    def require_grad(self) -> bool:
+        """Whether any of the gradients that were taken does."""
+
 def first_beyond(addresses: Sequence[int], numels: Sequence[int], dtype: int, limit: float) -> int:
     """The first tensor, by place, that has an element which is NaN or beyond ``limit`` in absolute value; -1: none.
 

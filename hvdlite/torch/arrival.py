@@ -14,14 +14,15 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 
 import torch
 from torch.autograd import Variable
 
+from hvdlite import _native
 from hvdlite.errors import UsageError
 from hvdlite.torch.gradients import Bucket, Slot
 from hvdlite.torch.hooks import Hook, HookForNow, hook_for_good
-from hvdlite.torch.snapshot import GradientSnapshot
 
 _ORDERLY_STEPS = 100
 """After so many in a row in which the first and the last came in their places, those between them lose their hooks."""
@@ -54,7 +55,8 @@ class Arrival:
         self._are_for_now = False  # some of the hooks
         self._expected: list[Slot] = []  # of the only bucket, in the order in which gradients should come
         self._inner: list[Slot] = []  # all but the first and the last of `_expected`, while they have no hooks
-        self._snapshot: GradientSnapshot | None = None  # of their gradients, when the first of `_expected` had come
+        self._inner_parameters: list[torch.Tensor] = []
+        self._snapshot: _native.GradientSnapshot | None = None  # of theirs, when the first of `_expected` had come
         self._came_as_expected = False  # all gradients, so that inner slots were not counted one by one
         self._orderly_steps = 0
         self._is_paused = False
@@ -122,6 +124,7 @@ class Arrival:
         _watching.add(self)
         self._expected = list(order)
         self._inner = self._expected[1:-1] if self._passes == 1 else []
+        self._inner_parameters = [slot.param for slot in self._inner]
         without_hooks = set(self._inner)
         self.hook([slot for slot in self.slots if slot not in without_hooks], for_now=False)
 
@@ -206,7 +209,8 @@ class Arrival:
         """The gradient that should come first, of the only bucket."""
         self._on_gradient(slot, parameter)
         if self._inner and len(self.order) == 1:
-            self._snapshot = GradientSnapshot([slot.param for slot in self._inner])
+            self._snapshot = _native.GradientSnapshot()
+            self._snapshot.take(self._inner_parameters)
             Variable._execution_engine.queue_callback(self.count_unseen)
 
     def _on_last(self, slot: Slot, parameter: torch.Tensor) -> None:
@@ -219,7 +223,7 @@ class Arrival:
             and len(self.order) == 1
             and bucket is not None
             and bucket.missing == len(self._expected) - 1  # all are counted on
-            and self._snapshot.have_all_changed()
+            and self._snapshot.have_all_changed(self._inner_parameters)
         ):
             self._snapshot = None
             self.order += self._expected[1:]
@@ -234,8 +238,9 @@ class Arrival:
         """Count the gradients that have come to inner slots without hooks; unless all have come in their order."""
         if not self._inner or self._came_as_expected:
             return
-        seen = [] if self._snapshot is None else self._snapshot.changed()
-        come = [slot for slot, has_changed in zip(self._inner, seen, strict=False) if has_changed]
+        come: list[Slot] = []
+        if self._snapshot is not None:
+            come = list(compress(self._inner, self._snapshot.changed(self._inner_parameters)))
         self._hook_inner()
         for slot in come:
             self._on_gradient(slot, slot.param)

@@ -1,7 +1,7 @@
 """Small gradients side by side in one block of memory, in which they travel as one tensor.
 
-Where autograd makes each gradient anew in every step, it is copied into the block, and the result is copied back, by
-one native call each; to make a part of the block ``p.grad`` instead takes 1 us for each. A gradient that stays from
+Where autograd makes each gradient anew in every step, native calls look at all of them, copy them into the block, and
+copy the result back; to make a part of the block ``p.grad`` instead takes 1 us for each. A gradient that stays from
 step to step is made a part of the block once, and then nothing is copied.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from hvdlite import _native
 from hvdlite.memory.base import Memory, Region
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.layout import slot_offsets
@@ -21,20 +21,7 @@ from hvdlite.memory.views import TensorView
 from hvdlite.torch.device import current_stream, new_empty, storage_of
 from hvdlite.torch.gradients import Slot
 
-if TYPE_CHECKING:
-    from hvdlite._native import TensorList
-
-# Of many tensors by `map`, which takes half as long as a comprehension.
-_gradient = operator.attrgetter("grad")
-_version = operator.attrgetter("_version")
-_dtype = operator.attrgetter("dtype")
-_layout = operator.attrgetter("layout")
-_requires_grad = operator.attrgetter("requires_grad")
-_is_active = operator.attrgetter("active")
-_numel = torch.Tensor.numel
-_is_contiguous = torch.Tensor.is_contiguous
-_address = torch.Tensor.data_ptr
-_TENSOR, _STRIDED = {torch.Tensor}, {torch.strided}
+_is_active = operator.attrgetter("active")  # by `map`, which takes half as long as a comprehension
 
 
 class Block:
@@ -69,68 +56,60 @@ class Block:
             self.name += f" to {slots[-1].name} ({len(slots)} parameters)"
         self._views = [slot.view for slot in slots]
         self._can_unpack = True
-        self._gradients: list[torch.Tensor] = []  # as they were loaded, if they were `_are_usual`
-        self._tensors: TensorList | None = None  # where their results are copied back, if they are
+        self._taken = _native.GradientSnapshot()  # of gradients as they were loaded
+        self._tensors = self._in_block([0] * len(slots))  # where these lie, if they are as autograd makes them
+        self._is_usual = False  # they are
+        self._copies_back = False  # and take the results
         self._versions: list[int] = []  # of those that were loaded last
 
     def load(self) -> None:
         """Fill the block with the gradients as they are."""
-        gradients = list(map(_gradient, self._parameters))
-        if self._are_usual(gradients):
-            self._load_usual(gradients)
-            return
-        self._gradients = []
-        contributions = [slot.contribution() for slot in self._slots]  # some may be copies
-        self._pack(self._in_block([0 if tensor is None else tensor.data_ptr() for tensor in contributions]))
+        self._taken.take(self._parameters)
+        self._is_usual = (
+            self._are_contiguous
+            and all(map(_is_active, self._slots))
+            and self._taken.locate(self._tensors, torch.Tensor, torch.strided, self._slots[0].dtype)
+        )
+        if self._is_usual:
+            self._load_usual()
+        else:
+            self._taken.drop()
+            contributions = [slot.contribution() for slot in self._slots]  # some may be copies
+            self._pack(self._in_block([0 if tensor is None else tensor.data_ptr() for tensor in contributions]))
 
     def deliver(self) -> None:
         """Make every ``p.grad`` the reduced gradient."""
-        gradients, self._gradients = self._gradients, []
-        if gradients:
-            if self._are_as_loaded(gradients):
-                if self._tensors is not None:
-                    self._unpack(self._tensors)
-                    return
-                if all(map(operator.is_, gradients, self._views)):
-                    return
+        if self._is_usual and self._taken.are_unchanged(self._parameters):  # so that nobody needs a warning
+            if self._copies_back:
+                self._unpack(self._tensors)
+            elif not all(map(operator.is_, self._taken.gradients, self._views)):
+                self._deliver_views()
+        else:
+            self._deliver_views()
+        self._taken.drop()
+
+    def _load_usual(self) -> None:
+        """Gradients for which `Slot.contribution` would be the gradient itself."""
+        self._pack(self._tensors)
+        before, self._versions = self._versions, self._taken.versions
+        # A tensor that stays has been changed more often than in the step before. One with a graph is somebody else's.
+        are_new = not before or before == self._versions
+        self._copies_back = are_new and self._can_unpack and not self._taken.require_grad()
+
+    def _deliver_views(self) -> None:
+        if self._is_usual:
             for slot, version in zip(self._slots, self._versions, strict=True):
                 slot.version = version
         for slot in self._slots:
             slot.deliver_view()
 
-    def _are_usual(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether all are counted on, and `Slot.contribution` would be the gradient itself."""
-        return (
-            set(map(type, gradients)) == _TENSOR  # none is missing
-            and all(map(_is_active, self._slots))
-            and self._are_contiguous
-            and set(map(_layout, gradients)) == _STRIDED
-            and set(map(_dtype, gradients)) == {self._slots[0].dtype}
-            and list(map(_numel, gradients)) == self._numels
-            and all(map(_is_contiguous, gradients))
-        )
-
-    def _load_usual(self, gradients: list[torch.Tensor]) -> None:
-        tensors = self._in_block(list(map(_address, gradients)))
-        self._pack(tensors)
-        before, self._versions = self._versions, list(map(_version, gradients))
-        self._gradients = gradients
-        # A tensor that stays has been changed more often than in the step before. One with a graph is somebody else's.
-        are_new = not before or before == self._versions
-        self._tensors = tensors if are_new and self._can_unpack and not any(map(_requires_grad, gradients)) else None
-
-    def _are_as_loaded(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether they still are what they were, so that nobody needs a warning."""
-        now = list(map(_gradient, self._parameters))
-        return all(map(operator.is_, now, gradients)) and list(map(_version, now)) == self._versions
-
-    def _in_block(self, addresses: Sequence[int]) -> TensorList:
+    def _in_block(self, addresses: Sequence[int]) -> _native.TensorList:
         return self._memory.tensors(addresses, self._numels, self._offsets)
 
-    def _pack(self, tensors: TensorList) -> None:
+    def _pack(self, tensors: _native.TensorList) -> None:
         self._memory.pack(tensors, self._buffer.dtype, self._buffer, 0)
 
-    def _unpack(self, tensors: TensorList) -> None:
+    def _unpack(self, tensors: _native.TensorList) -> None:
         self._memory.unpack(self._buffer, 0, tensors, self._buffer.dtype)
 
 
@@ -142,7 +121,7 @@ class DeviceBlock(Block):
         self._device_memory = memory
         self._can_unpack = False
 
-    def _pack(self, tensors: TensorList) -> None:
+    def _pack(self, tensors: _native.TensorList) -> None:
         self._device_memory.pack_on(current_stream(self._parameters[0]), tensors, self._buffer)
 
 

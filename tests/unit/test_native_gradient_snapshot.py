@@ -1,0 +1,147 @@
+"""What native code sees of gradients: which have changed, and where those lie that are as autograd makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hvdlite import _native
+from hvdlite.dtypes import DType
+
+
+def parameters(count: int = 3) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(count)]
+    for i, parameter in enumerate(made):
+        parameter.grad = torch.full((2, 3), float(i))
+    return made
+
+
+def taken(of: list[torch.nn.Parameter]) -> _native.GradientSnapshot:
+    snapshot = _native.GradientSnapshot()
+    snapshot.take(of)
+    return snapshot
+
+
+def replace(parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.clone()
+
+
+def change(parameter: torch.nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(1)
+
+
+def drop(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("how", [replace, change])
+def test_what_was_replaced_or_changed_has_changed(how: Callable[[torch.nn.Parameter], None]) -> None:
+    some = parameters()
+    snapshot = taken(some)
+    assert snapshot.are_unchanged(some)
+    assert snapshot.changed(some) == [False, False, False]
+    how(some[1])
+    assert snapshot.changed(some) == [False, True, False]
+    assert not snapshot.are_unchanged(some)
+    how(some[0])
+    assert not snapshot.have_all_changed(some)
+    how(some[2])
+    assert snapshot.have_all_changed(some)
+
+
+def test_a_gradient_that_came_has_changed_and_one_that_went_has_not() -> None:
+    some = parameters()
+    drop(some[0])
+    snapshot = taken(some)
+    assert snapshot.versions[0] == 0
+    assert snapshot.gradients[0] is None
+    assert snapshot.are_unchanged(some)
+    some[0].grad = torch.zeros(2, 3)
+    drop(some[1])
+    change(some[2])
+    assert snapshot.changed(some) == [True, False, True]
+    assert not snapshot.have_all_changed(some)
+    assert not snapshot.are_unchanged(some)
+
+
+def test_a_gradient_lives_while_it_is_noted() -> None:
+    """Else another one could take its place, and be as often changed."""
+    some = parameters(1)
+    snapshot = taken(some)
+    address = id(some[0].grad)
+    drop(some[0])
+    assert id(snapshot.gradients[0]) == address
+    snapshot.drop()
+    assert snapshot.gradients == []
+
+
+def located(some: list[torch.nn.Parameter], numels: tuple[int, ...] = (6, 6, 6)) -> list[float] | None:
+    """The first element of each gradient, as native code reads it; None where it refuses them."""
+    snapshot = taken(some)
+    tensors = _native.TensorList([0] * len(numels), numels, [10 * i for i in range(len(numels))])
+    if not snapshot.locate(tensors, torch.Tensor, torch.strided, torch.float32):
+        return None
+    block = torch.zeros(10 * len(numels))
+    tensors.pack(block.data_ptr(), 0, block.numel(), DType.FLOAT32, DType.FLOAT32)
+    return block[::10].tolist()
+
+
+def test_gradients_are_found_where_they_lie() -> None:
+    assert located(parameters()) == [0.0, 1.0, 2.0]
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        None,
+        torch.zeros(3, 2).T,
+        torch.zeros(2, 6)[:, ::2],
+        torch.zeros(2, 3).to_sparse(),
+        torch.zeros(2, 3).as_subclass(Subclass),
+    ],
+    ids=["missing", "transposed", "with gaps", "sparse", "a subclass"],
+)
+def test_others_are_refused(gradient: torch.Tensor | None) -> None:
+    some = parameters()
+    some[2].grad = gradient
+    assert located(some) is None
+
+
+def test_those_of_another_type_or_size_are_refused() -> None:
+    some = parameters()
+    assert located(some, (6, 6, 5)) is None
+    doubles = [torch.nn.Parameter(torch.zeros(6, dtype=torch.float64)) for _ in range(3)]
+    for parameter in doubles:
+        parameter.grad = torch.zeros(6, dtype=torch.float64)
+    assert located(doubles) is None
+
+
+def test_a_gradient_with_a_graph_is_seen() -> None:
+    some = parameters()
+    assert not taken(some).require_grad()
+    some[1].grad = torch.zeros(2, 3, requires_grad=True)
+    assert taken(some).require_grad()
+    drop(some[1])
+    assert not taken(some).require_grad()
+
+
+def test_other_parameters_are_refused() -> None:
+    snapshot = taken(parameters(3))
+    for method in (snapshot.changed, snapshot.have_all_changed, snapshot.are_unchanged):
+        with pytest.raises(ValueError, match="other parameters"):
+            method(parameters(2))  # type: ignore[operator]
+    with pytest.raises(ValueError, match="a tensor per gradient"):
+        snapshot.locate(_native.TensorList([0], [6], [0]), torch.Tensor, torch.strided, torch.float32)
+
+
+def test_errors_of_attributes_are_raised() -> None:
+    with pytest.raises(AttributeError, match="grad"):
+        taken([object()])  # type: ignore[list-item]
