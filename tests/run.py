@@ -57,6 +57,8 @@ import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
 AT_ONCE = {"unit": 2, "sanitizers": 2, "fuzz": 2, "faults": 5, "hosts": 5, "examples": 3, "docs": 2}
+# Those of which each file builds something first: by one process each.
+BUILT_ONCE = ("sanitizers", "docs")
 SUITES = (
     "lint",
     "unit",
@@ -237,7 +239,7 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
 
     def pytest(suite: str, python: Path, *left_out: str, files: Sequence[str] = ()) -> list[str]:
         at_once = [f"--numprocesses={AT_ONCE[suite]}"] if suite in AT_ONCE else []
-        at_once += ["--dist=loadfile"] if suite == "docs" else []  # the site is built once
+        at_once += ["--dist=loadfile"] if suite in BUILT_ONCE else []
         # The script, not python -m pytest: that would put the current directory before the installed hvdlite.
         script = str(pythons["openmpi"].parent / "pytest")
         unwanted = [f"not {mark}" for mark in (*left_out, *([] if arguments.thorough else ["thorough"]))]
