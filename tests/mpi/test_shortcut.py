@@ -22,6 +22,7 @@ from hvdlite.config import Tunable
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.coordinator.messages import REMEMBERED_PLANS
 from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import DuplicateNameError, HorovodInternalError
 from hvdlite.operations.allocate import allocate
@@ -172,27 +173,54 @@ def test_what_it_has_known_may_be_gone(other: Callable[[], None], by_python: lis
         until_taken(step, by_python)
 
 
+def claims_of(work: Callable[[], object]) -> int:
+    """How many words about claims this rank sends and hears while it does ``work``."""
+    before = hvd.statistics()
+    work()
+    after = hvd.statistics()
+    assert after["plans"] >= before["plans"]
+    return after["claims_sent"] + after["claims_heard"] - before["claims_sent"] - before["claims_heard"]
+
+
+def orders_that_are_frozen() -> list[Callable[[], None]]:
+    orders = [blocking(["one", None, "more"]), blocking(["other", None]), blocking(["third"])]
+    for order in orders * 3:
+        for _ in range(200):
+            order()
+    return orders
+
+
 def test_orders_in_turns_are_changed_without_a_claim(machine_of: Machines) -> None:
     """As long as no rank keeps another waiting for long, which a machine that is busy does."""
     if machine_of != ONE_MACHINE:
         pytest.skip("across nodes nobody sees what others want")
-    orders = [blocking(["one", None, "more"]), blocking(["other", None]), blocking(["third"])]
+    orders = orders_that_are_frozen()
 
-    def turns() -> int:
-        before = hvd.statistics()
+    def turns() -> None:
         for turn in range(12):
             for _ in range(3):
                 orders[turn % 3]()
-        after = hvd.statistics()
-        assert after["plans"] >= before["plans"]
-        return after["claims_sent"] + after["claims_heard"] - before["claims_sent"] - before["claims_heard"]
 
-    for order in orders * 3:
-        for _ in range(200):  # until it is frozen
-            order()
-    claims = [turns() for _ in range(30)]
+    claims = [claims_of(turns) for _ in range(30)]
     most = torch.tensor([float(count) for count in claims])
     assert hvd.allreduce(most, op=hvd.Max, name="claims").min().item() == 0, claims
+
+
+def test_the_log_goes_on_where_ranks_have_changed_without_it(machine_of: Machines) -> None:
+    """Begun in the background, an order begins anew by the log, which names it by the number of its last plan."""
+    if machine_of != ONE_MACHINE:
+        pytest.skip("across nodes nobody sees what others want")
+    orders = orders_that_are_frozen()
+    for _ in range(4):
+        plans = hvd.statistics()["plans"]
+        for turn in range(3 * REMEMBERED_PLANS // 2):
+            for _ in range(3):
+                orders[turn % 2]()
+        assert hvd.statistics()["plans"] - plans > REMEMBERED_PLANS
+        for name, order in (("third", orders[2]), ("one", orders[0])):
+            handle = hvd.allreduce_async(torch.full((3,), float(hvd.rank() + 1)), op=hvd.Sum, name=name)
+            assert torch.equal(hvd.synchronize(handle), torch.full((3,), total()))
+            order()
 
 
 def with_history(x: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,15 @@ def test_nothing_is_wanted_while_something_is_under_way(member: PlanMember) -> N
     assert wanted(member, "a") is None
 
 
+def test_the_order_that_is_done_is_not_wanted_begun_elsewhere(member: PlanMember) -> None:
+    """What comes out of place in it may be all there is to come."""
+    do(member, "zxyz")
+    member.change(Wish(1, 1), 0.0)
+    do(member, "bcabc")
+    assert [wanted(member, name) for name in "bc"] == [None, None]
+    assert wanted(member, "x") == Wish(2, 0)
+
+
 def test_who_has_asked_for_the_end_of_the_plan_wants_no_other(member: PlanMember) -> None:
     do(member, "z")
     member.admit(submission("x", numel=5), 0.0)
@@ -212,6 +221,20 @@ def test_the_root_follows_and_remembers() -> None:
     claimed = [submission("a").request]
     reopened = leader.hear(PlanMessage(Verb.HELD, 6), (0,), True, lambda: claimed)
     assert reopened is not None and (reopened.plan, reopened.first) == (3, 2)  # plan 3 was bca
+
+
+def test_the_root_knows_where_an_order_began_that_began_elsewhere_before() -> None:
+    watch = OrderWatch(longest=10)
+    watched(watch, "abc", 1)
+    for number, first in ((2, 1), (3, 1)):  # bca, cab
+        watch.broken(12, 3)
+        watch.resumed(number - 1, first)
+        watch.opened(number)
+    watch.broken(12, 3)
+    watched(watch, "xyz", 4)
+    watch.broken(12, 3)
+    reopened = watch.reopen([submission("a").request], 0)
+    assert reopened is not None and (reopened.number, reopened.first) == (3, 1)
 
 
 def test_the_root_may_have_forgotten_the_order() -> None:
