@@ -1,0 +1,116 @@
+"""Mutants of gradients on their way: which have come, how they are loaded and delivered, and who counts on them."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+_TORCH = "hvdlite/torch/"
+_BUCKETS = "unit/test_optimizer_buckets.py"
+_SEQUENCES = "unit/test_optimizer_sequences.py"
+_SNAPSHOT = "unit/test_native_gradient_snapshot.py"
+
+MUTANTS = [
+    Mutant(f"{_TORCH}arrival.py", "            self._snapshot is not None\n", "            True\n", _BUCKETS),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "            and self._snapshot.have_all_changed(self._inner_parameters)\n",
+        "",
+        _SEQUENCES,
+    ),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "            and bucket.missing == len(self._expected) - 1  # all are counted on\n",
+        "",
+        f"{_BUCKETS} {_SEQUENCES} unit/test_optimizer_changes.py",
+    ),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "            Variable._execution_engine.queue_callback(self.count_unseen)\n",
+        "",
+        _BUCKETS,
+    ),
+    Mutant(f"{_TORCH}arrival.py", "        if passes > 1:\n            self._hook_inner()\n", "", _BUCKETS),
+    Mutant(f"{_TORCH}arrival.py", "            and self.order[-1] is self._expected[-1]\n", "", _BUCKETS),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "self._orderly_steps + 1 if is_orderly else 0",
+        "self._orderly_steps + is_orderly",
+        _BUCKETS,
+    ),
+    Mutant(f"{_TORCH}arrival.py", "        if self.order and not before:\n", "        if not before:\n", _BUCKETS),
+    Mutant(f"{_TORCH}arrival.py", "        _watching.discard(self)\n", "", "unit/test_optimizer_arguments.py"),
+    Mutant(f"{_TORCH}hooks.py", "        self._node = None\n", "", _BUCKETS),
+    Mutant(f"{_TORCH}reducer.py", "        self.arrival.count_unseen()\n", "", f"{_BUCKETS} {_SEQUENCES}"),
+    Mutant(f"{_TORCH}arrival.py", "self._came_as_expected and is_orderly else", "is_orderly else", _SEQUENCES),
+    Mutant(
+        f"{_TORCH}arrival.py",
+        "return self._came_as_expected or slot.passes_left < self._passes",
+        "return slot.passes_left < self._passes",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}block.py",
+        "are_new = not before or before == self._versions",
+        "are_new = True",
+        "2 mpi/test_small_gradients.py",
+    ),
+    Mutant(f"{_TORCH}block.py", " and not self._taken.require_grad()", "", "2 mpi/test_small_gradients.py"),
+    Mutant(
+        f"{_TORCH}block.py",
+        "if self._is_usual and self._taken.are_unchanged(self._parameters):",
+        "if self._is_usual:",
+        "2 mpi/test_small_gradients.py",
+    ),
+    Mutant(
+        f"{_TORCH}block.py",
+        "            and all(map(_is_active, self._slots))\n",
+        "",
+        "unit/test_optimizer_changes.py",
+    ),
+    Mutant(
+        "csrc/gradient_snapshot.cpp", " || version_of(now) != versions_[i]) return false;", ") return false;", _SNAPSHOT
+    ),
+    Mutant("csrc/gradient_snapshot.cpp", "!now.is(gradients_[i]) || version", "version", _SNAPSHOT),
+    Mutant(
+        "csrc/gradient_snapshot.cpp",
+        " &&\n         call(gradient, names().is_contiguous).ptr() == Py_True;",
+        ";",
+        _SNAPSHOT,
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "            and not any(map(_requires_grad, self._left_out))\n",
+        "",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "elif not arrival.has_come(slot):  # switched off before backward, not after it",
+        "else:",
+        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "late = sorted(arrival.late, key=lambda slot: slot.index)",
+        "late = list(arrival.late)",
+        "2 mpi/test_optimizer.py mpi/test_optimizer_in_torch.py",
+    ),
+    Mutant(
+        f"{_TORCH}reducer.py",
+        "            bucket.missing = bucket.active\n",
+        "            bucket.missing = len(bucket.slots)\n",
+        "unit/test_optimizer_buckets.py",
+    ),
+    Mutant(
+        f"{_TORCH}bucketing.py",
+        "order = list(dict.fromkeys(reversed(arrived)))[::-1]",
+        "order = list(dict.fromkeys(arrived))",
+        "unit/test_bucketing.py",
+    ),
+    Mutant(
+        f"{_TORCH}bucketing.py",
+        "return nodes > 1 or have or stay",
+        "return nodes > 1 or stay",
+        "unit/test_bucketing.py",
+    ),
+]
