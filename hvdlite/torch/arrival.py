@@ -222,7 +222,6 @@ class Arrival:
             self._snapshot is not None
             and len(self.order) == 1
             and bucket is not None
-            and bucket.missing == len(self._expected) - 1  # all are counted on
             and self._snapshot.have_all_changed(self._inner_parameters)
         ):
             self._snapshot = None

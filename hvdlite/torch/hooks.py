@@ -29,7 +29,7 @@ def hook_for_good(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None])
 
 
 class HookForNow:
-    """Has ``hook`` called with the parameter, and leaves nothing behind.
+    """Has ``hook`` called with the parameter, and leaves nothing behind once it is removed and dropped.
 
     Also in the middle of a backward pass, but not while another hook of this parameter runs: torch walks along them.
     """
@@ -38,13 +38,12 @@ class HookForNow:
         def call(*_: Any) -> None:
             hook(parameter)
 
-        with _switched_on(parameter):
+        with _switched_on(parameter), torch.enable_grad():  # which a backward pass switches off
             self._node: Any = get_gradient_edge(parameter).node
         self._handle = self._node.register_hook(call)
 
     def remove(self) -> None:
         self._handle.remove()
-        self._node = None
 
 
 @contextmanager

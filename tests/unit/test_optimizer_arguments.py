@@ -169,12 +169,17 @@ def test_two_optimizers_of_one_model(model: torch.nn.Module) -> None:
         first.zero_grad()
     with pytest.raises(UsageError, match=words):
         model(torch.ones(1, 3)).sum().backward()
+    kept = first._hvd_reducer  # by a traceback, say
     del first
     second = wrap(model)
     for _ in range(3):
         second.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         second.step()
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(UsageError, match=r"was computed 2 times before"):
+        model(torch.ones(1, 3)).sum().backward()
+    assert kept.arrival.shared_parameter() is not None  # it would say so, had it hooks
 
 
 def test_parameters_that_fsdp_has_sharded_are_refused(model: torch.nn.Module) -> None:

@@ -263,6 +263,37 @@ def test_what_comes_out_of_order_has_hooks_until_there_is_order(hooked_at_its_en
         optimizer.step()
 
 
+def test_hooks_stay_where_another_gradient_comes_last(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+    model, optimizer = hooked_at_its_ends
+    for _ in range(2 * arrival._ORDERLY_STEPS):
+        for i in (4, 0, 1, 2, 3):
+            model.loss(leave_out=tuple({0, 1, 2, 3, 4} - {i})).backward()
+        assert hooks_of(model) == [1, 1, 1, 1, 1]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_pass_that_reaches_no_hook_is_known_in_the_step(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+    model, optimizer = hooked_at_its_ends
+    model.loss(leave_out=(0, 4)).backward()
+    assert hooks_of(model) == [1, 0, 0, 0, 1]
+    optimizer.step()
+    assert hooks_of(model) == [1, 1, 1, 1, 1]
+    assert reduced(model) == expected(model, FACTOR, (0, 4))
+
+
+def test_passes_that_are_not_counted_bring_no_hooks(hooked_at_its_ends: tuple[Scales, Any]) -> None:
+    model, optimizer = hooked_at_its_ends
+    for _ in range(2):
+        with optimizer.no_sync():
+            model.loss(10).backward()
+        model.loss().backward()
+        assert hooks_of(model) == [1, 0, 0, 0, 1]
+        optimizer.step()
+        assert reduced(model) == expected(model, 11 * FACTOR)
+        optimizer.zero_grad()
+
+
 def test_the_last_left_out_is_known_when_backward_ends(hooked_at_its_ends: tuple[Scales, Any]) -> None:
     model, _optimizer = hooked_at_its_ends
     model.loss(leave_out=(0, 1)).backward()

@@ -10,6 +10,7 @@ import torch
 
 from fake_world import Universe
 from hvdlite.errors import MismatchError
+from hvdlite.torch import arrival
 from optimizer_lab import FACTOR, Scales, wrap
 
 SHAPES = ((3,), (20000,), (), (40, 300), (7,), (0, 2), (9000,))
@@ -18,8 +19,17 @@ STEPS = 25
 
 @pytest.mark.parametrize(("nodes", "bucket_bytes"), [(1, 4096), (2, 4096), (1, 1 << 30)])
 @pytest.mark.parametrize("seed", range(8))
-def test_gradients_are_right_after_every_step(universe: Universe, nodes: int, bucket_bytes: int, seed: int) -> None:
+@pytest.mark.parametrize("orderly_steps", [1, 3])
+def test_gradients_are_right_after_every_step(
+    universe: Universe,
+    nodes: int,
+    bucket_bytes: int,
+    seed: int,
+    orderly_steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Parameters go on and off, before and after backward; passes are several, paused, or leave parameters out."""
+    monkeypatch.setattr(arrival, "_ORDERLY_STEPS", orderly_steps)
     choose = random.Random(seed)
     world = universe.start(3, nodes=nodes, bucket_bytes=bucket_bytes)
     model = Scales(*SHAPES)
