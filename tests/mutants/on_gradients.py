@@ -39,7 +39,7 @@ MUTANTS = [
         f"{_TORCH}arrival.py",
         "return self._came_as_expected or slot.passes_left < self._passes",
         "return slot.passes_left < self._passes",
-        "unit/test_optimizer_changes.py unit/test_optimizer_sequences.py",
+        _BUCKETS,
     ),
     Mutant(
         f"{_TORCH}block.py",

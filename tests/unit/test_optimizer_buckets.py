@@ -268,9 +268,24 @@ def test_hooks_stay_where_another_gradient_comes_last(hooked_at_its_ends: tuple[
     for _ in range(2 * arrival._ORDERLY_STEPS):
         for i in (4, 0, 1, 2, 3):
             model.loss(leave_out=tuple({0, 1, 2, 3, 4} - {i})).backward()
-        assert hooks_of(model) == [1, 1, 1, 1, 1]
         optimizer.step()
+        assert hooks_of(model) == [1, 1, 1, 1, 1]
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_frozen_after_its_gradient_came_without_a_hook(
+    hooked_at_its_ends: tuple[Scales, Any], set_to_none: bool
+) -> None:
+    model, optimizer = hooked_at_its_ends
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        model.loss().backward()
+        assert hooks_of(model) == [1, 0, 0, 0, 1]
+        if step == 3:
+            model.p[2].requires_grad_(False)
+        optimizer.step()
+        assert reduced(model) == expected(model, FACTOR)
 
 
 def test_a_pass_that_reaches_no_hook_is_known_in_the_step(hooked_at_its_ends: tuple[Scales, Any]) -> None:
