@@ -111,13 +111,13 @@ class Safekeeping:
         with self._asking:
             had_link = self._link is not None
             try:
-                return self._exchange(request, files or [])
+                return self._ask_once(request, files or [])
             except OSError as error:
                 if not had_link or isinstance(error, TimeoutError):
                     raise
-            return self._exchange(request, files or [])  # that keeper has ended; perhaps another one is in its place
+            return self._ask_once(request, files or [])  # that keeper has ended; perhaps another one is in its place
 
-    def _exchange(self, request: bytes, files: list[int]) -> tuple[int, int | None]:
+    def _ask_once(self, request: bytes, files: list[int]) -> tuple[int, int | None]:
         try:
             if self._link is None:
                 self._link = connect(self._where, TO_RANKS)
