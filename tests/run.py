@@ -21,7 +21,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   lint     ruff, mypy, and pyright on a program of a user; only if asked for by name
   integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
 
-Where faults, hosts or examples are among the suites, which mostly wait, lint, sanitizers and fuzz run beside all
+Where faults, hosts or examples are among the suites, which mostly wait, lint, sanitizers, fuzz and docs run beside all
 others, with what these leave of the processors.
 
 Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
@@ -74,9 +74,9 @@ SUITES = (
     "slurm",
     "integrations",
 )
-# Suites that need processors and no clock, which run beside all others; worth it where there are starts, waits and ends
-# of processes.
-BESIDE = ("lint", "sanitizers", "fuzz")
+# Suites that need processors and no clock, or are patient, which run beside all others; worth it where there are starts,
+# waits and ends of processes.
+BESIDE = ("lint", "sanitizers", "fuzz", "docs")
 WAITING = ("faults", "hosts", "examples")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
 # them between sessions first (sched(7), autogroup), where it is set to.
