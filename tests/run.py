@@ -74,8 +74,8 @@ SUITES = (
     "slurm",
     "integrations",
 )
-# Suites that need processors and no clock, or are patient, which run beside all others; worth it where there are starts,
-# waits and ends of processes.
+# Suites that need processors and no clock, or are patient, which run beside all others; worth it where there are
+# starts, waits and ends of processes.
 BESIDE = ("lint", "sanitizers", "fuzz", "docs")
 WAITING = ("faults", "hosts", "examples")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
