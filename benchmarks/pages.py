@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from figures import Target
 from measure import size
-from targets import ELSEWHERE, IN_SLOT, KIB, MIB, Target
+from targets import ELSEWHERE, IN_SLOT, KIB, MIB
 
 Report = dict[str, Any]
 

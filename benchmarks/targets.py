@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from figures import Estimate, Figure, Target, figure, inverse
 from measure import size
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -19,69 +19,11 @@ MEMORY_SHARE, MEMORY_BYTES = 0.05, 16 * MIB  # of the gradients, and besides
 
 Report = dict[str, Any]
 Reports = dict[str, Report]
-Estimate = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """What was measured, and its ``interval`` of 95 % confidence; ``limit`` None: nothing is wanted of it."""
-
-    label: str
-    value: float
-    interval: tuple[float, float] | None = None
-    limit: float | None = None
-    at_most: bool = True
-
-    @property
-    def is_met(self) -> bool:
-        return self.limit is None or (self.value <= self.limit if self.at_most else self.value >= self.limit)
-
-    @property
-    def wanted(self) -> str:
-        return "" if self.limit is None else f"{'<=' if self.at_most else '>='} {self.limit:g}"
-
-    @property
-    def measured(self) -> str:
-        interval = "" if self.interval is None else f" ({self.interval[0]:.3g}, {self.interval[1]:.3g})"
-        return f"{self.value:.3g}{interval}"
-
-
-@dataclass(frozen=True)
-class Target:
-    """One promise, kept if all ``figures`` are as wanted; without figures nothing was measured."""
-
-    what: str
-    figures: tuple[Figure, ...]
-
-    @property
-    def verdict(self) -> str:
-        return "not measured" if not self.figures else "yes" if all(each.is_met for each in self.figures) else "NO"
 
 
 def targets(reports: Reports) -> list[Target]:
     """Every target, with all that the reports, by the name of the benchmark, can tell."""
     return [Target(what, tuple(figures(reports))) for what, figures in _TARGETS.items()]
-
-
-def lines(found: Iterable[Target]) -> list[list[str]]:
-    """The targets as rows of a table, with a line for each figure."""
-    rows = []
-    for target in found:
-        rows.append([target.what, "", "", target.verdict])
-        for each in target.figures:
-            met = "" if each.limit is None or each.is_met else "NO"
-            rows.append([f"  {each.label}", each.measured, each.wanted, met])
-    return rows
-
-
-def _figure(label: str, measured: float | Estimate, limit: float | None = None, *, at_most: bool = True) -> Figure:
-    if isinstance(measured, dict):
-        return Figure(label, measured["value"], (measured["low"], measured["high"]), limit, at_most)
-    return Figure(label, measured, None, limit, at_most)
-
-
-def _inverse(found: Estimate) -> Estimate:
-    return {"value": 1 / found["value"], "low": 1 / found["high"], "high": 1 / found["low"]}
 
 
 # Allreduce.
@@ -119,14 +61,14 @@ def _faster(
         found = _against(reports[name], own, peers, low, below) if name in reports else None
         if found is not None:
             label = called if peers is GLOO else f"{called}, {mpi}"
-            yield _figure(f"{label}, least at {size(found[0])}", found[1], limit, at_most=False)
+            yield figure(f"{label}, least at {size(found[0])}", found[1], limit, at_most=False)
 
 
 def _memcpy(own: str, limit: float) -> Callable[[Reports], Iterator[Figure]]:
     def figures(reports: Reports) -> Iterator[Figure]:
         row = _of(reports["allreduce"], own, 64 * MIB) if "allreduce" in reports else None
         if row is not None:
-            yield _figure("time / memcpy's", _inverse(row["times_as_fast"]["memcpy"]), limit)
+            yield figure("time / memcpy's", inverse(row["times_as_fast"]["memcpy"]), limit)
 
     return figures
 
@@ -141,7 +83,7 @@ def _intel(reports: Reports) -> Iterator[Figure]:
         report = reports.get("allreduce_intelmpi", {"rows": []})
         found = _against(report, BACKEND, MPI, low, below)
         if found is not None:
-            yield _figure(f"{called}, least at {size(found[0])}", found[1], limit, at_most=False)
+            yield figure(f"{called}, least at {size(found[0])}", found[1], limit, at_most=False)
 
 
 # (where the tensor is, from how many bytes on, up to what, how many times as fast as the fastest of all MPIs)
@@ -168,7 +110,7 @@ def _gloo(reports: Reports) -> Iterator[Figure]:
 def _types(reports: Reports) -> Iterator[Figure]:
     for label, way in reports.get("slot", {}).get("ways", {}).items():
         if label.startswith(("float16", "bfloat16")):
-            yield _figure(label.split(",")[0], _inverse(way["time_of_first"]), 0.8, at_most=False)
+            yield figure(label.split(",")[0], inverse(way["time_of_first"]), 0.8, at_most=False)
 
 
 def _oversubscribed(reports: Reports) -> Iterator[Figure]:
@@ -177,7 +119,7 @@ def _oversubscribed(reports: Reports) -> Iterator[Figure]:
         way = report["ways"].get(f"float32, {report['ranks']} ranks")
         if way is not None and report["ranks"] > report["few"]:
             label = f"time of {report['ranks']} ranks / of {report['few']}"
-            yield _figure(label, way["time_of_first"], 2.5)
+            yield figure(label, way["time_of_first"], 2.5)
 
 
 # Small operations.
@@ -187,29 +129,29 @@ def _latency(reports: Reports) -> Iterator[Figure]:
     if "latency" in reports:
         for way, limit in (("hvd.allreduce_", 10), ("hvd.allreduce", 15)):
             blocking = reports["latency"]["blocking, 4 B"][way]
-            yield _figure(f"{way}, median, us", blocking["median_us"], limit)
-            yield _figure(f"{way}, 99th percentile, us", blocking["p99_us"], 200)
+            yield figure(f"{way}, median, us", blocking["median_us"], limit)
+            yield figure(f"{way}, 99th percentile, us", blocking["p99_us"], 200)
 
 
 def _burst(reports: Reports) -> Iterator[Figure]:
     for title, rows in reports.get("latency", {}).items():
         if title.endswith("at once, 4 KiB"):
             ours = rows["hvd.allreduce_async_"]
-            yield _figure(f"{title}, each, us", ours["median_us"] / int(title.split()[0]), 4)
-            yield _figure(f"{title}, times as fast as Gloo", ours["times_as_fast"]["Gloo"], 5.0, at_most=False)
+            yield figure(f"{title}, each, us", ours["median_us"] / int(title.split()[0]), 4)
+            yield figure(f"{title}, times as fast as Gloo", ours["times_as_fast"]["Gloo"], 5.0, at_most=False)
 
 
 def _two_orders(reports: Reports) -> Iterator[Figure]:
     if "two orders" in reports.get("latency", {}):
         turns = reports["latency"]["two orders"]
-        yield _figure(f"{turns['in_turns_us']:.2f} us per operation, time / of one order", turns["relative"], 1.1)
+        yield figure(f"{turns['in_turns_us']:.2f} us per operation, time / of one order", turns["relative"], 1.1)
 
 
 def _crowded(reports: Reports) -> Iterator[Figure]:
     report = reports.get("allreduce_8", {"rows": []})
     found = _against(report, ELSEWHERE, ("MPI",), 4 * KIB, 8 * KIB)
     if found is not None:
-        yield _figure(f"8 ranks, {size(found[0])}, time / MPI's", _inverse(found[1]), 3.0)
+        yield figure(f"8 ranks, {size(found[0])}, time / MPI's", inverse(found[1]), 3.0)
 
 
 # Steps.
@@ -224,17 +166,17 @@ def _exposed(reports: Reports) -> Iterator[Figure]:
     for model, found in _models(reports, "train_step"):
         ddp = found["against_best"]["DDP"]
         if found["ways"][ddp["way"]]["exposed_ms"]["low"] > 0:
-            yield _figure(f"{model}, exposed / DDP's", ddp["exposed"], 0.5)
+            yield figure(f"{model}, exposed / DDP's", ddp["exposed"], 0.5)
         else:
             exposed = found["ways"]["hvdlite"]["exposed_ms"]
-            yield _figure(f"{model}, where what DDP exposes is within the noise, exposed ms", exposed)
+            yield figure(f"{model}, where what DDP exposes is within the noise, exposed ms", exposed)
     for model, found in _models(reports, "train_step"):
         mpi = found["against_best"]["simple MPI"]
         relative = found["ways"][mpi["way"]]["relative"]["value"]
         if relative > COUNTS:
-            yield _figure(f"{model}, step / that of {mpi['way']}", mpi["step"], 1.0)
+            yield figure(f"{model}, step / that of {mpi['way']}", mpi["step"], 1.0)
         else:
-            yield _figure(f"{model}, where {mpi['way']} costs {100 * (relative - 1):.1f} %", mpi["step"])
+            yield figure(f"{model}, where {mpi['way']} costs {100 * (relative - 1):.1f} %", mpi["step"])
 
 
 def _tiny(reports: Reports) -> Iterator[Figure]:
@@ -242,31 +184,31 @@ def _tiny(reports: Reports) -> Iterator[Figure]:
         if model == TINY:
             for name, limit in (("simple MPI", 0.5), ("DDP", 0.25)):
                 best = found["against_best"][name]
-                yield _figure(f"that of {best['way']}", best["exposed"], limit)
+                yield figure(f"that of {best['way']}", best["exposed"], limit)
 
 
 def _compute_bound(reports: Reports) -> Iterator[Figure]:
     for model, found in _models(reports, "train_step"):
         if model in COMPUTE_BOUND + HARDER:
             limit = 1.015 if model in COMPUTE_BOUND else None
-            yield _figure(model, found["ways"]["hvdlite"]["relative"], limit)
+            yield figure(model, found["ways"]["hvdlite"]["relative"], limit)
 
 
 def _one_rank(reports: Reports) -> Iterator[Figure]:
     for model, found in _models(reports, "one_rank"):
-        yield _figure(model, found["ways"]["hvdlite"]["relative"], 1.10 if model == TINY else 1.01)
+        yield figure(model, found["ways"]["hvdlite"]["relative"], 1.10 if model == TINY else 1.01)
 
 
 def _timeline(reports: Reports) -> Iterator[Figure]:
     for model, found in reports.get("timeline_cost", {}).get("models", {}).items():
-        yield _figure(model, found["relative"], 1.02)
+        yield figure(model, found["relative"], 1.02)
 
 
 def _checks(reports: Reports) -> Iterator[Figure]:
     """Of state, at every 10th step: ten times what it costs at every 100th."""
     for model, found in reports.get("checks_cost", {}).get("models", {}).items():
-        yield _figure(f"{model}, NaN and Inf", found["numerics"], None)
-        yield _figure(f"{model}, state every 10 steps", found["state, every 10"], 1.10)
+        yield figure(f"{model}, NaN and Inf", found["numerics"], None)
+        yield figure(f"{model}, state every 10 steps", found["state, every 10"], 1.10)
 
 
 # What is lost, and found again.
@@ -283,14 +225,14 @@ def _recovery(reports: Reports) -> Iterator[Figure]:
     """The longest of each kind."""
     for name in ("recovery", "recovery_mpich"):
         for what, found in reports.get(name, {}).get("seconds", {}).items():
-            yield _figure(f"{what}, s", max(found), _RECOVERY_S[what])
+            yield figure(f"{what}, s", max(found), _RECOVERY_S[what])
 
 
 def _examined(reports: Reports) -> Iterator[Figure]:
     report = reports.get("links_examined", {})
     for key, label, limit in (("doctor_s", "hvdliterun --doctor, s", 10.0), ("probe_s", "in hvd.init(), s", 0.2)):
         if key in report:
-            yield _figure(label, max(report[key]), limit)
+            yield figure(label, max(report[key]), limit)
 
 
 # Costs.
@@ -301,13 +243,13 @@ _WHERE = {"costs": "one node", "costs_hosts": "two hosts"}
 def _idle(reports: Reports) -> Iterator[Figure]:
     for name, where in _WHERE.items():
         if "idle" in reports.get(name, {}):
-            yield _figure(f"{where}, %", 100 * max(reports[name]["idle"]), 0.03)
+            yield figure(f"{where}, %", 100 * max(reports[name]["idle"]), 0.03)
 
 
 def _waiting(reports: Reports) -> Iterator[Figure]:
     for name, where in _WHERE.items():
         if "waiting" in reports.get(name, {}):
-            yield _figure(f"{where}, %", 100 * max(max(each["shares"]) for each in reports[name]["waiting"]), 0.2)
+            yield figure(f"{where}, %", 100 * max(max(each["shares"]) for each in reports[name]["waiting"]), 0.2)
 
 
 def _memory(reports: Reports) -> Iterator[Figure]:
@@ -320,7 +262,7 @@ def _memory(reports: Reports) -> Iterator[Figure]:
         if shares:
             most = max(shares, key=lambda model: shares[model])
             label = f"{when}, {models[most][key] / MIB:.1f} MiB for {most}: of what is allowed"
-            yield _figure(label, shares[most], 1.0)
+            yield figure(label, shares[most], 1.0)
 
 
 # Across hosts.
@@ -334,13 +276,13 @@ def _hosts(name: str, limit: float) -> Callable[[Reports], Iterator[Figure]]:
         for way, wanted in ((IN_SLOT, limit), (BACKEND, None), ("TCP", None)):
             row = _of(report, way, 64 * MIB)
             if row is not None:
-                yield _figure(f"{way}, time / bound", row["of_bound"], wanted)
+                yield figure(f"{way}, time / bound", row["of_bound"], wanted)
         row = _of(report, IN_SLOT, 64 * MIB)
         hosts, ranks = report["nodes"], report["ranks"]
         if row is not None and ranks > hosts:
             # A flat ring sends 2 (n - 1) / n of the bytes over each host's link, hvdlite's 2 (N - 1) / N.
             theory = (ranks - 1) / ranks / ((hosts - 1) / hosts)
-            yield _figure("times as fast as MPI", row["times_as_fast"]["MPI"], theory, at_most=False)
+            yield figure("times as fast as MPI", row["times_as_fast"]["MPI"], theory, at_most=False)
 
     return figures
 
@@ -349,7 +291,7 @@ def _small(reports: Reports) -> Iterator[Figure]:
     for way in (IN_SLOT, ELSEWHERE, BACKEND):
         found = _against(reports["hosts_small"], way, ("MPI",), 0) if "hosts_small" in reports else None
         if found is not None:
-            yield _figure(f"{way}, time / MPI's, most at {size(found[0])}", _inverse(found[1]), 2.0)
+            yield figure(f"{way}, time / MPI's, most at {size(found[0])}", inverse(found[1]), 2.0)
 
 
 def _hidden(reports: Reports) -> Iterator[Figure]:
@@ -357,11 +299,11 @@ def _hidden(reports: Reports) -> Iterator[Figure]:
     besides = (("plain TCP, which adds nothing", "tcp"), ("hidden behind a backward that sleeps", "asleep"))
     share = report.get("hidden_share")
     if share is not None:
-        yield _figure("hidden share", share, 0.85, at_most=False)
+        yield figure("hidden share", share, 0.85, at_most=False)
     for label, key in besides:
         share = (report.get(key) or {}).get("hidden_share")
         if share is not None:
-            yield _figure(label, share)
+            yield figure(label, share)
 
 
 # Tensor parallelism. Its reports say what is wanted of each shape.
@@ -378,7 +320,7 @@ def _split(name: str, what: str, keys: Collection[str]) -> Callable[[Reports], I
         for kind, rows in kinds.items():
             worst = max(rows, key=lambda row: row["over_alone"]["value"] / row["limit"])
             label = f"{', '.join(kind)}, most at {worst['rows']} rows of {worst['hidden']}"
-            yield _figure(label, worst["over_alone"], worst["limit"])
+            yield figure(label, worst["over_alone"], worst["limit"])
 
     return figures
 
@@ -390,7 +332,7 @@ def _best_unfused(reports: Reports) -> Iterator[Figure]:
             worst = max(rows, key=lambda row: row["over_unfused"]["value"])
             what = worst.get("what") or f"{worst['direction']} of a layer"
             shape = f"{worst['dtype']}, {worst['rows']} rows of {worst['hidden']}"
-            yield _figure(f"{what}, time / {worst['best_unfused']}, most at {shape}", worst["over_unfused"], 1.0)
+            yield figure(f"{what}, time / {worst['best_unfused']}, most at {shape}", worst["over_unfused"], 1.0)
 
 
 # torch.distributed.
@@ -404,7 +346,7 @@ def _torch_collectives(reports: Reports) -> Iterator[Figure]:
         if rows:
             worst = min(rows, key=lambda row: row["times_as_fast"]["value"])
             label = f"{ranks}, least of {worst['collective']} at {size(worst['bytes'])}"
-            yield _figure(label, worst["times_as_fast"], 5.0, at_most=False)
+            yield figure(label, worst["times_as_fast"], 5.0, at_most=False)
 
 
 def _torch_latency(reports: Reports) -> Iterator[Figure]:
@@ -412,14 +354,14 @@ def _torch_latency(reports: Reports) -> Iterator[Figure]:
         rows = [row for row in reports.get(name, {}).get("collectives", ()) if row["bytes"] == 4]
         if rows:
             worst = min(rows, key=lambda row: row["times_as_fast"]["value"])
-            yield _figure(f"{ranks}, most of {worst['collective']}", _inverse(worst["times_as_fast"]), 0.2)
+            yield figure(f"{ranks}, most of {worst['collective']}", inverse(worst["times_as_fast"]), 0.2)
 
 
 def _torch_steps(key: str, what: str, limit: float) -> Callable[[Reports], Iterator[Figure]]:
     def figures(reports: Reports) -> Iterator[Figure]:
         for name, ranks in _TORCH_REPORTS.items():
             for found in reports.get(name, {}).get(key, ()):
-                yield _figure(f"{ranks}, {found['model']}", found[what], limit)
+                yield figure(f"{ranks}, {found['model']}", found[what], limit)
 
     return figures
 
@@ -433,12 +375,12 @@ def _gpu_pack(reports: Reports) -> Iterator[Figure]:
     ways = reports.get("gpu", {}).get("pack", {}).get("ways", {})
     for way in ("pack", "unpack"):
         if way in ways:
-            yield _figure(way, ways[way]["of_copy"], 0.85, at_most=False)
+            yield figure(way, ways[way]["of_copy"], 0.85, at_most=False)
 
 
 def _gpu_step(reports: Reports) -> Iterator[Figure]:
     for found in reports.get("gpu", {}).get("step", ()):
-        yield _figure(found["model"], found["relative"], 1.01 if found["model"] in COMPUTE_BOUND else None)
+        yield figure(found["model"], found["relative"], 1.01 if found["model"] in COMPUTE_BOUND else None)
 
 
 def _gpu_node(reports: Reports) -> Iterator[Figure]:
@@ -446,19 +388,19 @@ def _gpu_node(reports: Reports) -> Iterator[Figure]:
         for row in reports.get(name, {}).get("node", ()):
             if row["bytes"] >= 64 * MIB and row["way"] != "copy":
                 limit = 1.3 if row["way"] == BACKEND else None
-                yield _figure(f"{ranks}, {size(row['bytes'])}, {row['way']}", row["of_first"], limit)
+                yield figure(f"{ranks}, {size(row['bytes'])}, {row['way']}", row["of_first"], limit)
 
 
 def _gpu_hidden(reports: Reports) -> Iterator[Figure]:
     share = reports.get("gpu_hidden", {}).get("hidden", {}).get("hidden_share")
     if share is not None:
-        yield _figure("hidden share", share, 0.85, at_most=False)
+        yield figure("hidden share", share, 0.85, at_most=False)
 
 
 def _gpu_nccl(reports: Reports) -> Iterator[Figure]:
     for row in reports.get("gpu_nccl", {}).get("nccl", ()):
         if row["way"] == "hvdlite":
-            yield _figure(f"{size(row['bytes'])}, time / NCCL's", row["of_first"])
+            yield figure(f"{size(row['bytes'])}, time / NCCL's", row["of_first"])
 
 
 _TARGETS: dict[str, Callable[[Reports], Iterator[Figure]]] = {

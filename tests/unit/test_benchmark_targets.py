@@ -12,9 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from beside_compute import Row, compare, report, rounds_within
+from figures import Target, lines
 from measure import estimate, in_turns, median_ratio
 from pages import allreduce_table, collectives_table, refresh, split_table, steps_table, targets_table
-from targets import Target, lines, targets
+from targets import targets
 
 KIB, MIB = 1 << 10, 1 << 20
 
