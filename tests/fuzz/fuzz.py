@@ -26,7 +26,9 @@ with atheris.instrument_imports(include=OF_INTEREST, enable_loader_override=Fals
 
 
 def main() -> None:
-    name, seconds, directory = [*sys.argv[1:], *("60", tempfile.mkdtemp(prefix="hvdlite-fuzz-"))[len(sys.argv) - 2 :]]
+    name, *rest = sys.argv[1:]
+    seconds = rest[0] if rest else "60"
+    directory = rest[1] if len(rest) > 1 else tempfile.mkdtemp(prefix="hvdlite-fuzz-")
     target = targets.TARGETS[name]
     corpus = Path(directory, "corpus")
     corpus.mkdir(parents=True, exist_ok=True)
