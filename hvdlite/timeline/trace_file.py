@@ -255,10 +255,8 @@ def _locked(path: str, flags: int) -> Iterator[int]:
     while True:
         descriptor = _open_itself(path, flags)
         try:
-            while not _try_lock(descriptor, fcntl.LOCK_EX):
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(errno.ETIMEDOUT, f"locked by another process for {_LOCK_TIMEOUT_S:.0f} s", path)
-                time.sleep(_LOCK_RETRY_S)
+            if not _lock(descriptor, fcntl.LOCK_EX, deadline_s):
+                raise TimeoutError(errno.ETIMEDOUT, f"locked by another process for {_LOCK_TIMEOUT_S:.0f} s", path)
             if os.path.samestat(os.fstat(descriptor), os.lstat(path)):  # else its copy took its place meanwhile
                 yield descriptor
                 return
@@ -277,15 +275,17 @@ def _open_itself(path: str, flags: int) -> int:
 
 def _wait_for_writers(descriptor: int) -> None:
     """Keep them away while the file is open; not for ever, as one that is stopped would, nor where nobody can lock."""
-    deadline_s = time.monotonic() + _LOCK_TIMEOUT_S
     with suppress(OSError):
-        while not _try_lock(descriptor, fcntl.LOCK_SH) and time.monotonic() < deadline_s:
-            time.sleep(_LOCK_RETRY_S)
+        _lock(descriptor, fcntl.LOCK_SH, time.monotonic() + _LOCK_TIMEOUT_S)
 
 
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def _lock(descriptor: int, kind: int, deadline_s: float) -> bool:
+    """Whether the file is locked now; False where another process keeps it."""
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                return False
+        time.sleep(_LOCK_RETRY_S)

@@ -173,19 +173,10 @@ def test_what_it_has_known_may_be_gone(other: Callable[[], None], by_python: lis
         until_taken(step, by_python)
 
 
-def claims_of(work: Callable[[], object]) -> int:
-    """How many words about claims this rank sends and hears while it does ``work``."""
-    before = hvd.statistics()
-    work()
-    after = hvd.statistics()
-    assert after["plans"] >= before["plans"]
-    return after["claims_sent"] + after["claims_heard"] - before["claims_sent"] - before["claims_heard"]
-
-
 def orders_that_are_frozen() -> list[Callable[[], None]]:
     orders = [blocking(["one", None, "more"]), blocking(["other", None]), blocking(["third"])]
     for order in orders * 3:
-        for _ in range(200):
+        for _ in range(200):  # until it is frozen
             order()
     return orders
 
@@ -196,12 +187,16 @@ def test_orders_in_turns_are_changed_without_a_claim(machine_of: Machines) -> No
         pytest.skip("across nodes nobody sees what others want")
     orders = orders_that_are_frozen()
 
-    def turns() -> None:
+    def turns() -> int:
+        before = hvd.statistics()
         for turn in range(12):
             for _ in range(3):
                 orders[turn % 3]()
+        after = hvd.statistics()
+        assert after["plans"] >= before["plans"]
+        return after["claims_sent"] + after["claims_heard"] - before["claims_sent"] - before["claims_heard"]
 
-    claims = [claims_of(turns) for _ in range(30)]
+    claims = [turns() for _ in range(30)]
     most = torch.tensor([float(count) for count in claims])
     assert hvd.allreduce(most, op=hvd.Max, name="claims").min().item() == 0, claims
 
