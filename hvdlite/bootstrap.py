@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hvdlite import launched, mpi
@@ -22,6 +21,7 @@ from hvdlite.interfaces import select
 from hvdlite.leader_links import close_all, connect_leaders
 from hvdlite.link_probe import Tried, slow_link, try_links
 from hvdlite.node import discover
+from hvdlite.processes import ProcessAddress
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 from hvdlite.version import __version__
@@ -180,8 +180,7 @@ def _card(ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], 
 
 def _process() -> str:
     """Other on every machine, in every container and of every process."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getpid()}"
+    return " ".join(map(str, (socket.gethostname(), *ProcessAddress.own())))
 
 
 def _check_reach(ranks: Bootstrap | None, nodes: Sequence[Sequence[int]], cards: Sequence[Card]) -> None:

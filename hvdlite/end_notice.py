@@ -13,8 +13,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hvdlite import launched
 from hvdlite.config import END_NOTICES, other_variable
+from hvdlite.processes import has_ended
 from hvdlite.wire import CREDENTIALS
 
 _NAME = b"\0hvdlite-end-"
@@ -70,7 +70,7 @@ class EndNotices:
                 self._drop(process)
                 self._senders[process] = _Sender(now + self._patience_s, _pidfd(process))
         for process, sender in list(self._senders.items()):
-            if sender.end is not None and launched.has_ended(sender.end):
+            if sender.end is not None and has_ended(sender.end):
                 self._close(sender)
                 if now > sender.until_s:  # it has gone on, and ended for another reason
                     del self._senders[process]

@@ -20,6 +20,8 @@ HostsUpdatedInterrupt(RuntimeError)      no failure: elastic code starts over si
 
 from __future__ import annotations
 
+from hvdlite.processes import ProcessAddress
+
 
 class HorovodInternalError(RuntimeError):
     """A collective did not happen. Horovod's name, so that code that catches it keeps working."""
@@ -48,12 +50,12 @@ class ShutDownError(HorovodInternalError):
     """A rank has shut hvdlite down, so that an operation cannot complete; or this process is a forked child.
 
     Args:
-        is_final: whether that rank's process has ended.
+        leaver: the process of that rank, which ends; None where it goes on.
     """
 
-    def __init__(self, text: str, *, is_final: bool = False) -> None:
+    def __init__(self, text: str, *, leaver: ProcessAddress | None = None) -> None:
         super().__init__(text)
-        self.is_final = is_final
+        self.leaver = leaver
 
 
 class NotInitializedError(ShutDownError, ValueError):

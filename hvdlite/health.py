@@ -60,7 +60,7 @@ class Health:
         self._lock = threading.Lock()  # guards _mortals, what is told to them, and _last_words
         self._mortals: list[Mortal] = []
         self._last_words: _native.Deadline | None = None
-        self._is_closing = False
+        self._is_closing = self._has_time = False
         self._sentinel = Sentinel(rank, links, self._learn, config.heartbeat_timeout_s, launcher)
 
     def add(self, mortal: Mortal) -> None:
@@ -116,6 +116,13 @@ class Health:
         """Whether nothing has failed but perhaps that ranks wait for one another."""
         return self.failure is None or isinstance(self.failure, StallError)
 
+    def allow_time(self) -> None:
+        """This rank sees to its own end, however long after the failure."""
+        with self._lock:
+            self._has_time = True
+            if self._last_words is not None:
+                self._last_words.cancel()
+
     def expect_end(self) -> None:
         """This rank is closing: a failure of others is no news any more."""
         self._is_closing = True
@@ -156,6 +163,8 @@ class Health:
                     f"itself within {grace_s:g} s ({setting}) after this failure: {text}\n",
                     1,
                 )
+                if self._has_time:
+                    self._last_words.cancel()
         self._is_known.set()
         for mortal in mortals:  # none yet when a rank dies during the start
             mortal.fail(failure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -163,27 +162,6 @@ def launcher_process() -> LauncherProcess | None:
         if pid > 1:  # else its ancestors have ended: it was detached on purpose
             return LauncherProcess(Path(f"/proc/{pid}/comm").read_text().strip(), pid)
     return None
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP, and will not go on by itself."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:  # it has ended
-        return False
-    return stat[stat.rindex(b")") + 2 :].startswith(b"T")
-
-
-def has_ended(end: int) -> bool:
-    """Whether the process of a pidfd has."""
-    look = select.poll()  # select() takes 1024 descriptors
-    look.register(end, select.POLLIN)
-    return bool(look.poll(0))
-
-
-def shares_network(pid: int) -> bool:
-    """Whether a process is on this host, as far as its network says; raises OSError where it has ended."""
-    return os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
 
 
 def _parent_of(pid: int) -> int:

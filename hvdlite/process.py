@@ -22,6 +22,7 @@ from hvdlite.errors import HorovodInternalError, RankFailedError, ShutDownError,
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.process_worlds import ProcessWorlds
+from hvdlite.processes import ProcessAddress
 from hvdlite.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _RANK_0_FIRST_S = 1.0  # launchers end a job within milliseconds of its first rank
-_LEAVER_FIRST_S = 3.0  # Python takes 0.3 s to take torch down, and more than one on a busy machine
+_LEAVER_S = 3.0  # for a process elsewhere to end: Python takes 0.3 s to take torch down, and longer on a busy machine
+_LEAVER_HERE_S = 15.0  # where its end is seen
 _OF_ANOTHER = (ShutDownError, RankFailedError)  # what ends a rank for lack of another one
 _SAME_S = 0.2  # within which ranks that run the same program come to the same mistake
 
@@ -144,7 +146,8 @@ class ProcessHooks:
         reason = error if isinstance(error, _OF_ANOTHER) else error.__cause__  # as elastic.run says
         if isinstance(reason, ShutDownError):
             runtime.fail(error)  # the rank that has left waits for the others at its end, in vain
-            time.sleep(_LEAVER_FIRST_S - (_RANK_0_FIRST_S if gives_way else 0.0))
+            runtime.allow_time()
+            _let_end_first(reason.leaver)
         elif isinstance(reason, RankFailedError) and not gives_way and mpi.is_running():
             time.sleep(_RANK_0_FIRST_S)  # an mpirun may look late, hvdliterun does not
 
@@ -235,6 +238,15 @@ def _is_said_elsewhere(runtime: Runtime, error: BaseException) -> bool:
         return False
     same = f"rank {failure.rank} raised {tracebacks.described(error)}"
     return str(failure).splitlines()[0] == same.splitlines()[0]
+
+
+def _let_end_first(leaver: ProcessAddress | None) -> None:
+    """Returns once the launcher has seen that process's end, and so mostly never, since it ends this one then."""
+    if leaver is not None and leaver.is_in_sight:
+        leaver.wait_for_end(_LEAVER_HERE_S)
+        time.sleep(_RANK_0_FIRST_S)
+    else:
+        time.sleep(_LEAVER_S)
 
 
 def _is_one_of_several() -> bool:

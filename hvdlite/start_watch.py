@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite import environment, launched
+from hvdlite.processes import shares_network
 
 _LOOK_S = 0.5
 _LATEST_S = 3.0  # for a rank to be seen after the first one of its host: a launcher starts them within milliseconds
@@ -113,7 +114,7 @@ def _process(pid: int, marks: Mapping[str, str]) -> _Process | None:
     """Raises OSError where there is none."""
     environ = environment.of_process(pid)
     started = launched.find(environ)
-    if started is None or not marks.items() <= environ.items() or not launched.shares_network(pid):
+    if started is None or not marks.items() <= environ.items() or not shares_network(pid):
         return None
     stat = Path(f"/proc/{pid}/stat").read_text()
     fields = stat[stat.rindex(")") + 2 :].split()  # from the third of proc(5) on

@@ -5,12 +5,10 @@ hvdliterun lets one group of them go on: two, on the two sides of a network that
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from hvdlite import launched
 from hvdlite.agreement import Bootstrap
@@ -18,6 +16,7 @@ from hvdlite.config import Config
 from hvdlite.errors import HorovodInternalError, StallError, StartupError
 from hvdlite.lifeline import Lifeline
 from hvdlite.mpi import MpiRanks
+from hvdlite.processes import ProcessAddress, has_ended, is_stopped
 from hvdlite.rendezvous import RendezvousRanks
 from hvdlite.roster import Generation
 from hvdlite.surviving_ranks import Medium, SurvivingRanks
@@ -160,7 +159,7 @@ class Survivors:
     def _has_ended(self, worker: int) -> bool:
         """As seen from this machine. Open MPI 5.0.11 has crashed where it began to send to one that just had."""
         end = self._ends.get(worker)
-        return end is not None and launched.has_ended(end[1])
+        return end is not None and has_ended(end[1])
 
     def _change_call(self, words: bytes) -> None:
         self._words = words
@@ -194,19 +193,17 @@ class Survivors:
         return f"hvdliterun does not let {count} ranks go on: they are too few, or others do already"
 
     def _find_neighbours(self, everybody: MpiRanks) -> None:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        place = boot, os.stat("/proc/self/ns/pid").st_ino
-        for worker, (other, pid) in enumerate(everybody.allgather((place, os.getpid()))):
-            if other == place and worker != everybody.rank:
-                with suppress(OSError):
-                    self._ends[worker] = pid, os.pidfd_open(pid)
+        for worker, process in enumerate(everybody.allgather(ProcessAddress.own())):
+            end = process.open() if worker != everybody.rank else None
+            if end is not None:
+                self._ends[worker] = process.pid, end
 
     def _see_to_end(self, left_out: set[int]) -> None:
         """Kill who is left out: at once who is stopped; who ends by itself has a moment to say why."""
         ends = [self._ends.pop(worker) for worker in left_out if worker in self._ends]
         self._left_out += [end for _, end in ends]
         for pid, end in ends:  # without delay, since nobody would do it if these ranks were killed within that moment
-            if launched.is_stopped(pid):
+            if is_stopped(pid):
                 with suppress(OSError):
                     signal.pidfd_send_signal(end, signal.SIGKILL)
         timer = threading.Timer(Config.from_env().failure_grace_s, self.close)

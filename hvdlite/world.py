@@ -30,6 +30,7 @@ from hvdlite.memory.base import Memory
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import ALIGNMENT, align_up
 from hvdlite.node import Node, discover
+from hvdlite.processes import ProcessAddress
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 
@@ -265,7 +266,7 @@ class World:
 
         Args:
             text: why, for the other ranks; ``own_text``: for this one.
-            is_final: see `ShutDownError`.
+            is_final: this process ends.
         """
         if self.health.failure is None:
             self._announce_end(text, own_text, is_final=is_final)
@@ -300,9 +301,10 @@ class World:
         self.release()
 
     def _announce_end(self, text: str, own_text: str, *, is_final: bool = False) -> None:
-        notice = {"kind": "shutdown", "rank": self.topology.rank, "text": text, "own_text": own_text}
+        texts = {"text": text, "own_text": own_text}
+        leaver = ProcessAddress.own() if is_final else None
         with suppress(HorovodInternalError):  # another rank was the first, or the job has failed meanwhile
-            self.coordinator.announce({**notice, "is_final": is_final})
+            self.coordinator.announce({"kind": "shutdown", "rank": self.topology.rank, "leaver": leaver, **texts})
 
     # For the coordinator, in the order of its log.
 

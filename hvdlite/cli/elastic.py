@@ -26,10 +26,11 @@ from hvdlite.cli.children import Ending, Stops, how_ended, shell_status, sweep
 from hvdlite.cli.discovery import Discovery
 from hvdlite.config import MEETING_POINT, WORKER, Config
 from hvdlite.errors import ConfigError, StartupError
-from hvdlite.launched import is_stopped, without_launcher
+from hvdlite.launched import without_launcher
 from hvdlite.meeting_point import MeetingPoint, send
 from hvdlite.membership import ADDED, REMOVED
 from hvdlite.naps import growing_pause_s
+from hvdlite.processes import is_stopped
 from hvdlite.roster import Generation, Join, Roster
 from hvdlite.wire import process_of
 

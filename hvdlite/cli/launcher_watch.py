@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hvdlite import connections, environment, launched
+from hvdlite import connections, environment
 from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
 from hvdlite.connections import Connection
+from hvdlite.processes import shares_network
 
 OUTLIVES_S = 3.0  # a launcher its ranks
 _LOOK_S = 0.5
@@ -240,7 +241,7 @@ class LauncherWatch:
             pid = pending.pop()
             try:
                 if environment.of_process(pid).keys() & {*_MARKS}:
-                    found += [pid] if launched.shares_network(pid) else []
+                    found += [pid] if shares_network(pid) else []
                     continue
             except OSError:  # it has ended
                 continue

@@ -15,8 +15,9 @@ from contextlib import ExitStack, closing
 from hvdlite.cli.children import Ending, Stops, end_with_parent, how_ended, shell_status, sweep
 from hvdlite.cli.job import Command, Launch, thread_settings
 from hvdlite.errors import StartupError
-from hvdlite.launched import is_stopped, told, without_launcher
+from hvdlite.launched import told, without_launcher
 from hvdlite.meeting_point import MeetingPoint
+from hvdlite.processes import is_stopped
 
 _LAST_WORDS_S = 0.5  # after rank 0 has ended, which by custom speaks for all and saves what is to be saved
 

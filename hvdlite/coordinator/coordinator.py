@@ -39,6 +39,7 @@ from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.coordinator.tree import Tree
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError, MismatchError, ShutDownError
+from hvdlite.processes import ProcessAddress
 from hvdlite.recorder import Lane
 from hvdlite.topology import Topology
 
@@ -448,7 +449,8 @@ class Coordinator:
             self._page.ring_self()
         elif kind == "shutdown":
             mine = content["rank"] == self._rank
-            self.close(ShutDownError(content["own_text" if mine else "text"], is_final=content["is_final"]))
+            leaver = content["leaver"] and ProcessAddress(*content["leaver"])
+            self.close(ShutDownError(content["own_text" if mine else "text"], leaver=leaver))
             self._owner.take_notice(content)
             self.has_ended = True
         else:

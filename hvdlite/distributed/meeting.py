@@ -6,13 +6,12 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from hvdlite import default_runtime, environment, launched
+from hvdlite import default_runtime, environment, launched, processes
 from hvdlite.config import Config
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import interfaces, select
@@ -72,8 +71,7 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
 def machine() -> tuple[str, str, int]:
     """Ranks for which it differs share no memory: abstract sockets, by which ranks pass it, belong to a network
     namespace of one boot of one kernel."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname(), boot, os.stat("/proc/self/ns/net").st_ino
+    return socket.gethostname(), processes.machine(), os.stat("/proc/self/ns/net").st_ino
 
 
 def listen(addresses: Sequence[str]) -> socket.socket:

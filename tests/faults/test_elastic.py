@@ -36,8 +36,10 @@ except hvd.HorovodInternalError as error:
 
 @pytest.mark.parametrize("mpi", ["current", "none"])
 def test_the_exit_status_is_that_of_the_rank_that_leaves(mpi: str) -> None:
-    """Not that of those who cannot go on without it."""
-    result = run(TRAINING.replace("os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"), n=3, mpi=mpi)
+    """Not that of those who cannot go on without it, though they have nothing left to do and it takes its time."""
+    leaving = TRAINING.replace("os.kill(os.getpid(), signal.SIGKILL)", "wait_s = 4.0\n                sys.exit(3)")
+    slowly = f"import atexit\nwait_s = 0.0\natexit.register(lambda: time.sleep(wait_s))\n{leaving}"
+    result = run(slowly.replace("def train(state):", "def train(state):\n    global wait_s"), n=3, mpi=mpi)
     check_end(result, "hvd.elastic.run cannot go on: a rank has ended by itself")
     assert result.returncode == 3, result
 

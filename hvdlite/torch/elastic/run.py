@@ -128,7 +128,7 @@ def _strategy() -> Callable[[State, Why], None]:
 def _go_on_or_begin_anew(state: State, why: Why) -> None:
     """Under mpirun: the ranks that live go on where they can; else all end, to begin anew."""
     may_go_on = not isinstance(why, (HostsUpdatedInterrupt, StallError))
-    if may_go_on and not (isinstance(why, ShutDownError) and why.is_final):
+    if may_go_on and not (isinstance(why, ShutDownError) and why.leaver):
         try:
             _restart(state, why)
             return
@@ -169,7 +169,7 @@ def _hindrance(failure: HorovodInternalError) -> str:
         return "the ranks live, but wait for one another"
     if isinstance(failure, CollectiveError):
         return "only under `hvdliterun --elastic` does a job go on after the failure of a rank"
-    if isinstance(failure, ShutDownError) and failure.is_final:
+    if isinstance(failure, ShutDownError) and failure.leaver:
         return "a rank has ended by itself"
     return ""
 

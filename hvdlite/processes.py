@@ -1,0 +1,74 @@
+"""Other processes of this machine: which one is meant, whether it has ended, and whether it is stopped."""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+
+class ProcessAddress(NamedTuple):
+    """A process among those of all machines.
+
+    Attributes:
+        machine: other after each start of a machine.
+        namespace: in which ``pid`` counts; each container has its own.
+    """
+
+    machine: str
+    namespace: int
+    pid: int
+
+    @classmethod
+    def own(cls) -> ProcessAddress:
+        return cls(machine(), os.stat("/proc/self/ns/pid").st_ino, os.getpid())
+
+    @property
+    def is_in_sight(self) -> bool:
+        """Whether this process can see it, as long as it lives."""
+        return self[:2] == self.own()[:2]
+
+    def open(self) -> int | None:
+        """A pidfd; None where it has ended, or is out of sight."""
+        with suppress(OSError):
+            return os.pidfd_open(self.pid) if self.is_in_sight else None
+        return None
+
+    def wait_for_end(self, patience_s: float) -> None:
+        """Returns once it has ended, after ``patience_s`` at the latest; at once where it is out of sight."""
+        end = self.open()
+        if end is not None:
+            _poll(end, patience_s)
+            os.close(end)
+
+
+def machine() -> str:
+    """Other on each machine, and after each of its starts."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, as by SIGSTOP, and will not go on by itself."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:  # it has ended
+        return False
+    return stat[stat.rindex(b")") + 2 :].startswith(b"T")
+
+
+def has_ended(end: int) -> bool:
+    """Whether the process of a pidfd has."""
+    return _poll(end, 0.0)
+
+
+def shares_network(pid: int) -> bool:
+    """Whether a process is on this host, as far as its network says; raises OSError where it has ended."""
+    return os.readlink(f"/proc/{pid}/ns/net") == os.readlink("/proc/self/ns/net")
+
+
+def _poll(end: int, patience_s: float) -> bool:
+    look = select.poll()  # select() takes 1024 descriptors
+    look.register(end, select.POLLIN)
+    return bool(look.poll(1000 * patience_s))
