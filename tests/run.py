@@ -338,7 +338,9 @@ def run_once(
     stage: Stage, keep_python_path: bool, output: IO[bytes] | None = None, *, takes_leftovers: bool = False
 ) -> None:
     """``takes_leftovers``: it gets no more of the processors than others leave."""
-    environ = {name: value for name, value in os.environ.items() if keep_python_path or name != "PYTHONPATH"}
+    # Python shall keep what it has compiled: other processes import the same.
+    unwanted = {"PYTHONDONTWRITEBYTECODE"} | (set() if keep_python_path else {"PYTHONPATH"})
+    environ = {name: value for name, value in os.environ.items() if name not in unwanted}
     environ["HVDLITE_IDLE_SECONDS"] = "inf"  # a coordinator's look around heals a wake-up that is lost, unseen
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdlite-tests-") as directory:
