@@ -70,7 +70,8 @@ def test_gpus_that_reach_one_another_by_nccl_only() -> None:
     assert result.stderr.count("unfused, which here is by NCCL") == 1, str(result)
 
 
-@pytest.mark.parametrize("who", ["late", "behind"])  # the GPU of rank 1, or its main thread too
+# The GPU of rank 1 is late, or its main thread too.
+@pytest.mark.parametrize("who", ["late", pytest.param("behind", marks=pytest.mark.thorough)])
 def test_the_last_exchange_is_over_before_memory_goes(who: str) -> None:
     """A rank that has gone would take its memory from those that still read it by multicast."""
     result = run(SPLIT, who, "multicast", n=2, env={"HVDLITE_LOG_LEVEL": "info"})

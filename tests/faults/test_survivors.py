@@ -121,6 +121,7 @@ def test_a_stopped_rank_is_ended_and_left_out(tmp_path: Path) -> None:
     check_went_on(run(tmp_path, STOPPED, {0}, "--restarts", "0"), 2, 5)
 
 
+@pytest.mark.thorough
 def test_a_stopped_rank_holds_nothing_up_though_all_others_are_killed(tmp_path: Path) -> None:
     """As soon as they have given it up: nobody is left to end it then."""
     killed = f"state.register_reset_callbacks([lambda: {KILLED}])"

@@ -41,7 +41,7 @@ except hvd.HorovodInternalError as error:
 """
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
 def test_the_last_commit_can_be_saved(tmp_path: Path, mpi: str) -> None:
     """Open MPI's mpirun leaves the survivors their time; MPICH's kills them, so ranks are started once more to save."""
     script = tmp_path / "train.py"

@@ -89,7 +89,7 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize("ranks_per_host", [[2, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("ranks_per_host", [pytest.param([2, 2], marks=pytest.mark.thorough), [2, 1]], ids=str)
 def test_allreduce_and_training(hosts: Hosts, ranks_per_host: list[int]) -> None:
     result = hosts(2).launch(SCRIPT, ranks_per_host=ranks_per_host, env=LATE, timeout=150).check()
     assert result.stdout.count("all right") == sum(ranks_per_host)

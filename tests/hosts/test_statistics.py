@@ -86,6 +86,7 @@ report(found)
 """
 
 
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("frozen", [False, True], ids=["claimed", "frozen"])
 @pytest.mark.parametrize(
     ("ranks_per_host", "fanout", "edges_at"),

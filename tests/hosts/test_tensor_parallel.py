@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from lab import Lab
 
 Hosts = Callable[..., Lab]
@@ -56,6 +58,7 @@ hvd.shutdown()
 """
 
 
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
 def test_a_grid_over_two_hosts(hosts: Hosts, mpi: str) -> None:
     """Which have one name, as containers do, and a second interface that leads nowhere."""
     lab = hosts(2, same_hostname="worker", dead_interface=True)
