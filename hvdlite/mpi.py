@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,6 +28,7 @@ _MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", MPICH_SHARED_FILES)
 _FINALIZE_S = 15.0  # it takes milliseconds
 _MPICH_SHARED_BYTES = 6 << 20  # a rank's; 5.3 MB of MPICH 5.0.2 with 2, 4 and 16 ranks
 _MPICH_KIN = ("MPICH", "MVAPICH", "Intel")
+_has_met = threading.Event()  # all ranks are at the end of MPI
 
 
 class MpiRanks:
@@ -74,6 +77,7 @@ def world(config: Config, process: Launched | None) -> MpiRanks | None:
         if library.startswith("MPICH") and process is not None:
             _check_shared_memory(int(environment.variables().get("MPI_LOCALNRANKS", "1")))
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        _meet_at_end(mpi)
     ranks = MpiRanks(mpi.COMM_WORLD)
     if process is not None:
         process.check_not_alone(ranks.size, library)
@@ -198,6 +202,33 @@ def ends_with_hvdlite() -> bool:
     return is_running() and sys.modules["mpi4py"].rc.finalize is False
 
 
+def _meet_at_end(mpi: Any) -> None:
+    """A program may call MPI_Finalize itself, on some ranks: there they meet the others as in `finalize`.
+
+    MPI_Finalize begins with the attributes of COMM_SELF, while everything else still works.
+    """
+
+    def meet(comm: MPI.Comm, key: int, has_met: threading.Event) -> None:
+        if not has_met.is_set():
+            _meet(mpi, math.inf, lambda: False)
+
+    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=meet), _has_met)
+
+
+def _meet(mpi: Any, timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:
+    """Sleep until all ranks are at the end of MPI; returns whether they come in time, and before it is hopeless."""
+    request = mpi.COMM_WORLD.Ibarrier()
+    pause_s = 1e-4
+    deadline_s = time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline_s or is_hopeless():
+            return False
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.02)
+    _has_met.set()
+    return True
+
+
 def finalize(timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:
     """End MPI if hvdlite started it, sleeping rather than spinning until the other ranks are there.
 
@@ -207,14 +238,8 @@ def finalize(timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:
     if not ends_with_hvdlite():
         return True
     mpi = sys.modules["mpi4py.MPI"]
-    request = mpi.COMM_WORLD.Ibarrier()
-    pause_s = 1e-4
-    deadline_s = time.monotonic() + timeout_s
-    while not request.Test():
-        if time.monotonic() > deadline_s or is_hopeless():
-            return False
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, 0.02)
+    if not _meet(mpi, timeout_s, is_hopeless):
+        return False
     # All are there, and have done their work: a network that is lost in this moment shall not keep them.
     limit = _native.Deadline(
         _FINALIZE_S, f"hvdlite: MPI_Finalize was not through after {_FINALIZE_S:.0f} s; the process ends without it", 0

@@ -6,6 +6,7 @@ import math
 import os
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +99,7 @@ class LauncherWatch:
         self.next_look_s = self._began_s + _LOOK_S
         self.statuses: list[int] = []
         self.suspicion = ""
+        self._said_that_it_waits = False
 
     def look(self) -> str | None:
         """Why the launcher should not be waited for any longer; None where it may still come to its end."""
@@ -146,7 +148,18 @@ class LauncherWatch:
         if self._expected.is_local or (self._expected.is_over and since_s > self._expected.start_timeout_s):
             return f"mpirun has not ended {since_s:.0f} s after its last rank"
         silent = self._silence() or self._unreachable() or lost_frames.complaints(self._others)
-        return f"mpirun has not ended {since_s:.0f} s after its last rank here{_listed(silent)}" if silent else None
+        if silent:
+            return f"mpirun has not ended {since_s:.0f} s after its last rank here{_listed(silent)}"
+        if since_s > self._expected.start_timeout_s and not self._said_that_it_waits:
+            self._said_that_it_waits = True
+            where = f"ranks on {', '.join(self._others)} still" if self._others else "others still"
+            print(
+                f"hvdlite run: the ranks on this machine ended {since_s:.0f} s ago, and mpirun has not: {where} work, "
+                "or mpirun does not see their end. Look there (ps, top); Ctrl-C ends the job.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
 
     def _explain_absence(self, since_s: float) -> str | None:
         if since_s < OUTLIVES_S:

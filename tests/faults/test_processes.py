@@ -48,6 +48,24 @@ def test_ranks_do_not_outlive_an_mpirun_that_is_killed(mpi: str) -> None:
     assert result.leftovers == (), result
 
 
+ENDS_MPI_ITSELF = """
+hvdlite.init()
+step()
+if hvdlite.rank() == 1:
+    hvdlite.shutdown()
+    from mpi4py import MPI
+    MPI.Finalize()
+    say("works on")
+"""
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_a_rank_whose_program_ends_mpi_itself_meets_the_others(mpi: str) -> None:
+    result = run(ENDS_MPI_ITSELF, n=3, mpi=mpi)
+    assert result.returncode == 0, result
+    assert result.stdout == "works on\n", result
+
+
 CHILD = """
 hvdlite.init()
 step()

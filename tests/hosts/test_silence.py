@@ -42,6 +42,11 @@ while time.monotonic() < end:
 print("through", flush=True)
 if "linger" in sys.argv and hvdlite.rank() == 1:  # the others wait for it at the end of MPI
     time.sleep(60)
+if "works on" in sys.argv and hvdlite.rank() == 1:
+    hvdlite.shutdown()
+    from mpi4py import MPI
+    MPI.Finalize()
+    time.sleep(15)
 """
 
 
@@ -129,6 +134,15 @@ def test_a_launcher_does_not_wait_for_a_rank_that_is_stopped(hosts: Hosts, mpi: 
     assert "rank 1 (pid" in text and "on node1) has not answered for" in text, text
     assert "daemon" not in text and "MTU" not in text and "port 22" not in text, text
     assert lab.pids(0) == lab.pids(1) == lab.pids(2) == []
+
+
+def test_a_launcher_waits_for_a_rank_elsewhere_that_has_more_to_do_and_says_so(hosts: Hosts, tmp_path: Path) -> None:
+    lab = hosts(2)
+    status, text = Job(lab, "openmpi", tmp_path, 0, {"HVDLITE_START_TIMEOUT": "8"}, "works on").end(60)
+    assert status == 0, text
+    assert text.count("through") == 2, text
+    said = r"the ranks on this machine ended \d+ s ago, and mpirun has not: ranks on node1 still work, or mpirun"
+    assert len(re.findall(said, text)) == 1, text
 
 
 @pytest.mark.thorough
