@@ -38,7 +38,7 @@ COMPILE_ARGS = [
 ]
 # They come after Python's own flags, of which -fwrapv and -DNDEBUG would hide what is looked for. Unoptimized, since
 # then nothing undefined has been optimized away, and the kernels compile in a fifth of the time.
-SANITIZE_ARGS = ["-O0", "-g", "-fno-wrapv", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS", "-fno-sanitize-recover=all"]
+SANITIZE_ARGS = ["-O0", "-g1", "-fno-wrapv", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS", "-fno-sanitize-recover=all"]
 NEEDED = {
     "#include <optional>\nstd::optional<int> none;\n": (
         "hvdlite needs a C++17 compiler to build its kernels, and none works here; install one "

@@ -7,6 +7,7 @@ cases/<target>.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -41,8 +42,10 @@ from hvdlite.coordinator.messages import (
 from hvdlite.coordinator.tree import Tree
 from hvdlite.errors import CollectiveError, ConfigError
 from hvdlite.interfaces import Interface, select
+from hvdlite.keeper import MESSAGE, Keeper, Word
 from hvdlite.operations.barrier import Barrier
 from hvdlite.proof import Caller, Host, Secret
+from hvdlite.second_copy import SecondCopy
 from hvdlite.sentinel_messages import DamagedError, Failed, Goodbye, Inbox, read, shortened, written
 from hvdlite.timeline.trace_file import TraceError, TraceFile, merge_traces
 
@@ -60,6 +63,7 @@ MESSAGES: Sequence[Message] = (
 CASES = Path(__file__).resolve().parent / "cases"
 KEY = bytes(range(32))
 SECRET = Secret(KEY, b"fuzz", 8)
+ASKED = (Word.FETCH, Word.NEWS, Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.STARTING, Word.STARTED, Word.FETCH)
 
 
 class Fuzzed(NamedTuple):
@@ -176,6 +180,60 @@ def call_messages(data: bytes) -> None:
             raise AssertionError(data)
 
 
+@functools.cache
+def _keeper() -> tuple[Keeper, socket.socket]:
+    """One for all inputs, as it has threads; and what it says to hvdliterun."""
+    head, said = socket.socketpair()
+    said.setblocking(False)
+    return Keeper(f"hvdlite-fuzz-{os.getpid()}", KEY, head, mock.Mock(side_effect=OSError), is_elsewhere=False), said
+
+
+def keeper(data: bytes) -> None:
+    """Each request of a rank has one answer, up to the first that is none; without a file there is nothing to keep."""
+    kept, told_head = _keeper()
+    asked = data[: 100 * MESSAGE.size]
+    own, other = socket.socketpair()
+    with other, mock.patch.object(kept, "_granted", mock.Mock(get=lambda: 1)):
+        other.sendall(asked)
+        other.shutdown(socket.SHUT_WR)
+        kept._serve(own)
+        try:
+            said = other.recv(1 << 16)
+        except ConnectionResetError:  # the first word: what was no request is thrown away with all after it
+            said = other.recv(1 << 16)
+        answers = [word for word, _ in MESSAGE.iter_unpack(said)]
+    words = [word for word, _ in MESSAGE.iter_unpack(asked[: len(asked) // MESSAGE.size * MESSAGE.size])]
+    assert answers == [Word.HOLDS if word == Word.FETCH else word for word in words[: len(answers)]]
+    assert kept._file < 0
+    with suppress(BlockingIOError):
+        while told_head.recv(1 << 16):
+            pass
+
+
+def second_copy(data: bytes) -> None:
+    """Of the commits that come in hvdliterun has the newest that was whole, and for which it had room."""
+    room_bytes, head = 100, struct.Struct("<QQ")
+    sent = rest = data[: 100 * head.size]
+    newest, commit = 0, b""
+    while len(rest) >= head.size:
+        (number, nbytes), rest = head.unpack_from(rest), rest[head.size :]
+        if number and nbytes <= room_bytes:
+            if len(rest) < nbytes:
+                break
+            if number > newest:
+                newest, commit = number, rest[:nbytes]
+            rest = rest[nbytes:]
+    copy = SecondCopy()
+    own, other = socket.socketpair()
+    with other, mock.patch("hvdlite.second_copy._available_bytes", return_value=2 * room_bytes):
+        other.sendall(sent)
+        other.shutdown(socket.SHUT_WR)
+        copy.serve(own, lambda: True, lambda complaint: None)
+    assert copy.number == newest
+    assert not newest or os.pread(copy._file, len(sent), 0) == commit
+    copy.drop()
+
+
 def byte_stream(data: bytes) -> None:
     """What goes in comes out at every reader, whatever is written and read in turns; words that make no sense give
     no more than the stream holds."""
@@ -261,6 +319,8 @@ TARGETS = {
     "sentinel": Fuzzed(sentinel, [_SAID_BY_SENTINEL, _SAID_BY_SENTINEL[8:], b'{"failed": Infinity, "text": ""}']),
     "call_messages": Fuzzed(call_messages, [struct.pack("<Q", 3) + bytes(32) + b"abc" + bytes(32)]),
     "told": Fuzzed(told, [plain.dumps((None, {"a": [1.5, b"b"]}, Config(), Failed(3, "")))]),
+    "keeper": Fuzzed(keeper, [b"".join(MESSAGE.pack(word, 1 << 32) for word in ASKED)]),
+    "second_copy": Fuzzed(second_copy, [struct.pack("<QQ3sQQQQ", 5, 3, b"abc", 0, 0, 4, 1 << 40)]),
     "byte_stream": Fuzzed(byte_stream, [bytes(range(200))]),
     "trace": Fuzzed(trace, [json.dumps(_TRACE).encode()]),
     "hostfile": Fuzzed(hostfile, [b"node0 slots=2 # a\nuser@node1:4\n\n-o\n"]),

@@ -9,7 +9,7 @@ import pytest
 from compiler import COMPILER, ROOT, Run, run, runtimes
 from gpusim.build import command, nccl_command
 
-FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
 SOURCES = [
     "cuda_driver",

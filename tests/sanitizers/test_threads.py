@@ -13,7 +13,7 @@ from compiler import COMPILER, ROOT, Run, run, runtimes
 from gpusim.build import command
 
 # Optimized enough for memory orders to be constants: GCC takes all others for sequentially consistent.
-FLAGS = ["-std=c++17", "-O1", "-g", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
 HERE = Path(__file__).parent
 
 
