@@ -48,11 +48,16 @@ def several_at_once_and_messages(x: torch.Tensor) -> torch.Tensor:
     return functional.permute_tensor(of_root + x, [(rank + 1) % SIZE for rank in range(SIZE)], group)
 
 
+# Inductor, which is the default, compiles C++ of what lies between the collectives, half a minute long.
+backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+
+
+@backends
 @pytest.mark.parametrize("step", [functional_ones, in_place_ones, several_at_once_and_messages])
-def test_a_whole_graph_is_what_its_calls_are(step: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_whole_graph_is_what_its_calls_are(step: Callable[[torch.Tensor], torch.Tensor], backend: str) -> None:
     with process_group():
         x = torch.arange(float(SIZE)) + 10 * RANK
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(step, fullgraph=True, backend=backend)
         for _ in range(2):
             assert torch.equal(compiled(x), step(x))
         torch._dynamo.reset()
@@ -69,12 +74,15 @@ def by_fsdp2(model: torch.nn.Module) -> torch.nn.Module:
     return fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (SIZE,)))
 
 
+@backends
 @pytest.mark.parametrize("wrap", [by_ddp, by_fsdp2])
-def test_a_compiled_model_trains_as_it_does_otherwise(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> None:
+def test_a_compiled_model_trains_as_it_does_otherwise(
+    wrap: Callable[[torch.nn.Module], torch.nn.Module], backend: str
+) -> None:
     with process_group():
         plain, compiled = wrap(net()), wrap(net())
         trained(plain, lambda tensor: tensor)
-        trained(torch.compile(compiled, backend="aot_eager"), lambda tensor: tensor)
+        trained(torch.compile(compiled, backend=backend), lambda tensor: tensor)
         for own, other in zip(compiled.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(own, other)
         torch._dynamo.reset()
