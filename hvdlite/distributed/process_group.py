@@ -33,6 +33,22 @@ Timeout = timedelta | None
 NAME = "hvdlite"
 
 
+class _NotToBeSplit:
+    """A group where torch looks for what a new group's backend may be split from, by the device that is bound.
+
+    Nothing has to be split for a new group, and torch 2.14 takes for that only what C++ has made. Where groups are
+    split on purpose it asks by the kind of device.
+    """
+
+    supports_splitting = False
+
+    def __init__(self, group: HvdliteProcessGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
 @untraced
 class HvdliteProcessGroup(dist.ProcessGroup):
     """The ranks of ``membership``.
@@ -102,7 +118,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self
+        return _NotToBeSplit(self) if device == self.bound_device_id else self
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: all ranks count from 0."""

@@ -154,10 +154,13 @@ def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on(
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_a_timeout_that_is_set_is_that_of_later_calls(nodes: tuple[int, ...]) -> None:
     with process_group(nodes) as group:
-        with pytest.warns(UserWarning, match="only supported for either nccl or gloo"):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
-        assert group.membership.timeout_s == 60  # type: ignore[attr-defined]
-        group.set_timeout(timedelta(seconds=0.2))
+        if hasattr(dist, "set_timeout"):  # from torch 2.14 on
+            dist.set_timeout(timedelta(seconds=0.2))
+        else:
+            with pytest.warns(UserWarning, match="only supported for either nccl or gloo"):
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
+            assert group.membership.timeout_s == 60  # type: ignore[attr-defined]
+            group.set_timeout(timedelta(seconds=0.2))
         if RANK != LAST:
             with pytest.raises(RuntimeError, match=f"rank {LAST} did not send within the timeout"):
                 dist.recv(torch.empty(3), LAST)
@@ -289,7 +292,8 @@ def test_torch_splits_groups_where_there_are_gpus(nodes: tuple[int, ...], monkey
         tensor = torch.full((3,), float(RANK))
         dist.all_reduce(tensor, group=part)
         assert tensor[0] == sum(own)
-        assert (dist.split_group(split_ranks=[[0]]) is None) == (RANK != 0)
+        of_one = dist.split_group(split_ranks=[[0]])
+        assert (of_one in (None, dist.GroupMember.NON_GROUP_MEMBER)) == (RANK != 0)  # either, by the version of torch
         assert dist.new_group([0]) is not None  # which asks backends that split for all ranks
         mesh = dist.init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("across", "inside"))
         assert mesh.get_group("inside").size() == SIZE

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from hvdlite import launched, survivors
 from hvdlite.config import Config
 from hvdlite.errors import RankFailedError
+from hvdlite.processes import ProcessAddress
 from hvdlite.survivors import Survivors
 
 
@@ -36,9 +36,8 @@ class Everybody:
     rank = 1
     size = 3
 
-    def allgather(self, data: Any) -> list[Any]:
-        place, pid = data
-        return [((*place, other) if other != self.rank else place, pid) for other in range(3)]
+    def allgather(self, own: ProcessAddress) -> list[ProcessAddress]:
+        return [own if other == self.rank else own._replace(machine=str(other)) for other in range(3)]
 
 
 @pytest.fixture
