@@ -21,8 +21,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   lint     ruff, mypy, and pyright on a program of a user; only if asked for by name
   integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
 
-Where faults, hosts or examples are among the suites, which mostly wait, lint, sanitizers, fuzz and docs run beside all
-others, with what these leave of the processors.
+Where faults or hosts are among the suites, which mostly wait, lint, sanitizers, fuzz, examples, docs and what is run
+with 1 rank run beside all others, with what these leave of the processors.
 
 Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
 test with every number of ranks. tests/README.md says which these are.
@@ -74,10 +74,10 @@ SUITES = (
     "slurm",
     "integrations",
 )
-# Suites that need processors and no clock, or are patient, which run beside all others; worth it where there are
-# starts, waits and ends of processes.
-BESIDE = ("lint", "sanitizers", "fuzz", "docs")
-WAITING = ("faults", "hosts", "examples")
+# Suites that need processors and no clock, or are patient, as one rank is, which run beside all others; worth it where
+# there are starts, waits and ends of processes.
+BESIDE = ("lint", "sanitizers", "fuzz", "examples", "docs")
+WAITING = ("faults", "hosts")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
 # them between sessions first (sched(7), autogroup), where it is set to.
 LEFTOVERS = ("sh", "-c", '(echo 19 > /proc/self/autogroup) 2> /dev/null; exec nice -n 19 "$@"', "sh")
@@ -126,6 +126,7 @@ class Stage:
     title: str
     command: list[str]
     time_limit_s: float
+    is_patient: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     ended_badly: list[str] = field(default_factory=list)
@@ -148,7 +149,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the stage that runs is ended with this process
     stages = plan(arguments, for_pytest, pythons)
     is_worth_it = any(stage.suite in WAITING for stage in stages)
-    beside = Beside([stage for stage in stages if is_worth_it and stage.suite in BESIDE], arguments)
+    beside = Beside([stage for stage in stages if is_worth_it and stage.is_patient], arguments)
     in_turn = [stage for stage in stages if stage not in beside.stages]
     status = 0
     done = list(beside.stages)
@@ -254,12 +255,13 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
     for suite in (suite for suite in SUITES if suite in arguments.suites):
         limit = TIME_LIMIT_S[suite]
         if suite == "lint":
-            stages.append(
-                Stage(suite, "lint: ruff", [str(python), "-m", "ruff", "check", "--extend-exclude", ".venv*"], limit)
-            )
-            stages.append(Stage(suite, "lint: mypy", [str(python), "-m", "mypy"], limit))
-            pyright = [str(python), "-m", "basedpyright", "--pythonpath", str(python), "--level", "error"]
-            stages.append(Stage(suite, "lint: pyright", [*pyright, str(TESTS / "types")], limit))
+            commands = {
+                "ruff": ["ruff", "check", "--extend-exclude", ".venv*"],
+                "mypy": ["mypy"],
+                "pyright": ["basedpyright", "--pythonpath", str(python), "--level", "error", str(TESTS / "types")],
+            }
+            for name, words in commands.items():
+                stages.append(Stage(suite, f"lint: {name}", [str(python), "-m", *words], limit, is_patient=True))
         elif suite == "mpi":
             for mpi in arguments.mpi:
                 for ranks in arguments.ranks or (ALL_RANKS if arguments.thorough else RANKS[mpi]):
@@ -272,14 +274,13 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     files = FOR_INTEL_MPI if mpi == "intelmpi" and not only else ()
                     unmarked = [] if above else ["any_mpi"]
                     unmarked += [] if arguments.thorough else LEFT_OUT.get(min(ranks, 4), [])
-                    stages.append(
-                        Stage(suite, title, [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)], limit)
-                    )
+                    command = [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)]
+                    stages.append(Stage(suite, title, command, limit, is_patient=ranks == 1))
             if 2 in (arguments.ranks or ALL_RANKS):
                 command = [str(python), "-m", "hvdlite", "run", "-np", "2", *pytest(suite, python, files=WITHOUT_MPI)]
                 stages.append(Stage(suite, "mpi: without MPI, 2 ranks", command, limit))
         else:
-            stages.append(Stage(suite, suite, pytest(suite, python), limit))
+            stages.append(Stage(suite, suite, pytest(suite, python), limit, is_patient=suite in BESIDE))
     return stages
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+import torch
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from hvdlite import default_runtime, environment, launched, processes
@@ -57,6 +58,7 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
                 timeout,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
+                use_libuv=torch.__version__ >= "2.5",  # an older one opens no socket by its descriptor
             )
             ranks.allgather(((socket.gethostname(), addresses), port))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import runpy
@@ -153,6 +154,13 @@ def nvrtc() -> Path | None:
     return next((file.parent for file in [*wheels, *known, *system] if file.exists()), None)
 
 
+def version_of(directory: Path) -> tuple[int, int]:
+    (library,) = directory.glob("libnvrtc.so.1[23]")
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    assert ctypes.CDLL(str(library)).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0
+    return major.value, minor.value
+
+
 def test_the_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
     library = nvrtc()
     if library is None:
@@ -172,7 +180,10 @@ def test_the_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
         command[-1] = nowhere
         assert subprocess.run(command, env=environment, capture_output=True).stdout == first.stdout
     multicast = subprocess.run([kernels, "compile", "multicast"], env=environment, capture_output=True)
-    assert multicast.stdout.startswith(b"\x7fELF"), multicast.stderr
+    if version_of(library) >= (12, 2):  # older ones know no sums of 16-bit floats in fp32, and it is an error in words
+        assert multicast.stdout.startswith(b"\x7fELF"), multicast.stderr
+    else:
+        assert b"libnvrtc cannot compile them" in multicast.stderr
 
 
 def test_without_a_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
