@@ -42,6 +42,7 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
         if ranks is None or ranks.size == 1:
             yield HashStore(), 0, 1
             return
+        timeout = max(timeout, timedelta(seconds=1))  # torch 2.4 counts whole seconds
         told = ranks.allgather((machine(), new_key() if ranks.rank == 0 else b""))
         default_runtime.peers().store_key = told[0][1]
         if ranks.rank == 0:
