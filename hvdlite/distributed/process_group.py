@@ -36,8 +36,8 @@ NAME = "hvdlite"
 class _NotToBeSplit:
     """A group where torch looks for what a new group's backend may be split from, by the device that is bound.
 
-    Nothing has to be split for a new group, and torch 2.14 takes for that only what C++ has made. Where groups are
-    split on purpose it asks by the kind of device.
+    Nothing has to be split for a new group of hvdlite's, NCCL's cannot be split from one, and torch 2.14 takes for that
+    only what C++ has made. Where groups are split on purpose torch asks by the kind of device.
     """
 
     supports_splitting = False

@@ -294,7 +294,9 @@ def test_torch_splits_groups_where_there_are_gpus(nodes: tuple[int, ...], monkey
         assert tensor[0] == sum(own)
         of_one = dist.split_group(split_ranks=[[0]])
         assert (of_one in (None, dist.GroupMember.NON_GROUP_MEMBER)) == (RANK != 0)  # either, by the version of torch
-        assert dist.new_group([0]) is not None  # which asks backends that split for all ranks
+        assert dist.new_group([0]) is not None
+        # Of hvdlite's no other backend's group can be split, as NCCL's would be.
+        assert dist.distributed_c10d._get_split_source(group) is None
         mesh = dist.init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("across", "inside"))
         assert mesh.get_group("inside").size() == SIZE
         dist.destroy_process_group(part)
