@@ -59,7 +59,7 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
                 timeout,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
-                use_libuv=torch.__version__ >= "2.5",  # an older one opens no socket by its descriptor
+                use_libuv=torch.__version__ >= "2.8",  # an older one opens no socket by its descriptor
             )
             ranks.allgather(((socket.gethostname(), addresses), port))
         else:
