@@ -43,11 +43,14 @@ def process_group(
         patch.setattr(creation, "machine", lambda: (str(machine_of[RANK]), "", 0))
         with machines(machine_of):
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
+    group = dist.group.WORLD
+    assert group is not None
     try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD
+        yield group
     finally:
         dist.destroy_process_group()
+        if torch.__version__ < "2.7":  # it tells only NCCL's groups
+            group.shutdown()
 
 
 def told(value: object) -> list[object]:
