@@ -6,7 +6,7 @@ names where it has renamed a call. Options say whether the caller waits for the 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
@@ -31,6 +31,9 @@ from hvdlite.distributed.work import GroupWork, all_of
 Tensors = list[torch.Tensor]
 Timeout = timedelta | None
 NAME = "hvdlite"
+# Before torch 2.7 C++ keeps nothing of a Work that Python has made but its C++ half, which waits for ever where the
+# other one is gone. DistributedDataParallel waits for those two calls back.
+_REMEMBERED = 64 if torch.__version__ < "2.7" else 0
 
 
 class _NotToBeSplit:
@@ -71,6 +74,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         self._group_name = ""
         self._coalesced: list[GroupWork] | None = None
         self._done = 0
+        self._recent: deque[GroupWork] = deque(maxlen=_REMEMBERED)
 
     # Names and numbers. C++ asks by the names of the first lines.
 
@@ -398,6 +402,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     def _note(self, work: GroupWork, inputs: Any) -> None:
         """It is about to begin."""
         self._done += 1
+        self._recent.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         if _profiler_enabled():

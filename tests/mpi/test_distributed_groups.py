@@ -232,6 +232,7 @@ def test_who_is_late_for_long_is_warned_of(
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody leaves")
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.7 and later tell groups that they end")
 def test_who_has_left_is_named() -> None:
     with process_group():
         group = dist.new_group(range(SIZE))
