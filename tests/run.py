@@ -21,7 +21,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   lint     ruff, mypy, and pyright on a program of a user; only if asked for by name
   integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
 
-Where faults or hosts are among the suites, which mostly wait, lint, sanitizers, fuzz, examples, docs and what is run
+Where faults, hosts or examples are among the suites, which mostly wait, lint, sanitizers, fuzz, docs and what is run
 with 1 rank run beside all others, with what these leave of the processors.
 
 Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
@@ -76,8 +76,8 @@ SUITES = (
 )
 # Suites that need processors and no clock, or are patient, as one rank is, which run beside all others; worth it where
 # there are starts, waits and ends of processes.
-BESIDE = ("lint", "sanitizers", "fuzz", "examples", "docs")
-WAITING = ("faults", "hosts")
+BESIDE = ("lint", "sanitizers", "fuzz", "docs")
+WAITING = ("faults", "hosts", "examples")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
 # them between sessions first (sched(7), autogroup), where it is set to.
 LEFTOVERS = ("sh", "-c", '(echo 19 > /proc/self/autogroup) 2> /dev/null; exec nice -n 19 "$@"', "sh")
