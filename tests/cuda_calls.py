@@ -76,6 +76,11 @@ class Calls:
     def synchronize(self, stream: ctypes.c_void_p) -> None:
         self._call("cuStreamSynchronize", stream)
 
+    def synchronize_all(self) -> None:
+        """All streams."""
+        with self.current():
+            self._call("cuCtxSynchronize")
+
     def launch(self, stream: ctypes.c_void_p, kernel: Kernel, *, delay_s: float = 0.0) -> None:
         """Have ``stream`` call ``kernel()``; ``delay_s`` after it has come there."""
         number = next(self._numbers)

@@ -101,7 +101,7 @@ def test_mpi_finds_the_context_of_the_gpu(
 
 @pytest.mark.parametrize("across", [ring_of_gpus, pinned_ring])
 def test_a_gpu_that_does_not_come_so_far_is_named(
-    comm: MPI.Intracomm, memory: OwnMemory, across: Callable[[Lab, MPI.Intracomm, OwnMemory], Backend]
+    comm: MPI.Intracomm, cuda: Cuda, memory: OwnMemory, across: Callable[[Lab, MPI.Intracomm, OwnMemory], Backend]
 ) -> None:
     """Of which MPI knows nothing: the host waits before it gives memory to MPI."""
     ring = across(Lab(timeout_s=0.2), comm.Dup(), memory)
@@ -113,4 +113,4 @@ def test_a_gpu_that_does_not_come_so_far_is_named(
             ring.allreduce(buf, label="w").wait()
     finally:
         go_on.set()
-    memory.synchronize()
+    cuda.synchronize_all()  # streams of the backend go on too, and read the buffer
