@@ -153,18 +153,9 @@ class Health:
             self.failed_rank = None if rank == _STALL else rank
             mortals = list(self._mortals)
             if not self._is_closing and rank != _STALL:  # all ranks live, and one that is late may still come
-                grace_s, setting = self._config.failure_grace_s, "HVDLITE_FAILURE_GRACE_SECONDS"
                 ends = not self.recovers
-                if self.recovers:
-                    grace_s, setting = self._config.elastic_timeout_s, "HVDLITE_ELASTIC_TIMEOUT"
-                self._last_words = _native.Deadline(
-                    grace_s,
-                    f"\nhvdlite: rank {self._rank} ends, since it did not {'come back' if self.recovers else 'end'} by "
-                    f"itself within {grace_s:g} s ({setting}) after this failure: {text}\n",
-                    1,
-                )
-                if self._has_time:
-                    self._last_words.cancel()
+                if not self._has_time:
+                    self._last_words = self._deadline(text)
         self._is_known.set()
         for mortal in mortals:  # none yet when a rank dies during the start
             mortal.fail(failure)
@@ -173,3 +164,15 @@ class Health:
         if is_news:
             _LOG.error("%s", text.splitlines()[0])
         self._was_said.set()
+
+    def _deadline(self, text: str) -> _native.Deadline:
+        """Ends this process, if it neither ends nor comes back by itself after the failure ``text``."""
+        grace_s, setting = self._config.failure_grace_s, "HVDLITE_FAILURE_GRACE_SECONDS"
+        if self.recovers:
+            grace_s, setting = self._config.elastic_timeout_s, "HVDLITE_ELASTIC_TIMEOUT"
+        return _native.Deadline(
+            grace_s,
+            f"\nhvdlite: rank {self._rank} ends, since it did not {'come back' if self.recovers else 'end'} by "
+            f"itself within {grace_s:g} s ({setting}) after this failure: {text}\n",
+            1,
+        )

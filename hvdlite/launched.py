@@ -12,6 +12,7 @@ from pathlib import Path
 from hvdlite import environment
 from hvdlite.config import MEETING_POINT, RANK, RAY_JOB, SIZE
 from hvdlite.errors import StartupError
+from hvdlite.processes import state_of
 
 
 class Meeting(Enum):
@@ -157,16 +158,11 @@ def launcher_process() -> LauncherProcess | None:
     pid = os.getpid()
     with suppress(OSError):  # it is another user's, or of another container
         while _is_marked(process.launcher, environ):
-            pid = _parent_of(pid)
+            pid = int(state_of(pid)[1])
             environ = environment.of_process(pid)
         if pid > 1:  # else its ancestors have ended: it was detached on purpose
             return LauncherProcess(Path(f"/proc/{pid}/comm").read_text().strip(), pid)
     return None
-
-
-def _parent_of(pid: int) -> int:
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat[stat.rindex(")") + 2 :].split()[1])  # behind the name, which may have blanks and brackets
 
 
 def told(rank: int, count: int) -> dict[str, str]:

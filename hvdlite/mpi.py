@@ -208,11 +208,11 @@ def _meet_at_end(mpi: Any) -> None:
     MPI_Finalize begins with the attributes of COMM_SELF, while everything else still works.
     """
 
-    def meet(comm: MPI.Comm, key: int, has_met: threading.Event) -> None:
-        if not has_met.is_set():
+    def meet(comm: MPI.Comm, key: int, value: None) -> None:
+        if not _has_met.is_set():
             _meet(mpi, math.inf, lambda: False)
 
-    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=meet), _has_met)
+    mpi.COMM_SELF.Set_attr(mpi.Comm.Create_keyval(delete_fn=meet), None)
 
 
 def _meet(mpi: Any, timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:

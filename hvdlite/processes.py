@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +33,7 @@ class ProcessAddress(NamedTuple):
 
     def open(self) -> int | None:
         """A pidfd; None where it has ended, or is out of sight."""
-        with suppress(OSError):
-            return os.pidfd_open(self.pid) if self.is_in_sight else None
-        return None
+        return end_of(self.pid) if self.is_in_sight else None
 
     def wait_for_end(self, patience_s: float) -> None:
         """Returns once it has ended, after ``patience_s`` at the latest; at once where it is out of sight."""
@@ -44,18 +43,31 @@ class ProcessAddress(NamedTuple):
             os.close(end)
 
 
+@cache
 def machine() -> str:
     """Other on each machine, and after each of its starts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def state_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the third on, the state; raises OSError where there is no such process."""
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    return stat[stat.rindex(b")") + 2 :].decode().split()  # behind the name, which may have blanks and brackets
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP, and will not go on by itself."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        return state_of(pid)[0] == "T"
     except OSError:  # it has ended
         return False
-    return stat[stat.rindex(b")") + 2 :].startswith(b"T")
+
+
+def end_of(pid: int) -> int | None:
+    """A descriptor that becomes readable when a process ends; None where it has, or the kernel has none."""
+    with suppress(OSError):
+        return os.pidfd_open(pid)
+    return None
 
 
 def has_ended(end: int) -> bool:

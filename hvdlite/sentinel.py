@@ -23,11 +23,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hvdlite import _native
 from hvdlite.launched import LauncherProcess
+from hvdlite.processes import end_of
 from hvdlite.sentinel_messages import (
     HEARTBEAT,
     DamagedError,
@@ -81,7 +81,7 @@ class Sentinel:
         self._failed = False
         self._lock = threading.Lock()  # the first failure wins
         self._launcher = launcher
-        self._launcher_end = None if launcher is None else _end_of(launcher.pid)
+        self._launcher_end = None if launcher is None else end_of(launcher.pid)
         self._slept_s = 0.0  # the last time that this process did not run for long
         now = time.monotonic()
         self._neighbours = [_Neighbour(index, *link, now) for index, link in enumerate(links)]
@@ -235,10 +235,3 @@ class Sentinel:
         self._voice.send(neighbour.index, written(message))
         if isinstance(message, Goodbye):
             self._voice.rest(neighbour.index)
-
-
-def _end_of(pid: int) -> int | None:
-    """A descriptor that becomes readable when process ``pid`` ends; None where the kernel has none."""
-    with suppress(OSError):
-        return os.pidfd_open(pid)
-    return None

@@ -15,10 +15,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from hvdlite import environment, launched
-from hvdlite.processes import shares_network
+from hvdlite.processes import shares_network, state_of
 
 _LOOK_S = 0.5
 _LATEST_S = 3.0  # for a rank to be seen after the first one of its host: a launcher starts them within milliseconds
@@ -116,7 +115,6 @@ def _process(pid: int, marks: Mapping[str, str]) -> _Process | None:
     started = launched.find(environ)
     if started is None or not marks.items() <= environ.items() or not shares_network(pid):
         return None
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    fields = stat[stat.rindex(")") + 2 :].split()  # from the third of proc(5) on
+    fields = state_of(pid)
     local_size = next((int(environ[name]) for name in _LOCAL_SIZES if environ.get(name, "").isdigit()), 1)
     return _Process(pid, int(fields[1]), int(fields[19]), started.rank, local_size)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from hvdlite import connections, environment
@@ -20,7 +19,7 @@ from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
 from hvdlite.connections import Connection
-from hvdlite.processes import shares_network
+from hvdlite.processes import shares_network, state_of
 
 OUTLIVES_S = 3.0  # a launcher its ranks
 _LOOK_S = 0.5
@@ -294,10 +293,9 @@ def _answers(name: str, port: int) -> bool:
 def _status_of_zombie(pid: int) -> int | None:
     """The exit status of a process that its parent has not asked for yet, as a shell reports it."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        state, *rest = state_of(pid)
     except OSError:
         return None
-    state, *rest = stat[stat.rindex(")") + 2 :].split()
     if state != "Z":
         return None
     return shell_status(os.waitstatus_to_exitcode(int(rest[-1])))
