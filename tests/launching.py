@@ -80,6 +80,12 @@ class LaunchTimeoutError(AssertionError):
     """The ranks did not end in time; the text has their output, with the stacks of all their threads."""
 
 
+def on_one_mpi(usual: str) -> pytest.MarkDecorator:
+    """Runs a test by MPI ``usual`` alone, and with --thorough by the other one too; for what depends little on it."""
+    names = [name if name == usual else pytest.param(name, marks=pytest.mark.thorough) for name in ("openmpi", "mpich")]
+    return pytest.mark.parametrize("mpi", names, indirect=True)
+
+
 @cache
 def python_of(mpi: str) -> str:
     """The Python of the environment with ``mpi``: "current", "openmpi" or "mpich"; skips the test where there is none.

@@ -7,9 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from launching import processes_with, python_of
+from launching import on_one_mpi, processes_with, python_of
 
 # Rank 1 is killed at batch 12, when batch 10 has been committed.
 TRAINING = """
@@ -41,7 +39,7 @@ except hvd.HorovodInternalError as error:
 """
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@on_one_mpi("openmpi")
 def test_the_last_commit_can_be_saved(tmp_path: Path, mpi: str) -> None:
     """Open MPI's mpirun leaves the survivors their time; MPICH's kills them, so ranks are started once more to save."""
     script = tmp_path / "train.py"

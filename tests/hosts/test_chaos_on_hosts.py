@@ -8,9 +8,10 @@ import pytest
 
 from chaos_on_hosts import run_on_hosts
 from lab import refusal
+from launching import on_one_mpi
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@on_one_mpi("openmpi")
 def test_no_sample_is_lost_or_counted_twice_while_hosts_are_lost(mpi: str) -> None:
     reason = refusal()
     if reason is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lab import Lab
-from launching import python_of
+from launching import on_one_mpi, python_of
 
 Hosts = Callable[..., Lab]
 
@@ -149,7 +149,7 @@ def starts(text: str) -> set[tuple[int, int]]:
     return {(int(size), int(batch)) for size, batch in re.findall(r"of (\d+) at batch (\d+)", text)}
 
 
-@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.thorough)])
+@on_one_mpi("mpich")
 def test_ranks_begin_anew_from_memory(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
     lab = hosts(2)
     (tmp_path / "go").touch()
@@ -226,7 +226,7 @@ def test_interrupted_it_leaves_nothing_behind(hosts: Hosts, mpi: str, tmp_path: 
     assert left == []
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@on_one_mpi("openmpi")
 def test_a_host_that_the_script_adds_joins_at_a_commit(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
     lab = hosts(2)
     names, script = tmp_path / "names", tmp_path / "discover.sh"
@@ -245,7 +245,7 @@ def test_a_host_that_the_script_adds_joins_at_a_commit(hosts: Hosts, mpi: str, t
     assert lab.pids(0) == lab.pids(1) == []
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@on_one_mpi("openmpi")
 def test_the_only_host_with_ranks_is_lost(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
     """hvdliterun is on another host, and has a copy of what was committed a moment before."""
     lab = hosts(3)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lab import DEAD_NETWORK, Lab
-from launching import LaunchTimeoutError, python_of
+from launching import LaunchTimeoutError, on_one_mpi, python_of
 
 Hosts = Callable[..., Lab]
 
@@ -189,7 +189,7 @@ def test_run_fails_when_a_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     assert lab.pids(0) == []
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@on_one_mpi("openmpi")
 def test_launch_ends_what_hangs(hosts: Hosts, mpi: str) -> None:
     lab = hosts(2)
     hang = "from mpi4py import MPI\ndef stuck(): MPI.COMM_WORLD.recv()\nstuck()"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab import Lab
-from launching import python_of
+from launching import on_one_mpi, python_of
 
 TESTS = Path(__file__).parents[1] / "mpi" / "test_programs.py"
 PROGRAMS = os.environ.get("HVDLITE_TEST_PROGRAMS", "60")
@@ -20,7 +20,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(TESTS)!r}]))
 """
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@on_one_mpi("openmpi")
 @pytest.mark.parametrize(
     "ranks_per_host",
     [[2, 1], pytest.param([1, 1], marks=pytest.mark.thorough)],

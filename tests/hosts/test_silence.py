@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lab import Lab
-from launching import python_of
+from launching import on_one_mpi, python_of
 
 Hosts = Callable[..., Lab]
 
@@ -121,10 +121,9 @@ def test_a_launcher_does_not_wait_for_a_host_that_fell_silent(hosts: Hosts, mpi:
     assert "  node1 does not answer at port 22 any more" in text and "  node2" not in text, text
 
 
-@pytest.mark.parametrize("mpi", ["mpich", pytest.param("openmpi", marks=pytest.mark.thorough)])
+@on_one_mpi("mpich")
 def test_a_launcher_does_not_wait_for_a_rank_that_is_stopped(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
     """Its host lives, and nothing speaks against it; those that end after it say so."""
-    python_of(mpi)
     lab = hosts(3)
     job = Job(lab, mpi, tmp_path, 60, IMPATIENT)
     stopper = job.when_running(lambda: os.kill(int((tmp_path / "1").read_text()), signal.SIGSTOP))

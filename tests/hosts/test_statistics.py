@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from lab import Lab
+from launching import on_one_mpi
 
 Hosts = Callable[..., Lab]
 
@@ -86,7 +87,7 @@ report(found)
 """
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@on_one_mpi("openmpi")
 @pytest.mark.parametrize("frozen", [False, True], ids=["claimed", "frozen"])
 @pytest.mark.parametrize(
     ("ranks_per_host", "fanout", "edges_at"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from lab import Lab
+from launching import on_one_mpi
 
 Hosts = Callable[..., Lab]
 
@@ -58,7 +57,7 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=pytest.mark.thorough)])
+@on_one_mpi("openmpi")
 def test_a_grid_over_two_hosts(hosts: Hosts, mpi: str) -> None:
     """Which have one name, as containers do, and a second interface that leads nowhere."""
     lab = hosts(2, same_hostname="worker", dead_interface=True)
