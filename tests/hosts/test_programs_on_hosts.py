@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab import Lab
-from launching import on_one_mpi, python_of
+from launching import on_one_mpi
 
 TESTS = Path(__file__).parents[1] / "mpi" / "test_programs.py"
 PROGRAMS = os.environ.get("HVDLITE_TEST_PROGRAMS", "60")
@@ -27,7 +27,6 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(TESTS)!r}]))
     ids=lambda ranks: "+".join(map(str, ranks)),
 )
 def test_programs(hosts: Callable[..., Lab], mpi: str, ranks_per_host: Sequence[int]) -> None:
-    python_of(mpi)
     result = hosts(2).launch(
         WORK,
         ranks_per_host=ranks_per_host,
