@@ -336,14 +336,19 @@ void register_ordered_exchange(py::module_& m) {
              double timeout_s) { return static_cast<int>(self.spread(card, departure, arrivals, timeout_s)); },
           "card"_a, "departure"_a, "arrivals"_a, "timeout_s"_a, WithoutGil())
       .def(
+          "broadcast",
+          [](OrderedExchange& self, std::uint64_t card, const TensorList& tensors, std::uint64_t bytes, int root,
+             double timeout_s) { return static_cast<int>(self.broadcast(card, tensors, bytes, root, timeout_s)); },
+          "card"_a, "tensors"_a, "bytes"_a, "root"_a, "timeout_s"_a, WithoutGil())
+      .def(
           "reduce_scatter",
-          [](OrderedExchange& self, std::uint64_t card, const Addresses& inputs, std::uintptr_t output,
-             std::uint64_t numel, int dtype, int op, double prescale, double postscale, double timeout_s) {
+          [](OrderedExchange& self, std::uint64_t card, const Addresses& inputs, const Counts& numels,
+             std::uintptr_t output, int dtype, int op, double prescale, double postscale, double timeout_s) {
             const auto type = static_cast<DType>(dtype);
             const Reducer reducer(type, static_cast<Op>(op), prescale, postscale);
-            return static_cast<int>(self.reduce_scatter(card, inputs, output, numel, type, reducer, timeout_s));
+            return static_cast<int>(self.reduce_scatter(card, inputs, numels, output, type, reducer, timeout_s));
           },
-          "card"_a, "inputs"_a, "output"_a, "numel"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "timeout_s"_a,
+          "card"_a, "inputs"_a, "numels"_a, "output"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "timeout_s"_a,
           WithoutGil())
       .def("leave", &OrderedExchange::leave)
       .def("late", &OrderedExchange::late)

@@ -226,27 +226,53 @@ OrderedExchange::Result OrderedExchange::spread(std::uint64_t card, Part departu
   return pieces(card, departure.second, window_bytes_, timeout_s, fill, read);
 }
 
+OrderedExchange::Result OrderedExchange::broadcast(std::uint64_t card, const TensorList& tensors, std::uint64_t bytes,
+                                                   int root, double timeout_s) {
+  const auto owner = static_cast<std::uint32_t>(root);
+  if (root < 0 || owner >= size_) throw std::invalid_argument("broadcast: root must be in [0, size)");
+  const auto end_of = [&](std::uint64_t begin) { return std::min(begin + window_bytes_, bytes); };
+  const auto fill = [&](std::uint64_t k) {
+    if (rank_ != owner || size_ == 1) return;
+    const std::uint64_t begin = k * window_bytes_;
+    tensors.pack(window(rank_), begin, end_of(begin), DType::kUint8, DType::kUint8, 1.0);
+  };
+  const auto read = [&](std::uint64_t k) {
+    const std::uint64_t begin = k * window_bytes_;
+    if (rank_ != owner) tensors.unpack(window(owner), begin, end_of(begin), DType::kUint8, DType::kUint8, 1.0);
+    return true;
+  };
+  return pieces(card, bytes, window_bytes_, timeout_s, fill, read);
+}
+
 OrderedExchange::Result OrderedExchange::reduce_scatter(std::uint64_t card, const std::vector<std::uintptr_t>& inputs,
-                                                        std::uintptr_t output, std::uint64_t numel, DType dtype,
-                                                        const Reducer& reducer, double timeout_s) {
-  if (inputs.size() != size_) throw std::invalid_argument("one input per rank is needed");
+                                                        const std::vector<std::uint64_t>& numels,
+                                                        std::uintptr_t output, DType dtype, const Reducer& reducer,
+                                                        double timeout_s) {
+  if (inputs.size() != size_ || numels.size() != size_) throw std::invalid_argument("one input per rank is needed");
+  const std::uint64_t item = item_bytes(dtype);
   const std::uint64_t slot = window_bytes_ / size_ / kCacheLine * kCacheLine;
-  const std::uint64_t bytes = numel * item_bytes(dtype);
   const auto fill = [&](std::uint64_t k) {
     for (std::uint32_t rank = 0; rank < size_; ++rank) {
-      const Part piece = piece_of({inputs[rank], bytes}, k, slot);
-      if (rank != rank_) copy(window(rank_) + rank * slot, piece.first, piece.second);
+      const Part piece = piece_of({inputs[rank], numels[rank] * item}, k, slot);
+      const std::uintptr_t place = window(rank_) + rank * slot;
+      if (inputs[rank] == 0) {
+        std::memset(reinterpret_cast<void*>(place), 0, piece.second);
+      } else if (rank != rank_) {
+        copy(place, piece.first, piece.second);
+      }
     }
   };
   std::vector<std::uintptr_t> sources(size_);
   const auto read = [&](std::uint64_t k) {
-    const Part piece = piece_of({output, bytes}, k, slot);
+    const Part piece = piece_of({output, numels[rank_] * item}, k, slot);
+    if (output == 0 || piece.second == 0) return true;
     for (std::uint32_t rank = 0; rank < size_; ++rank) sources[rank] = window(rank) + rank_ * slot;
-    sources[rank_] = piece_of({inputs[rank_], bytes}, k, slot).first;
-    if (piece.second != 0) reducer.reduce({piece.first}, sources, 0, piece.second / item_bytes(dtype));
+    if (inputs[rank_] != 0) sources[rank_] = piece_of({inputs[rank_], numels[rank_] * item}, k, slot).first;
+    reducer.reduce({piece.first}, sources, 0, piece.second / item);
     return true;
   };
-  return pieces(card, bytes, slot, timeout_s, fill, read);
+  const std::uint64_t longest = *std::max_element(numels.begin(), numels.end()) * item;
+  return pieces(card, longest, slot, timeout_s, fill, read);
 }
 
 OrderedExchange::Result OrderedExchange::await_all(Clock::time_point until) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "elements.h"
+#include "pack.h"
 #include "reduce.h"
 #include "signal.h"
 
@@ -50,9 +51,13 @@ class OrderedExchange {
                   double timeout_s);
   // The same bytes go to all; a rank takes them from those whose arrival is not empty.
   Result spread(std::uint64_t card, Part departure, const std::vector<Part>& arrivals, double timeout_s);
-  // inputs[r] is what this rank gives to the result of rank r, which is `output` here.
-  Result reduce_scatter(std::uint64_t card, const std::vector<std::uintptr_t>& inputs, std::uintptr_t output,
-                        std::uint64_t numel, DType dtype, const Reducer& reducer, double timeout_s);
+  // `tensors`, in a layout of so many bytes, become those of rank `root`.
+  Result broadcast(std::uint64_t card, const TensorList& tensors, std::uint64_t bytes, int root, double timeout_s);
+  // inputs[r], of numels[r] elements, is what this rank gives to the result of rank r, which is `output` here. Address
+  // 0 stands for zeros that nobody stored, and for a result that nobody wants.
+  Result reduce_scatter(std::uint64_t card, const std::vector<std::uintptr_t>& inputs,
+                        const std::vector<std::uint64_t>& numels, std::uintptr_t output, DType dtype,
+                        const Reducer& reducer, double timeout_s);
 
   // From here on whoever waits for this rank learns that it will not come.
   void leave();

@@ -222,19 +222,22 @@ class OrderedExchange:
         self, card: int, departure: tuple[int, int], arrivals: Sequence[tuple[int, int]], timeout_s: float
     ) -> int:
         """The same bytes go to all ranks; each takes those of the ranks whose arrival is not empty."""
+    def broadcast(self, card: int, tensors: TensorList, bytes: int, root: int, timeout_s: float) -> int:
+        """``tensors``, of single bytes in a layout of so many, become those of rank ``root``."""
     def reduce_scatter(
         self,
         card: int,
         inputs: Sequence[int],
+        numels: Sequence[int],
         output: int,
-        numel: int,
         dtype: int,
         op: int,
         prescale: float,
         postscale: float,
         timeout_s: float,
     ) -> int:
-        """``numel`` elements at inputs[r] are this rank's part of what rank r gets at ``output``."""
+        """numels[r] elements at inputs[r] are this rank's part of what rank r gets at ``output``. Address 0 stands for
+        zeros that nobody stored, and for a result that nobody wants."""
     def leave(self) -> None:
         """From here on whoever waits for this rank learns that it will not come."""
     def late(self) -> list[int]:

@@ -158,7 +158,7 @@ class World:
         staging = memory.allocate(staging_bytes).buffer(0, staging_bytes, DType.UINT8)
         self.engine = Engine(
             self._backend,
-            build_exchange(self._backend, staging, comm, topology, config, self.check, self.recorder),
+            build_exchange(self._backend, comm, topology, config, self.check, self.recorder),
             staging,
             # On one node a chunk stays in cache on its way; across nodes it should fill the wire.
             config.staging_bytes if len(topology.nodes) > 1 else config.chunk_bytes,

@@ -23,12 +23,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.memory.base import Memory
-from hvdlite.memory.layout import Layout, Range, windows
+from hvdlite.memory.layout import ALIGNMENT, Layout, Range, align_up, windows
 from hvdlite.memory.views import Buffer
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
@@ -76,6 +77,22 @@ class TensorReduction(NamedTuple):
     inputs: TensorList
     outputs: TensorList
     layout: Layout
+    reduction: Reduction = SUM
+
+
+class ScatterReduction(NamedTuple):
+    """What is reduced so that each rank gets another part: this rank's, and how.
+
+    Attributes:
+        inputs: addresses of what this rank gives to each rank; 0: zeros that nobody stored.
+        output: address of what it gets; 0: nobody wants it.
+        numels: elements that each rank gets.
+    """
+
+    inputs: Sequence[int]
+    output: int
+    numels: Sequence[int]
+    dtype: DType
     reduction: Reduction = SUM
 
 
@@ -188,6 +205,69 @@ class Backend(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called it."""
+
+    # Tensors that live anywhere, by way of ``staging``. As much as it holds is on its way at a time.
+
+    def broadcast_tensors(
+        self, tensors: TensorList, nbytes: int, root: int, *, staging: Buffer, label: str = ""
+    ) -> None:
+        """Make ``tensors``, single bytes in a layout of ``nbytes``, those of rank ``root``."""
+        byte = DType.UINT8
+        for begin, end in windows(nbytes, staging.numel):
+            part = staging.narrow(0, end - begin)
+            if self.rank == root:
+                with self._span(Lane.PACK, part.nbytes, byte, label):
+                    self.memory.pack(tensors, byte, part, begin)
+            self.broadcast(part, root, label=label).wait()
+            if self.rank != root:
+                with self._span(Lane.UNPACK, part.nbytes, byte, label):
+                    self.memory.unpack(part, begin, tensors, byte)
+
+    def allgather_tensors(
+        self, source: int, targets: Sequence[int], nbytes: Sequence[int], *, staging: Buffer, label: str = ""
+    ) -> None:
+        """Rank r gives nbytes[r] bytes, which it has at ``source``, and all others get at targets[r].
+
+        Args:
+            targets: 0 where this rank does not want them.
+        """
+        byte, rank, memory = DType.UINT8, self.rank, self.memory
+        bounds = [0, *accumulate(nbytes)]
+        results = memory.tensors(list(targets), list(nbytes), bounds[:-1])
+        own = memory.tensors([source], [nbytes[rank]], [0])
+        for begin, end in windows(bounds[-1], staging.numel):
+            part = staging.narrow(0, end - begin)
+            clipped = [min(max(bound, begin), end) - begin for bound in bounds]
+            blocks = [[(start, stop)] if stop > start else [] for start, stop in pairwise(clipped)]
+            with self._span(Lane.PACK, part.nbytes, byte, label):
+                for start, stop in blocks[rank]:
+                    memory.pack(own, byte, part.narrow(start, stop), begin + start - bounds[rank])
+            self.allgather(part, blocks, label=label).wait()
+            with self._span(Lane.UNPACK, part.nbytes, byte, label):
+                memory.unpack(part, begin, results, byte)
+
+    def reduce_scatter_tensors(self, job: ScatterReduction, *, staging: Buffer, label: str = "") -> None:
+        """Reduce what all ranks give to each, into what each gets. Block r of ``staging`` is the next part of rank r's.
+
+        Args:
+            staging: of the type in which they travel.
+        """
+        inputs, output, numels, dtype, reduction = job
+        memory, rank, size, wire_dtype = self.memory, self.rank, self.size, staging.dtype
+        per_line = ALIGNMENT // wire_dtype.itemsize
+        for begin, end in windows(max(numels), staging.numel // size // per_line * per_line):
+            step = align_up(end - begin, per_line)
+            part = staging.narrow(0, size * step)
+            counts = [max(0, min(numel, end) - begin) for numel in numels]
+            addresses = [address and address + begin * dtype.itemsize for address in inputs]
+            with self._span(Lane.PACK, part.nbytes, wire_dtype, label):
+                memory.pack(memory.tensors(addresses, counts, [step * r for r in range(size)]), dtype, part, 0)
+            blocks = [[(step * r, step * r + count)] if count else [] for r, count in enumerate(counts)]
+            self.reduce_scatter(part, blocks, reduction, label=label).wait()
+            own = part.narrow(step * rank, step * (rank + 1))
+            with self._span(Lane.UNPACK, counts[rank] * wire_dtype.itemsize, wire_dtype, label):
+                result = memory.tensors([output and output + begin * dtype.itemsize], [counts[rank]], [0])
+                memory.unpack(own, 0, result, dtype)
 
     def prepare(self, buf: Buffer) -> None:
         """Take notice of new shared memory, ``buf`` as a whole, in which operations will be; a collective call."""

@@ -19,11 +19,9 @@ from hvdlite.collectives.base import Backend
 from hvdlite.collectives.early import MOST_BYTES, EarlyAllreduce
 from hvdlite.collectives.exchange import Exchange
 from hvdlite.collectives.shm import ShmBackend
-from hvdlite.collectives.shm_exchange import ShmExchange
 from hvdlite.collectives.thresholds import limits_of
 from hvdlite.config import Config
 from hvdlite.memory.base import Memory
-from hvdlite.memory.views import Buffer
 from hvdlite.node import Node
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
@@ -100,7 +98,6 @@ def build_backend(
 
 def build_exchange(
     backend: Backend,
-    staging: Buffer,
     comm: MPI.Comm | None,
     topology: Topology,
     config: Config,
@@ -110,11 +107,12 @@ def build_exchange(
     """What carries an alltoall between all ranks of ``topology``.
 
     Args:
-        backend: what `build_backend` has chosen; ``staging``: in its memory.
+        backend: what `build_backend` has chosen.
         comm: of these ranks, and private; None on one node.
     """
     if isinstance(backend, ShmBackend):
-        return ShmExchange(backend, staging, recorder)
+        assert backend.exchange is not None
+        return backend.exchange
     from hvdlite.collectives.pairwise import PairwiseExchange  # importing mpi4py starts MPI
 
     assert comm is not None

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, TensorReduction
+from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, ScatterReduction, TensorReduction
 from hvdlite.collectives.schedule import scaling
+from hvdlite.collectives.shm_exchange import ShmExchange
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.errors import CollectiveError
 from hvdlite.memory.base import Memory
@@ -30,7 +31,8 @@ class ShmBackend(Backend):
     Args:
         memory: of ``node``.
         spin_us: how long a wait spins before it sleeps.
-        window_bytes: tensors in private memory pass through shared memory this much at a time; 0: not this way.
+        window_bytes: an allreduce passes tensors in private memory through shared memory this much at a time; other
+            operations in windows of an own `exchange`. 0: they do not pass this way.
         timeout_s: the longest wait for the other ranks.
         check: raises once the world has failed; called after a wait was aborted.
     """
@@ -62,6 +64,11 @@ class ShmBackend(Backend):
             self._barrier = _native.Barrier(self._page.address, *here)
             self._small = _native.SmallAllreduce(self._page.address + barrier_bytes, *here)
             self.small_bytes = _native.SmallAllreduce.MOST_BYTES_AT_HOME
+        self.exchange: ShmExchange | None = None
+        if window_bytes:
+            self.exchange = ShmExchange(
+                node, spin_us=spin_us, timeout_s=timeout_s, expect_ok=self._expect_exchanged, recorder=recorder
+            )
         if self._window_bytes:
             self._windows = memory.allocate(_native.Barrier.STAGING_WINDOWS * self._window_bytes)
 
@@ -194,6 +201,25 @@ class ShmBackend(Backend):
                 self._distribute("broadcast", buf, blocks, label)
         return DONE
 
+    def broadcast_tensors(
+        self, tensors: _native.TensorList, nbytes: int, root: int, *, staging: Buffer, label: str = ""
+    ) -> None:
+        if self.exchange is None:
+            return super().broadcast_tensors(tensors, nbytes, root, staging=staging, label=label)
+        return self.exchange.broadcast(tensors, nbytes, root, label)
+
+    def allgather_tensors(
+        self, source: int, targets: Sequence[int], nbytes: Sequence[int], *, staging: Buffer, label: str = ""
+    ) -> None:
+        if self.exchange is None:
+            return super().allgather_tensors(source, targets, nbytes, staging=staging, label=label)
+        return self.exchange.allgather(source, targets, nbytes, label)
+
+    def reduce_scatter_tensors(self, job: ScatterReduction, *, staging: Buffer, label: str = "") -> None:
+        if self.exchange is None or staging.dtype is not job.dtype:
+            return super().reduce_scatter_tensors(job, staging=staging, label=label)
+        return self.exchange.reduce_scatter(job, label)
+
     def barrier(self) -> None:
         if self.size > 1:
             self.meet("barrier")
@@ -206,6 +232,8 @@ class ShmBackend(Backend):
         if self.size > 1:
             _native.wake_all(self._page.address)
             self._small.wake_all()
+        if self.exchange is not None:
+            self.exchange.native.wake_all()
 
     def _distribute(self, operation: str, buf: Buffer, blocks: Sequence[Sequence[Range]], label: str) -> None:
         self.meet(operation, label)
@@ -233,8 +261,18 @@ class ShmBackend(Backend):
         """A barrier, whose errors speak of ``operation`` and ``label``."""
         self._expect_ok(self._barrier.wait(self._timeout_s), operation, label)
 
+    def _expect_exchanged(self, status: int, operation: str, label: str) -> None:
+        assert self.exchange is not None
+        native = self.exchange.native
+        assert status in (native.OK, native.TIMEOUT, native.ABORTED), status  # as those of barriers
+        self._expect_ok(status, operation, label, native)
+
     def _expect_ok(
-        self, status: int, operation: str, label: str, waited_in: _native.Barrier | _native.SmallAllreduce | None = None
+        self,
+        status: int,
+        operation: str,
+        label: str,
+        waited_in: _native.Barrier | _native.SmallAllreduce | _native.OrderedExchange | None = None,
     ) -> None:
         if status == _native.Barrier.OK:
             return

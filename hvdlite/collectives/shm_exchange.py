@@ -1,77 +1,97 @@
-"""Alltoall between the ranks of one node: through windows of shared memory, which the receivers read."""
+"""Tensors that live anywhere between the ranks of one node: through windows of shared memory, which all can read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from hvdlite import _native
-from hvdlite.collectives.shm import ShmBackend
+from hvdlite.collectives.base import ScatterReduction
 from hvdlite.counters import Traffic
-from hvdlite.memory.views import Buffer
+from hvdlite.memory.layout import ALIGNMENT
+from hvdlite.node import Node
 from hvdlite.recorder import Lane, Recorder
 
-_WINDOW_BYTES = 256 << 10  # stays in cache between who writes and who reads
+# Between caches of two cores lines pass much more slowly than through the cache that cores share, so windows are not
+# to stay in those of who has filled them; but in the shared one, with those of all ranks.
+_WINDOW_BYTES = 1 << 20
+_WINDOWS_OF_ALL_BYTES = 16 << 20
+_LEAST_WINDOW_BYTES = 256 << 10
+_STREAMED_BYTES = 16 << 20  # larger results do not fit the caches; to read their old contents first would take longer
+_CARD = 0x687664  # the same for all: the coordinator has seen to it that all ranks do the same
+
+
+def window_bytes(local_size: int) -> int:
+    """Of a window of one of so many ranks."""
+    fair = max(_LEAST_WINDOW_BYTES, _WINDOWS_OF_ALL_BYTES // local_size)
+    return max(min(_WINDOW_BYTES, fair), local_size * ALIGNMENT)
 
 
 class ShmExchange:
-    """A `hvdlite.collectives.exchange.Exchange`.
-
-    What a rank sends to others is a stream, which passes its window piece by piece. There are two windows in turns: a
-    rank fills one while others may still read the other, so there is one barrier for each piece. Every rank knows how
-    much all others send, and so when which of it is where.
+    """A `hvdlite.collectives.exchange.Exchange`, and what `ShmBackend` does with tensors that live anywhere.
 
     Args:
-        backend: of the node.
-        staging: of which it uses the beginning of every rank's copy.
+        timeout_s: the longest wait for the other ranks.
+        expect_ok: called with what a native call returned, and the operation and label for an error, which it raises.
+
+    Attributes:
+        native: for who sees for itself that all ranks do the same.
     """
 
-    def __init__(self, backend: ShmBackend, staging: Buffer, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        node: Node,
+        *,
+        spin_us: int,
+        timeout_s: float,
+        expect_ok: Callable[[int, str, str], None],
+        recorder: Recorder,
+    ) -> None:
         self.traffic = Traffic()
-        self._backend = backend
-        self._rank = backend.rank
-        self._copies = staging.copies
-        self._window = min(_WINDOW_BYTES, staging.nbytes // 2)
+        self._rank = node.local_rank
+        self._timeout_s = timeout_s
+        self._expect_ok = expect_ok
         self._recorder = recorder
+        nbytes = window_bytes(node.local_size)
+        self._segment = node.share(_native.OrderedExchange.bytes_needed(node.local_size, nbytes))
+        self.native = _native.OrderedExchange(
+            self._segment.address,
+            node.local_rank,
+            node.local_size,
+            node.abort_address,
+            spin_us,
+            nbytes,
+            _STREAMED_BYTES,
+        )
 
     def exchange(self, source: int, target: int, nbytes: Sequence[Sequence[int]], label: str, owner: object) -> None:
         """See `hvdlite.collectives.exchange.Exchange`."""
-        rank, size = self._rank, len(nbytes)
-        departures = [source + start for start in accumulate(nbytes[rank], initial=0)]
-        arrivals = [target + start for start in accumulate((row[rank] for row in nbytes), initial=0)]
-        with self._recorder.span(Lane.ALLTOALL, label, sum(nbytes[rank])):
-            _native.copy(arrivals[rank], departures[rank], nbytes[rank][rank])
-            streams = [_stream(sender, row) for sender, row in enumerate(nbytes)]
-            longest = max(stream[-1] for stream in streams)
-            others = [(rank + distance) % size for distance in range(1, size)]
-            for begin in range(0, longest, self._window):
-                end = begin + self._window
-                window = (begin // self._window) % 2 * self._window
-                own = self._copies[rank] + window
-                for receiver in others:
-                    start, nbytes_here = _part(streams[rank], receiver, begin, end)
-                    if nbytes_here:
-                        offset = start - streams[rank][receiver]
-                        _native.copy(own + start - begin, departures[receiver] + offset, nbytes_here)
-                        self.traffic.sent(nbytes_here)
-                self._backend.meet("alltoall", label)
-                for sender in others:
-                    start, nbytes_here = _part(streams[sender], rank, begin, end)
-                    if nbytes_here:
-                        offset = start - streams[sender][rank]
-                        place = self._copies[sender] + window + start - begin
-                        _native.copy(arrivals[sender] + offset, place, nbytes_here)
-                        self.traffic.received(nbytes_here)
-            if longest:
-                self._backend.meet("alltoall", label)  # before which nobody may use the windows for anything else
+        sent, received = nbytes[self._rank], [row[self._rank] for row in nbytes]
+        departures = [*zip(accumulate(sent, initial=source), sent, strict=False)]
+        arrivals = [*zip(accumulate(received, initial=target), received, strict=False)]
+        with self._recorder.span(Lane.ALLTOALL, label, sum(sent)):
+            self._expect_ok(self.native.alltoall(_CARD, departures, arrivals, self._timeout_s), "alltoall", label)
+        for rank in range(len(nbytes)):
+            if rank != self._rank:
+                self.traffic.sent(sent[rank])
+                self.traffic.received(received[rank])
 
+    def broadcast(self, tensors: _native.TensorList, nbytes: int, root: int, label: str) -> None:
+        """See `hvdlite.collectives.base.Backend.broadcast_tensors`."""
+        with self._recorder.span(Lane.BROADCAST, label, nbytes):
+            status = self.native.broadcast(_CARD, tensors, nbytes, root, self._timeout_s)
+            self._expect_ok(status, "broadcast", label)
 
-def _stream(sender: int, nbytes: Sequence[int]) -> list[int]:
-    """Where the bytes for each rank begin in what ``sender`` sends to others, and where the last ones end."""
-    return list(accumulate((0 if rank == sender else n for rank, n in enumerate(nbytes)), initial=0))
+    def allgather(self, source: int, targets: Sequence[int], nbytes: Sequence[int], label: str) -> None:
+        """See `hvdlite.collectives.base.Backend.allgather_tensors`."""
+        arrivals = [(target, size if target else 0) for target, size in zip(targets, nbytes, strict=True)]
+        with self._recorder.span(Lane.ALLGATHER, label, sum(nbytes)):
+            status = self.native.spread(_CARD, (source, nbytes[self._rank]), arrivals, self._timeout_s)
+            self._expect_ok(status, "allgather", label)
 
-
-def _part(stream: Sequence[int], receiver: int, begin: int, end: int) -> tuple[int, int]:
-    """The bytes for ``receiver`` in [begin, end) of a stream: where they begin there, and how many there are."""
-    start, stop = max(begin, stream[receiver]), min(end, stream[receiver + 1])
-    return start, max(0, stop - start)
+    def reduce_scatter(self, job: ScatterReduction, label: str) -> None:
+        """See `hvdlite.collectives.base.Backend.reduce_scatter_tensors`; they travel in their own type."""
+        inputs, output, numels, dtype, reduction = job
+        with self._recorder.span(Lane.NODE_REDUCE_SCATTER, label, sum(numels) * dtype.itemsize, dtype.label):
+            status = self.native.reduce_scatter(_CARD, inputs, numels, output, dtype, *reduction, self._timeout_s)
+            self._expect_ok(status, "reduce_scatter", label)

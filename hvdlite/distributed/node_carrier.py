@@ -9,20 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvdlite import _native
-from hvdlite.collectives.select import spin_us
+from hvdlite.collectives.shm import ShmBackend
 from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
 from hvdlite.distributed.carrier import Carrier, Part
 from hvdlite.distributed.engine_moves import EngineMoves
 from hvdlite.dtypes import Reduction
 from hvdlite.errors import CollectiveError, StallError
-from hvdlite.memory.layout import ALIGNMENT, Layout
+from hvdlite.memory.layout import Layout
 from hvdlite.recorder import Lane
 from hvdlite.world import World
 
 _LOG = logging.getLogger("hvdlite")
-_CHUNKS = 2  # of which a window has room: more bytes for a wait than an allreduce takes, and still in cache
-_STREAMED_BYTES = 16 << 20  # larger results do not fit the caches; to read their old contents first would take longer
 _TELL = 0x7465_6C6C  # the card of ranks that tell one another what they have come for
 
 
@@ -37,7 +35,7 @@ class NodeCarrier(Carrier):
     """
 
     def __init__(self, world: World, name: str, ranks: Sequence[int], timeout_s: float) -> None:
-        node, config = world.node, world.config
+        config = world.config
         self._world = world
         self._engine, self._moves = world.engine, EngineMoves(world.engine)
         self._recorder = world.recorder
@@ -45,17 +43,9 @@ class NodeCarrier(Carrier):
         self._ranks = tuple(ranks)
         self._stall_s = math.inf if config.stall_check_disable else config.stall_check_time_s or math.inf
         self.timeout_s = timeout_s
-        window_bytes = max(_CHUNKS * config.chunk_bytes, node.local_size * ALIGNMENT)
-        self._segment = node.share(_native.OrderedExchange.bytes_needed(node.local_size, window_bytes))
-        self._exchange = _native.OrderedExchange(
-            self._segment.address,
-            node.local_rank,
-            node.local_size,
-            node.abort_address,
-            spin_us(config, node),
-            window_bytes,
-            _STREAMED_BYTES,
-        )
+        backend = world.engine.backend
+        assert isinstance(backend, ShmBackend) and backend.exchange is not None
+        self._exchange = backend.exchange.native
 
     @property
     def timeout_s(self) -> float:
@@ -81,7 +71,7 @@ class NodeCarrier(Carrier):
     def reduce_scatter(
         self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction
     ) -> None:
-        arguments = (inputs, output, layout.numels[0], layout.dtype, *reduction)
+        arguments = (inputs, [layout.numels[0]] * len(inputs), output, layout.dtype, *reduction)
         self._engine.executed.buckets += 1
         self._engine.executed.reduced_bytes += layout.nbytes * len(inputs)
         with self._recorder.span(Lane.NODE_REDUCE_SCATTER, call.operation, layout.nbytes, layout.dtype.label):

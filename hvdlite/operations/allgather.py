@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.submission import Allocate, Submission
@@ -12,10 +12,8 @@ from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
 from hvdlite.group import Group
 from hvdlite.memory.base import Memory
-from hvdlite.memory.layout import windows
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.operation import Operation, Work
-from hvdlite.recorder import Lane
 
 
 def allgather_async(
@@ -65,21 +63,7 @@ class Allgather(Operation):
             rows = [sizes[i] for sizes in response.sizes]
             result = submission.allocate(i, (sum(rows), *spec.shape))
             row_bytes = result.nbytes // sum(rows) if sum(rows) else 0
-            bounds = [0, *(row_bytes * count for count in accumulate(rows))]
-            _gather(engine, view.address, result.address, bounds, label)
-
-
-def _gather(engine: Engine, source: int, target: int, bounds: list[int], label: str) -> None:
-    """Rank r gives bytes [bounds[r], bounds[r + 1]) of the result, which it has at ``source``."""
-    staging = engine.staging(DType.UINT8)
-    mine = bounds[engine.rank]
-    for begin, end in windows(bounds[-1], staging.numel):
-        clipped = [min(max(bound, begin), end) - begin for bound in bounds]
-        blocks = [[(start, stop)] if stop > start else [] for start, stop in pairwise(clipped)]
-        part = staging.narrow(0, end - begin)
-        with engine.recorder.span(Lane.PACK, label, part.nbytes):
-            for start, stop in blocks[engine.rank]:
-                engine.memory.copy(part.address + start, source + begin + start - mine, stop - start)
-        engine.backend.allgather(part, blocks, label=label).wait()
-        with engine.recorder.span(Lane.UNPACK, label, part.nbytes):
-            engine.memory.copy(target + begin, part.address, end - begin)
+            nbytes = [row_bytes * count for count in rows]
+            targets = [result.address + start for start in accumulate(nbytes[:-1], initial=0)]
+            staging = engine.staging(DType.UINT8)
+            engine.backend.allgather_tensors(view.address, targets, nbytes, staging=staging, label=label)

@@ -12,10 +12,9 @@ from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
 from hvdlite.group import Group
 from hvdlite.memory.base import Memory
-from hvdlite.memory.layout import Layout, windows
+from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.operation import MUST_TAKE_PART, Operation, Work, nothing
-from hvdlite.recorder import Lane
 
 
 def broadcast_async(
@@ -63,18 +62,7 @@ class Broadcast(Operation):
         return Submission(self, response.sequence, views, views)
 
     def run(self, engine: Engine, work: Work, label: str) -> None:
-        views = work[0][1].inputs
-        memory, dtype = engine.memory, DType.UINT8
-        layout = Layout.of([view.nbytes for view in views], dtype, dtype)  # a broadcast does not care for types
-        tensors = engine.tensors(views, layout)
-        root = engine.ranks.index(self.root_rank)
-        staging = engine.staging(dtype)
-        for begin, end in windows(layout.end, staging.numel):
-            part = staging.narrow(0, end - begin)
-            if engine.rank == root:
-                with engine.recorder.span(Lane.PACK, label, part.nbytes):
-                    memory.pack(tensors, dtype, part, begin)
-            engine.backend.broadcast(part, root, label=label).wait()
-            if engine.rank != root:
-                with engine.recorder.span(Lane.UNPACK, label, part.nbytes):
-                    memory.unpack(part, begin, tensors, dtype)
+        views, byte = work[0][1].inputs, DType.UINT8
+        layout = Layout.of([view.nbytes for view in views], byte, byte)  # a broadcast does not care for types
+        tensors, root = engine.tensors(views, layout), engine.ranks.index(self.root_rank)
+        engine.backend.broadcast_tensors(tensors, layout.end, root, staging=engine.staging(byte), label=label)

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hvdlite.collectives.base import ScatterReduction
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.engine import Engine
 from hvdlite.group import Group
-from hvdlite.memory.layout import ALIGNMENT, align_up
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.operation import Work
 from hvdlite.operations.reducing import ReducingOperation
-from hvdlite.recorder import Lane
 
 
 def reducescatter_async(
@@ -59,28 +58,10 @@ class Reducescatter(ReducingOperation):
         for view, output in zip(submission.inputs, submission.outputs, strict=True):
             wire_dtype = self.travels_as(view.dtype)
             engine.executed.reduced_bytes += view.numel * wire_dtype.itemsize
-            self._scatter(engine, view, output.address, wire_dtype, label)
-
-    def _scatter(self, engine: Engine, view: TensorView, target: int, wire_dtype: DType, label: str) -> None:
-        """By way of the staging buffer, in which block r is the next part of what rank r shall have."""
-        memory, rank, size, itemsize = engine.memory, engine.rank, engine.size, view.dtype.itemsize
-        row_numel = math.prod(view.shape[1:])
-        bounds = [start * row_numel for start in row_bounds(view.shape[0], size)]
-        reduction = engine.resolved(self.reduction, wire_dtype)
-        staging = engine.staging(wire_dtype)
-        per_line = ALIGNMENT // wire_dtype.itemsize
-        width = staging.numel // size // per_line * per_line
-        most = max(stop - start for start, stop in pairwise(bounds))
-        for begin in range(0, most, width):
-            step = align_up(min(width, most - begin), per_line)
-            part = staging.narrow(0, size * step)
-            numels = [max(0, min(step, stop - start - begin)) for start, stop in pairwise(bounds)]
-            addresses = [view.address and view.address + (start + begin) * itemsize for start in bounds[:-1]]
-            with engine.recorder.span(Lane.PACK, label, part.nbytes, wire_dtype.label):
-                memory.pack(memory.tensors(addresses, numels, [step * r for r in range(size)]), view.dtype, part, 0)
-            blocks = [[(step * r, step * r + numel)] if numel else [] for r, numel in enumerate(numels)]
-            engine.backend.reduce_scatter(part, blocks, reduction, label=label).wait()
-            own = part.narrow(step * rank, step * (rank + 1))
-            with engine.recorder.span(Lane.UNPACK, label, numels[rank] * wire_dtype.itemsize, wire_dtype.label):
-                result = memory.tensors([target and target + begin * itemsize], [numels[rank]], [0])
-                memory.unpack(own, 0, result, view.dtype)
+            row_numel = math.prod(view.shape[1:])
+            bounds = [start * row_numel for start in row_bounds(view.shape[0], engine.size)]
+            inputs = [view.address and view.address + start * view.dtype.itemsize for start in bounds[:-1]]
+            numels = [stop - start for start, stop in pairwise(bounds)]
+            reduction = engine.resolved(self.reduction, wire_dtype)
+            job = ScatterReduction(inputs, output.address, numels, view.dtype, reduction)
+            engine.backend.reduce_scatter_tensors(job, staging=engine.staging(wire_dtype), label=label)
