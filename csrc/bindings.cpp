@@ -341,6 +341,14 @@ void register_ordered_exchange(py::module_& m) {
              double timeout_s) { return static_cast<int>(self.broadcast(card, tensors, bytes, root, timeout_s)); },
           "card"_a, "tensors"_a, "bytes"_a, "root"_a, "timeout_s"_a, WithoutGil())
       .def(
+          "tell",
+          [](OrderedExchange& self, std::uint64_t card, const std::vector<std::int64_t>& numbers, double timeout_s) {
+            std::vector<std::int64_t> told;
+            const Result result = self.tell(card, numbers, told, timeout_s);
+            return std::make_pair(static_cast<int>(result), told);
+          },
+          "card"_a, "numbers"_a, "timeout_s"_a, WithoutGil())
+      .def(
           "reduce_scatter",
           [](OrderedExchange& self, std::uint64_t card, const Addresses& inputs, const Counts& numels,
              std::uintptr_t output, int dtype, int op, double prescale, double postscale, double timeout_s) {

@@ -244,6 +244,17 @@ OrderedExchange::Result OrderedExchange::broadcast(std::uint64_t card, const Ten
   return pieces(card, bytes, window_bytes_, timeout_s, fill, read);
 }
 
+OrderedExchange::Result OrderedExchange::tell(std::uint64_t card, const std::vector<std::int64_t>& numbers,
+                                              std::vector<std::int64_t>& told, double timeout_s) {
+  told.resize(size_ * numbers.size());
+  const std::uint64_t bytes = numbers.size() * sizeof(std::int64_t);
+  std::vector<Part> arrivals;
+  for (std::uint32_t rank = 0; rank < size_; ++rank) {
+    arrivals.emplace_back(reinterpret_cast<std::uintptr_t>(told.data() + rank * numbers.size()), bytes);
+  }
+  return spread(card, {reinterpret_cast<std::uintptr_t>(numbers.data()), bytes}, arrivals, timeout_s);
+}
+
 OrderedExchange::Result OrderedExchange::reduce_scatter(std::uint64_t card, const std::vector<std::uintptr_t>& inputs,
                                                         const std::vector<std::uint64_t>& numels,
                                                         std::uintptr_t output, DType dtype, const Reducer& reducer,

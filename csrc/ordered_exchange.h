@@ -53,6 +53,9 @@ class OrderedExchange {
   Result spread(std::uint64_t card, Part departure, const std::vector<Part>& arrivals, double timeout_s);
   // `tensors`, in a layout of so many bytes, become those of rank `root`.
   Result broadcast(std::uint64_t card, const TensorList& tensors, std::uint64_t bytes, int root, double timeout_s);
+  // Everybody's `numbers`, rank by rank; all have as many.
+  Result tell(std::uint64_t card, const std::vector<std::int64_t>& numbers, std::vector<std::int64_t>& told,
+              double timeout_s);
   // inputs[r], of numels[r] elements, is what this rank gives to the result of rank r, which is `output` here. Address
   // 0 stands for zeros that nobody stored, and for a result that nobody wants.
   Result reduce_scatter(std::uint64_t card, const std::vector<std::uintptr_t>& inputs,

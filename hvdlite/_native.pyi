@@ -224,6 +224,8 @@ class OrderedExchange:
         """The same bytes go to all ranks; each takes those of the ranks whose arrival is not empty."""
     def broadcast(self, card: int, tensors: TensorList, bytes: int, root: int, timeout_s: float) -> int:
         """``tensors``, of single bytes in a layout of so many, become those of rank ``root``."""
+    def tell(self, card: int, numbers: Sequence[int], timeout_s: float) -> tuple[int, list[int]]:
+        """What the call ended with; and everybody's ``numbers``, rank by rank, of which all have as many."""
     def reduce_scatter(
         self,
         card: int,

@@ -109,7 +109,7 @@ class DeviceTransfer:
             submission.sequence,
             inputs,
             outputs,
-            sizes=submission.sizes,
+            splits=submission.splits,
             allocate=None if allocate is None else allocate_twice,
         )
 

@@ -1,4 +1,4 @@
-"""What an alltoall runs on: every rank has bytes for each."""
+"""What an alltoall runs on: every rank has bytes for each. And what ranks must know of one another before."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ class Exchange(Protocol):
     def traffic(self) -> Traffic:
         """What this rank has exchanged with others, of its own node too."""
 
-    def exchange(self, source: int, target: int, nbytes: Sequence[Sequence[int]], label: str, owner: object) -> None:
-        """Send ``nbytes[rank][r]`` bytes to each rank r, and receive ``nbytes[s][rank]`` from each rank s.
+    def tell(self, numbers: Sequence[int], label: str) -> Sequence[Sequence[int]]:
+        """The ``numbers`` of all ranks, by rank; each has as many."""
+
+    def exchange(
+        self, source: int, target: int, sent: Sequence[int], received: Sequence[int], label: str, owner: object
+    ) -> None:
+        """Send sent[r] bytes to each rank r, and receive received[s] from each rank s.
 
         Args:
             source: where the bytes to send lie, in the order of ranks.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hvdlite import _native
 from hvdlite.collectives.base import LARGEST_MESSAGE_BYTES
 from hvdlite.collectives.requests import Endpoint
@@ -43,28 +45,51 @@ class PairwiseExchange:
         """See `hvdlite.collectives.exchange.Exchange`."""
         return self._endpoint.traffic
 
-    def exchange(self, source: int, target: int, nbytes: Sequence[Sequence[int]], label: str, owner: object) -> None:
+    def tell(self, numbers: Sequence[int], label: str) -> Sequence[Sequence[int]]:
+        """See `hvdlite.collectives.exchange.Exchange`.
+
+        In ceil(log2(n)) steps, each of which doubles what a rank knows of those behind it (Bruck et al. 1997,
+        doi:10.1109/71.642949).
+        """
+        rank, size = self._endpoint.rank, self._endpoint.size
+        known = np.empty((size, len(numbers)), np.int64)  # row d is of the rank d behind
+        known[0] = numbers
+        with self._endpoint.operation("exchange of sizes", label, known):
+            distance = 1
+            while known.nbytes and distance < size:
+                count = min(distance, size - distance)
+                ahead, behind = (rank + distance) % size, (rank - distance) % size
+                arriving, leaving = known[distance : distance + count], known[:count]
+                incoming = self._endpoint.receive(arriving.ctypes.data, arriving.nbytes, behind)
+                outgoing = self._endpoint.send(leaving.ctypes.data, leaving.nbytes, ahead)
+                self._endpoint.wait(behind, incoming)
+                self._endpoint.wait(ahead, outgoing)
+                distance *= 2
+        return known[[(rank - other) % size for other in range(size)]].tolist()  # type: ignore[no-any-return]
+
+    def exchange(
+        self, source: int, target: int, sent: Sequence[int], received: Sequence[int], label: str, owner: object
+    ) -> None:
         """See `hvdlite.collectives.exchange.Exchange`.
 
         n - 1 steps; in step i to the rank i ahead, from the rank i behind, so every rank is in one pair of messages at
         a time (Thakur, Rabenseifner & Gropp 2005, doi:10.1177/1094342005051521).
         """
         rank, size = self._endpoint.rank, self._endpoint.size
-        sends, receives = nbytes[rank], [row[rank] for row in nbytes]
-        departures = [source + start for start in accumulate(sends, initial=0)]
-        arrivals = [target + start for start in accumulate(receives, initial=0)]
-        with self._recorder.span(Lane.ALLTOALL, label, sum(sends)):
-            _native.copy(arrivals[rank], departures[rank], sends[rank])
+        departures = [*accumulate(sent, initial=source)]
+        arrivals = [*accumulate(received, initial=target)]
+        with self._recorder.span(Lane.ALLTOALL, label, sum(sent)):
+            _native.copy(arrivals[rank], departures[rank], sent[rank])
             with self._endpoint.operation("alltoall", label, owner):
                 for distance in range(1, size):
                     ahead, behind = (rank + distance) % size, (rank - distance) % size
                     incoming = [
                         self._endpoint.receive(address, length, behind)
-                        for address, length in _messages(arrivals[behind], receives[behind])
+                        for address, length in _messages(arrivals[behind], received[behind])
                     ]
                     outgoing = [
                         self._endpoint.send(address, length, ahead)
-                        for address, length in _messages(departures[ahead], sends[ahead])
+                        for address, length in _messages(departures[ahead], sent[ahead])
                     ]
                     self._endpoint.wait(behind, *incoming)
                     self._endpoint.wait(ahead, *outgoing)

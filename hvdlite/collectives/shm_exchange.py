@@ -48,7 +48,7 @@ class ShmExchange:
         recorder: Recorder,
     ) -> None:
         self.traffic = Traffic()
-        self._rank = node.local_rank
+        self._rank, self._size = node.local_rank, node.local_size
         self._timeout_s = timeout_s
         self._expect_ok = expect_ok
         self._recorder = recorder
@@ -64,14 +64,22 @@ class ShmExchange:
             _STREAMED_BYTES,
         )
 
-    def exchange(self, source: int, target: int, nbytes: Sequence[Sequence[int]], label: str, owner: object) -> None:
+    def tell(self, numbers: Sequence[int], label: str) -> Sequence[Sequence[int]]:
         """See `hvdlite.collectives.exchange.Exchange`."""
-        sent, received = nbytes[self._rank], [row[self._rank] for row in nbytes]
+        status, told = self.native.tell(_CARD, numbers, self._timeout_s)
+        self._expect_ok(status, "exchange of sizes", label)
+        width = len(numbers)
+        return [told[width * rank : width * (rank + 1)] for rank in range(self._size)]
+
+    def exchange(
+        self, source: int, target: int, sent: Sequence[int], received: Sequence[int], label: str, owner: object
+    ) -> None:
+        """See `hvdlite.collectives.exchange.Exchange`."""
         departures = [*zip(accumulate(sent, initial=source), sent, strict=False)]
         arrivals = [*zip(accumulate(received, initial=target), received, strict=False)]
         with self._recorder.span(Lane.ALLTOALL, label, sum(sent)):
             self._expect_ok(self.native.alltoall(_CARD, departures, arrivals, self._timeout_s), "alltoall", label)
-        for rank in range(len(nbytes)):
+        for rank in range(len(sent)):
             if rank != self._rank:
                 self.traffic.sent(sent[rank])
                 self.traffic.received(received[rank])

@@ -317,7 +317,7 @@ class Coordinator:
 
     def _admit(self, submission: Submission, now_s: float) -> None:
         if not self._plan.admit(submission, now_s):
-            self._station.say(submission.claim(self._rank))
+            self._station.say(submission.claim())
 
     def _obey(self, message: Message) -> None:
         """Do what a message of the log says."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from hvdlite.coordinator.request import Key, Request, Sizes
+from hvdlite.coordinator.request import Key, Request
 
 KNOWN_REQUESTS = 1024
 """The most operations of which it is remembered what follows from their requests, as they come again in every step."""
@@ -33,12 +33,11 @@ REMEMBERED_PLANS = 64
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """``ranks`` (None: all that the sender speaks for) are ready for ``request``; ``sizes`` in the order of ranks."""
+    """``ranks`` (None: all that the sender speaks for) are ready for ``request``."""
 
     request: Request
     sequence: int
     ranks: tuple[int, ...] | None = None
-    sizes: tuple[Sizes, ...] = ()
 
     @property
     def key(self) -> Key:
@@ -47,11 +46,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Every rank is ready; ``sizes`` by rank, or empty."""
+    """Every rank is ready. ``last``: where all have departed, the rank that did so last; else -1."""
 
     request: Request
     sequence: int
-    sizes: tuple[Sizes, ...] = ()
+    last: int = -1
     key: Key = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -142,11 +141,10 @@ class Encoder:
             self._frame(_PLAN, payload, message.verb + message.is_begun * len(_VERBS), message.count)
         elif isinstance(message, Claim):
             self.written.claims += 1
-            varies = message.ranks is not None or message.sizes
-            payload = json.dumps([message.ranks, message.sizes]).encode() if varies else b""
+            payload = b"" if message.ranks is None else json.dumps(message.ranks).encode()
             self._frame(_CLAIM, payload, self._slot(message.request), message.sequence)
         elif isinstance(message, Response):
-            payload = json.dumps(message.sizes).encode() if message.sizes else b""
+            payload = b"" if message.last < 0 else json.dumps(message.last).encode()
             self._frame(_RESPONSE, payload, self._slot(message.request), message.sequence)
         elif isinstance(message, Fault):
             self._frame(_FAULT, json.dumps([*message.key, message.text]).encode())
@@ -206,14 +204,9 @@ class Decoder:
 
     def _message(self, tag: int, slot: int, sequence: int, payload: bytes) -> Message:
         if tag == _CLAIM:
-            ranks, sizes = json.loads(payload) if payload else (None, ())
-            return Claim(
-                self._requests[slot], sequence, None if ranks is None else tuple(ranks), tuple(tuple(s) for s in sizes)
-            )
+            return Claim(self._requests[slot], sequence, tuple(json.loads(payload)) if payload else None)
         if tag == _RESPONSE:
-            return Response(
-                self._requests[slot], sequence, tuple(tuple(s) for s in json.loads(payload)) if payload else ()
-            )
+            return Response(self._requests[slot], sequence, json.loads(payload) if payload else -1)
         if tag == _FAULT:
             name, number, text = json.loads(payload)
             return Fault((name, number), text)

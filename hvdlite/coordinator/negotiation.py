@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Claim, Fault, Response
-from hvdlite.coordinator.request import Difference, Key, Request, Sizes, rank_list
+from hvdlite.coordinator.request import Difference, Key, Request, rank_list
 
 LOOK_S = 0.25  # how often a leader looks who is late, while claims wait
 
@@ -25,11 +25,11 @@ class _Gathering:
     since_s: float
     missing: int
     in_parts: bool = False  # some claims have gone up already
-    claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]] = field(default_factory=dict)
+    claims: dict[Request, list[tuple[int, ...]]] = field(default_factory=dict)
 
     def ranks(self) -> set[int]:
         """Who has claimed it, of those that have not gone up."""
-        return {rank for parts in self.claims.values() for ranks, _ in parts for rank in ranks}
+        return {rank for parts in self.claims.values() for ranks in parts for rank in ranks}
 
 
 class Negotiation:
@@ -59,7 +59,7 @@ class Negotiation:
         gathering = self._gathering.get(key)
         if gathering is None:
             gathering = self._gathering[key] = _Gathering(now_s, len(self._ranks))
-        gathering.claims.setdefault(claim.request, []).append((ranks, claim.sizes))
+        gathering.claims.setdefault(claim.request, []).append(ranks)
         gathering.missing -= len(ranks)
         if gathering.missing == 0:
             del self._gathering[key]
@@ -101,7 +101,7 @@ class Negotiation:
         verdicts = [_judge(key, gathering.claims, self._joined.keys()) for key, gathering in self._take()]
         if len(self._joined) == len(self._ranks):
             last, claim = list(self._joined.items())[-1]
-            verdicts.append(Response(claim.request, claim.sequence, ((last,),)))
+            verdicts.append(Response(claim.request, claim.sequence, last))
             self.end_join()
         return verdicts
 
@@ -148,55 +148,35 @@ class Negotiation:
 
 
 def _as_claims(gathering: _Gathering, sequence: int, of_all: bool) -> list[Claim]:
-    if of_all and not any(sizes for parts in gathering.claims.values() for _, sizes in parts):
-        # The usual case, which must cost no more where there are more ranks below.
+    if of_all:  # the usual case, which must cost no more where there are more ranks below
         return [Claim(request, sequence) for request in gathering.claims]
-    return [Claim(request, sequence, *_in_rank_order(parts)) for request, parts in gathering.claims.items()]
+    return [Claim(request, sequence, _in_order(parts)) for request, parts in gathering.claims.items()]
 
 
-def _in_rank_order(
-    parts: list[tuple[tuple[int, ...], tuple[Sizes, ...]]],
-) -> tuple[tuple[int, ...], tuple[Sizes, ...]]:
-    ranks = tuple(rank for part, _ in parts for rank in part)
-    sizes = tuple(size for _, part in parts for size in part)
-    if not sizes:
-        return tuple(sorted(ranks)), ()
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    return tuple(ranks[i] for i in order), tuple(sizes[i] for i in order)
+def _in_order(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(rank for part in parts for rank in part))
 
 
-def _judge(
-    key: Key,
-    claims: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]],
-    joined: Collection[int] = (),
-) -> Response | Fault:
-    if len(claims) == 1 and not joined:
-        ((request, parts),) = claims.items()
-        if not any(sizes for _, sizes in parts):  # the usual case, which must cost no more where there are more ranks
-            return Response(request, key[1])
-    merged: dict[Request, list[tuple[tuple[int, ...], tuple[Sizes, ...]]]] = {}
+def _judge(key: Key, claims: dict[Request, list[tuple[int, ...]]], joined: Collection[int] = ()) -> Response | Fault:
+    if len(claims) == 1 and not joined:  # the usual case, which must cost no more where there are more ranks
+        return Response(next(iter(claims)), key[1])
+    merged: dict[Request, list[tuple[int, ...]]] = {}
     for request, parts in claims.items():  # where tensors live contradicts nothing
         merged.setdefault(request.settled(), []).extend(parts)
-    by_ranks = [(request, _in_rank_order(parts)) for request, parts in merged.items()]
-    by_ranks.sort(key=lambda item: item[1][0])  # the group of the lowest rank first: its text is the reference
+    by_ranks = [(request, _in_order(parts)) for request, parts in merged.items()]
+    by_ranks.sort(key=lambda item: item[1])  # the group of the lowest rank first: its text is the reference
     request = by_ranks[0][0]
-    for other, (ranks, _) in by_ranks[1:]:
-        text = _difference(request, other, by_ranks[0][1][0], ranks)
+    for other, ranks in by_ranks[1:]:
+        text = _difference(request, other, by_ranks[0][1], ranks)
         if text is not None:
             return Fault(key, text)
-    if len(claims) == 1 and not joined:  # all name one place; who has joined has none
-        request = next(iter(claims))
-    all_parts = [part for parts in claims.values() for part in parts]
-    absent = tuple(sorted(set(joined).difference(*(ranks for _, (ranks, _) in by_ranks))))
+    absent = tuple(sorted(set(joined).difference(*(ranks for _, ranks in by_ranks))))
     if absent:
         objection = request.objection(absent)
         if objection is not None:
             who = f"{rank_list(absent)} called join()"
             return Fault(key, f"{request.label} '{request.subject}': {who}{objection}.")
-        if all_parts[0][1]:
-            nothing = (0,) * len(request.tensors)
-            all_parts.append((absent, (nothing,) * len(absent)))
-    return Response(request, key[1], _in_rank_order(all_parts)[1])
+    return Response(request, key[1])
 
 
 def _difference(a: Request, b: Request, a_ranks: tuple[int, ...], b_ranks: tuple[int, ...]) -> str | None:

@@ -20,9 +20,6 @@ Key = tuple[str, int]
 
 _NAMES = 4  # of tensors, that a message lists
 
-Sizes = tuple[int, ...]
-"""What may differ per rank: dimension 0 of every tensor of an allgather, rows for every rank of an alltoall."""
-
 
 class TensorSpec(NamedTuple):
     """A tensor as it must be on every rank; ``shape`` leaves out dimension 0 where that may differ between ranks."""
@@ -57,7 +54,7 @@ class Request:
     label: ClassVar[str]
     """The kind of operation, for people and on the wire."""
     is_ragged: ClassVar[bool] = False
-    """Dimension 0 of its tensors may differ between ranks."""
+    """Dimension 0 of its tensors may differ between ranks, which tell one another when they do it."""
     repeats: ClassVar[bool] = False
     """It may be part of a frozen plan: nothing of it varies between ranks."""
     unsettles: ClassVar[bool] = False

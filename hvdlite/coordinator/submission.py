@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.coordinator.messages import Claim
-from hvdlite.coordinator.request import NAMED, Key, Request, Sizes
+from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.memory.base import Home
 from hvdlite.memory.views import OnDevice, TensorView
 
@@ -100,13 +100,13 @@ class Submission(Future):
 
     Args:
         inputs: kept alive until the operation is complete, as ``outputs`` are.
-        sizes: of this rank, what may differ between ranks.
+        splits: rows for each rank, of an alltoall.
         home: where its tensors live, if they live in one place.
     """
 
     __slots__ = (
         "_result", "_stream", "allocate", "device", "done_on_device", "home", "inputs", "is_awaited",
-        "key", "label", "outputs", "pause_s", "request", "sequence", "sizes", "submitted_ns",
+        "key", "label", "outputs", "pause_s", "request", "sequence", "splits", "submitted_ns",
     )  # fmt: skip
 
     def __init__(
@@ -116,7 +116,7 @@ class Submission(Future):
         inputs: Sequence[TensorView] = (),
         outputs: Sequence[TensorView] = (),
         *,
-        sizes: Sizes | None = None,
+        splits: Sequence[int] = (),
         home: Home | None = None,
         allocate: Allocate | None = None,
     ) -> None:
@@ -128,7 +128,7 @@ class Submission(Future):
         """The name for people: in errors and in the timeline."""
         self.inputs = inputs
         self.outputs = outputs
-        self.sizes = sizes
+        self.splits = splits
         self.home = home
         self.allocate = allocate
         self.submitted_ns = time.monotonic_ns()
@@ -150,10 +150,8 @@ class Submission(Future):
         """Under which it is in flight."""
         return (self.key,)
 
-    def claim(self, rank: int) -> Claim:
-        if self.sizes is None:
-            return Claim(self.request, self.sequence)
-        return Claim(self.request, self.sequence, (rank,), (self.sizes,))
+    def claim(self) -> Claim:
+        return Claim(self.request, self.sequence)
 
     def poll(self) -> bool:
         """Whether `wait` would return, or raise, at once."""

@@ -116,26 +116,18 @@ class NetworkCarrier(Carrier):
     @_told
     def alltoall(self, call: Call, departures: Sequence[Part], arrivals: Sequence[Part]) -> None:
         self._meet(call)
-        sizes = self._all_sizes([size for _, size in departures], [size for _, size in arrivals])
-        sends, wants = sizes[:, : self._size], sizes[:, self._size :]
-        if not np.array_equal(sends, wants.T):
+        sent, wanted = ([nbytes for _, nbytes in parts] for parts in (departures, arrivals))
+        told = np.array(self._engine.exchange.tell([*sent, *wanted], "sizes of an all_to_all"))
+        if not np.array_equal(told[:, : self._size], told[:, self._size :].T):
             raise contradiction(self._name, self._tell(call), self._ranks)
         source, target = _gathered(departures), _room_for(arrivals)
         self._engine.exchange.exchange(
-            ctypes.addressof(source), ctypes.addressof(target), sends.tolist(), call.operation, (source, target)
+            ctypes.addressof(source), ctypes.addressof(target), sent, wanted, call.operation, (source, target)
         )
         offset = ctypes.addressof(target)
         for address, nbytes in arrivals:
             self._memory.copy(address, offset, nbytes)
             offset += nbytes
-
-    def _all_sizes(self, sends: Sequence[int], wants: Sequence[int]) -> np.ndarray:
-        """(ranks, what each sends to each and wants of each)."""
-        own = np.array([*sends, *wants], np.int64)
-        table = np.empty((self._size, 2 * self._size), np.int64)
-        rows = [(row.ctypes.data, row.nbytes) for row in table]
-        self._moves.spread((own.ctypes.data, own.nbytes), rows, [own.nbytes] * self._size, "sizes of an all_to_all")
-        return table
 
     def _tell(self, call: Call) -> list[bytes]:
         """What all ranks have come for."""

@@ -24,6 +24,7 @@ def allgather_async(
     name: str | None = None,
     names: Sequence[str] | None = None,
     needs_all: bool = False,
+    background: bool = True,
 ) -> Submission:
     """Concatenate along dimension 0, in the order of ranks; only that dimension may differ between ranks.
 
@@ -31,19 +32,21 @@ def allgather_async(
         inputs: each of at least one dimension.
         allocate: called on the coordinator thread with (index, shape of the result) for the memory to fill.
         needs_all: it is an error where a rank has joined; otherwise that rank has no rows.
+        background: see `Group.submit`.
     """
     request = Allgather.of(name, inputs, needs_all, names=names)
-    return group.submit(request, name, inputs, sizes=tuple(view.shape[0] for view in inputs), allocate=allocate)
+    return group.submit(request, name, inputs, background=background, allocate=allocate)
 
 
 @dataclass(frozen=True, eq=False)
 class Allgather(Operation):
-    """What ranks agree on; rows travel beside it."""
+    """What ranks agree on; how many rows each has they tell one another when they do it."""
 
     needs_all: bool = False
 
     label = "allgather"
     is_ragged = True
+    repeats = True
 
     def absentee(self, response: Response, memory: Memory) -> Submission:
         inputs = [TensorView(0, (0, *spec.shape), spec.dtype, None) for spec in self.tensors]
@@ -57,10 +60,11 @@ class Allgather(Operation):
         return Submission(self, response.sequence, inputs, allocate=allocate)
 
     def run(self, engine: Engine, work: Work, label: str) -> None:
-        ((response, submission),) = work
+        ((_, submission),) = work
         assert submission.allocate is not None
+        told = engine.exchange.tell([view.shape[0] for view in submission.inputs], label)
         for i, (spec, view) in enumerate(zip(self.tensors, submission.inputs, strict=True)):
-            rows = [sizes[i] for sizes in response.sizes]
+            rows = [sizes[i] for sizes in told]
             result = submission.allocate(i, (sum(rows), *spec.shape))
             row_bytes = result.nbytes // sum(rows) if sum(rows) else 0
             nbytes = [row_bytes * count for count in rows]

@@ -25,11 +25,13 @@ def broadcast_async(
     name: str | None = None,
     names: Sequence[str] | None = None,
     needs_all: bool = False,
+    background: bool = True,
 ) -> Submission:
     """Overwrite ``tensors`` with those of rank ``root_rank`` of the job.
 
     Args:
         needs_all: it is an error where a rank has joined; otherwise only the root must not have.
+        background: see `Group.submit`.
 
     Raises:
         ValueError: there is no such rank in the group.
@@ -37,7 +39,7 @@ def broadcast_async(
     if root_rank not in group.ranks:
         raise ValueError(f"root_rank is {root_rank}, but the ranks of this process set are {list(group.ranks)}")
     request = Broadcast.of(name, tensors, int(root_rank), needs_all, names=names)
-    return group.submit(request, name, tensors, tensors)
+    return group.submit(request, name, tensors, tensors, background=background)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,19 +26,21 @@ def reducescatter_async(
     name: str | None = None,
     names: Sequence[str] | None = None,
     wire_dtype: DType | None = None,
+    background: bool = True,
 ) -> Submission:
     """An allreduce of which each rank gets some rows: those between `row_bounds` of dimension 0.
 
     Args:
         inputs: each of at least one dimension.
         outputs: this rank's rows.
+        background: see `Group.submit`.
 
     Raises:
         ValueError: an element type that does not reduce.
         NotImplementedError: Adasum.
     """
     request = Reducescatter.of(name, inputs, reduction, wire_dtype, names=names)
-    return group.submit(request, name, inputs, outputs)
+    return group.submit(request, name, inputs, outputs, background=background)
 
 
 def row_bounds(rows: int, size: int) -> list[int]:

@@ -50,7 +50,7 @@ class UnfusedCarrier(Carrier):
     def reduce_scatter(self, rows: Rows, produce: Produce) -> torch.Tensor:
         product = self._product(rows, produce)
         name = f"{self._name}.reduce_scatter"
-        return start_reducescatter([product], name, self._options, grouped=False).synchronize()[0]
+        return start_reducescatter([product], name, self._options, grouped=False, background=False).synchronize()[0]
 
     def all_reduce(self, rows: Rows, produce: Produce) -> torch.Tensor:
         product = self._product(rows, produce)
@@ -65,4 +65,4 @@ class UnfusedCarrier(Carrier):
 
 
 def _allgather(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
-    return start_allgather([tensor], name, process_set, grouped=False).synchronize()[0]
+    return start_allgather([tensor], name, process_set, grouped=False, background=False).synchronize()[0]

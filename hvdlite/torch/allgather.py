@@ -22,7 +22,7 @@ class _Allgather(torch.autograd.Function):
     def forward(
         ctx: Any, name: str | None, grouped: bool, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        gathered = start_allgather(tensors, name, process_set, grouped=grouped).synchronize()
+        gathered = start_allgather(tensors, name, process_set, grouped=grouped, background=False).synchronize()
         ctx.shapes, ctx.process_set = [tensor.shape for tensor in tensors], process_set
         return tuple(gathered)
 

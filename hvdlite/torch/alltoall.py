@@ -19,7 +19,7 @@ class _Alltoall(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        output, received = start_alltoall(tensor, splits, name, process_set).synchronize()
+        output, received = start_alltoall(tensor, splits, name, process_set, background=False).synchronize()
         ctx.shape, ctx.received, ctx.process_set = tensor.shape, received, process_set
         ctx.mark_non_differentiable(received)
         return output, received

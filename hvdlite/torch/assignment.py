@@ -80,8 +80,9 @@ class Assignment:
         """
         process_set = self._options.reduce.process_set
         chosen = torch.tensor(self._choose().encode(len(self._arrival.slots)), device="cpu")
+        name = f"{self._prefix}.order"
         start_broadcast(
-            [chosen], process_set.ranks[0], f"{self._prefix}.order", None, process_set, needs_all=False
+            [chosen], process_set.ranks[0], name, None, process_set, needs_all=False, background=False
         ).synchronize()
         self._bucketing = Bucketing.decode(chosen.tolist())
         return self._bucketing

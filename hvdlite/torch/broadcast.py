@@ -9,7 +9,7 @@ import torch
 import hvdlite
 from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.arrays import takes_arrays
-from hvdlite.torch.handle import Handle, only
+from hvdlite.torch.handle import Handle, label_of, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
 from hvdlite.torch.start import start_broadcast
@@ -24,7 +24,7 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         ctx.root_rank, ctx.process_set = root_rank, process_set
-        return broadcast_async(tensor, root_rank, name, process_set).synchronize()
+        return _start_on_copy(tensor, root_rank, name, process_set, background=False).synchronize()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -64,9 +64,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """`broadcast` as a handle."""
-    label = "broadcast" if name is None else f"broadcast '{name}'"
-    result = check_tensor(tensor, label).detach().clone(memory_format=torch.contiguous_format)
-    return broadcast_async_(result, root_rank, name, process_set)
+    return _start_on_copy(tensor, root_rank, name, process_set, background=True)
 
 
 @takes_arrays(in_place=True)
@@ -77,7 +75,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """`broadcast` in place; returns ``tensor``."""
-    return broadcast_async_(tensor, root_rank, name, process_set).synchronize()
+    return _start(tensor, root_rank, name, process_set, background=False).synchronize()
 
 
 @takes_arrays(in_place=True)
@@ -88,4 +86,17 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle[torch.Tensor]:
     """`broadcast` in place, as a handle. ``tensor`` is undefined before it is complete."""
-    return only(start_broadcast([tensor], root_rank, name, None, process_set))
+    return _start(tensor, root_rank, name, process_set, background=True)
+
+
+def _start_on_copy(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, background: bool
+) -> Handle[torch.Tensor]:
+    result = check_tensor(tensor, label_of("broadcast", name)).detach().clone(memory_format=torch.contiguous_format)
+    return _start(result, root_rank, name, process_set, background=background)
+
+
+def _start(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, background: bool
+) -> Handle[torch.Tensor]:
+    return only(start_broadcast([tensor], root_rank, name, None, process_set, background=background))

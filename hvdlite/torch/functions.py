@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -49,7 +49,13 @@ def broadcast_parameters(
     if present:
         names = [name for name, _ in present]
         tensors = [tensor for _, tensor in present]
-        start_broadcast(tensors, root_rank, "broadcast_parameters", names, process_set).synchronize()
+        _broadcast_now(tensors, root_rank, "broadcast_parameters", names, process_set)
+
+
+def _broadcast_now(
+    tensors: Sequence[torch.Tensor], root_rank: int, name: str, names: Sequence[str], process_set: ProcessSet
+) -> None:
+    start_broadcast(tensors, root_rank, name, names, process_set, background=False).synchronize()
 
 
 def broadcast_optimizer_state(
@@ -94,7 +100,7 @@ def broadcast_optimizer_state(
         state, options = _Unpickler(io.BytesIO(received.numpy().data), tensors, gpu).load()
     if tensors:
         names = [str(i) for i in range(len(tensors))]
-        start_broadcast(tensors, root_rank, "broadcast_optimizer_state", names, process_set).synchronize()
+        _broadcast_now(tensors, root_rank, "broadcast_optimizer_state", names, process_set)
     if isinstance(optimizer, DistributedOptimizer):
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:

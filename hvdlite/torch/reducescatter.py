@@ -25,7 +25,7 @@ class _Reducescatter(torch.autograd.Function):
     def forward(
         options: ReduceOptions, name: str | None, grouped: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return tuple(start_reducescatter(tensors, name, options, grouped=grouped).synchronize())
+        return tuple(start_reducescatter(tensors, name, options, grouped=grouped, background=False).synchronize())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,4 +1,7 @@
-"""Each operation started on tensors, without autograd: the one implementation beneath all public forms of it."""
+"""Each operation started on tensors, without autograd: the one implementation beneath all public forms of it.
+
+Of all functions: ``background`` is False where the caller waits for the operation at once, and so does it himself.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,7 @@ def start_allreduce(
     grouped: bool,
     background: bool = True,
 ) -> Handle[list[torch.Tensor]]:
-    """Reduce each of ``tensors``, by any op but Adasum.
-
-    Args:
-        background: False where the caller waits for it at once.
-    """
+    """Reduce each of ``tensors``, by any op but Adasum."""
     label = label_of("allreduce", name)
     sources = [contiguous_block(tensor, label) for tensor in tensors]
     results = sources if in_place else [new_empty(source, tuple(source.shape)) for source in sources]
@@ -61,6 +60,7 @@ def start_allgather(
     *,
     grouped: bool,
     needs_all: bool = True,
+    background: bool = True,
 ) -> Handle[list[torch.Tensor]]:
     """Gather the rows of each of ``tensors``; a scalar is one row.
 
@@ -87,6 +87,7 @@ def start_allgather(
         name=name,
         names=_member_names(name, len(tensors)) if grouped else None,
         needs_all=needs_all,
+        background=background,
     )
     return Handle(pending, group.recorder, label, lambda: [results[i] for i in range(len(sources))])
 
@@ -99,6 +100,7 @@ def start_broadcast(
     process_set: ProcessSet,
     *,
     needs_all: bool = True,
+    background: bool = True,
 ) -> Handle[list[torch.Tensor]]:
     """Overwrite ``tensors`` with those of rank ``root_rank``, in one operation.
 
@@ -110,14 +112,25 @@ def start_broadcast(
     results = [contiguous_block(tensor, label) for tensor in tensors]
     group = check_process_set(process_set).group()
     pending = broadcast_async(
-        group, views_of(results), root_rank=root_rank, name=name, names=names, needs_all=needs_all
+        group,
+        views_of(results),
+        root_rank=root_rank,
+        name=name,
+        names=names,
+        needs_all=needs_all,
+        background=background,
     )
     kept = list(tensors)
     return Handle(pending, group.recorder, label, lambda: copied_back(kept, results))
 
 
 def start_reducescatter(
-    tensors: Sequence[torch.Tensor], name: str | None, options: ReduceOptions, *, grouped: bool
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    options: ReduceOptions,
+    *,
+    grouped: bool,
+    background: bool = True,
 ) -> Handle[list[torch.Tensor]]:
     """Reduce each of ``tensors``, and keep this rank's rows."""
     label = label_of("reducescatter", name)
@@ -139,12 +152,18 @@ def start_reducescatter(
         name=name,
         names=_member_names(name, len(tensors)) if grouped else None,
         wire_dtype=options.wire_dtype,
+        background=background,
     )
     return Handle(pending, group.recorder, label, lambda: results)
 
 
 def start_alltoall(
-    tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet
+    tensor: torch.Tensor,
+    splits: torch.Tensor | None,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    background: bool = True,
 ) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
     """Send rows of ``tensor`` to each rank; the result has the rows received, and how many came from each rank."""
     label = label_of("alltoall", name)
@@ -160,7 +179,7 @@ def start_alltoall(
             results.append(new_empty(source, shape))
             return view_of(results[0])
 
-    pending = alltoall_async(group, view_of(source), counts, allocate, name=name)
+    pending = alltoall_async(group, view_of(source), counts, allocate, name=name, background=background)
     return Handle(pending, group.recorder, label, lambda: (results[0], torch.tensor(pending.wait(), dtype=torch.int32)))
 
 

@@ -78,9 +78,8 @@ class SyncBatchNorm(_BatchNorm):
             self._name = f"sync_batch_norm{self.process_set.next_number()}"
         with torch.no_grad():
             own = local_statistics(input).unsqueeze(0).cpu()  # a few numbers per channel travel by way of the CPU
-            gathering = start_allgather(
-                [own], f"{self._name}.forward", self.process_set, grouped=False, needs_all=False
-            )
+            name = f"{self._name}.forward"
+            gathering = start_allgather([own], name, self.process_set, grouped=False, needs_all=False, background=False)
             rows = gathering.synchronize()[0].to(input.device)
             count, wide_mean, wide_variance = combine(rows)
             if count == 1:

@@ -33,6 +33,7 @@ SIZE = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 SEGMENT = 256  # bytes; small, so that pipelines of many segments run on little data
 SMALL = 1024
+WINDOW = 256  # bytes; small, so that many windows run on little data
 PATIENCE_S = 60.0  # for peers that come; a test whose peers do not come sets its own
 
 RING = Limits(doubling_bytes=SMALL, halving_bytes=0, tree_bytes=SMALL)
@@ -119,7 +120,7 @@ class Lab:
         local_rank = nodes[index].index(RANK)
         return self.split(local_rank if local_rank < min(len(ranks) for ranks in nodes) else -1, index)
 
-    def shm(self, nodes: Layout, names: Sequence[int] | None = None) -> ShmBackend:
+    def shm(self, nodes: Layout, names: Sequence[int] | None = None, *, window_bytes: int = 0) -> ShmBackend:
         """``names``: what errors call this node's ranks."""
         node = self.node(nodes)
         node.ranks = node.ranks if names is None else tuple(names)
@@ -127,6 +128,7 @@ class Lab:
             node,
             HostMemory(node),
             spin_us=5,
+            window_bytes=window_bytes,
             timeout_s=self.timeout_s,
             check=self.check,
             recorder=self.recorder,
@@ -162,8 +164,8 @@ class Lab:
         )
 
     def build(self, kind: str) -> Backend:
-        if kind == "shm":
-            return self.shm((tuple(range(SIZE)),))
+        if kind in ("shm", "windows"):
+            return self.shm((tuple(range(SIZE)),), window_bytes=WINDOW if kind == "windows" else 0)
         if kind in ("ring", "halving"):
             return self.ring(MPI.COMM_WORLD.Dup(), limits=RING if kind == "ring" else HALVING)
         if kind.startswith("rings"):  # no memory is shared; the contract is all that the two have in common
@@ -185,6 +187,10 @@ KINDS: dict[str, Layout] = (
     | {f"hierarchical {name_of(nodes)}": nodes for nodes in _SEVERAL}
     | {f"rings {name_of(nodes)}": nodes for nodes in _SEVERAL[-2:-1]}
 )
+
+
+WAYS = ("windows", "shm", "ring", *[kind for kind in KINDS if "hier" in kind][:1])
+"""Kinds of backends that move tensors which live anywhere, each in another way."""
 
 
 def assert_none(*problems: str | None) -> None:

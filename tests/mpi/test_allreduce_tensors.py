@@ -8,33 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from backend_lab import KINDS, RANK, SIZE, Lab, allocate, assert_none, difference, encode, reduced, values_of
+from backend_lab import RANK, WAYS, WINDOW, Lab, allocate, assert_none, difference, encode, reduced, values_of
 from hvdlite.collectives.base import Backend, TensorReduction
-from hvdlite.collectives.shm import ShmBackend
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
-from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import Buffer
 
-WINDOW = 256  # bytes; small, so that many windows run on little data
 REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]
 
 
-@pytest.fixture(scope="module", params=["windows", "shm", "ring", *[kind for kind in KINDS if "hier" in kind][:1]])
+@pytest.fixture(scope="module", params=WAYS)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    lab = Lab()
-    if request.param != "windows":
-        return lab.build(request.param)
-    node = lab.node((tuple(range(SIZE)),))
-    return ShmBackend(
-        node,
-        HostMemory(node),
-        spin_us=5,
-        window_bytes=WINDOW,
-        timeout_s=lab.timeout_s,
-        check=lab.check,
-        recorder=lab.recorder,
-    )
+    return Lab().build(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -328,9 +328,27 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COLLECTIVES}shm_exchange.py",
-        "end = begin + self._window",
-        "end = begin + self._window // 2",
+        "zip(accumulate(received, initial=target), received, strict=False)",
+        "zip(accumulate(sent, initial=target), received, strict=False)",
         "2 mpi/test_alltoall.py",
+    ),
+    Mutant(
+        f"{_COLLECTIVES}pairwise.py",
+        "count = min(distance, size - distance)",
+        "count = 1",
+        "3 mpi/test_alltoall.py",
+    ),
+    Mutant(
+        "csrc/ordered_exchange.cpp",
+        "if (inputs[rank_] != 0) sources[rank_]",
+        "if (false) sources[rank_]",
+        "2 mpi/test_reducescatter.py",
+    ),
+    Mutant(
+        "csrc/ordered_exchange.cpp",
+        "const std::uint64_t begin = k * window_bytes_;\n    if (rank_ != owner)",
+        "const std::uint64_t begin = 0;\n    if (rank_ != owner)",
+        "2 mpi/test_backends.py",
     ),
     # Ranks that meet without MPI.
     Mutant(

@@ -89,13 +89,21 @@ class Multiples(Backend):
 
 
 class _Echo:
-    """An alltoall in which every rank sends to rank 0 what that sends to itself."""
+    """An alltoall in which every rank has as much as rank 0, and sends to it what that sends to itself."""
 
     traffic = Traffic()
 
-    def exchange(self, source: int, target: int, nbytes: Sequence[Sequence[int]], label: str, owner: object) -> None:
-        for sender, row in enumerate(nbytes):
-            _native.copy(target + sender * row[0], source, row[0])
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def tell(self, numbers: Sequence[int], label: str) -> Sequence[Sequence[int]]:
+        return [numbers] * self._size
+
+    def exchange(
+        self, source: int, target: int, sent: Sequence[int], received: Sequence[int], label: str, owner: object
+    ) -> None:
+        for sender in range(self._size):
+            _native.copy(target + sender * sent[0], source, sent[0])
 
 
 class _Alone:
@@ -184,7 +192,7 @@ class FakeWorld:
         backend = Multiples(size, self.recorder)
         self.engine = Engine(
             backend,
-            _Echo(),
+            _Echo(size),
             backend.memory.allocate(STAGING_BYTES).buffer(0, STAGING_BYTES, DType.UINT8),
             STAGING_BYTES,
             self.topology,
@@ -205,8 +213,7 @@ class FakeWorld:
         )
 
     def execute(self, submission: Submission) -> object:
-        sizes = () if submission.sizes is None else (submission.sizes,) * self.group.size
-        response = Response(submission.request, submission.sequence, sizes)
+        response = Response(submission.request, submission.sequence)
         return submission.request.run(self.engine, [(response, submission)], submission.label)  # type: ignore[attr-defined]
 
     def tune(self, settings: Tunable) -> None:

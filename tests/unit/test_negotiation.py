@@ -8,7 +8,6 @@ from hvdlite.coordinator.messages import Claim, Fault, Response
 from hvdlite.coordinator.negotiation import Negotiation
 from hvdlite.coordinator.request import NAMED, TensorSpec, rank_list
 from hvdlite.dtypes import DType, ReduceOp, Reduction
-from hvdlite.operations.allgather import Allgather
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.broadcast import Broadcast
 
@@ -80,17 +79,6 @@ def test_what_a_tensor_costs_does_not_grow_with_the_ranks():
     assert upward == Claim(request(), NAMED)
     root.add(upward, _ManyRanks(range(8, 12)), 0.0)
     assert root.verdicts() == [Response(request(), NAMED)]
-
-
-def test_sizes_come_back_in_rank_order():
-    gather = Allgather("g", (TensorSpec("g", DType.INT8, (7,)),))
-    below, root = Negotiation((1, 2), PATIENCE_S), Negotiation(range(3), PATIENCE_S)
-    for rank in (2, 1):
-        below.add(Claim(gather, 4, (rank,), ((rank * 10,),)), (rank,), 0.0)
-    for claim in below.upward():
-        root.add(claim, (1, 2), 0.0)
-    root.add(Claim(gather, 4, (0,), ((5,),)), (0,), 0.0)
-    assert root.verdicts() == [Response(gather, 4, ((5,), (10,), (20,)))]
 
 
 def test_who_is_late_is_told_once_others_have_waited():
