@@ -109,7 +109,7 @@ class VirtualNode:
         """A rank is ready for an operation; what it writes to its leader, if anything."""
         rank = self.ranks[local_rank]
         if not rank.member.admit(submission, now_s):
-            return self._send_up(local_rank, submission.claim(self._senders[local_rank][0]), now_s)
+            return self._send_up(local_rank, submission.claim(), now_s)
         plan = rank.member.plan
         if plan is not None and plan.ready > plan.told:
             plan.told = plan.ready

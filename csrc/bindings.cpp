@@ -309,6 +309,8 @@ void register_file_mapping(py::module_& m) {
 void register_ordered_exchange(py::module_& m) {
   using Result = OrderedExchange::Result;
   using Parts = std::vector<OrderedExchange::Part>;
+  static_assert(static_cast<int>(Result::kTimeout) == static_cast<int>(WaitStatus::kTimeout));
+  static_assert(static_cast<int>(Result::kAborted) == static_cast<int>(WaitStatus::kAborted));
   py::class_<OrderedExchange> exchange(m, "OrderedExchange");
   exchange.attr("OK") = static_cast<int>(Result::kOk);
   exchange.attr("TIMEOUT") = static_cast<int>(Result::kTimeout);

@@ -38,6 +38,7 @@ class PairwiseExchange:
         recorder: Recorder,
     ) -> None:
         self._endpoint = Endpoint(comm, ranks=ranks, timeout_s=timeout_s, check=check)
+        self._teller = Endpoint(comm, ranks=ranks, timeout_s=timeout_s, check=check)  # whose traffic is nobody's data
         self._recorder = recorder
 
     @property
@@ -51,19 +52,19 @@ class PairwiseExchange:
         In ceil(log2(n)) steps, each of which doubles what a rank knows of those behind it (Bruck et al. 1997,
         doi:10.1109/71.642949).
         """
-        rank, size = self._endpoint.rank, self._endpoint.size
+        teller, rank, size = self._teller, self._endpoint.rank, self._endpoint.size
         known = np.empty((size, len(numbers)), np.int64)  # row d is of the rank d behind
         known[0] = numbers
-        with self._endpoint.operation("exchange of sizes", label, known):
+        with teller.operation("exchange of sizes", label, known):
             distance = 1
             while known.nbytes and distance < size:
                 count = min(distance, size - distance)
                 ahead, behind = (rank + distance) % size, (rank - distance) % size
                 arriving, leaving = known[distance : distance + count], known[:count]
-                incoming = self._endpoint.receive(arriving.ctypes.data, arriving.nbytes, behind)
-                outgoing = self._endpoint.send(leaving.ctypes.data, leaving.nbytes, ahead)
-                self._endpoint.wait(behind, incoming)
-                self._endpoint.wait(ahead, outgoing)
+                incoming = teller.receive(arriving.ctypes.data, arriving.nbytes, behind)
+                outgoing = teller.send(leaving.ctypes.data, leaving.nbytes, ahead)
+                teller.wait(behind, incoming)
+                teller.wait(ahead, outgoing)
                 distance *= 2
         return known[[(rank - other) % size for other in range(size)]].tolist()  # type: ignore[no-any-return]
 

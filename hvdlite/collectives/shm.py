@@ -11,10 +11,10 @@ from functools import partial
 
 from hvdlite import _native
 from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, ScatterReduction, TensorReduction
+from hvdlite.collectives.node_waits import NodeWaits
 from hvdlite.collectives.schedule import scaling
 from hvdlite.collectives.shm_exchange import ShmExchange
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
-from hvdlite.errors import CollectiveError
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout, Range, align_up, share_of
 from hvdlite.memory.views import Buffer
@@ -52,9 +52,8 @@ class ShmBackend(Backend):
         self.size = node.local_size
         self.memory = memory
         self.recorder = recorder
-        self._ranks = node.ranks
+        self._waits = NodeWaits(node.ranks, timeout_s, check)
         self._timeout_s = timeout_s
-        self._check = check
         self._spin_us = spin_us
         self._window_bytes = align_up(window_bytes) if self.size > 1 else 0
         if self.size > 1:
@@ -66,9 +65,7 @@ class ShmBackend(Backend):
             self.small_bytes = _native.SmallAllreduce.MOST_BYTES_AT_HOME
         self.exchange: ShmExchange | None = None
         if window_bytes:
-            self.exchange = ShmExchange(
-                node, spin_us=spin_us, timeout_s=timeout_s, expect_ok=self._expect_exchanged, recorder=recorder
-            )
+            self.exchange = ShmExchange(node, self._waits, spin_us, recorder)
         if self._window_bytes:
             self._windows = memory.allocate(_native.Barrier.STAGING_WINDOWS * self._window_bytes)
 
@@ -83,7 +80,7 @@ class ShmBackend(Backend):
                     _native.reduce(*call)
                 return DONE
             status = self._barrier.allreduce(buf.copies, buf.numel, buf.dtype, *reduction, self._timeout_s)
-            self._expect_ok(status, "allreduce", label)
+            self._waits.expect_ok(status, "allreduce", label, self._barrier)
         return DONE
 
     def allreduce_tensors(self, job: TensorReduction, *, staging: Buffer, label: str = "") -> Completion:
@@ -101,7 +98,7 @@ class ShmBackend(Backend):
                 status = self._small.run(
                     inputs, outputs, layout.end, layout.dtype, wire_dtype, *reduction, self._timeout_s
                 )
-                self._expect_ok(status, "allreduce", label, self._small)
+                self._waits.expect_ok(status, "allreduce", label, self._small)
                 return DONE
             status = self._barrier.staged_allreduce(
                 inputs,
@@ -114,7 +111,7 @@ class ShmBackend(Backend):
                 *reduction,
                 self._timeout_s,
             )
-            self._expect_ok(status, "allreduce", label)
+            self._waits.expect_ok(status, "allreduce", label, self._barrier)
         return DONE
 
     def prepare_allreduce(
@@ -147,7 +144,7 @@ class ShmBackend(Backend):
         )
         most_bytes = self._small.most_bytes if home is None else self.small_bytes
         waits_in = self._small if layout.nbytes <= most_bytes else self._barrier
-        expect_ok = partial(self._expect_ok, operation="allreduce", label=label, waited_in=waits_in)
+        expect_ok = partial(self._waits.expect_ok, operation="allreduce", label=label, waited_in=waits_in)
         return _PreparedCall(native, expect_ok)
 
     def reduce_scatter(
@@ -259,32 +256,7 @@ class ShmBackend(Backend):
 
     def meet(self, operation: str, label: str = "") -> None:
         """A barrier, whose errors speak of ``operation`` and ``label``."""
-        self._expect_ok(self._barrier.wait(self._timeout_s), operation, label)
-
-    def _expect_exchanged(self, status: int, operation: str, label: str) -> None:
-        assert self.exchange is not None
-        native = self.exchange.native
-        assert status in (native.OK, native.TIMEOUT, native.ABORTED), status  # as those of barriers
-        self._expect_ok(status, operation, label, native)
-
-    def _expect_ok(
-        self,
-        status: int,
-        operation: str,
-        label: str,
-        waited_in: _native.Barrier | _native.SmallAllreduce | _native.OrderedExchange | None = None,
-    ) -> None:
-        if status == _native.Barrier.OK:
-            return
-        activity = f"{operation} '{label}'" if label else operation
-        if status == _native.Barrier.ABORTED:
-            self._check()
-            raise CollectiveError(f"{activity}: the job was aborted while this rank waited for its node")
-        late = [self._ranks[local_rank] for local_rank in (waited_in or self._barrier).late()]
-        raise CollectiveError(
-            f"{activity}: of ranks {list(self._ranks)} on this node, {late} did not come within "
-            f"{self._timeout_s:g} s; if they are only slow, raise HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
-        )
+        self._waits.expect_ok(self._barrier.wait(self._timeout_s), operation, label, self._barrier)
 
 
 class _PreparedCall:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from hvdlite import _native
 from hvdlite.collectives.base import ScatterReduction
+from hvdlite.collectives.node_waits import NodeWaits
 from hvdlite.counters import Traffic
 from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.node import Node
@@ -30,27 +31,14 @@ def window_bytes(local_size: int) -> int:
 class ShmExchange:
     """A `hvdlite.collectives.exchange.Exchange`, and what `ShmBackend` does with tensors that live anywhere.
 
-    Args:
-        timeout_s: the longest wait for the other ranks.
-        expect_ok: called with what a native call returned, and the operation and label for an error, which it raises.
-
     Attributes:
         native: for who sees for itself that all ranks do the same.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        *,
-        spin_us: int,
-        timeout_s: float,
-        expect_ok: Callable[[int, str, str], None],
-        recorder: Recorder,
-    ) -> None:
+    def __init__(self, node: Node, waits: NodeWaits, spin_us: int, recorder: Recorder) -> None:
         self.traffic = Traffic()
         self._rank, self._size = node.local_rank, node.local_size
-        self._timeout_s = timeout_s
-        self._expect_ok = expect_ok
+        self._waits = waits
         self._recorder = recorder
         nbytes = window_bytes(node.local_size)
         self._segment = node.share(_native.OrderedExchange.bytes_needed(node.local_size, nbytes))
@@ -66,7 +54,7 @@ class ShmExchange:
 
     def tell(self, numbers: Sequence[int], label: str) -> Sequence[Sequence[int]]:
         """See `hvdlite.collectives.exchange.Exchange`."""
-        status, told = self.native.tell(_CARD, numbers, self._timeout_s)
+        status, told = self.native.tell(_CARD, numbers, self._waits.timeout_s)
         self._expect_ok(status, "exchange of sizes", label)
         width = len(numbers)
         return [told[width * rank : width * (rank + 1)] for rank in range(self._size)]
@@ -78,28 +66,31 @@ class ShmExchange:
         departures = [*zip(accumulate(sent, initial=source), sent, strict=False)]
         arrivals = [*zip(accumulate(received, initial=target), received, strict=False)]
         with self._recorder.span(Lane.ALLTOALL, label, sum(sent)):
-            self._expect_ok(self.native.alltoall(_CARD, departures, arrivals, self._timeout_s), "alltoall", label)
+            self._expect_ok(self.native.alltoall(_CARD, departures, arrivals, self._waits.timeout_s), "alltoall", label)
         for rank in range(len(sent)):
             if rank != self._rank:
                 self.traffic.sent(sent[rank])
                 self.traffic.received(received[rank])
 
+    def _expect_ok(self, status: int, operation: str, label: str) -> None:
+        self._waits.expect_ok(status, operation, label, self.native)
+
     def broadcast(self, tensors: _native.TensorList, nbytes: int, root: int, label: str) -> None:
         """See `hvdlite.collectives.base.Backend.broadcast_tensors`."""
         with self._recorder.span(Lane.BROADCAST, label, nbytes):
-            status = self.native.broadcast(_CARD, tensors, nbytes, root, self._timeout_s)
+            status = self.native.broadcast(_CARD, tensors, nbytes, root, self._waits.timeout_s)
             self._expect_ok(status, "broadcast", label)
 
     def allgather(self, source: int, targets: Sequence[int], nbytes: Sequence[int], label: str) -> None:
         """See `hvdlite.collectives.base.Backend.allgather_tensors`."""
         arrivals = [(target, size if target else 0) for target, size in zip(targets, nbytes, strict=True)]
         with self._recorder.span(Lane.ALLGATHER, label, sum(nbytes)):
-            status = self.native.spread(_CARD, (source, nbytes[self._rank]), arrivals, self._timeout_s)
+            status = self.native.spread(_CARD, (source, nbytes[self._rank]), arrivals, self._waits.timeout_s)
             self._expect_ok(status, "allgather", label)
 
     def reduce_scatter(self, job: ScatterReduction, label: str) -> None:
         """See `hvdlite.collectives.base.Backend.reduce_scatter_tensors`; they travel in their own type."""
         inputs, output, numels, dtype, reduction = job
         with self._recorder.span(Lane.NODE_REDUCE_SCATTER, label, sum(numels) * dtype.itemsize, dtype.label):
-            status = self.native.reduce_scatter(_CARD, inputs, numels, output, dtype, *reduction, self._timeout_s)
+            status = self.native.reduce_scatter(_CARD, inputs, numels, output, dtype, *reduction, self._waits.timeout_s)
             self._expect_ok(status, "reduce_scatter", label)

@@ -12,6 +12,7 @@ from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import Request
 
 _LONGEST_PATIENCE = 64
+_MOST_DIFFERENT = 2  # times as many operations as the longest period has: names that never come again are forgotten
 _WORTH_IT = 4  # times as long as it took to find it
 _REMEMBERED = 8  # orders
 
@@ -94,7 +95,8 @@ class OrderWatch:
         """
         if response.request.unsettles:
             self._patience = 1  # the order changes on purpose: that this plan ends says nothing about the next one
-        if not response.request.repeats or len(self._history) >= self._longest * (_LONGEST_PATIENCE + 2):
+        too_long = len(self._history) >= self._longest * (_LONGEST_PATIENCE + 2)
+        if not response.request.repeats or too_long or len(self._requests) >= _MOST_DIFFERENT * self._longest:
             self._restart()
             return
         number = self._numbers.setdefault(response.request, len(self._numbers))

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import hvdlite.torch as hvd
 from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told
 from hvdlite import mpi
-from hvdlite.distributed import doors, node_carrier
+from hvdlite.collectives import shm_exchange
+from hvdlite.distributed import doors
 from hvdlite.errors import ShutDownError, StartupError
 
 pytestmark = [
@@ -59,7 +60,7 @@ def test_groups_that_only_their_ranks_make() -> None:
 
 
 def test_what_goes_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_carrier, "_STREAMED_BYTES", 0)
+    monkeypatch.setattr(shm_exchange, "_STREAMED_BYTES", 0)
     with process_group():
         for numel in SIZES:
             tensor, block = of_rank(RANK, numel, torch.uint8), torch.empty(SIZE * numel, dtype=torch.uint8)

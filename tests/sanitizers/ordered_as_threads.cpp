@@ -78,21 +78,46 @@ class Caller {
     for (int rank = 0; rank < size_; ++rank) check(arrivals.tensors[rank], turn, rank, 0);
   }
 
+  // Another root each time; what is sent lies in two tensors, of which other ranks do not want the first now and then.
+  void broadcast(int turn) {
+    const int root = turn / 5 % size_;
+    const std::size_t bytes[] = {bytes_of(turn, root, 0), bytes_of(turn, root, 1)};
+    Parts tensors({bytes[0], bytes[1]});
+    if (rank_ == root) {
+      for (int i = 0; i < 2; ++i) fill(tensors.tensors[i], turn, root, i);
+    }
+    const bool is_unwanted = rank_ != root && turn % 10 == 3;
+    const std::uint64_t second = (bytes[0] + 63) / 64 * 64;
+    const TensorList list({is_unwanted ? 0 : tensors.places[0].first, tensors.places[1].first}, {bytes[0], bytes[1]},
+                          {0, second});
+    REQUIRE(until_done(turn, [&](double timeout_s) {
+              return exchange_.broadcast(6, list, second + bytes[1], root, timeout_s);
+            }) == Result::kOk);
+    for (int i = is_unwanted ? 1 : 0; i < 2; ++i) check(tensors.tensors[i], turn, root, i);
+  }
+
+  // Parts of several lengths; the last rank gives zeros that nobody stored, and wants nothing, now and then.
   void reduce_scatter(int turn) {
-    const auto numel = static_cast<std::size_t>(turn * 3);
-    std::vector<std::vector<float>> inputs(size_, std::vector<float>(numel));
+    const bool one_is_absent = turn % 20 == 2 && size_ > 1;
+    const bool is_absent = one_is_absent && rank_ == size_ - 1;
+    std::vector<std::uint64_t> numels;
+    for (int rank = 0; rank < size_; ++rank) numels.push_back(static_cast<std::uint64_t>(turn * 3 + rank * 40));
+    std::vector<std::vector<float>> inputs;
     std::vector<std::uintptr_t> places;
     for (int rank = 0; rank < size_; ++rank) {
-      for (std::size_t i = 0; i < numel; ++i) inputs[rank][i] = value_of(rank_, i + rank);
-      places.push_back(address_of(inputs[rank].data()));
+      inputs.emplace_back(numels[rank]);
+      for (std::size_t i = 0; i < numels[rank]; ++i) inputs[rank][i] = value_of(rank_, i + rank);
+      places.push_back(is_absent ? 0 : address_of(inputs[rank].data()));
     }
+    const std::size_t numel = numels[rank_];
     std::vector<float> output(numel);
     const Reducer reducer(DType::kFloat32, Op::kSum, 1.0, 1.0);
     REQUIRE(until_done(turn, [&](double timeout_s) {
-              return exchange_.reduce_scatter(3, places, address_of(output.data()), numel, DType::kFloat32, reducer,
-                                              timeout_s);
+              return exchange_.reduce_scatter(3, places, numels, is_absent ? 0 : address_of(output.data()),
+                                              DType::kFloat32, reducer, timeout_s);
             }) == Result::kOk);
-    for (std::size_t i = 0; i < numel; ++i) REQUIRE(output[i] == sum_of(size_, i + rank_));
+    const int givers = one_is_absent ? size_ - 1 : size_;
+    for (std::size_t i = 0; i < numel; ++i) REQUIRE(output[i] == (is_absent ? 0 : sum_of(givers, i + rank_)));
   }
 
   // What a rank writes before it comes, all see; it may write again when it has come twice.
@@ -153,6 +178,7 @@ void ordered(int size, int spin_us) {
       if (turn % 4 == 1) caller.spread(turn);
       if (turn % 4 == 2) caller.reduce_scatter(turn);
       if (turn % 4 == 3) caller.meet(turn, letters);
+      if (turn % 5 == 3) caller.broadcast(turn);
       if (turn % 20 == 7 && size > 1) caller.contradict(turn);
     }
     REQUIRE(node.exchanges[rank].late().empty());

@@ -45,6 +45,17 @@ def test_what_does_not_repeat_is_never_frozen() -> None:
         assert watch.period() == 0
 
 
+def test_names_that_never_come_again_are_forgotten() -> None:
+    watch = OrderWatch(longest=10)
+    for step in range(100):
+        watch.saw(Response(submission(f"step {step}").request, NAMED))
+        assert watch.length <= 20
+    for _ in range(3):
+        for name in "abc":
+            watch.saw(Response(submission(name).request, NAMED))
+    assert watch.period() == 3
+
+
 def test_who_was_wrong_waits_longer() -> None:
     watch = OrderWatch(longest=10)
 

@@ -1,0 +1,44 @@
+"""What a wait for the other ranks of a node has come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hvdlite import _native
+from hvdlite.errors import CollectiveError
+
+WaitedIn = _native.Barrier | _native.SmallAllreduce | _native.OrderedExchange
+
+
+class NodeWaits:
+    """Waits of one rank.
+
+    Args:
+        ranks: of the node.
+        timeout_s: the longest.
+        check: raises once the world has failed; called after a wait was aborted.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float, check: Callable[[], None]) -> None:
+        self.timeout_s = timeout_s
+        self._ranks = ranks
+        self._check = check
+
+    def expect_ok(self, status: int, operation: str, label: str, waited_in: WaitedIn) -> None:
+        """Return if ``status``, of a wait in ``waited_in``, is that all have come. Of all kinds it means the same.
+
+        Raises:
+            CollectiveError: it is not; speaks of ``operation`` and ``label``.
+        """
+        if status == _native.Barrier.OK:
+            return
+        activity = f"{operation} '{label}'" if label else operation
+        if status == _native.Barrier.ABORTED:
+            self._check()
+            raise CollectiveError(f"{activity}: the job was aborted while this rank waited for its node")
+        assert status == _native.Barrier.TIMEOUT, status
+        late = [self._ranks[local_rank] for local_rank in waited_in.late()]
+        raise CollectiveError(
+            f"{activity}: of ranks {list(self._ranks)} on this node, {late} did not come within "
+            f"{self.timeout_s:g} s; if they are only slow, raise HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"
+        )
