@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 SIZES = [1 << shift for shift in (2, 12, 18, 20, 22, 24, 26)]
 SMALL = 20  # allreduces of a step, of 256 B each
-STEPS = 50
-WARM_UP = 30  # calls: until requests are known, and their order is frozen
+STEPS = 100
+WARM_UP = 30  # calls, or steps: until requests are known, and their order is frozen
 
 Ways = dict[str, Call]
 

@@ -19,10 +19,25 @@ void copy(std::uintptr_t destination, std::uintptr_t source, std::uint64_t bytes
   std::memcpy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), bytes);
 }
 
+// Into a window. A store to a line that another core has read has to take it away from there first, one by one: on two
+// cores that share no cache 2.3 GB/s, where stores that pass by the caches make 25 (4 MiB from one rank to another in
+// windows of 256 KiB: 1.9 ms and 0.18; 0.42 and 0.22 on cores that share one). For few bytes it is the other way round.
+constexpr std::uint64_t kFewBytes = 16 << 10;
+
+void put(std::uintptr_t destination, std::uintptr_t source, std::uint64_t bytes) {
+  (bytes < kFewBytes ? copy : streaming_copy)(destination, source, bytes);
+}
+
 // Piece `k` of a part that is cut into pieces of `piece_bytes`: where it begins, and how long it is.
 OrderedExchange::Part piece_of(const OrderedExchange::Part& part, std::uint64_t k, std::uint64_t piece_bytes) {
   const std::uint64_t begin = std::min(part.second, k * piece_bytes);
   return {part.first + begin, std::min(part.second - begin, piece_bytes)};
+}
+
+std::uint64_t total_of(const std::vector<OrderedExchange::Part>& parts) {
+  std::uint64_t total = 0;
+  for (const auto& part : parts) total += part.second;
+  return total;
 }
 
 std::uint64_t longest_of(const std::vector<OrderedExchange::Part>& parts) {
@@ -123,9 +138,7 @@ std::uint64_t OrderedExchange::longest() const {
   return longest;
 }
 
-OrderedExchange::Copy OrderedExchange::copy_of(const std::vector<Part>& arrivals) const {
-  std::uint64_t bytes = 0;
-  for (const auto& part : arrivals) bytes += part.second;
+OrderedExchange::Copy OrderedExchange::copy_of(std::uint64_t bytes) const {
   return bytes < streamed_bytes_ ? copy : streaming_copy;
 }
 
@@ -190,10 +203,10 @@ OrderedExchange::Result OrderedExchange::alltoall(std::uint64_t card, const std:
         sizes(rank_)[size_ + rank] = arrivals[rank].second;
       }
       const Part piece = piece_of(departures[rank], k, slot);
-      if (rank != rank_) copy(window(rank_) + rank * slot, piece.first, piece.second);
+      if (rank != rank_) put(window(rank_) + rank * slot, piece.first, piece.second);
     }
   };
-  const Copy take = copy_of(arrivals);
+  const Copy take = copy_of(total_of(arrivals));
   const auto read = [&](std::uint64_t k) {
     if (k == 0 && !sizes_agree()) return false;
     for (std::uint32_t rank = 0; rank < size_; ++rank) {
@@ -212,9 +225,9 @@ OrderedExchange::Result OrderedExchange::spread(std::uint64_t card, Part departu
   if (arrivals.size() != size_) throw std::invalid_argument("one part per rank is needed");
   const auto fill = [&](std::uint64_t k) {
     const Part piece = piece_of(departure, k, window_bytes_);
-    if (size_ > 1) copy(window(rank_), piece.first, piece.second);
+    if (size_ > 1) put(window(rank_), piece.first, piece.second);
   };
-  const Copy take = copy_of(arrivals);
+  const Copy take = copy_of(total_of(arrivals));
   const auto read = [&](std::uint64_t k) {
     for (std::uint32_t rank = 0; rank < size_; ++rank) {
       const Part piece = piece_of(arrivals[rank], k, window_bytes_);
@@ -233,12 +246,22 @@ OrderedExchange::Result OrderedExchange::broadcast(std::uint64_t card, const Ten
   const auto end_of = [&](std::uint64_t begin) { return std::min(begin + window_bytes_, bytes); };
   const auto fill = [&](std::uint64_t k) {
     if (rank_ != owner || size_ == 1) return;
-    const std::uint64_t begin = k * window_bytes_;
-    tensors.pack(window(rank_), begin, end_of(begin), DType::kUint8, DType::kUint8, 1.0);
+    const std::uint64_t begin = k * window_bytes_, end = end_of(begin);
+    if (const std::uintptr_t source = tensors.address_of(begin, end, 1)) {
+      put(window(rank_), source, end - begin);
+    } else {
+      tensors.pack(window(rank_), begin, end, DType::kUint8, DType::kUint8, 1.0);
+    }
   };
+  const Copy take = copy_of(bytes);
   const auto read = [&](std::uint64_t k) {
-    const std::uint64_t begin = k * window_bytes_;
-    if (rank_ != owner) tensors.unpack(window(owner), begin, end_of(begin), DType::kUint8, DType::kUint8, 1.0);
+    if (rank_ == owner) return true;
+    const std::uint64_t begin = k * window_bytes_, end = end_of(begin);
+    if (const std::uintptr_t target = tensors.address_of(begin, end, 1)) {
+      take(target, window(owner), end - begin);
+    } else {
+      tensors.unpack(window(owner), begin, end, DType::kUint8, DType::kUint8, 1.0);
+    }
     return true;
   };
   return pieces(card, bytes, window_bytes_, timeout_s, fill, read);
@@ -269,7 +292,7 @@ OrderedExchange::Result OrderedExchange::reduce_scatter(std::uint64_t card, cons
       if (inputs[rank] == 0) {
         std::memset(reinterpret_cast<void*>(place), 0, piece.second);
       } else if (rank != rank_) {
-        copy(place, piece.first, piece.second);
+        put(place, piece.first, piece.second);
       }
     }
   };

@@ -36,8 +36,8 @@ class OrderedExchange {
   using Part = std::pair<std::uintptr_t, std::uint64_t>;  // address, bytes
 
   // `address`: of `bytes_needed` zeroed bytes, a multiple of 64; or counts of all ranks that are alike, from which it
-  // goes on. `abort_address`: ends every wait. Where a rank takes `streamed_bytes` or more in one `alltoall` or
-  // `spread`, they go past its caches.
+  // goes on. `abort_address`: ends every wait. Where a rank takes `streamed_bytes` or more in one `alltoall`,
+  // `spread` or `broadcast`, they go past its caches.
   OrderedExchange(std::uintptr_t address, int rank, int size, std::uintptr_t abort_address, int spin_us,
                   std::uint64_t window_bytes, std::uint64_t streamed_bytes);
 
@@ -84,7 +84,7 @@ class OrderedExchange {
   std::uint64_t longest() const;
   template <class Fill>
   Result step(std::uint64_t card, std::uint64_t longest, Clock::time_point until, Fill fill);
-  Copy copy_of(const std::vector<Part>& arrivals) const;
+  Copy copy_of(std::uint64_t bytes) const;
   template <class Fill, class Read>
   Result pieces(std::uint64_t card, std::uint64_t longest, std::uint64_t piece_bytes, double timeout_s, Fill fill,
                 Read read);

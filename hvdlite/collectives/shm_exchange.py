@@ -13,19 +13,9 @@ from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.node import Node
 from hvdlite.recorder import Lane, Recorder
 
-# Between caches of two cores lines pass much more slowly than through the cache that cores share, so windows are not
-# to stay in those of who has filled them; but in the shared one, with those of all ranks.
-_WINDOW_BYTES = 1 << 20
-_WINDOWS_OF_ALL_BYTES = 16 << 20
-_LEAST_WINDOW_BYTES = 256 << 10
+_WINDOW_BYTES = 256 << 10
 _STREAMED_BYTES = 16 << 20  # larger results do not fit the caches; to read their old contents first would take longer
 _CARD = 0x687664  # the same for all: the coordinator has seen to it that all ranks do the same
-
-
-def window_bytes(local_size: int) -> int:
-    """Of a window of one of so many ranks."""
-    fair = max(_LEAST_WINDOW_BYTES, _WINDOWS_OF_ALL_BYTES // local_size)
-    return max(min(_WINDOW_BYTES, fair), local_size * ALIGNMENT)
 
 
 class ShmExchange:
@@ -40,7 +30,7 @@ class ShmExchange:
         self._rank, self._size = node.local_rank, node.local_size
         self._waits = waits
         self._recorder = recorder
-        nbytes = window_bytes(node.local_size)
+        nbytes = max(_WINDOW_BYTES, node.local_size * ALIGNMENT)
         self._segment = node.share(_native.OrderedExchange.bytes_needed(node.local_size, nbytes))
         self.native = _native.OrderedExchange(
             self._segment.address,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hvdlite.memory.large_pages import LEAST_BYTES, prefer_large_pages
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allgather import allgather_async
 from hvdlite.operations.allreduce import allreduce_async
@@ -16,7 +17,7 @@ from hvdlite.operations.alltoall import alltoall_async
 from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.operations.prepared import allreduce_now
 from hvdlite.operations.reducescatter import reducescatter_async, row_bounds
-from hvdlite.torch.device import Now, new_empty, streaming_like
+from hvdlite.torch.device import Now, is_on_device, new_empty, streaming_like
 from hvdlite.torch.handle import Handle, label_of
 from hvdlite.torch.process_set import ProcessSet, check_process_set
 from hvdlite.torch.reduce_options import ReduceOptions
@@ -35,7 +36,7 @@ def start_allreduce(
     """Reduce each of ``tensors``, by any op but Adasum."""
     label = label_of("allreduce", name)
     sources = [contiguous_block(tensor, label) for tensor in tensors]
-    results = sources if in_place else [new_empty(source, tuple(source.shape)) for source in sources]
+    results = sources if in_place else [_new_result(source, tuple(source.shape)) for source in sources]
     now = Now()
     inputs = views_of(sources, now)
     group = options.process_set.group()
@@ -76,7 +77,7 @@ def start_allgather(
 
     def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
         with streaming[index]():
-            results[index] = new_empty(sources[index], shape)
+            results[index] = _new_result(sources[index], shape)
             return view_of(results[index])
 
     group = check_process_set(process_set).group()
@@ -142,7 +143,7 @@ def start_reducescatter(
     for source in sources:
         bounds = row_bounds(source.shape[0], group.size)
         rows = bounds[group.rank + 1] - bounds[group.rank]
-        results.append(new_empty(source, (rows, *source.shape[1:])))
+        results.append(_new_result(source, (rows, *source.shape[1:])))
     now = Now()
     pending = reducescatter_async(
         group,
@@ -176,11 +177,19 @@ def start_alltoall(
 
     def allocate(_: int, shape: tuple[int, ...]) -> TensorView:
         with streaming():
-            results.append(new_empty(source, shape))
+            results.append(_new_result(source, shape))
             return view_of(results[0])
 
     pending = alltoall_async(group, view_of(source), counts, allocate, name=name, background=background)
     return Handle(pending, group.recorder, label, lambda: (results[0], torch.tensor(pending.wait(), dtype=torch.int32)))
+
+
+def _new_result(source: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor beside ``source``, of its element type, that will be written."""
+    result = new_empty(source, shape)
+    if result.nbytes >= LEAST_BYTES and not is_on_device(result):
+        prefer_large_pages(result.data_ptr(), result.nbytes)
+    return result
 
 
 def _checked_splits(source: torch.Tensor, splits: torch.Tensor | None, size: int, label: str) -> list[int]:

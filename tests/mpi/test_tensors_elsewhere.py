@@ -29,8 +29,7 @@ EDGES = [0, 1, 63, 64, 65, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 5]
 @pytest.fixture(scope="module", params=WAYS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_WINDOW_BYTES", "_LEAST_WINDOW_BYTES"):
-            patch.setattr(shm_exchange, name, WINDOW)
+        patch.setattr(shm_exchange, "_WINDOW_BYTES", WINDOW)
         backend = Lab().build(request.param)
     yield backend
     backend.close()
