@@ -279,9 +279,8 @@ OrderedExchange::Result OrderedExchange::tell(std::uint64_t card, const std::vec
 }
 
 OrderedExchange::Result OrderedExchange::reduce_scatter(std::uint64_t card, const std::vector<std::uintptr_t>& inputs,
-                                                        const std::vector<std::uint64_t>& numels,
-                                                        std::uintptr_t output, DType dtype, const Reducer& reducer,
-                                                        double timeout_s) {
+                                                        const std::vector<std::uint64_t>& numels, std::uintptr_t output,
+                                                        DType dtype, const Reducer& reducer, double timeout_s) {
   if (inputs.size() != size_ || numels.size() != size_) throw std::invalid_argument("one input per rank is needed");
   const std::uint64_t item = item_bytes(dtype);
   const std::uint64_t slot = window_bytes_ / size_ / kCacheLine * kCacheLine;

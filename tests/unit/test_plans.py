@@ -50,7 +50,7 @@ def test_names_that_never_come_again_are_forgotten() -> None:
     for step in range(100):
         watch.saw(Response(submission(f"step {step}").request, NAMED))
         assert watch.length <= 20
-    for _ in range(3):
+    for _ in range(4):
         for name in "abc":
             watch.saw(Response(submission(name).request, NAMED))
     assert watch.period() == 3
