@@ -330,13 +330,13 @@ MUTANTS = [
         f"{_COLLECTIVES}shm_exchange.py",
         "zip(accumulate(received, initial=target), received, strict=False)",
         "zip(accumulate(sent, initial=target), received, strict=False)",
-        "2 mpi/test_alltoall.py",
+        "3 mpi/test_alltoall.py",
     ),
     Mutant(
         f"{_COLLECTIVES}pairwise.py",
         "count = min(distance, size - distance)",
         "count = 1",
-        "3 mpi/test_alltoall.py",
+        "4 mpi/test_tensors_elsewhere.py",
     ),
     Mutant(
         "csrc/ordered_exchange.cpp",
