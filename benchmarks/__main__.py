@@ -75,6 +75,7 @@ PROGRAMS = {
     "allreduce_8": Program(on_ranks(8, *CROWDED, *OWN, "MPI")),
     "slot": Program(on_ranks(4, "slot.py")),
     "latency": Program(on_ranks(2, "latency.py")),
+    "operations": Program(on_ranks(2, "operations.py")),
     "train_step": Program(on_ranks(2, "train_step.py")),
     "one_rank": Program(("train_step.py", "--threads=1", "--seconds=10")),
     "timeline_cost": Program(on_ranks(2, "timeline_cost.py")),

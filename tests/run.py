@@ -56,7 +56,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
-AT_ONCE = {"unit": 2, "sanitizers": 2, "fuzz": 2, "faults": 5, "hosts": 5, "examples": 3, "docs": 2}
+AT_ONCE = {"unit": 2, "sanitizers": 2, "fuzz": 2, "faults": 6, "hosts": 6, "examples": 3, "docs": 2}
 # Those of which each file builds something first: by one process each.
 BUILT_ONCE = ("sanitizers", "docs")
 SUITES = (

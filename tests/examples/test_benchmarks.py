@@ -201,6 +201,18 @@ def test_latency(launch: Launch, tmp_path: Path) -> None:
     assert all(0 < row["median_us"] <= row["p99_us"] for row in report["10 at once, 4 KiB"].values())
 
 
+def test_operations(launch: Launch, tmp_path: Path) -> None:
+    report = run(launch, 2, "operations.py", tmp_path / "o.json", "--rounds=2", "--bytes", "4", "65536")
+    rows = report["operations"]
+    assert [(row["operation"], row["bytes"]) for row in rows[:3]] == [
+        ("broadcast_", 4),
+        ("broadcast_", 65536),
+        ("allgather", 4),
+    ]
+    assert all(set(row["ways"]["hvd"]["times_as_fast"]) == {"MPI", "Gloo"} for row in rows) and len(rows) == 8
+    assert report["steps"]["nothing"]["relative"]["value"] == 1 < report["steps"]["allgather"]["relative"]["value"]
+
+
 SIMULATED = ("--simulate", "--rounds=2")
 
 

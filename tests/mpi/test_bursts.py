@@ -21,7 +21,10 @@ TURNS = 12
 SIZES = [0, 1, 7, 1024, 5000, 9000]
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.bfloat16]
 
-pytestmark = [pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another")]
+pytestmark = [
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -29,7 +29,7 @@ from hvdlite.operations.configure import configure
 from program_lab import SETS, Call, Loop, Program, Step, draw, draw_loop
 from runtime_lab import LAYOUTS, Machines, machines
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 WANTED = os.environ.get("HVDLITE_TEST_PROGRAMS", "")
