@@ -27,7 +27,15 @@ sys.path.insert(0, str(HERE))
 
 from figures import lines  # noqa: E402 (the line above makes it importable)
 from measure import table  # noqa: E402
-from pages import allreduce_table, collectives_table, refresh, split_table, steps_table, targets_table  # noqa: E402
+from pages import (  # noqa: E402
+    allreduce_table,
+    collectives_table,
+    operations_table,
+    refresh,
+    split_table,
+    steps_table,
+    targets_table,
+)
 from targets import targets  # noqa: E402
 
 SKIPPED = 77  # the exit status of what cannot run here
@@ -167,7 +175,8 @@ def main() -> int:
     draw(results)
     if options.readme:
         refresh(HERE / "README.md", "targets", targets_table(found))
-        for name, fill in (("allreduce", allreduce_table), ("train_step", steps_table)):
+        performance = {"allreduce": allreduce_table, "operations": operations_table, "train_step": steps_table}
+        for name, fill in performance.items():
             if name in reports:
                 refresh(ROOT / "docs" / "performance.md", name, fill(reports[name]))
         for name in ("tensor_parallel", "tensor_parallel_layer"):

@@ -76,6 +76,19 @@ def allreduce_table(report: Report) -> str:
     return _table(["bytes", *ALLREDUCE_WAYS.values()], rows)
 
 
+def operations_table(report: Report) -> str:
+    """Medians in microseconds of what is not an allreduce, and in brackets MPI's; and of steps with one of these."""
+    sizes = list(dict.fromkeys(row["bytes"] for row in report["operations"]))
+    rows: dict[str, list[str]] = {}
+    for row in report["operations"]:
+        ours, mpi = (_two_digits(row["ways"][way]["median_us"]) for way in ("hvd", "MPI"))
+        rows.setdefault(f"`hvd.{row['operation']}`", []).append(f"{ours} ({mpi})")
+    first = _table(["us", *map(size, sizes)], [[name, *cells] for name, cells in rows.items()])
+    steps = [_two_digits(found["median_us"]) for found in report["steps"].values()]
+    second = _table(["20 allreduces of 256 B, and", *report["steps"]], [["us", *steps]])
+    return f"{first}\n\n{second}"
+
+
 def steps_table(report: Report) -> str:
     """How many times as long as without communication a step takes, of every model."""
     rows = []

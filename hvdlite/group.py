@@ -124,5 +124,7 @@ class Group:
         """
         sequence = self.count(request.label) if name is None else NAMED
         submission = Submission(request, sequence, inputs, outputs, **beside)
-        self.world.coordinator.submit(submission, background=background)
+        coordinator = self.world.coordinator
+        if background or not (coordinator.runs_free and coordinator.do_at_once(submission)):
+            coordinator.submit(submission, background=background)
         return submission

@@ -20,6 +20,7 @@ from typing import Any
 
 from hvdlite.config import Config
 from hvdlite.coordinator.at_once import AtOnce
+from hvdlite.coordinator.awaited import Awaited
 from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.control_page import ControlPage
@@ -73,6 +74,7 @@ class Coordinator:
         self._page = page
         self.counts = page.counts
         self._clock = clock
+        self._spin_us = spin_us
         self._in_flight = InFlight()
         self._pace = Pace()
         self._queue: deque[Submission | Burst | Notice] = deque()
@@ -129,6 +131,32 @@ class Coordinator:
             self._progress.submissions += 1
             if background:
                 self.ring_once()
+
+    def do_at_once(self, submission: Submission) -> bool:
+        """Do an operation whose caller waits for it, if it comes next in a plan that runs free.
+
+        Returns:
+            Whether it is under way, or done; else nothing has happened, and it has to be submitted.
+
+        Raises:
+            HorovodInternalError: it came to nothing.
+        """
+        owner = self._owner
+        if owner.early is not None or submission.device is not None:
+            return False  # between nodes ranks see only those of their own; what a GPU does is for the coordinator
+        patience_s = min(owner.config.stall_patience_s, owner.config.idle_s)
+        awaited = Awaited(submission, self.counts, self._execute_alone, patience_s, self._spin_us)
+        try:
+            return self.at_once.run(awaited, submission.sequence, None, None) is not False
+        except Exception:
+            owner.check()  # raises what all others hear of it
+            raise
+
+    def _execute_alone(self, submission: Submission) -> None:
+        request = submission.request
+        if self._owner.recorder.enabled:
+            self._record_negotiation(request, submission.label, submission.submitted_ns, time.monotonic_ns())
+        submission.succeed(self._owner.execute([(Response(request, submission.sequence), submission)]))
 
     def take_over(self, made: Sequence[Submission | Burst]) -> None:
         """What was collected; with the lock of what is in flight."""

@@ -53,8 +53,8 @@ Target = Callable[[bytes], None]
 BARRIER = Barrier("barrier")
 MESSAGES: Sequence[Message] = (
     Claim(BARRIER, 0),
-    Claim(BARRIER, 1, (0, 2), ((1, 2), (3,))),
-    Response(BARRIER, 1, ((1, 2), (3,))),
+    Claim(BARRIER, 1, (0, 2)),
+    Response(BARRIER, 1, 2),
     EndOfBatch(),
     Fault(("barrier", 3), "ranks contradict one another"),
     Notice({"kind": "shutdown", "rank": 1}),
@@ -95,14 +95,13 @@ def decoder(data: bytes) -> None:
 
 
 def requests(data: bytes) -> None:
-    """What an encoder with few or many slots writes a decoder reads, whatever names and sizes requests have."""
+    """What an encoder with few or many slots writes a decoder reads, whatever names requests have."""
     encoder, decoder = Encoder(data[0] % 5 if data else 1), Decoder()
     sent: list[Message] = []
     for number, piece in enumerate(parts(data)):
         name = piece.decode("utf-8", "surrogateescape") if number % 2 else piece.hex()[:4]
-        sizes = tuple((byte, byte << 50) for byte in piece[:3])
-        sent.append(Claim(Barrier(name), number, tuple(piece[:2]) or None, sizes))
-        sent.append(Response(Barrier(name), -number, sizes))
+        sent.append(Claim(Barrier(name), number, tuple(piece[:2]) or None))
+        sent.append(Response(Barrier(name), -number, sum(piece[:3]) << 50))
         sent.append(Fault((name, number), name))
     for message in sent:
         encoder.send(message)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from beside_compute import Row, compare, report, rounds_within
 from figures import Target, lines
 from measure import estimate, in_turns, median_ratio
-from pages import allreduce_table, collectives_table, refresh, split_table, steps_table, targets_table
+from pages import allreduce_table, collectives_table, operations_table, refresh, split_table, steps_table, targets_table
 from targets import targets
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -377,6 +377,26 @@ def test_tables_of_the_page() -> None:
     model = {"model": "transformer", "gradient_bytes": 14 * MIB, "ways": ways}
     *_, row = steps_table({"models": [model]}).splitlines()
     assert row == "| transformer, 14 MiB | 60 ms |  | 1.456 (1.37, 1.49) |  |  |  |  |"
+
+
+def test_operations_beside_mpi() -> None:
+    def row(operation: str, nbytes: int, ours: float, mpi: float) -> dict[str, object]:
+        ways = {"hvd": {"median_us": ours}, "MPI": {"median_us": mpi}, "Gloo": {"median_us": 1.0}}
+        return {"operation": operation, "bytes": nbytes, "ways": ways}
+
+    operations = [row("broadcast_", 4, 61.8, 1.52), row("broadcast_", 4096, 55.4, 5.0), row("alltoall", 4, 90.0, 3.3)]
+    operations += [row("alltoall", 4096, 82.9, 3.8)]
+    steps = {"nothing": {"median_us": 34.4}, "allgather": {"median_us": 153.0}}
+    assert operations_table({"operations": operations, "steps": steps}).splitlines() == [
+        "| us | 4 B | 4 KiB |",
+        "|---|---|---|",
+        "| `hvd.broadcast_` | 62 (1.5) | 55 (5) |",
+        "| `hvd.alltoall` | 90 (3.3) | 83 (3.8) |",
+        "",
+        "| 20 allreduces of 256 B, and | nothing | allgather |",
+        "|---|---|---|",
+        "| us | 34 | 153 |",
+    ]
 
 
 def test_a_page_is_refreshed_between_its_marks(tmp_path: Path) -> None:

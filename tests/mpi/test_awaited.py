@@ -1,0 +1,196 @@
+"""Blocking operations besides allreduce that repeat: done by their callers once all are ready, and right."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from hvdlite.coordinator.awaited import Awaited
+from hvdlite.coordinator.prepared import Outcome
+from machines_lab import ONE_MACHINE, WORLD, machines
+from test_prepared import Interrupted, freeze
+
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
+    pytest.mark.usefixtures("running"),
+]
+
+
+@pytest.fixture
+def running() -> object:
+    with machines(ONE_MACHINE):
+        hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
+    """How each operation that a caller has done, or begun, ended."""
+    found: list[Outcome] = []
+    run = Awaited.run
+
+    def counted(*arguments: object) -> Outcome:
+        found.append(run(*arguments))  # type: ignore[arg-type]
+        return found[-1]
+
+    monkeypatch.setattr(Awaited, "run", counted)
+    return found
+
+
+def broadcast(number: int) -> None:
+    root = hvd.size() - 1
+    tensor = torch.full((5,), float(10 * hvd.rank() + number))
+    assert (hvd.broadcast_(tensor, root, name="broadcast") == 10 * root + number).all()
+
+
+def allgather(number: int) -> None:
+    """Of other sizes each time, and some ranks have nothing."""
+    rows = [(rank + number) % 3 for rank in range(hvd.size())]
+    gathered = hvd.allgather(torch.full((rows[hvd.rank()], 2), float(hvd.rank() + number)), name="allgather")
+    expected = torch.arange(hvd.size()).repeat_interleave(torch.tensor(rows)) + number
+    assert gathered.shape == (sum(rows), 2) and (gathered == expected[:, None]).all()
+
+
+def alltoall(number: int) -> None:
+    size, me = hvd.size(), hvd.rank()
+    splits = [[(sender + receiver + number) % 3 for receiver in range(size)] for sender in range(size)]
+    tensor = torch.cat([torch.full((count,), 10 * me + receiver) for receiver, count in enumerate(splits[me])])
+    output, received = hvd.alltoall(tensor, torch.tensor(splits[me]), name="alltoall")
+    assert received.tolist() == [splits[sender][me] for sender in range(size)]
+    expected = [10 * sender + me for sender in range(size) for _ in range(splits[sender][me])]
+    assert output.tolist() == expected
+
+
+def reducescatter(number: int) -> None:
+    """The first ranks have a row more."""
+    rows = 2 * hvd.size() + 1
+    own = hvd.reducescatter(torch.arange(rows) + number * hvd.rank(), op=hvd.Sum, name="reducescatter")
+    first = 2 * hvd.rank() + min(hvd.rank(), 1)
+    ranks = sum(range(hvd.size()))
+    assert own.tolist() == [hvd.size() * (first + i) + number * ranks for i in range(2 + (hvd.rank() == 0))]
+
+
+def barrier(number: int) -> None:
+    hvd.barrier()
+
+
+OPERATIONS = [broadcast, allgather, alltoall, reducescatter, barrier]
+NAMES = [operation.__name__ for operation in OPERATIONS]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
+def test_what_repeats_is_done_by_its_caller(operation: Callable[[int], None], ends: list[Outcome]) -> None:
+    for number in range(50):  # until that alone is the order
+        operation(number)
+    del ends[:]
+    before = hvdlite.statistics()
+    for number in range(30):
+        operation(number)
+    after = hvdlite.statistics()
+    assert len(ends) == 30
+    assert after["counted"] - before["counted"] == after["submissions"] - before["submissions"] == 30
+
+
+def test_all_of_them_between_allreduces(ends: list[Outcome]) -> None:
+    """Each now and then late, for longer than anybody looks."""
+    generator = random.Random(hvd.rank())
+    value = torch.empty(3)
+
+    def step(number: int) -> None:
+        for operation in OPERATIONS:
+            value.fill_(hvd.rank() + number)
+            hvd.allreduce_(value, op=hvd.Sum, name=f"before {operation.__name__}")
+            assert (value == sum(range(hvd.size())) + hvd.size() * number).all()
+            if generator.random() < 0.05:
+                time.sleep(3e-3)
+            operation(number)
+
+    freeze(step)
+    for number in range(40):
+        step(number)
+    assert ends
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
+def test_who_waits_for_a_late_rank_hears_of_other_things(operation: Callable[[int], None], ends: list[Outcome]) -> None:
+    """Another thread submits something that is not of the plan, while this one waits: the coordinator goes on."""
+    freeze(operation)
+    gathered: list[int] = []
+    other = threading.Thread(
+        target=lambda: gathered.extend(hvd.allgather(torch.tensor([hvd.rank()]), name="other").tolist())
+    )
+    if hvd.rank() == 0:
+        waker = threading.Timer(0.05, other.start)
+        waker.start()
+        operation(1)
+        waker.join()
+    else:
+        time.sleep(0.2)
+        other.start()
+        operation(1)
+    other.join()
+    assert gathered == list(range(hvd.size()))
+    if hvd.rank() == 0:
+        assert Outcome.NOT_YET in ends
+    freeze(operation)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
+def test_an_interrupt_ends_the_wait_and_not_the_job(operation: Callable[[int], None]) -> None:
+    freeze(operation)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        if hvd.rank() == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Interrupted):
+                operation(1)
+        else:
+            time.sleep(0.3)
+            operation(1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    hvd.barrier()  # what was interrupted is done
+    operation(2)
+
+
+def test_what_fails_in_the_middle_is_known_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze(allgather)
+
+    def refuse(*_: object) -> None:
+        raise MemoryError("no more of it")
+
+    if hvd.rank() == 0:
+        monkeypatch.setattr("hvdlite.torch.start._new_result", refuse)
+    with pytest.raises(hvd.HorovodInternalError, match="no more of it|rank 0"):
+        for number in range(3):
+            allgather(number)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
+def test_another_order(operation: Callable[[int], None]) -> None:
+    """Each of two orders as often as it takes to be frozen; and what comes in the middle of either."""
+    freeze(operation)
+    for number in range(10):
+        for other in OPERATIONS:
+            other(number)
+    freeze(operation)
+    hvd.barrier()
+    allgather(1)
+    freeze(operation)
