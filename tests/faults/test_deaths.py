@@ -106,12 +106,19 @@ def burst():
     for handle in handles:
         hvd.synchronize(handle)
 
+def others():
+    hvd.broadcast_(values[0], 0, name="b")
+    hvd.allgather(values[1], name="g")
+    hvd.alltoall(values[1][: 4 * hvd.size()], name="t")
+    hvd.reducescatter(values[1], name="r")
+    hvd.barrier()
+
 def training():
     optimizer.zero_grad()
     model(torch.ones(4, 50)).sum().backward()
     optimizer.step()
 
-step = {"blocking": blocking, "burst": burst, "optimizer": training}[way]
+step = {"blocking": blocking, "burst": burst, "optimizer": training, "others": others}[way]
 for _ in range(30):
     step()
 assert world.coordinator.runs_free or way != "blocking"
@@ -124,7 +131,7 @@ while True:
     if random.random() < 0.1:
         time.sleep(random.uniform(0.0, 2e-3))
 """
-WAYS = ["blocking", "burst", "optimizer"]
+WAYS = ["blocking", "burst", "optimizer", "others"]
 
 
 def strike(told: Path, number: int, ended: threading.Event) -> None:
@@ -174,7 +181,12 @@ def test_killed_at_any_point(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "way", "number"),
-    [(0, "burst", signal.SIGKILL), (1, "optimizer", signal.SIGKILL), (2, "blocking", signal.SIGSTOP)],
+    [
+        (0, "burst", signal.SIGKILL),
+        (1, "optimizer", signal.SIGKILL),
+        (1, "others", signal.SIGKILL),
+        (2, "blocking", signal.SIGSTOP),
+    ],
 )
 def test_ranks_that_need_no_coordinator_for_an_operation_hear_of_it_too(
     tmp_path: Path, victim: int, way: str, number: int
