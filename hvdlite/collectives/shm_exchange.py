@@ -57,9 +57,10 @@ class ShmExchange:
         arrivals = [*zip(accumulate(received, initial=target), received, strict=False)]
         with self._recorder.span(Lane.ALLTOALL, label, sum(sent)):
             self._expect_ok(self.native.alltoall(_CARD, departures, arrivals, self._waits.timeout_s), "alltoall", label)
-        for rank in range(len(sent)):
-            if rank != self._rank:
+        for rank in range(self._size):
+            if rank != self._rank and sent[rank]:
                 self.traffic.sent(sent[rank])
+            if rank != self._rank and received[rank]:
                 self.traffic.received(received[rank])
 
     def _expect_ok(self, status: int, operation: str, label: str) -> None:

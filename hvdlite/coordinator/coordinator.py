@@ -71,6 +71,7 @@ class Coordinator:
         self.has_ended = False
         self._owner = owner
         self._rank = topology.rank
+        self._is_one_node = len(topology.nodes) == 1
         self._page = page
         self.counts = page.counts
         self._clock = clock
@@ -142,7 +143,7 @@ class Coordinator:
             HorovodInternalError: it came to nothing.
         """
         owner = self._owner
-        if owner.early is not None or submission.device is not None:
+        if not self._is_one_node or submission.device is not None:
             return False  # between nodes ranks see only those of their own; what a GPU does is for the coordinator
         patience_s = min(owner.config.stall_patience_s, owner.config.idle_s)
         awaited = Awaited(submission, self.counts, self._execute_alone, patience_s, self._spin_us)

@@ -71,7 +71,7 @@ def test_runs(block: Block, place: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,  # with what other suites leave of the processors
     )
     assert done.returncode == 0, done.stdout + done.stderr
     if block.language == "console":  # in whatever order ranks speak
