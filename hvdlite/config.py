@@ -210,6 +210,11 @@ class Config:
         limits = [seconds for seconds in (self.stall_check_time_s, self.stall_shutdown_time_s) if seconds > 0]
         return max(1.0, min(limits) / 10) if limits and not self.stall_check_disable else math.inf
 
+    @property
+    def caller_patience_s(self) -> float:
+        """How long who does an operation himself waits for late ranks, before the coordinator does."""
+        return min(self.stall_patience_s, self.idle_s)
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read the settings from ``environ``, by default this process's environment.

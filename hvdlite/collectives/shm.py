@@ -53,7 +53,6 @@ class ShmBackend(Backend):
         self.memory = memory
         self.recorder = recorder
         self._waits = NodeWaits(node.ranks, timeout_s, check)
-        self._timeout_s = timeout_s
         self._spin_us = spin_us
         self._window_bytes = align_up(window_bytes) if self.size > 1 else 0
         if self.size > 1:
@@ -79,7 +78,7 @@ class ShmBackend(Backend):
                 for call in scaling(buf, reduction):
                     _native.reduce(*call)
                 return DONE
-            status = self._barrier.allreduce(buf.copies, buf.numel, buf.dtype, *reduction, self._timeout_s)
+            status = self._barrier.allreduce(buf.copies, buf.numel, buf.dtype, *reduction, self._waits.timeout_s)
             self._waits.expect_ok(status, "allreduce", label, self._barrier)
         return DONE
 
@@ -96,7 +95,7 @@ class ShmBackend(Backend):
         with self._span(Lane.NODE_ALLREDUCE, layout.nbytes, wire_dtype, label):
             if layout.nbytes <= self._small.most_bytes:
                 status = self._small.run(
-                    inputs, outputs, layout.end, layout.dtype, wire_dtype, *reduction, self._timeout_s
+                    inputs, outputs, layout.end, layout.dtype, wire_dtype, *reduction, self._waits.timeout_s
                 )
                 self._waits.expect_ok(status, "allreduce", label, self._small)
                 return DONE
@@ -109,7 +108,7 @@ class ShmBackend(Backend):
                 layout.dtype,
                 wire_dtype,
                 *reduction,
-                self._timeout_s,
+                self._waits.timeout_s,
             )
             self._waits.expect_ok(status, "allreduce", label, self._barrier)
         return DONE
@@ -140,7 +139,7 @@ class ShmBackend(Backend):
             *reduction,
             self._spin_us,
             patience_s,
-            self._timeout_s,
+            self._waits.timeout_s,
         )
         most_bytes = self._small.most_bytes if home is None else self.small_bytes
         waits_in = self._small if layout.nbytes <= most_bytes else self._barrier
@@ -256,7 +255,7 @@ class ShmBackend(Backend):
 
     def meet(self, operation: str, label: str = "") -> None:
         """A barrier, whose errors speak of ``operation`` and ``label``."""
-        self._waits.expect_ok(self._barrier.wait(self._timeout_s), operation, label, self._barrier)
+        self._waits.expect_ok(self._barrier.wait(self._waits.timeout_s), operation, label, self._barrier)
 
 
 class _PreparedCall:

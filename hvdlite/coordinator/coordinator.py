@@ -76,6 +76,7 @@ class Coordinator:
         self.counts = page.counts
         self._clock = clock
         self._spin_us = spin_us
+        self._caller_patience_s = config.caller_patience_s
         self._in_flight = InFlight()
         self._pace = Pace()
         self._queue: deque[Submission | Burst | Notice] = deque()
@@ -142,15 +143,13 @@ class Coordinator:
         Raises:
             HorovodInternalError: it came to nothing.
         """
-        owner = self._owner
         if not self._is_one_node or submission.device is not None:
             return False  # between nodes ranks see only those of their own; what a GPU does is for the coordinator
-        patience_s = min(owner.config.stall_patience_s, owner.config.idle_s)
-        awaited = Awaited(submission, self.counts, self._execute_alone, patience_s, self._spin_us)
+        awaited = Awaited(submission, self.counts, self._execute_alone, self._caller_patience_s, self._spin_us)
         try:
             return self.at_once.run(awaited, submission.sequence, None, None) is not False
         except Exception:
-            owner.check()  # raises what all others hear of it
+            self._owner.check()  # raises what all others hear of it
             raise
 
     def _execute_alone(self, submission: Submission) -> None:

@@ -81,7 +81,7 @@ class PreparedAllreduce:
         engine = world.engine
         buffer = None if home is None else home.buffer.buffer(home.offset_bytes, layout.end, layout.dtype)
         reduction = engine.resolved(request.reduction, layout.wire_dtype)
-        patience_s = min(world.config.stall_patience_s, world.config.idle_s)
+        patience_s = world.config.caller_patience_s
         counts, label = world.coordinator.counts, request.name
         call = engine.backend.prepare_allreduce(counts, layout, reduction, buffer, patience_s, label)
         return None if call is None else cls(group, request, layout, call, home)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ import hvdlite.torch as hvd
 from hvdlite.coordinator.awaited import Awaited
 from hvdlite.coordinator.prepared import Outcome
 from machines_lab import ONE_MACHINE, WORLD, machines
-from test_prepared import Interrupted, freeze
+from test_prepared import freeze, interrupt_while_waiting
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -150,23 +148,7 @@ def test_who_waits_for_a_late_rank_hears_of_other_things(operation: Callable[[in
 @pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
 def test_an_interrupt_ends_the_wait_and_not_the_job(operation: Callable[[int], None]) -> None:
     freeze(operation)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        if hvd.rank() == 0:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(Interrupted):
-                operation(1)
-        else:
-            time.sleep(0.3)
-            operation(1)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    hvd.barrier()  # what was interrupted is done
+    interrupt_while_waiting(operation)
     operation(2)
 
 

@@ -367,17 +367,8 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupt_ends_the_wait_and_not_the_job(machine_of: Machines) -> None:
-    """What was waited for is done when the others come, and keeps its memory as long."""
-    if machine_of != ONE_MACHINE:
-        pytest.skip("between machines it ends the job")
-    value = torch.empty(4)
-
-    def step(number: int) -> None:
-        value.fill_(hvd.rank() + number)
-        hvd.allreduce_(value, op=hvd.Sum, name="interrupted")
-
-    freeze(step)
+def interrupt_while_waiting(step: Callable[[int], object]) -> None:
+    """Rank 0 leaves ``step`` by a signal while it waits for the others; all have done it when this returns."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted
@@ -395,6 +386,20 @@ def test_an_interrupt_ends_the_wait_and_not_the_job(machine_of: Machines) -> Non
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     hvd.barrier()
+
+
+def test_an_interrupt_ends_the_wait_and_not_the_job(machine_of: Machines) -> None:
+    """What was waited for is done when the others come, and keeps its memory as long."""
+    if machine_of != ONE_MACHINE:
+        pytest.skip("between machines it ends the job")
+    value = torch.empty(4)
+
+    def step(number: int) -> None:
+        value.fill_(hvd.rank() + number)
+        hvd.allreduce_(value, op=hvd.Sum, name="interrupted")
+
+    freeze(step)
+    interrupt_while_waiting(step)
     assert value[3].item() == total(lambda rank: rank + 1)
     step(2)
     assert value[0].item() == total(lambda rank: rank + 2)
