@@ -10,6 +10,7 @@ from unittest import mock
 
 import hvdlite.node
 import hvdlite.world
+from hvdlite.collectives.across_nodes import AcrossNodes
 from hvdlite.collectives.base import Backend, Completion
 from hvdlite.config import Config
 from hvdlite.counters import Traffic
@@ -45,13 +46,17 @@ def machines(machine_of: Sequence[int], bytes_per_s: float) -> Iterator[None]:
         yield
 
 
-class SlowBackend(Backend):
-    """``inner``, none of whose operations is over before a wire has carried what each rank must send for it."""
+class SlowBackend(AcrossNodes):
+    """``inner``, none of whose operations is over before a wire has carried what each rank must send for it.
+
+    Those of few bytes, which `hvdlite.collectives.early` does, take no time on this wire.
+    """
 
     def __init__(self, inner: RingBackend, bytes_per_s: float) -> None:
         self.rank, self.size = inner.rank, inner.size
         self.endpoint = inner.endpoint
         self.memory, self.recorder = inner.memory, inner.recorder
+        self.bound_allreduce, self.begin_allreduce = inner.bound_allreduce, inner.begin_allreduce
         self._inner = inner
         self._bytes_per_s = bytes_per_s
         self._is_free_s = 0.0  # the wire: by time.monotonic
@@ -90,6 +95,7 @@ class SlowBackend(Backend):
         self._inner.barrier()
 
     def configure(self, config: Config) -> None:
+        super().configure(config)
         self._inner.configure(config)
 
     @property
@@ -100,6 +106,7 @@ class SlowBackend(Backend):
         self._inner.wake()
 
     def close(self) -> None:
+        self.early = None  # which refers to this backend
         self._inner.close()
 
 

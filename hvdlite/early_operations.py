@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+from hvdlite._native import ReadyCounts
+from hvdlite.collectives.early import EarlyAllreduce
+from hvdlite.collectives.early_call import EarlyCall, early_call
+from hvdlite.coordinator.prepared import Outcome, outcome_of
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import SUM, DType
 from hvdlite.engine import Engine
+from hvdlite.memory.layout import Layout
+
+_BYTE = Layout.of([1], DType.UINT8, DType.UINT8)
+_NOWHERE = [0]  # the address of what nobody gives, and nobody wants
 
 
 class EarlyOperations:
@@ -18,13 +29,21 @@ class EarlyOperations:
         self._early = engine.early
 
     def takes(self, request: Request) -> bool:
-        """Up to the bytes that the backend takes at once."""
+        """Up to the bytes that the backend takes at once. What differs between ranks is taken to be little."""
+        nbytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in request.tensors)
+        return not request.tensors_on_device and self._early.takes(max(nbytes, _BYTE.nbytes))
+
+    def _is_early(self, request: Request) -> bool:
+        """Whether it is begun itself, and not met for."""
         return request.early_bytes is not None and self._early.takes(request.early_bytes)
 
     def begin(self, submission: Submission) -> None:
-        """By its operation."""
-        operation: Any = submission.request
-        operation.begin_early(self._engine, submission)
+        """By its operation, or a meeting."""
+        request: Any = submission.request
+        if self._is_early(request):
+            request.begin_early(self._engine, submission)
+        else:
+            self._early.begin(None, _BYTE, SUM, submission.label)
 
     @property
     def has_begun(self) -> bool:
@@ -35,7 +54,55 @@ class EarlyOperations:
         """What has begun."""
         return self._early.has_come()
 
+    def look(self, is_disturbed: Callable[[], bool]) -> bool:
+        """For what has begun."""
+        return self._early.look(is_disturbed)
+
+    def enter(self, request: Request) -> None:
+        """What was begun itself is executed as it is."""
+        if not self._is_early(request):
+            self._early.drop(_BYTE, SUM, request.name)
+
     def drop(self, request: Request) -> None:
-        """By its operation."""
+        """By its operation, or a meeting."""
         operation: Any = request
-        operation.drop_early(self._engine)
+        if self._is_early(request):
+            operation.drop_early(self._engine)
+        else:
+            self._early.drop(_BYTE, SUM, request.name)
+
+    def meeting(self, counts: ReadyCounts, patience_s: float) -> MeetingAcrossNodes:
+        """See `hvdlite.coordinator.readiness.Early`."""
+        return MeetingAcrossNodes(self._early, counts, patience_s)
+
+
+class MeetingAcrossNodes:
+    """See `hvdlite.coordinator.meeting.Meeting`."""
+
+    def __init__(self, early: EarlyAllreduce, counts: ReadyCounts, patience_s: float) -> None:
+        self._early = early
+        self._counts = counts
+        self._patience_s = patience_s
+        self._call: EarlyCall | None = None
+
+    def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
+        """See `hvdlite.coordinator.meeting.Meeting`."""
+        call = self._call = self._call or early_call(self._early, self._counts, _BYTE, SUM, self._patience_s, label)
+        call.label = label
+        result = call.run(_NOWHERE, _NOWHERE, plan, count, heard)
+        if result > Outcome.DONE_AND_RUNG:
+            result = call.resume(result)
+        elif result != Outcome.NOT_YET:
+            call.count_done(1)
+        return outcome_of(result)
+
+    def outcome(self, plan: int, count: int) -> Outcome | None:
+        """See `hvdlite.coordinator.meeting.Meeting`."""
+        if self._call is None:
+            return None
+        last_plan, last_count, result = self._call.last()
+        return outcome_of(result) if (last_plan, last_count) == (plan, count) else None
+
+    def has_news(self, heard: int) -> bool:
+        """See `hvdlite.coordinator.meeting.Meeting`."""
+        return self._counts.has_news(heard)

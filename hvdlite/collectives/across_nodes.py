@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdlite import _native
 from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, TensorReduction
 from hvdlite.collectives.early import EarlyAllreduce
-from hvdlite.collectives.early_call import InOneCall, StepByStep
+from hvdlite.collectives.early_call import early_call
 from hvdlite.config import Config
 from hvdlite.dtypes import Reduction
 from hvdlite.memory.layout import Layout
@@ -51,7 +51,4 @@ class AcrossNodes(Backend):
         early = self.early
         if early is None or not early.takes(layout.nbytes):
             return None
-        direct = early.prepared(counts, layout, reduction, patience_s)
-        if direct is None:
-            return StepByStep(early, layout, reduction, patience_s, label, counts)
-        return InOneCall(early, layout, reduction, patience_s, label, direct)
+        return early_call(early, counts, layout, reduction, patience_s, label)

@@ -148,7 +148,7 @@ class EarlyAllreduce:
         """Of a leader: all places into its own, when all ranks of the node have begun."""
         all_have_begun = self._turns.all_have_begun
         if not all_have_begun():
-            late = f"allreduce '{self._label}': not all ranks of {list(self._ranks)} on this node have come"
+            late = f"'{self._label}': not all ranks of {list(self._ranks)} on this node have come"
             nap_until(all_have_begun, late, timeout_s=self._timeout_s, check=self._check)
         if reduction is not None:
             _native.reduce([part.address], part.copies, part.numel, part.dtype, *reduction)
@@ -197,6 +197,10 @@ class EarlyAllreduce:
             self._exchange = None
             self._spread()
         return self._exchange is None and self._turns.has_come()
+
+    def look(self, is_disturbed: Callable[[], bool]) -> bool:
+        """Of what has begun: look for `has_come` or ``is_disturbed()``, as long as is polite; whether it is so."""
+        return self._look.until(lambda: self.has_come() or is_disturbed())
 
     def _spread(self) -> None:
         """Of a leader: the result into all places."""
@@ -253,7 +257,7 @@ class EarlyAllreduce:
         if self._exchange is not None:
             self._exchange.endpoint.until(done, self._exchange.peer)
             return
-        late = f"allreduce '{self._label}': rank {self._ranks[0]}, which exchanges for this node, brought no result"
+        late = f"'{self._label}': rank {self._ranks[0]}, which exchanges for this node, brought no result"
         nap_until(done, late, timeout_s=self._timeout_s, check=self._check)
 
     def tensors(self, addresses: Sequence[int], layout: Layout) -> _native.TensorList:

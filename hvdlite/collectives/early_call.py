@@ -107,3 +107,26 @@ class StepByStep(_EarlyCall):
 
     def last(self) -> tuple[int, int, int]:
         return self._last
+
+
+EarlyCall = InOneCall | StepByStep
+
+
+def early_call(
+    early: EarlyAllreduce,
+    counts: _native.ReadyCounts,
+    layout: Layout,
+    reduction: Reduction,
+    patience_s: float,
+    label: str,
+) -> EarlyCall:
+    """A prepared call by ``early``, which takes as many bytes.
+
+    Args:
+        patience_s: how long others may be late before the coordinator waits for them.
+        label: for people.
+    """
+    direct = early.prepared(counts, layout, reduction, patience_s)
+    if direct is None:
+        return StepByStep(early, layout, reduction, patience_s, label, counts)
+    return InOneCall(early, layout, reduction, patience_s, label, direct)

@@ -15,7 +15,7 @@ from hvdlite._native import Count, Shortcut
 from hvdlite.coordinator.frozen_plan import FrozenPlan
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.plan_member import PlanMember
-from hvdlite.coordinator.prepared import Outcome, Prepared
+from hvdlite.coordinator.prepared import Native, Outcome, Prepared
 from hvdlite.coordinator.progress import Progress
 from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.request import Request
@@ -59,7 +59,7 @@ class AtOnce:
     ) -> None:
         own = weakref.proxy(self)
         self.shortcut = Shortcut(worker.at_work, recorder, lambda *left: own._go_on(*left))
-        self._known: Remembered[tuple[Prepared[Any], Count | None]] = Remembered()  # by their requests
+        self._known: Remembered[tuple[Native[Any], Count | None]] = Remembered()  # by their requests
         self._worker = worker
         self._plan = plan
         self._in_flight = in_flight
@@ -182,16 +182,16 @@ class AtOnce:
         return None
 
     def _go_on(
-        self, prepared: Any, sequence: int, source: int, target: int, owner: object, result: int
+        self, native: Native[Any], sequence: int, source: int, target: int, owner: object, result: int
     ) -> Submission | None:
         """What the shortcut has begun, at work, and not done without a remark; what is left to be waited for."""
         self._settle()
         plan = self._plan.free
         assert plan is not None
-        begun = plan.begin_next(prepared.request, sequence)
-        assert begun, prepared.label
-        tensors = prepared.tensors(source, target, owner)
-        return self._finish(plan, prepared, sequence, tensors, lambda: prepared.ended(result))
+        begun = plan.begin_next(native.request, sequence)
+        assert begun, native.label
+        tensors = native.tensors(source, target, owner)
+        return self._finish(plan, native, sequence, tensors, lambda: native.ended(result))
 
     def follow(self, number: int, plan: FrozenPlan) -> None:
         """A plan begins. By who is at work."""
@@ -204,17 +204,16 @@ class AtOnce:
 
     def _learn(self, plan: FrozenPlan, prepared: Prepared[T], unnamed: Count | None) -> None:
         """What was done is the shortcut's from now on, if it can do it."""
-        if prepared.signature is None or prepared.direct is None:
-            return
-        if not self.shortcut.knows((plan.done - 1) % len(plan), prepared):
-            self._known.remember(prepared.request, (prepared, unnamed))
-            self._show(plan, prepared, unnamed)
+        native = prepared.native
+        if native is not None and not self.shortcut.knows((plan.done - 1) % len(plan), native):
+            self._known.remember(native.request, (native, unnamed))
+            self._show(plan, native, unnamed)
 
-    def _show(self, plan: FrozenPlan, prepared: Prepared[Any], unnamed: Count | None) -> None:
-        """The shortcut where ``prepared`` comes in the period."""
-        assert prepared.signature is not None and prepared.direct is not None
-        for place, first, stride in plan.alone(prepared.request):
-            self.shortcut.learn(place, prepared.signature, prepared, prepared.direct, unnamed, first, stride)
+    def _show(self, plan: FrozenPlan, native: Native[Any], unnamed: Count | None) -> None:
+        """The shortcut where ``native`` comes in the period."""
+        assert native.signature is not None and native.direct is not None
+        for place, first, stride in plan.alone(native.request):
+            self.shortcut.learn(place, native.signature, native, native.direct, unnamed, first, stride)
 
     def _leave(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T) -> Submission:
         """What this rank has said to be ready for waits for other ranks."""

@@ -29,6 +29,7 @@ from hvdlite.coordinator.frozen_plan import Batch
 from hvdlite.coordinator.fusion import fuse
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.leader import Leader
+from hvdlite.coordinator.meeting import Meeting, MeetingInNode
 from hvdlite.coordinator.messages import EndOfBatch, Fault, Message, Notice, PlanMessage, Response, Verb
 from hvdlite.coordinator.owner import Owner
 from hvdlite.coordinator.plan_member import PlanMember
@@ -71,12 +72,9 @@ class Coordinator:
         self.has_ended = False
         self._owner = owner
         self._rank = topology.rank
-        self._is_one_node = len(topology.nodes) == 1
         self._page = page
         self.counts = page.counts
         self._clock = clock
-        self._spin_us = spin_us
-        self._caller_patience_s = config.caller_patience_s
         self._in_flight = InFlight()
         self._pace = Pace()
         self._queue: deque[Submission | Burst | Notice] = deque()
@@ -84,12 +82,16 @@ class Coordinator:
         self._progress = Progress()
         self._batch: list[Response] = []
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
-        early, own = owner.early, weakref.proxy(self)
-        self._readiness: Readiness = (
-            ReadinessInNode(page, lambda: _burst_bytes(own._owner.config), spin_us)
-            if early is None
-            else ReadinessAcrossNodes(page, early, clock)
-        )
+        early, own, patience_s = owner.early, weakref.proxy(self), config.caller_patience_s
+        assert (early is None) == (len(topology.nodes) == 1)
+        self._readiness: Readiness
+        self._meeting: Meeting
+        if early is None:
+            self._readiness = ReadinessInNode(page, lambda: _burst_bytes(own._owner.config), spin_us)
+            self._meeting = MeetingInNode(self.counts, patience_s, spin_us)
+        else:
+            self._readiness = ReadinessAcrossNodes(page, early, clock)
+            self._meeting = early.meeting(self.counts, patience_s)
         self._leader = Leader(topology, page, tree, config, clock, self._readiness) if topology.is_leader else None
         self._station = self._leader or Follower(page, config.cache_capacity)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
@@ -143,9 +145,9 @@ class Coordinator:
         Raises:
             HorovodInternalError: it came to nothing.
         """
-        if not self._is_one_node or submission.device is not None:
-            return False  # between nodes ranks see only those of their own; what a GPU does is for the coordinator
-        awaited = Awaited(submission, self.counts, self._execute_alone, self._caller_patience_s, self._spin_us)
+        if submission.device is not None:
+            return False  # what a GPU does is for the coordinator
+        awaited = Awaited(submission, self._meeting, self._execute_alone)
         try:
             return self.at_once.run(awaited, submission.sequence, None, None) is not False
         except Exception:
@@ -271,6 +273,10 @@ class Coordinator:
     def has_news(self) -> bool:
         return bool(self._queue)
 
+    def look(self, rings: int) -> bool:
+        """Of a plan that runs free, for what may come soon; see `Readiness`."""
+        return self._plan.free is not None and self._readiness.look(rings)
+
     def patience_s(self) -> float:
         """How long to sleep if nobody rings."""
         patience_s = min(self._station.patience_s, self.collector.patience_s())
@@ -318,8 +324,8 @@ class Coordinator:
             if not is_held:
                 self._readiness.tell(number, plan)
             done = plan.done
-            for responses in self._plan.due(self._readiness.ready(number, plan, is_held=is_held), now_s):
-                self._count_and_execute(responses)
+            for batch in self._plan.due(self._readiness.ready(number, plan, is_held=is_held), now_s):
+                self._enter_and_execute(batch)
             if plan.done == done:
                 return done > before
 
@@ -377,8 +383,8 @@ class Coordinator:
             self._queue.extendleft(reversed(reaction.again))
         if reaction.answer is not None:
             self._station.say(reaction.answer)
-        for responses in reaction.batches:
-            self._count_and_execute(responses)
+        for batch in reaction.batches:
+            (self._enter_and_execute if reaction.withdraws else self._count_and_execute)(batch)
         if reaction.withdraws:
             self._owner.withdraw()
             if reaction.begun is not None:
@@ -413,6 +419,11 @@ class Coordinator:
             self._end(error)
             raise
         return True
+
+    def _enter_and_execute(self, batch: Batch) -> None:
+        """Do operations of a plan that runs free, or has until now, together."""
+        self._readiness.enter(batch)
+        self._count_and_execute(batch)
 
     def _count_and_execute(self, batch: Batch) -> None:
         """Do operations of a plan together."""

@@ -23,16 +23,16 @@ class Outcome(IntEnum):
     FAILED = 3  # in the middle, so that nobody can go on
 
 
+_OUTCOMES = tuple(Outcome)
+
+
+def outcome_of(result: int) -> Outcome:
+    """Of what `hvdlite._native.DirectCall` returns."""
+    return _OUTCOMES[min(result, Outcome.FAILED)]
+
+
 class Prepared(Protocol[T]):
-    """One native call that tells the other ranks, waits for them and does it, with tensors as ``T`` describes them.
-
-    Attributes:
-        signature: what a caller passes; None where that is not one tensor.
-        direct: that call, where no Python belongs to it.
-    """
-
-    signature: Signature | None
-    direct: DirectCall | None
+    """It tells the other ranks, waits for them and is done, with tensors as ``T`` describes them."""
 
     @property
     def request(self) -> Request:
@@ -41,6 +41,10 @@ class Prepared(Protocol[T]):
     @property
     def label(self) -> str:
         """Its name, for people."""
+
+    @property
+    def native(self) -> Native[T] | None:
+        """The same, if it is one native call, which others may make in its place."""
 
     def run(self, tensors: T, plan: int, count: int, heard: int) -> Outcome:
         """Say that this rank is ready for operation ``count``, from 1, of a plan that runs free; do it when all are.
@@ -53,6 +57,24 @@ class Prepared(Protocol[T]):
             HorovodInternalError: it came to nothing.
         """
 
+    def outcome(self, plan: int, count: int) -> Outcome | None:
+        """How the last `run` ended, if it was for operation ``count`` of ``plan``, and told the other ranks."""
+
+    def submission(self, sequence: int, tensors: T) -> Submission:
+        """The same for the coordinator, to wait for."""
+
+
+class Native(Prepared[T], Protocol[T]):
+    """All of it is one native call, to which no Python belongs.
+
+    Attributes:
+        signature: what a caller passes.
+        direct: that call.
+    """
+
+    signature: Signature | None
+    direct: DirectCall | None
+
     def ended(self, result: int) -> Outcome:
         """What `direct` has returned, as `run` does; raises likewise."""
 
@@ -61,9 +83,3 @@ class Prepared(Protocol[T]):
 
     def tensors(self, source: int, target: int, owner: object) -> T:
         """Of one tensor at the address ``source`` whose result goes to ``target``."""
-
-    def outcome(self, plan: int, count: int) -> Outcome | None:
-        """How the last `run` ended, if it was for operation ``count`` of ``plan``, and told the other ranks."""
-
-    def submission(self, sequence: int, tensors: T) -> Submission:
-        """The same for the coordinator, to wait for."""

@@ -1,7 +1,8 @@
 """How ranks see how far a plan that runs free may go: in their node by counts, between nodes by the operations.
 
-Counts are in the control page of a node. Between nodes there is nothing that a rank could look at, but there an
-operation is its own agreement: whoever is ready for it begins it, and its result comes once all have begun.
+Counts are in the control page of a node. Between nodes there is nothing that a rank could look at, but there a small
+allreduce is its own agreement: whoever is ready for it begins it, and its result comes once all have begun. Before any
+other operation ranks do one of a single byte, which is their meeting.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hvdlite._native import ReadyCounts
+from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.control_page import ControlPage
-from hvdlite.coordinator.frozen_plan import FrozenPlan
+from hvdlite.coordinator.frozen_plan import Batch, FrozenPlan
 from hvdlite.coordinator.fusion import bursts
+from hvdlite.coordinator.meeting import Meeting
 from hvdlite.coordinator.messages import REMEMBERED_PLANS
 from hvdlite.coordinator.order_watch import Found
 from hvdlite.coordinator.plan_member import Wish
@@ -22,30 +25,44 @@ from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
 
 _FIRST_LOOK_S = 50e-6  # MPI rings no bell: who waits for a message looks again and again,
-_LAST_LOOK_S = 5e-3  # less often the longer it takes
+_LAST_LOOK_S = 2e-3  # less often the longer it takes
+_SOON_S = 100e-6  # in which what has begun is looked for at once
 _PER_WAIT = 8  # looks while the wait gets twice as long
 _AGREEMENT_S = 0.02  # after which a change of plans is for the log, whose watch sees who does not come
 _PLACE_BITS = ReadyCounts.NEXT_BITS - (REMEMBERED_PLANS - 1).bit_length()
 
 
 class Early(Protocol):
-    """Operations that a rank may begin before all are ready, one at a time."""
+    """Operations that a rank begins before all are ready, one at a time, or, where it cannot, a meeting before them."""
 
     def takes(self, request: Request) -> bool:
-        """Whether ``request`` is one; alike on all ranks."""
+        """Whether to agree on ``request`` is most of what it costs; alike on all ranks. Never where none may begin."""
 
     def begin(self, submission: Submission) -> None:
-        """Put this rank's part on its way, as all ranks of the node do now; to execute the operation ends it."""
+        """Put this rank's part on its way, as all ranks of the node do now; `enter` follows, or `drop`."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether one has, and is not executed."""
+        """Whether something has, and is neither executed nor entered."""
 
     def has_come(self) -> bool:
-        """Of what has begun: whether all ranks have, so that to execute it takes no time."""
+        """Of what has begun: whether all ranks have."""
+
+    def look(self, is_disturbed: Callable[[], bool]) -> bool:
+        """Look for `has_come` or ``is_disturbed()``, as long as is polite; whether it is so."""
+
+    def enter(self, request: Request) -> None:
+        """All ranks have begun, or do so now, and execute it next."""
 
     def drop(self, request: Request) -> None:
         """Some ranks have begun what will not be executed; all ranks call it at one place."""
+
+    def meeting(self, counts: ReadyCounts, patience_s: float) -> Meeting:
+        """`begin` and `enter` in one, for who waits, of what needs a meeting.
+
+        Args:
+            patience_s: how long others may be late before the coordinator waits for them.
+        """
 
 
 class Readiness(Protocol):
@@ -60,12 +77,18 @@ class Readiness(Protocol):
     def ready(self, number: int, plan: FrozenPlan, *, is_held: bool) -> int:
         """How many operations all ranks are ready for, and may be executed now."""
 
+    def enter(self, batch: Batch) -> None:
+        """All ranks are ready for ``batch``, and execute it next."""
+
     def agree(self, number: int, wish: Wish, heard: int) -> bool:
         """Whether all ranks want the same in place of plan ``number``, which has ended then; waits for them a moment.
 
         Args:
             heard: how many rings this rank has followed.
         """
+
+    def look(self, rings: int) -> bool:
+        """Look for what rings no bell, where it may come soon; whether it has, or the bell has rung since ``rings``."""
 
     def patience_s(self) -> float:
         """When to ask again if nobody rings."""
@@ -100,12 +123,19 @@ class ReadinessInNode:
         """See `Readiness`. What is ready everywhere is executed in any case: ranks that have seen that are at it."""
         return self._page.ready(number)
 
+    def enter(self, batch: Batch) -> None:
+        """See `Readiness`. Everybody has seen that."""
+
     def agree(self, number: int, wish: Wish, heard: int) -> bool:
         """See `Readiness`."""
         if wish.first >= 1 << _PLACE_BITS:
             return False
         wanted = (number - wish.plan) << _PLACE_BITS | wish.first
         return self._page.agree(number, wanted, heard, _AGREEMENT_S, self._spin_us)
+
+    def look(self, rings: int) -> bool:
+        """See `Readiness`. All rings."""
+        return False
 
     def patience_s(self) -> float:
         """See `Readiness`."""
@@ -126,9 +156,14 @@ class ReadinessAcrossNodes:
         self._since_s = 0.0
 
     def bursts(self, found: Found) -> Sequence[int] | None:
-        """See `Readiness`. One at a time, or not at all."""
-        takes = self._early.takes
-        return range(len(found.requests)) if found.came_alone and all(map(takes, found.requests)) else None
+        """See `Readiness`. One at a time, or not at all.
+
+        The log rings those that wait for late ranks, and counts what is submitted together at once. So it is what a
+        plan goes by in which operations of few bytes do not prevail.
+        """
+        requests = found.requests
+        prevail = 2 * sum(map(self._early.takes, requests)) > len(requests)
+        return range(len(requests)) if found.came_alone and prevail else None
 
     def tell(self, number: int, plan: FrozenPlan) -> None:
         """See `Readiness`."""
@@ -144,9 +179,20 @@ class ReadinessAcrossNodes:
             self._early.begin(plan.next)
         return plan.done + (not is_held and self._early.has_begun and self._early.has_come())
 
+    def enter(self, batch: Batch) -> None:
+        """See `Readiness`."""
+        assert not isinstance(batch, Burst)  # there are none of several operations
+        for response in batch:
+            self._early.enter(response.request)
+
     def agree(self, number: int, wish: Wish, heard: int) -> bool:
         """See `Readiness`. Nobody could see what ranks of other nodes want."""
         return False
+
+    def look(self, rings: int) -> bool:
+        """See `Readiness`."""
+        is_new = self._clock() - self._since_s < _SOON_S
+        return self._early.has_begun and is_new and self._early.look(lambda: self._page.rings() != rings)
 
     def patience_s(self) -> float:
         """See `Readiness`."""

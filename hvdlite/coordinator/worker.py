@@ -21,6 +21,9 @@ class Work(Protocol):
     def cycle(self) -> bool:
         """Do what there is; whether anything was heard, which may be followed by more to do. Raises only Ctrl-C."""
 
+    def look(self, rings: int) -> bool:
+        """See `hvdlite.coordinator.readiness.Readiness`."""
+
     def patience_s(self) -> float:
         """How long to sleep if nobody rings."""
 
@@ -36,6 +39,9 @@ class _Ended:
     has_news = False
 
     def cycle(self) -> bool:
+        return False
+
+    def look(self, rings: int) -> bool:
         return False
 
     def patience_s(self) -> float:
@@ -99,7 +105,7 @@ class Worker:
             page.begin_assistance()
             while not submission.is_done and not work.has_ended:
                 rings = self.heard = page.rings()
-                if not work.cycle() and not submission.is_done and not work.has_ended:
+                if not work.cycle() and not submission.is_done and not work.has_ended and not work.look(rings):
                     page.assist(rings, min(work.patience_s(), self._idle_s), self._spin_us)
         finally:
             if _owns(at_work):
@@ -145,7 +151,7 @@ class Worker:
                 if work.has_ended:
                     return
                 rings = self.heard = page.rings()
-                busy = work.cycle()
+                busy = work.cycle() or work.look(rings)
                 patience_s = min(work.patience_s(), self._idle_s)
             if not busy and not work.has_ended:
                 page.sleep(rings, patience_s)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlite.collectives.base import DONE, Done, PreparedCall
-from hvdlite.coordinator.prepared import Outcome
+from hvdlite.coordinator.prepared import Outcome, outcome_of
 from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
@@ -22,7 +22,6 @@ from hvdlite.recorder import Lane
 if TYPE_CHECKING:
     from hvdlite._native import Signature
 
-_OUTCOMES = Outcome.DONE, Outcome.NOT_YET, Outcome.DONE_AND_RUNG
 _NOT_YET = Outcome.NOT_YET
 
 
@@ -86,6 +85,11 @@ class PreparedAllreduce:
         call = engine.backend.prepare_allreduce(counts, layout, reduction, buffer, patience_s, label)
         return None if call is None else cls(group, request, layout, call, home)
 
+    @property
+    def native(self) -> PreparedAllreduce | None:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        return None if self.signature is None or self.direct is None else self
+
     def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.prepared.Prepared`."""
         start_ns = time.monotonic_ns() if self._recorder.enabled else 0
@@ -97,19 +101,19 @@ class PreparedAllreduce:
         return outcome
 
     def ended(self, result: int) -> Outcome:
-        """See `hvdlite.coordinator.prepared.Prepared`."""
-        if result >= len(_OUTCOMES):
-            outcome = _OUTCOMES[self._call.resume(result)]
+        """See `hvdlite.coordinator.prepared.Native`."""
+        outcome = outcome_of(result)
+        if outcome is Outcome.FAILED:
+            outcome = outcome_of(self._call.resume(result))
             if outcome is not _NOT_YET:
                 self._count(1)
             return outcome
-        outcome = _OUTCOMES[result]
         if outcome is not _NOT_YET:
             self.count_done(1)
         return outcome
 
     def count_done(self, times: int) -> None:
-        """See `hvdlite.coordinator.prepared.Prepared`."""
+        """See `hvdlite.coordinator.prepared.Native`."""
         self._call.count_done(times)
         self._count(times)
 
@@ -125,9 +129,7 @@ class PreparedAllreduce:
     def outcome(self, plan: int, count: int) -> Outcome | None:
         """See `hvdlite.coordinator.prepared.Prepared`."""
         last_plan, last_count, result = self._call.last()
-        if (last_plan, last_count) != (plan, count):
-            return None
-        return _OUTCOMES[result] if result < len(_OUTCOMES) else Outcome.FAILED
+        return outcome_of(result) if (last_plan, last_count) == (plan, count) else None
 
     def submission(self, sequence: int, tensors: Tensors) -> Submission:
         """See `hvdlite.coordinator.prepared.Prepared`."""
@@ -136,7 +138,7 @@ class PreparedAllreduce:
         return Submission(self.request, sequence, inputs, outputs, home=tensors.home)
 
     def tensors(self, source: int, target: int, owner: object) -> Tensors:
-        """See `hvdlite.coordinator.prepared.Prepared`."""
+        """See `hvdlite.coordinator.prepared.Native`."""
         inputs = [source]
         home = None if self.home_memory is None else self._memory.find(source, self._nbytes)
         return Tensors(inputs, inputs if target == source else [target], home, owner)

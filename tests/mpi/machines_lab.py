@@ -17,7 +17,7 @@ Machines = tuple[int, ...]
 
 WORLD = harness_ranks()
 ONE_MACHINE: Machines = (0,) * WORLD.size
-_ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)], 4: [(0, 0, 1, 1)]}
+ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)], 4: [(0, 0, 1, 1)]}
 
 
 def nodes_of(machine_of: Machines) -> tuple[tuple[int, ...], ...]:
@@ -39,7 +39,7 @@ def machines(machine_of: Machines) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[ONE_MACHINE, *_ACROSS.get(WORLD.size, [])], ids=str, autouse=True)
+@pytest.fixture(scope="module", params=[ONE_MACHINE, *ACROSS.get(WORLD.size, [])], ids=str, autouse=True)
 def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
     """For a module that has it as its own: hvdlite runs, with all ranks on one machine, then on several."""
     import hvdlite.torch as hvd

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import hvdlite
 import hvdlite.torch as hvd
+from harness_ranks import OverMpi
 from hvdlite.coordinator.awaited import Awaited
 from hvdlite.coordinator.prepared import Outcome
-from machines_lab import ONE_MACHINE, WORLD, machines
+from machines_lab import ACROSS, ONE_MACHINE, WORLD, Machines, machines
 from test_prepared import freeze, interrupt_while_waiting
 
 pytestmark = [
@@ -25,11 +26,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def running() -> object:
-    with machines(ONE_MACHINE):
+@pytest.fixture(params=[ONE_MACHINE, *ACROSS.get(WORLD.size, [])], ids=str)
+def running(request: pytest.FixtureRequest) -> Iterator[Machines]:
+    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
+        pytest.skip("several machines need MPI")
+    with machines(request.param):
         hvd.init()
-    yield
+    yield request.param
     hvd.shutdown()
 
 
@@ -146,7 +149,9 @@ def test_who_waits_for_a_late_rank_hears_of_other_things(operation: Callable[[in
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
-def test_an_interrupt_ends_the_wait_and_not_the_job(operation: Callable[[int], None]) -> None:
+def test_an_interrupt_ends_the_wait_and_not_the_job(operation: Callable[[int], None], running: Machines) -> None:
+    if running != ONE_MACHINE:
+        pytest.skip("between machines it ends the job")
     freeze(operation)
     interrupt_while_waiting(operation)
     operation(2)

@@ -169,19 +169,27 @@ class Early:
         self._rank = rank
         self.has_begun = False
 
+    def meeting(self, counts: object, patience_s: float) -> None:
+        """Nobody waits here."""
+
     def takes(self, request: Any) -> bool:
+        return True
+
+    def is_early(self, request: Any) -> bool:
+        """Whether it is begun itself; before others there is a meeting."""
         return request.label == "allreduce"
 
     def begin(self, made: Submission) -> None:
-        self._enter(made.request)
+        self._begin(made.request)
 
-    def _enter(self, request: Any) -> None:
+    def _begin(self, request: Any) -> None:
         assert not self.has_begun
         exchanges, turn = self._exchanges, self._exchanges.entered[self._rank]
+        subject = request.settled() if self.is_early(request) else "meeting"
         if turn == len(exchanges.subjects):
-            exchanges.subjects.append(request.settled())
+            exchanges.subjects.append(subject)
             exchanges.wanted.append(0)
-        assert exchanges.subjects[turn] == request.settled()
+        assert exchanges.subjects[turn] == subject
         exchanges.entered[self._rank] += 1
         self.has_begun = True
 
@@ -190,16 +198,20 @@ class Early:
         entered, turn = self._exchanges.entered, self._exchanges.entered[self._rank]
         return all(any(entered[rank] >= turn for rank in ranks) for ranks in self._exchanges.nodes)
 
+    def enter(self, request: Any) -> None:
+        if not self.is_early(request):
+            self.finish(request)
+
     def finish(self, request: Any) -> None:
-        """The operation is executed."""
+        """What has begun is executed, or entered."""
         if not self.has_begun:
-            self._enter(request)
+            self._begin(request)
         self._exchanges.wanted[self._exchanges.entered[self._rank] - 1] += 1
         self.has_begun = False
 
     def drop(self, request: Any) -> None:
         if not self.has_begun:
-            self._enter(request)
+            self._begin(request)
         self.has_begun = False
 
 
@@ -226,7 +238,7 @@ class Owner:
                 assert response.key == submission.key
                 assert response.request.settled() == submission.request.settled()
         self.buckets.append(tuple(response.key for response, _ in work))
-        if self.early is not None and len(work) == 1 and self.early.takes(work[0][0].request):
+        if self.early is not None and len(work) == 1 and self.early.is_early(work[0][0].request):
             self.early.finish(work[0][0].request)
 
     def execute_burst(self, burst: Burst) -> None:

@@ -31,7 +31,7 @@ class AtOnce:
         self._last: tuple[int, int, Outcome] | None = None
         self.request, self.label = made.request, made.label
         self.interrupt: str | None = None
-        self.signature = self.direct = None
+        self.native = None
 
     def run(self, tensors: None, plan: int, count: int, heard: int) -> Outcome:
         if self.interrupt == "before":
@@ -96,7 +96,10 @@ class Job:
         self._at_once = at_once
 
     def step(self, orders: Sequence[Sequence[tuple[str, int]]]) -> None:
-        """Rank r submits ``orders[r]``: (name, elements); a name of '?' is unnamed, '|' waits for what came before."""
+        """Rank r submits ``orders[r]``: (name, elements); a name of '?' is unnamed, '|' waits for what came before.
+
+        Allreduces, and broadcasts where the name is in capitals.
+        """
         todo = [list(order) for order in orders]
         handles: list[list[Submission | InBurst]] = [[] for _ in orders]
         turns = 0
@@ -111,7 +114,8 @@ class Job:
                 continue
             name, numel = todo[rank].pop(0)
             if name != "|":
-                made = submission(name, numel, self._count(rank) if name == "?" else NAMED)
+                kind = "broadcast" if name.isupper() else "allreduce"
+                made = submission(name, numel, self._count(rank) if name == "?" else NAMED, kind)
                 waits = bool(todo[rank]) and todo[rank][0][0] == "|"
                 handles[rank] += self.begin(rank, made, waits)
         self.lab.settle([handle for own in handles for handle in own])
@@ -264,7 +268,7 @@ def test_a_plan_that_is_not_followed_makes_room(nodes: list[tuple[int, ...]]) ->
         assert job.plans[0] > before and all(job.frozen)
 
 
-ONE_BY_ONE = [entry for name in "a?bc" for entry in ((name, 4), ("|", 0))]
+ONE_BY_ONE = [entry for name in "a?Bc" for entry in ((name, 4), ("|", 0))]
 
 
 @pytest.mark.parametrize("nodes", [[(0,)], *NODES], ids=str)

@@ -75,6 +75,9 @@ class Work:
         self.cycled.release()
         return False
 
+    def look(self, rings: int) -> bool:
+        return False
+
     def patience_s(self) -> float:
         return math.inf
 
