@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from hvdlite._native import ReadyCounts
 from hvdlite.collectives.early import EarlyAllreduce
@@ -12,12 +15,15 @@ from hvdlite.collectives.early_call import EarlyCall, early_call
 from hvdlite.coordinator.prepared import Outcome, outcome_of
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
-from hvdlite.dtypes import SUM, DType
+from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.engine import Engine
 from hvdlite.memory.layout import Layout
 
 _BYTE = Layout.of([1], DType.UINT8, DType.UINT8)
-_NOWHERE = [0]  # the address of what nobody gives, and nobody wants
+_ANY = Reduction(ReduceOp.MAX)
+_WORDS = np.array([0, 1], np.uint8)  # of who is ready for what comes after a meeting, and of who drops it
+_READY = [_WORDS.ctypes.data]
+_NOWHERE = [0]  # the address of what nobody wants
 
 
 class EarlyOperations:
@@ -43,7 +49,11 @@ class EarlyOperations:
         if self._is_early(request):
             request.begin_early(self._engine, submission)
         else:
-            self._early.begin(None, _BYTE, SUM, submission.label)
+            self._begin_meeting(submission.label, is_dropped=False)
+
+    def _begin_meeting(self, label: str, *, is_dropped: bool) -> None:
+        word = self._engine.memory.tensors([_WORDS.ctypes.data + is_dropped], _BYTE.numels, _BYTE.offsets)
+        self._early.begin(word, _BYTE, _ANY, label)
 
     @property
     def has_begun(self) -> bool:
@@ -54,6 +64,10 @@ class EarlyOperations:
         """What has begun."""
         return self._early.has_come()
 
+    def is_met(self, request: Request) -> bool:
+        """Who drops a meeting says so in it."""
+        return not self._is_early(request) and not ctypes.c_uint8.from_address(self._early.result_address).value
+
     def look(self, is_disturbed: Callable[[], bool]) -> bool:
         """For what has begun."""
         return self._early.look(is_disturbed)
@@ -61,7 +75,12 @@ class EarlyOperations:
     def enter(self, request: Request) -> None:
         """What was begun itself is executed as it is."""
         if not self._is_early(request):
-            self._early.drop(_BYTE, SUM, request.name)
+            self._end_meeting(request, is_dropped=False)
+
+    def _end_meeting(self, request: Request, *, is_dropped: bool) -> None:
+        if not self._early.has_begun:
+            self._begin_meeting(request.name, is_dropped=is_dropped)
+        self._early.finish(None, _BYTE)
 
     def drop(self, request: Request) -> None:
         """By its operation, or a meeting."""
@@ -69,7 +88,7 @@ class EarlyOperations:
         if self._is_early(request):
             operation.drop_early(self._engine)
         else:
-            self._early.drop(_BYTE, SUM, request.name)
+            self._end_meeting(request, is_dropped=True)
 
     def meeting(self, counts: ReadyCounts, patience_s: float) -> MeetingAcrossNodes:
         """See `hvdlite.coordinator.readiness.Early`."""
@@ -87,9 +106,9 @@ class MeetingAcrossNodes:
 
     def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.meeting.Meeting`."""
-        call = self._call = self._call or early_call(self._early, self._counts, _BYTE, SUM, self._patience_s, label)
+        call = self._call = self._call or early_call(self._early, self._counts, _BYTE, _ANY, self._patience_s, label)
         call.label = label
-        result = call.run(_NOWHERE, _NOWHERE, plan, count, heard)
+        result = call.run(_READY, _NOWHERE, plan, count, heard)
         if result > Outcome.DONE_AND_RUNG:
             result = call.resume(result)
         elif result != Outcome.NOT_YET:

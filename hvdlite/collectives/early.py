@@ -198,6 +198,12 @@ class EarlyAllreduce:
             self._spread()
         return self._exchange is None and self._turns.has_come()
 
+    @property
+    def result_address(self) -> int:
+        """Of what has come."""
+        assert self._part is not None
+        return self._part.address
+
     def look(self, is_disturbed: Callable[[], bool]) -> bool:
         """Of what has begun: look for `has_come` or ``is_disturbed()``, as long as is polite; whether it is so."""
         return self._look.until(lambda: self.has_come() or is_disturbed())

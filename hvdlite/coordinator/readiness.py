@@ -48,6 +48,9 @@ class Early(Protocol):
     def has_come(self) -> bool:
         """Of what has begun: whether all ranks have."""
 
+    def is_met(self, request: Request) -> bool:
+        """Of what has come: whether it is a meeting for ``request``, and nobody has dropped it, so that all execute."""
+
     def look(self, is_disturbed: Callable[[], bool]) -> bool:
         """Look for `has_come` or ``is_disturbed()``, as long as is polite; whether it is so."""
 
@@ -146,7 +149,8 @@ class ReadinessAcrossNodes:
     """Operations are begun one at a time, by all ranks of a node together once each has told that it is ready.
 
     What a rank has told to be ready for it begins, also while the plan is held, since others of its node may be at it.
-    Whether it is executed the end of the plan says then: its result may be one of ranks that have dropped it.
+    Whether it is executed the end of the plan says then: its result may be one of ranks that have dropped it. Only of a
+    meeting a rank sees that nobody has; then others may wait inside of the operation, and can be told no end.
     """
 
     def __init__(self, page: ControlPage, early: Early, clock: Callable[[], float] = time.monotonic) -> None:
@@ -177,7 +181,8 @@ class ReadinessAcrossNodes:
         if plan.told > plan.done and not self._early.has_begun and self._page.ready(number) > plan.done:
             self._since_s = self._clock()
             self._early.begin(plan.next)
-        return plan.done + (not is_held and self._early.has_begun and self._early.has_come())
+        has_come = self._early.has_begun and self._early.has_come()
+        return plan.done + (has_come and (not is_held or self._early.is_met(plan.next.request)))
 
     def enter(self, batch: Batch) -> None:
         """See `Readiness`."""

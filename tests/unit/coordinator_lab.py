@@ -18,7 +18,7 @@ from hvdlite.config import Config
 from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.messages import Response
-from hvdlite.coordinator.request import NAMED, TensorSpec
+from hvdlite.coordinator.request import NAMED, Key, Request, TensorSpec
 from hvdlite.coordinator.submission import Submission
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType
@@ -159,6 +159,7 @@ class Exchanges:
         self.entered = [0] * sum(map(len, nodes))
         self.subjects: list[Any] = []
         self.wanted: list[int] = []  # by how many ranks the result of each was
+        self.dropped: set[int] = set()  # by some rank that had not begun before
 
 
 class Early:
@@ -198,6 +199,10 @@ class Early:
         entered, turn = self._exchanges.entered, self._exchanges.entered[self._rank]
         return all(any(entered[rank] >= turn for rank in ranks) for ranks in self._exchanges.nodes)
 
+    def is_met(self, request: Any) -> bool:
+        exchanges = self._exchanges
+        return not self.is_early(request) and exchanges.entered[self._rank] - 1 not in exchanges.dropped
+
     def enter(self, request: Any) -> None:
         if not self.is_early(request):
             self.finish(request)
@@ -212,6 +217,7 @@ class Early:
     def drop(self, request: Any) -> None:
         if not self.has_begun:
             self._begin(request)
+            self._exchanges.dropped.add(self._exchanges.entered[self._rank] - 1)
         self.has_begun = False
 
 
@@ -223,6 +229,7 @@ class Owner:
         self.early = early
         self.recorder = Recorder(16)
         self.buckets: list[tuple[tuple[str, int], ...]] = []
+        self.waits_inside = False  # of the last, until all have come to it
 
     is_under_way = False
 
@@ -237,16 +244,24 @@ class Owner:
             if submission is not None:
                 assert response.key == submission.key
                 assert response.request.settled() == submission.request.settled()
-        self.buckets.append(tuple(response.key for response, _ in work))
-        if self.early is not None and len(work) == 1 and self.early.is_early(work[0][0].request):
-            self.early.finish(work[0][0].request)
+        requests = [response.request for response, _ in work]
+        if self.is_early(requests):
+            self.early.finish(requests[0])  # type: ignore[union-attr]
+        self.did([response.key for response, _ in work], requests)
+
+    def is_early(self, requests: Sequence[Request]) -> bool:
+        return self.early is not None and len(requests) == 1 and self.early.is_early(requests[0])
+
+    def did(self, keys: Sequence[Key], requests: Sequence[Request]) -> None:
+        """All of them together."""
+        self.buckets.append(tuple(keys))
+        self.waits_inside = not self.is_early(requests)
 
     def execute_burst(self, burst: Burst) -> None:
         assert len(burst.parts) == len(burst.known.requests) > 1
         assert [part[0] for part in burst.parts] == [address_of(request) for request in burst.known.requests]
-        self.buckets.append(
-            tuple((request.name, part[2]) for request, part in zip(burst.known.requests, burst.parts, strict=True))
-        )
+        requests = burst.known.requests
+        self.did([(request.name, part[2]) for request, part in zip(requests, burst.parts, strict=True)], requests)
 
     def withdraw(self) -> None:
         pass
@@ -306,9 +321,14 @@ class Lab:
     def turn(self) -> None:
         """One cycle of some rank, unless nothing is left of its work."""
         self.now_s += TICK_S
-        rank = self.random.choice(self.ranks)
-        if not rank.has_ended:
-            rank.cycle()
+        rank = self.random.randrange(len(self.ranks))
+        if not self.ranks[rank].has_ended and not self.is_inside(rank):
+            self.ranks[rank].cycle()
+
+    def is_inside(self, rank: int) -> bool:
+        """Whether it waits for others inside of an operation."""
+        done = [len(owner.buckets) for owner in self.owners]
+        return self.owners[rank].waits_inside and done[rank] > min(done)
 
     def claims(self) -> list[int]:
         """How many each rank has sent or heard."""

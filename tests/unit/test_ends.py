@@ -31,7 +31,8 @@ class Rank:
     def go_on(self) -> bool:
         """Whether it has ended the world, or has seen that another rank did."""
         name, numel = self._todo[0]
-        if name == "|" and not all(made.is_done for made in self.made):
+        is_late = name == "|" and not all(made.is_done for made in self.made)
+        if is_late or self._job.lab.is_inside(self._rank):
             return False
         del self._todo[0]
         if name == "end":

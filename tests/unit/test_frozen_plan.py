@@ -40,7 +40,7 @@ class AtOnce:
         self._page.set_ready(plan, count)
         outcome = Outcome.NOT_YET
         if self._page.ready(plan) >= count and self._all_have_begun():
-            self._owner.buckets.append((self._made.key,))
+            self._owner.did([self._made.key], [self.request])
             outcome = Outcome.DONE
         else:
             self._page.want_ring(True)
@@ -109,7 +109,8 @@ class Job:
             rank = self.lab.random.randrange(len(todo))
             for _ in range(self.lab.random.randrange(4)):
                 self.lab.turn()
-            if not todo[rank] or (todo[rank][0][0] == "|" and not all(handle.poll() for handle in handles[rank])):
+            is_late = todo[rank][:1] == [("|", 0)] and not all(handle.poll() for handle in handles[rank])
+            if not todo[rank] or is_late or self.lab.is_inside(rank):
                 self.lab.turn()
                 continue
             name, numel = todo[rank].pop(0)
