@@ -84,6 +84,7 @@ PROGRAMS = {
     "slot": Program(on_ranks(4, "slot.py")),
     "latency": Program(on_ranks(2, "latency.py")),
     "operations": Program(on_ranks(2, "operations.py")),
+    "operations_hosts": Program(across(2, 1, "operations.py", "--bytes", "4", "4096", "65536", str(1 << 20))),
     "train_step": Program(on_ranks(2, "train_step.py")),
     "one_rank": Program(("train_step.py", "--threads=1", "--seconds=10")),
     "timeline_cost": Program(on_ranks(2, "timeline_cost.py")),
@@ -175,7 +176,12 @@ def main() -> int:
     draw(results)
     if options.readme:
         refresh(HERE / "README.md", "targets", targets_table(found))
-        performance = {"allreduce": allreduce_table, "operations": operations_table, "train_step": steps_table}
+        performance = {
+            "allreduce": allreduce_table,
+            "operations": operations_table,
+            "operations_hosts": operations_table,
+            "train_step": steps_table,
+        }
         for name, fill in performance.items():
             if name in reports:
                 refresh(ROOT / "docs" / "performance.md", name, fill(reports[name]))

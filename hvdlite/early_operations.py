@@ -106,7 +106,10 @@ class MeetingAcrossNodes:
 
     def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.meeting.Meeting`."""
-        call = self._call = self._call or early_call(self._early, self._counts, _BYTE, _ANY, self._patience_s, label)
+        call = self._call
+        if call is None:  # what it takes is negotiation, and no message of the operation's
+            arguments = self._early, self._counts, _BYTE, _ANY, self._patience_s, label
+            call = self._call = early_call(*arguments, is_recorded=False)
         call.label = label
         result = call.run(_READY, _NOWHERE, plan, count, heard)
         if result > Outcome.DONE_AND_RUNG:

@@ -64,6 +64,7 @@ class EarlyAllreduce:
 
     Attributes:
         most_bytes: that it takes; none until `configure` was called.
+        began_ns: when the last has, by `time.monotonic_ns`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class EarlyAllreduce:
         self._part: Buffer | None = None  # of what has begun
         self._exchange: BoundSchedule | None = None  # of it, while it is on its way; None on ranks that lead no node
         self._label = ""
-        self._began_ns = 0
+        self.began_ns = 0
 
     @staticmethod
     def turns_bytes(ranks: int) -> int:
@@ -137,7 +138,7 @@ class EarlyAllreduce:
 
     def _begin(self, layout: Layout, label: str, began_ns: int) -> Buffer:
         assert self._part is None, label
-        self._label, self._began_ns = label, began_ns
+        self._label, self.began_ns = label, began_ns
         return self._part_of(layout)
 
     def _split(self, reduction: Reduction) -> tuple[Reduction | None, Reduction]:
@@ -232,7 +233,6 @@ class EarlyAllreduce:
         if outputs is not None:
             self._memory.unpack(part, 0, outputs, layout.dtype)
         self._part = None
-        self.record(self._label, self._began_ns, layout)
 
     def drop(self, layout: Layout, reduction: Reduction, label: str) -> None:
         """Some ranks have begun what will not be done: bring it to its end. All ranks call it at one place."""

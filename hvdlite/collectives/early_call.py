@@ -26,9 +26,14 @@ class _EarlyCall:
     reduction: Reduction
     patience_s: float
     label: str
+    is_recorded: bool
 
     def ready_ns(self) -> int:
-        return 0  # `EarlyAllreduce` has recorded all that there was
+        return 0  # all that there was is recorded
+
+    def record(self, began_ns: int) -> None:
+        if self.is_recorded:
+            self.early.record(self.label, began_ns, self.layout)
 
 
 @dataclass(eq=False)
@@ -51,7 +56,7 @@ class InOneCall(_EarlyCall):
             self._schedule = self.early.bind(direct, self.layout, self.reduction)
         result = direct.run(inputs, outputs, plan, count, heard)
         if result in (_DONE, _DONE_AND_RUNG):
-            self.early.record(self.label, direct.began_ns, self.layout)
+            self.record(direct.began_ns)
         return result
 
     def resume(self, result: int) -> int:
@@ -59,6 +64,8 @@ class InOneCall(_EarlyCall):
         assert result == direct.BEGUN, result
         early.take_over(direct, self.layout, self.reduction, self.label)
         is_done = early.finish_soon(direct.outputs, self.layout, lambda: direct.has_news, self.patience_s)
+        if is_done:
+            self.record(early.began_ns)
         ended = _NOT_YET if not is_done else _DONE_AND_RUNG if direct.has_news else _DONE
         plan, count, _ = direct.last()
         self._resumed = plan, count, ended
@@ -97,6 +104,7 @@ class StepByStep(_EarlyCall):
         is_rung = partial(counts.has_news, heard)
         if not early.finish_soon(early.tensors(outputs, layout), layout, is_rung, self.patience_s):
             return _NOT_YET
+        self.record(early.began_ns)
         return _DONE_AND_RUNG if is_rung() else _DONE
 
     def resume(self, result: int) -> int:
@@ -119,14 +127,17 @@ def early_call(
     reduction: Reduction,
     patience_s: float,
     label: str,
+    *,
+    is_recorded: bool = True,
 ) -> EarlyCall:
     """A prepared call by ``early``, which takes as many bytes.
 
     Args:
         patience_s: how long others may be late before the coordinator waits for them.
         label: for people.
+        is_recorded: by the recorder of ``early``, when it is done.
     """
     direct = early.prepared(counts, layout, reduction, patience_s)
     if direct is None:
-        return StepByStep(early, layout, reduction, patience_s, label, counts)
-    return InOneCall(early, layout, reduction, patience_s, label, direct)
+        return StepByStep(early, layout, reduction, patience_s, label, is_recorded, counts)
+    return InOneCall(early, layout, reduction, patience_s, label, is_recorded, direct)
