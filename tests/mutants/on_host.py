@@ -46,9 +46,34 @@ MUTANTS = [
     # Plans that run free across nodes: what has begun is executed only if it was not dropped.
     Mutant(
         f"{_COORDINATOR}readiness.py",
-        "(not is_held and self._early.has_begun and self._early.has_come())",
-        "(self._early.has_begun and self._early.has_come())",
+        "(has_come and (not is_held or self._early.is_met(plan.next.request)))",
+        "has_come",
         _PLANS,
+    ),
+    # Meetings: who is held goes in with those that have; and hears if somebody drops one.
+    Mutant(
+        f"{_COORDINATOR}readiness.py",
+        "(has_come and (not is_held or self._early.is_met(plan.next.request)))",
+        "(has_come and not is_held)",
+        _PLANS,
+    ),
+    Mutant(
+        "hvdlite/early_operations.py",
+        "self._end_meeting(request, is_dropped=True)",
+        "self._end_meeting(request, is_dropped=False)",
+        _EARLY,
+    ),
+    Mutant(
+        "hvdlite/early_operations.py",
+        "_ANY = Reduction(ReduceOp.MAX)",
+        "_ANY = Reduction(ReduceOp.MIN)",
+        _EARLY,
+    ),
+    Mutant(
+        f"{_COORDINATOR}coordinator.py",
+        "        self._readiness.enter(batch)\n",
+        "",
+        "2 mpi/test_awaited.py",
     ),
     Mutant(
         f"{_COORDINATOR}plan_leader.py",
@@ -107,8 +132,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COORDINATOR}readiness.py",
-        "if found.came_alone and all(",
-        "if all(",
+        "if found.came_alone and prevail",
+        "if prevail",
         _PLANS,
     ),
     # Plans that begin anew.

@@ -18,11 +18,15 @@ from hvdlite.collectives.base import PreparedCall
 from hvdlite.collectives.early import MOST_BYTES, EarlyAllreduce
 from hvdlite.collectives.polite import polite_look
 from hvdlite.config import Config
+from hvdlite.coordinator.prepared import Outcome
+from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
+from hvdlite.early_operations import EarlyOperations
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.segment import Segment, create_memory_file
 from hvdlite.memory.views import Buffer
+from hvdlite.operations.barrier import Barrier
 from hvdlite.recorder import Recorder
 from mpi_lab import Mpi
 from thread_comm import ThreadComm, on_ranks
@@ -149,7 +153,7 @@ class Rank:
     def __init__(self, comm: ThreadComm, chance: float = 1.0, native: bool = True) -> None:
         self.rank, self.size = comm.rank, comm.size
         node = Node(comm)
-        memory = HostMemory(node)  # type: ignore[arg-type]
+        self.memory = memory = HostMemory(node)  # type: ignore[arg-type]
         mpi = Mpi()
         mpi.done = Sometimes(chance, seed=1)
         self.leaders = Leaders(mpi, native) if comm.rank == 0 else None
@@ -191,9 +195,12 @@ class Rank:
         self.counts.set(1, number)
         self.finish(value, number, reduction)
 
-    def finish(self, value: np.ndarray, number: int, reduction: Reduction) -> None:
+    def await_counts(self, number: int) -> None:
         while self.counts.all(1) < number:
             time.sleep(0)
+
+    def finish(self, value: np.ndarray, number: int, reduction: Reduction) -> None:
+        self.await_counts(number)
         tensors = self.early.tensors([value.ctypes.data], self.layout)
         if not self.early.has_begun:
             self.early.begin(tensors, self.layout, reduction, "early")
@@ -238,6 +245,43 @@ def test_ranks_in_native_code_and_in_python_do_the_same(ways: str, chance: float
         return problems
 
     assert [problem for problems in on_ranks(len(ways), work) for problem in problems] == []
+
+
+@pytest.mark.parametrize("chance", [0.01, 1.0])
+@pytest.mark.parametrize("ways", ["b", "m", "d", "bb", "bm", "mb", "mm", "bd", "db", "dd", "bbd", "mbm", "dbb"])
+def test_who_has_begun_a_meeting_sees_whether_somebody_drops_it(ways: str, chance: float) -> None:
+    """b: step by step; m: by a prepared call; d: drops it without having begun."""
+
+    def work(comm: ThreadComm) -> list[bool]:
+        rank, way = Rank(comm, chance), ways[comm.rank]
+        engine: Any = SimpleNamespace(early=rank.early, memory=rank.memory)
+        operations, request = EarlyOperations(engine), Barrier.of(None)
+        meeting = operations.meeting(rank.counts, 10.0)
+        met = []
+        for number in range(1, 30):
+            outcome = Outcome.NOT_YET
+            if way == "m":
+                outcome = meeting.run("barrier", 1, number, _native.load32(rank.bell))
+                assert meeting.outcome(1, number) is outcome
+                assert meeting.outcome(1, number + 1) is None
+                met.append(True)
+            if outcome is Outcome.NOT_YET:  # or rung
+                rank.counts.set(1, number)
+                rank.await_counts(number)
+                if way == "d":
+                    operations.drop(request)
+                    continue
+                if not operations.has_begun:
+                    operations.begin(Submission(request, number))
+                while not operations.has_come():
+                    time.sleep(0)
+                met[number - 1 :] = [operations.is_met(request)]
+                (operations.enter if met[-1] else operations.drop)(request)
+            assert not operations.has_begun
+        return met
+
+    for way, met in zip(ways, on_ranks(len(ways), work), strict=True):
+        assert met == ([] if way == "d" else ["d" not in ways] * 29)
 
 
 def test_who_is_at_work_is_not_rung_for_every_count() -> None:
