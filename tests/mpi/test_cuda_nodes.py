@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import hvdlite
 import hvdlite.torch as hvd
 from runtime_lab import LAYOUTS, machines
 from test_cuda_training import *  # noqa: F403
@@ -31,3 +32,18 @@ def test_many_under_way(gpu: TorchOnGpu) -> None:
     for handle, numel in zip(handles, numels, strict=True):
         result = hvd.synchronize(handle)
         assert result.min().item() == result.max().item() == wanted(1)[0], numel
+
+
+def test_a_gpu_between_small_allreduces_of_the_host(gpu: TorchOnGpu) -> None:
+    """Their plan runs free; before the GPU's operation, which the coordinator enqueues, ranks meet."""
+    free = []
+    for number in range(60):
+        for small in range(3):
+            value = torch.full((2,), float(hvd.rank() + number))
+            hvd.allreduce_(value, op=hvd.Sum, name=f"small {small}")
+            assert (value == sum(range(hvd.size())) + hvd.size() * number).all()
+        tensor = torch.full((5_000,), hvd.rank() + 1.0, device="cuda")
+        result = hvd.allreduce(tensor, op=hvd.Sum, name="on the GPU")
+        assert result.min().item() == result.max().item() == wanted(1)[0]
+        free.append(hvdlite.runtime().group.world.coordinator.runs_free)
+    assert all(free[-20:])
