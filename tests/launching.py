@@ -24,7 +24,7 @@ from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.mpirun import FORWARDED_PREFIXES, Mpi, Mpirun, build, identify
 
 MARK = "HVDLITE_TEST_LAUNCH"
-_MPIS = {"openmpi": Mpi.OPEN_MPI, "mpich": Mpi.MPICH}
+_MPIS = {"openmpi": Mpi.OPEN_MPI, "mpich": Mpi.MPICH, "intelmpi": Mpi.INTEL}
 _OUTLIVES_S = 3.0  # a launcher its ranks
 # The libraries' own: MPICH's stay when a rank is killed, and hvdlite cannot know when it may remove them.
 _MPI_FILES = ("mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_")
@@ -81,23 +81,23 @@ class LaunchTimeoutError(AssertionError):
 
 
 def on_one_mpi(usual: str) -> pytest.MarkDecorator:
-    """Runs a test by MPI ``usual`` alone, and with --thorough by the other one too; for what depends little on it."""
-    names = [name if name == usual else pytest.param(name, marks=pytest.mark.thorough) for name in ("openmpi", "mpich")]
+    """Runs a test by MPI ``usual`` alone, and with --thorough by the others too; for what depends little on it."""
+    names = [name if name == usual else pytest.param(name, marks=pytest.mark.thorough) for name in _MPIS]
     return pytest.mark.parametrize("mpi", names, indirect=True)
 
 
 @cache
 def python_of(mpi: str) -> str:
-    """The Python of the environment with ``mpi``: "current", "openmpi" or "mpich"; skips the test where there is none.
+    """The Python of the environment with ``mpi``: "current", or of `_MPIS`; skips the test where there is none.
 
     "none", which needs no environment of its own, has this one.
 
-    The two environments stand side by side, as .venv and .venv-mpich.
+    The environments stand side by side, as .venv, .venv-mpich and .venv-intelmpi.
     """
     if mpi in ("current", "none") or mpirun_of(sys.executable).mpi is _MPIS[mpi]:
         return sys.executable
-    base = sys.prefix.removesuffix("-mpich")
-    python = Path(base + "-mpich" if mpi == "mpich" else base) / "bin" / "python"
+    base = sys.prefix.removesuffix("-mpich").removesuffix("-intelmpi")
+    python = Path(base if mpi == "openmpi" else f"{base}-{mpi}") / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment with {_MPIS[mpi].value} ({python} does not exist; python3 tests/run.py makes it)")
     return str(python)
@@ -128,7 +128,7 @@ def launch(
     Args:
         script: a path, or the text of a Python program.
         args: its arguments.
-        mpi: "current" (this environment's), "openmpi" or "mpich"; "none" for hvdliterun.
+        mpi: "current" (this environment's), or one of `_MPIS`; "none" for hvdliterun.
         env: variables to add.
         timeout: seconds; then every thread's stack is dumped, everything is killed, and LaunchTimeoutError raised.
         options: more options for mpirun, or hvdliterun.

@@ -110,8 +110,8 @@ def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command
     """The command for ``launch``, with what neither the user's options nor the environment decide.
 
     Raises:
-        ConfigError: ``launch.interfaces`` matches no interface; hosts as this mpirun cannot have them; arguments for
-            ssh among the options, and in ``launch.ssh``; no directory for temporary files.
+        ConfigError: ``launch.interfaces`` matches no interface; arguments for ssh among the options, and in
+            ``launch.ssh``; no directory for temporary files.
     """
     added = _search_path(mpirun.path, environ) if mpirun.mpi is Mpi.INTEL else {}
     if mpirun.mpi is Mpi.OPEN_MPI:
@@ -212,12 +212,9 @@ def _hydra(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[s
         arguments.append("-print-all-exitcodes")  # its own exit status mixes those of all ranks
     if launch.hosts and mpirun.mpi is Mpi.INTEL:
         slots = {host.slots for host in launch.hosts}
-        if len(slots) > 1:
-            raise ConfigError(
-                f"Intel MPI's mpirun takes as many ranks on every host, and the hosts have {_host_list(launch.hosts)}: "
-                "give them the same number of slots"
-            )
-        arguments += ["-hosts", ",".join(host.name for host in launch.hosts), "-ppn", str(slots.pop())]
+        per_name = slots.pop() if len(slots) == 1 else 1  # it takes as many ranks for every name, and names repeatedly
+        names = [host.name for host in launch.hosts for _ in range(host.slots // per_name)]
+        arguments += ["-hosts", ",".join(names), "-ppn", str(per_name)]
     elif launch.hosts:
         arguments += ["-hosts", _host_list(launch.hosts)]
     chosen = _Given(launch.options, environ).option("iface") or "HYDRA_IFACE" in environ
