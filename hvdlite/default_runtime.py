@@ -150,6 +150,12 @@ def shutdown() -> None:
                 _hooks.runtime = None
 
 
+def leave() -> None:
+    """Once this process ends hvdlite, it is not started again."""
+    if _hooks.runtime is not None:
+        _hooks.runtime.is_left = True
+
+
 def is_initialized() -> bool:
     """Whether init() was called, and shutdown() was not, in this process."""
     current = _hooks.runtime

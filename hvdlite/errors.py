@@ -51,11 +51,13 @@ class ShutDownError(HorovodInternalError):
 
     Args:
         leaver: the process of that rank, which ends; None where it goes on.
+        is_final: that rank comes to no other start.
     """
 
-    def __init__(self, text: str, *, leaver: ProcessAddress | None = None) -> None:
+    def __init__(self, text: str, *, leaver: ProcessAddress | None = None, is_final: bool = False) -> None:
         super().__init__(text)
         self.leaver = leaver
+        self.is_final = is_final
 
 
 class NotInitializedError(ShutDownError, ValueError):

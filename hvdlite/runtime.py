@@ -15,10 +15,11 @@ from hvdlite.config import Config
 from hvdlite.errors import ConfigError, HorovodInternalError, ShutDownError
 from hvdlite.group import Group
 from hvdlite.job_timeline import JobTimeline
-from hvdlite.link_watch import LinkRates, LinkWatch
+from hvdlite.link_watch import LinkRates, LinkWatch, Turns
 from hvdlite.metrics import prometheus_text, serve
 from hvdlite.operations.process_sets import add_process_set_async, remove_process_set_async
 from hvdlite.process_worlds import ProcessWorlds
+from hvdlite.processes import ProcessAddress
 
 _UNEVEN = (
     "If that rank was only done with its data, give every rank as many batches as the others "
@@ -40,6 +41,7 @@ class Runtime:
         group: of all ranks.
         groups: of which this process is a member, by number; 0: of all ranks.
         choice: what autotuning has found at an earlier start.
+        is_left: this process has given the job up, so the others need not wait for it at another start.
 
     Raises:
         StartupError: names what is wrong and the way out, the same on every rank where it concerns all.
@@ -63,7 +65,7 @@ class Runtime:
             on_notice=lambda content: self._timeline.take_notice(content),
         )
         self.world, self.choice = start.world, start.news
-        self.closed = False
+        self.closed = self.is_left = False
         self._world_ranks = start.world_ranks
         self.topology, self.recorder = self.world.topology, self.world.recorder
         self.rank, self.size = self.topology.rank, self.topology.size
@@ -82,8 +84,8 @@ class Runtime:
         self.world.start()
         self._links = None
         if start.hosts and self.config.link_check_s:
-            rates = LinkRates(self.rank, start.hosts)
-            self._links = LinkWatch(rates, self.config.link_check_s, lambda: self.failure is not None)
+            rates, turns = LinkRates(self.rank, start.hosts), Turns(start.processes[self.topology.local_ranks[0]])
+            self._links = LinkWatch(rates, turns, self.config.link_check_s, lambda: self.failure is not None)
         self._metrics = serve(
             self.config.metrics_port,
             self.topology.local_rank,
@@ -207,7 +209,8 @@ class Runtime:
         self.world.close(
             f"rank {self.rank} has shut down hvdlite ({why}), so this operation cannot complete. {_UNEVEN}",
             "hvdlite has been shut down in this process; call hvd.init() again before other operations",
-            is_final=is_final,
+            is_final=is_final or self.is_left,
+            leaver=ProcessAddress.own() if is_final else None,
         )
         self._timeline.close()
         if not is_final:

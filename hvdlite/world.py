@@ -261,15 +261,16 @@ class World:
         self.coordinator.close(reason)
         self.coordinator.wake()
 
-    def close(self, text: str, own_text: str, *, is_final: bool) -> None:
+    def close(self, text: str, own_text: str, *, is_final: bool, leaver: ProcessAddress | None) -> None:
         """End on all ranks, in order unless the job has failed: what is in flight fails with `ShutDownError`.
 
         Args:
             text: why, for the other ranks; ``own_text``: for this one.
-            is_final: this process ends.
+            is_final: this rank comes to no other start.
+            leaver: this process, if it ends.
         """
         if self.health.failure is None:
-            self._announce_end(text, own_text, is_final=is_final)
+            self._announce_end(text, own_text, is_final=is_final, leaver=leaver)
         while not self.coordinator.join(_LOOK_S):
             if self.health.failure is not None and not self.coordinator.join(self.config.failure_grace_s):
                 _LOG.error("rank %d: the coordinator thread is stuck and is left behind", self.topology.rank)
@@ -300,11 +301,12 @@ class World:
             world.coordinator.refuse(reason)
         self.release()
 
-    def _announce_end(self, text: str, own_text: str, *, is_final: bool = False) -> None:
-        texts = {"text": text, "own_text": own_text}
-        leaver = ProcessAddress.own() if is_final else None
+    def _announce_end(
+        self, text: str, own_text: str, *, is_final: bool = False, leaver: ProcessAddress | None = None
+    ) -> None:
+        said = {"rank": self.topology.rank, "text": text, "own_text": own_text, "is_final": is_final, "leaver": leaver}
         with suppress(HorovodInternalError):  # another rank was the first, or the job has failed meanwhile
-            self.coordinator.announce({"kind": "shutdown", "rank": self.topology.rank, "leaver": leaver, **texts})
+            self.coordinator.announce({"kind": "shutdown", **said})
 
     # For the coordinator, in the order of its log.
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdlite.cli.job import Host, read_hostfile
+from hvdlite.cli.job import Host, parse_host, read_hostfile
 from hvdlite.errors import ConfigError
 
 _HOSTFILES = (
     *("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile"),
     *("HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE"),
 )
+
+
+_MOST_HOSTS = 100_000
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,16 @@ def _slurm(environ: Mapping[str, str]) -> Allocation | None:
     slots = _expand_counts(tasks)
     if len(slots) != len(names):
         raise ConfigError(f"SLURM_TASKS_PER_NODE={tasks} does not fit SLURM_JOB_NODELIST={nodes}; say -np N and -H")
-    return Allocation("Slurm", tuple(map(Host, names, slots)), knows_mpirun=True)
+    return Allocation("Slurm", _hosts("SLURM_JOB_NODELIST", zip(names, slots, strict=True)), knows_mpirun=True)
 
 
 def _lsf(environ: Mapping[str, str]) -> Allocation | None:
     words = environ.get("LSB_MCPU_HOSTS", "").split()
     if not words:
         return None
-    if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
+    if len(words) % 2:
         raise ConfigError(f"LSB_MCPU_HOSTS={' '.join(words)!r} is not 'host slots host slots'; say -np N and -H")
-    return Allocation("LSF", tuple(Host(name, int(n)) for name, n in zip(words[::2], words[1::2], strict=True)))
+    return Allocation("LSF", _hosts("LSB_MCPU_HOSTS", zip(words[::2], words[1::2], strict=True)))
 
 
 def _pbs(environ: Mapping[str, str]) -> Allocation | None:
@@ -79,10 +82,10 @@ def _pbs(environ: Mapping[str, str]) -> Allocation | None:
     if not path:
         return None
     try:
-        counts = Counter(Path(path).read_text().split())
+        counts = Counter(Path(path).read_text(errors="replace").split())
     except OSError as error:
         raise ConfigError(f"PBS_NODEFILE={path}: {error.strerror}") from error
-    return Allocation("PBS", tuple(Host(name, slots) for name, slots in counts.items())) if counts else None
+    return Allocation("PBS", _hosts(f"PBS_NODEFILE={path}", counts.items())) if counts else None
 
 
 def _mpijob(environ: Mapping[str, str]) -> Allocation | None:
@@ -91,29 +94,54 @@ def _mpijob(environ: Mapping[str, str]) -> Allocation | None:
     return None if path is None else Allocation("MPIJob", read_hostfile(path))
 
 
+def _hosts(origin: str, counts: Iterable[tuple[str, object]]) -> tuple[Host, ...]:
+    """Of names, and of how many ranks each is meant for."""
+    hosts = []
+    for name, slots in counts:
+        host = parse_host(f"{name}:{slots}")
+        if host is None:
+            raise ConfigError(f"{origin}: {f'{name} {slots}'!r} is not a host and its slots; say -np N and -H")
+        hosts.append(host)
+    return tuple(hosts)
+
+
 _SCHEDULERS: tuple[Callable[[Mapping[str, str]], Allocation | None], ...] = (_slurm, _lsf, _pbs, _mpijob)
 
 
 def expand_nodes(text: str) -> list[str]:
-    """The hosts of Slurm's ``a[01-03,7]x,b``, in its order."""
+    """The hosts of Slurm's ``a[01-03,7]x,b``, in its order.
+
+    Raises:
+        ConfigError: what is in brackets are no numbers, or there are very many.
+    """
     hosts: list[str] = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]
         for plain, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
             endings = [plain] if plain else [n for span in numbers.split(",") for n in _expand_span(span)]
+            if len(names) * len(endings) > _MOST_HOSTS:
+                raise _no_list(text)
             names = [name + ending for name in names for ending in endings]
         hosts += names
     return hosts
 
 
 def _expand_span(span: str) -> list[str]:
-    first, _, last = span.partition("-")
-    return [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", span)
+    if found is None or int(found[2] or 0) - int(found[1]) > _MOST_HOSTS:
+        raise _no_list(span)
+    return [str(n).zfill(len(found[1])) for n in range(int(found[1]), int(found[2] or found[1]) + 1)]
 
 
 def _expand_counts(text: str) -> list[int]:
     """Of Slurm's ``2(x3),1``."""
     counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+    for count, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text):
+        if len(count) + len(times) > 12 or int(times or 1) > _MOST_HOSTS:
+            raise _no_list(text)
         counts += [int(count)] * int(times or 1)
     return counts
+
+
+def _no_list(text: str) -> ConfigError:
+    return ConfigError(f"{text!r} is nothing that Slurm says of its nodes; say -np N and -H")

@@ -6,7 +6,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 
-from hvdlite.cli.job import Host, is_this_machine
+from hvdlite.cli.job import Host, is_this_machine, parse_host
 from hvdlite.errors import ConfigError
 
 _EVERY_S = 1.0
@@ -24,11 +24,28 @@ def hosts_of(script: str, slots_per_host: int) -> tuple[Host, ...]:
     """
     try:
         done = subprocess.run(
-            [script], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT_S, check=True
+            [script], stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=_LIMIT_S, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"--host-discovery-script {script}: {error}") from error
-    return tuple(_host(line.strip(), slots_per_host) for line in done.stdout.splitlines() if line.strip())
+    return parse_hosts(done.stdout, slots_per_host)
+
+
+def parse_hosts(text: str, slots_per_host: int) -> tuple[Host, ...]:
+    """What a script has printed. Of 0 slots is a host that may not be used now.
+
+    Raises:
+        ConfigError: a line is no host.
+    """
+    hosts = []
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.endswith(":0") and parse_host(line.removesuffix(":0")):
+            continue
+        host = parse_host(line, slots_per_host)
+        if host is None:
+            raise ConfigError(f"--host-discovery-script: {line!r} is not a host; print host:slots, a host a line")
+        hosts.append(host)
+    return tuple(hosts)
 
 
 def slots_of(script: str, slots_per_host: int) -> int:
@@ -47,13 +64,6 @@ def slots_of(script: str, slots_per_host: int) -> int:
             f"--host-discovery-script {script} names {others[0]}: ranks may come and go on this machine only"
         )
     return sum(host.slots for host in hosts)
-
-
-def _host(line: str, slots_per_host: int) -> Host:
-    name, _, slots = line.partition(":")
-    if slots and not slots.isdigit():
-        raise ConfigError(f"--host-discovery-script: {line!r} is not a host; print host:slots, a host a line")
-    return Host(name, int(slots or slots_per_host))
 
 
 class Discovery:

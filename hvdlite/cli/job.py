@@ -128,7 +128,15 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def _host(entry: str, origin: str) -> Host:
-    found = _HOST.fullmatch(entry)
-    if found is None or int(found[2] or 1) == 0:
+    found = parse_host(entry)
+    if found is None:
         raise ConfigError(f"{origin!r} is not a host; write host:slots, as in node0:4, with at least one slot")
-    return Host(found[1], int(found[2] or 1))
+    return found
+
+
+def parse_host(entry: str, slots: int = 1) -> Host | None:
+    """``a:2``, or ``a`` with ``slots``; None if mpirun or ssh could take the name for something else, or of 0 slots."""
+    found = _HOST.fullmatch(entry)
+    if found is None or int(found[2] or slots) == 0:
+        return None
+    return Host(found[1], int(found[2] or slots))

@@ -315,7 +315,7 @@ class Keepers:
         self._copy.serve(link, lambda: self._living.get(keeper.host) is keeper, say)
 
     def _hear(self, keeper: _Keeper, link: socket.socket) -> None:
-        with link, suppress(OSError):
+        with link, suppress(OSError, ValueError):  # a word that there is not is the end of it, too
             while True:
                 word, number = MESSAGE.unpack(read_exactly(link, MESSAGE.size))
                 if word not in (Word.HOLDS, Word.TAKE):

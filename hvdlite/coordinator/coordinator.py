@@ -489,7 +489,8 @@ class Coordinator:
         elif kind == "shutdown":
             mine = content["rank"] == self._rank
             leaver = content["leaver"] and ProcessAddress(*content["leaver"])
-            self.close(ShutDownError(content["own_text" if mine else "text"], leaver=leaver))
+            text = content["own_text" if mine else "text"]
+            self.close(ShutDownError(text, leaver=leaver, is_final=content["is_final"]))
             self._owner.take_notice(content)
             self.has_ended = True
         else:

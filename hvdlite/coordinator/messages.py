@@ -194,7 +194,7 @@ class Decoder:
             start = end
             if tag == _PLAN:
                 is_begun, verb = divmod(slot, len(_VERBS))
-                places, plan, first = json.loads(payload) if payload else ((), 0, 0)
+                places, plan, first = _loads(payload) if payload else ((), 0, 0)
                 yield PlanMessage(_VERBS[verb], sequence, is_begun == 1, tuple(places), plan, first)
             elif tag == _DEFINE:
                 self._requests[slot] = pickle.loads(payload)
@@ -204,13 +204,21 @@ class Decoder:
 
     def _message(self, tag: int, slot: int, sequence: int, payload: bytes) -> Message:
         if tag == _CLAIM:
-            return Claim(self._requests[slot], sequence, tuple(json.loads(payload)) if payload else None)
+            return Claim(self._requests[slot], sequence, tuple(_loads(payload)) if payload else None)
         if tag == _RESPONSE:
-            return Response(self._requests[slot], sequence, json.loads(payload) if payload else -1)
+            return Response(self._requests[slot], sequence, _loads(payload) if payload else -1)
         if tag == _FAULT:
-            name, number, text = json.loads(payload)
+            name, number, text = _loads(payload)
             return Fault((name, number), text)
         if tag == _NOTICE:
-            return Notice(json.loads(payload))
+            return Notice(_loads(payload))
         assert tag == _END_OF_BATCH, tag
         return EndOfBatch()
+
+
+def _loads(payload: bytes) -> Any:
+    """Raises ValueError where it is no JSON, or nested too deeply to be read."""
+    try:
+        return json.loads(payload)
+    except RecursionError:
+        raise ValueError(f"{len(payload)} bytes of JSON are nested too deeply") from None

@@ -45,6 +45,18 @@ def test_the_exit_status_is_that_of_the_rank_that_leaves(mpi: str) -> None:
 
 
 @pytest.mark.parametrize("mpi", ["current", "none"])
+def test_who_leaves_after_an_exception_of_his_own_is_not_waited_for(mpi: str) -> None:
+    """Also by hvd.shutdown(), after which another rank may come back: the others can save at once."""
+    kill, end = "os.kill(os.getpid(), signal.SIGKILL)", "raise\n"
+    assert TRAINING.count(kill) == TRAINING.count(end) == 1
+    leaving = TRAINING.replace(kill, 'raise ValueError("handled below")')
+    leaving = leaving.replace(end, "raise\nexcept ValueError:\n    hvd.shutdown()\n    time.sleep(3)\n")
+    result = run(leaving, n=3, mpi=mpi)
+    check_end(result, "hvd.elastic.run cannot go on: a rank has ended by itself", "rank 1 has shut down hvdlite")
+    assert "checkpoint of batch 10" in result.stdout, result
+
+
+@pytest.mark.parametrize("mpi", ["current", "none"])
 def test_a_rank_that_dies_leaves_the_last_commit(mpi: str) -> None:
     result = run(TRAINING, n=3, alone=True, mpi=mpi)
     check_end(result, "hvd.elastic.run cannot go on", "rank 1 (pid", "died without a word")

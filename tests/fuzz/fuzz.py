@@ -18,7 +18,8 @@ sys.path[:0] = [str(TESTS / "fuzz")]
 OF_INTEREST = [
     *("hvdlite.proof", "hvdlite.coordinator.messages", "hvdlite.coordinator.tree", "hvdlite.coordinator.control_page"),
     *("hvdlite.remote_call", "hvdlite.timeline.trace_file", "hvdlite.cli.job", "hvdlite.config", "hvdlite.interfaces"),
-    *("hvdlite.sentinel_messages", "hvdlite.keeper", "hvdlite.second_copy"),
+    *("hvdlite.sentinel_messages", "hvdlite.keeper", "hvdlite.second_copy", "hvdlite.plain"),
+    *("hvdlite.cli.allocation", "hvdlite.cli.discovery"),
 ]
 
 with atheris.instrument_imports(include=OF_INTEREST, enable_loader_override=False):

@@ -15,7 +15,7 @@ import pickle
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,9 @@ from unittest import mock
 import numpy as np
 
 from hvdlite import plain, remote_call
-from hvdlite.cli.job import read_hostfile
+from hvdlite.cli.allocation import find_allocation
+from hvdlite.cli.discovery import parse_hosts
+from hvdlite.cli.job import Host as JobHost, read_hostfile
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ByteStream
 from hvdlite.coordinator.messages import (
@@ -273,14 +275,27 @@ def trace(data: bytes) -> None:
 
 
 def hostfile(data: bytes) -> None:
-    """Names that mpirun and ssh take for nothing else."""
+    """Names that mpirun and ssh take for nothing else; as in what a scheduler says, or the user's script."""
+    text = data.decode("utf-8", "replace")
+    first, _, rest = text.partition("\n")
     with tempfile.TemporaryDirectory(dir=_memory()) as directory:
         path = Path(directory, "hosts")
         path.write_bytes(data)
-        with suppress(ConfigError):
-            for host in read_hostfile(str(path)):
-                assert host.name[0] != "-" and host.name.isascii() and not set(host.name) & set(" ,:/$`;\\\"'\n\0")
-                assert 0 < host.slots < 1_000_000
+        _check_hosts(lambda: read_hostfile(str(path)))
+        for environ in (
+            {"PBS_NODEFILE": str(path)},
+            {"LSB_MCPU_HOSTS": text},
+            {"SLURM_JOB_NODELIST": first, "SLURM_TASKS_PER_NODE": rest},
+        ):
+            _check_hosts(lambda environ=environ: found.hosts if (found := find_allocation(environ)) else ())
+        _check_hosts(lambda: parse_hosts(text, 2))
+
+
+def _check_hosts(read: Callable[[], Iterable[JobHost]]) -> None:
+    with suppress(ConfigError):
+        for host in read():
+            assert host.name[0] != "-" and host.name.isascii() and not set(host.name) & set(" ,:/$`;\\\"'\n\0")
+            assert 0 < host.slots < 1_000_000
 
 
 def settings(data: bytes) -> None:
@@ -322,7 +337,7 @@ TARGETS = {
     "second_copy": Fuzzed(second_copy, [struct.pack("<QQ3sQQQQ", 5, 3, b"abc", 0, 0, 4, 1 << 40)]),
     "byte_stream": Fuzzed(byte_stream, [bytes(range(200))]),
     "trace": Fuzzed(trace, [json.dumps(_TRACE).encode()]),
-    "hostfile": Fuzzed(hostfile, [b"node0 slots=2 # a\nuser@node1:4\n\n-o\n"]),
+    "hostfile": Fuzzed(hostfile, [b"node0 slots=2 # a\nuser@node1:4\n\n-o\n", b"a[01-03,7]x,b\n2(x4),1", b"a 2 b 1"]),
     "settings": Fuzzed(settings, [b"1e9", b"^=eth0,ib", b"-inf", b"true"]),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -65,11 +66,29 @@ def test_none() -> None:
         ({"LSB_MCPU_HOSTS": "a 2 b"}, "LSB_MCPU_HOSTS='a 2 b' is not"),
         ({"PBS_NODEFILE": "/nonexistent"}, "PBS_NODEFILE=/nonexistent: No such file"),
         ({"HYDRA_HOST_FILE": "/nonexistent"}, "hostfile /nonexistent: No such file"),
+        (slurm("a[x-y]", "1"), "'x-y' is nothing that Slurm says of its nodes"),
+        (slurm("a[1-999999999]", "1"), "'1-999999999' is nothing"),
+        (slurm("[1-999][1-999]", "1"), "is nothing that Slurm says"),
+        (slurm("a", "2(x999999999)"), "is nothing that Slurm says"),
+        (slurm("-oProxyCommand=x", "1"), "SLURM_JOB_NODELIST: '-oProxyCommand=x 1' is not a host"),
+        ({"LSB_MCPU_HOSTS": "-oProxyCommand=x 2"}, "LSB_MCPU_HOSTS: '-oProxyCommand=x 2' is not a host"),
+        ({"LSB_MCPU_HOSTS": "a 0"}, "'a 0' is not a host"),
+        ({"LSB_MCPU_HOSTS": "a \u00b2"}, "is not a host"),
+        ({"PBS_NODEFILE": b"a\n-oProxyCommand=x\n"}, "'-oProxyCommand=x 1' is not a host"),
+        ({"PBS_NODEFILE": b"$(x)\n"}, "is not a host"),
+        ({"PBS_NODEFILE": b"\xff\n"}, "is not a host"),
     ],
 )
-def test_what_makes_no_sense(environ: dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        find_allocation(environ)
+def test_what_makes_no_sense(environ: dict[str, str | bytes], text: str, tmp_path: Path) -> None:
+    """Names among it that mpirun or ssh would take for options, or a shell for commands; bytes are those of a file."""
+    path = tmp_path / "hosts"
+    given = {}
+    for name, value in environ.items():
+        if isinstance(value, bytes):
+            path.write_bytes(value)
+        given[name] = str(path) if isinstance(value, bytes) else value
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        find_allocation(given)
 
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(1, AB[:1]), (2, AB[:1]), (3, AB), (9, AB)])

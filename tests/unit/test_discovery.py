@@ -21,7 +21,14 @@ def script(directory: Path, body: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("body", "slots"), [("echo localhost:4", 4), ("echo localhost", 3), ("echo 127.0.0.1:1; hostname", 4), ("true", 0)]
+    ("body", "slots"),
+    [
+        ("echo localhost:4", 4),
+        ("echo localhost", 3),
+        ("echo 127.0.0.1:1; hostname", 4),
+        ("true", 0),
+        ("echo localhost:0", 0),
+    ],
 )
 def test_slots_of_this_machine(tmp_path: Path, body: str, slots: int) -> None:
     assert slots_of(script(tmp_path, body), 3) == slots
@@ -32,6 +39,10 @@ def test_slots_of_this_machine(tmp_path: Path, body: str, slots: int) -> None:
     [
         ("echo localhost:2; echo elsewhere:2", "names elsewhere: ranks may come and go on this machine only"),
         ("echo localhost:many", "'localhost:many' is not a host"),
+        ("echo localhost:2; echo -oProxyCommand=x", "'-oProxyCommand=x' is not a host"),
+        ("echo 'a b;c'", "'a b;c' is not a host"),
+        ("printf '\\377'", "is not a host"),
+        ("echo localhost:\u00b2", "is not a host"),
         ("exit 3", "exit status 3"),
     ],
 )

@@ -23,7 +23,6 @@ from hvdlite.errors import (
     UnrecoverableError,
     UsageError,
 )
-from hvdlite.processes import ProcessAddress
 from hvdlite.recorder import Recorder
 from hvdlite.torch import startup
 from hvdlite.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
@@ -269,7 +268,7 @@ def test_a_mistake_of_the_program_is_raised(diary: Diary) -> None:
             "only under `hvdliterun --elastic` does a job go on after the failure of a rank",
         ),
         (StallError("rank 3 is late"), "the ranks live, but wait for one another"),
-        (hvdlite.ShutDownError("rank 3 ended", leaver=ProcessAddress.own()), "a rank has ended by itself"),
+        (hvdlite.ShutDownError("rank 3 ended", is_final=True), "a rank has ended by itself"),
     ],
     ids=["died", "late", "left"],
 )

@@ -38,7 +38,9 @@ class Rank:
         if name == "end":
             texts = {"text": f"rank {self._rank} ended", "own_text": "ended"}
             with suppress(ShutDownError):  # another was the first
-                self._coordinator.announce({"kind": "shutdown", "rank": self._rank, "leaver": None, **texts})
+                self._coordinator.announce(
+                    {"kind": "shutdown", "rank": self._rank, "is_final": False, "leaver": None, **texts}
+                )
         elif name != "|":
             try:
                 self.made += self._job.begin(self._rank, submission(name, numel), self._todo[0][0] == "|")

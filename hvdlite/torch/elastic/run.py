@@ -67,7 +67,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 f"the job ends: {why}. These ranks were started once more with the state of the last commit: save a "
                 "checkpoint of it, and start the job again"
             )
-        with keeping.at_work():
+        with keeping.at_work(), _leaving():
             return run_with(_strategy(), func, state, *args, **kwargs)
 
     return wrapped
@@ -96,6 +96,17 @@ def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], st
             raise
         except (HostsUpdatedInterrupt, HorovodInternalError) as reason:
             why = reason
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """Whatever is raised is the end of this rank for the others: once it shuts hvdlite down, it is not waited for."""
+    hvdlite.runtime().is_left = False
+    try:
+        yield
+    except BaseException:
+        default_runtime.leave()
+        raise
 
 
 @contextmanager
@@ -128,7 +139,7 @@ def _strategy() -> Callable[[State, Why], None]:
 def _go_on_or_begin_anew(state: State, why: Why) -> None:
     """Under mpirun: the ranks that live go on where they can; else all end, to begin anew."""
     may_go_on = not isinstance(why, (HostsUpdatedInterrupt, StallError))
-    if may_go_on and not (isinstance(why, ShutDownError) and why.leaver):
+    if may_go_on and not (isinstance(why, ShutDownError) and why.is_final):
         try:
             _restart(state, why)
             return
@@ -169,7 +180,7 @@ def _hindrance(failure: HorovodInternalError) -> str:
         return "the ranks live, but wait for one another"
     if isinstance(failure, CollectiveError):
         return "only under `hvdliterun --elastic` does a job go on after the failure of a rank"
-    if isinstance(failure, ShutDownError) and failure.leaver:
+    if isinstance(failure, ShutDownError) and failure.is_final:
         return "a rank has ended by itself"
     return ""
 
