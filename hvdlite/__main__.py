@@ -1,4 +1,4 @@
-"""`python -m hvdlite`: the command line tools. Each is a module under cli/, loaded when it is called."""
+"""`python -m hvdlite` and `hvdlite`: the command line tools. Each is a module under cli/, loaded when it is called."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ TOOLS = {
 }
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the tool that ``argv`` names; returns the exit status."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool that ``argv``, by default this process's, names; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print("usage: python -m hvdlite TOOL ...\n")
         for name, purpose in TOOLS.items():
@@ -31,4 +32,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

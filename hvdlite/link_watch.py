@@ -2,11 +2,14 @@
 
 Whatever sends over TCP, MPI above all, has sockets in this process, and the kernel knows how fast each has delivered
 what it was given (tcp_info of linux/tcp.h). To ask it costs some microseconds every few seconds, and nothing travels.
-Where MPI uses another network there is nothing to see.
+Where MPI uses another network there is nothing to see. Each rank has connections of its own, so each looks; what
+several of a node see, one of them says.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import logging
 import os
 import socket
@@ -61,16 +64,16 @@ class LinkRates:
         self._acked: dict[int, int] = {}
         self._links: dict[str, _Link] = {}
 
-    def note(self, deliveries: Mapping[int, Delivery]) -> list[str]:
-        """Take what the connections have delivered, by any number that stays; sentences on links to be named."""
+    def note(self, deliveries: Mapping[int, Delivery]) -> dict[str, str]:
+        """Take what the connections have delivered, by any number that stays; sentences on links to name, by peer."""
         rates: dict[str, float] = {}
         for number, (peer, acked_bytes, bytes_per_s) in deliveries.items():
             news = acked_bytes - self._acked.get(number, acked_bytes)
             if peer in self._hosts and bytes_per_s is not None and news >= _BUSY_BYTES:
                 rates[peer] = max(rates.get(peer, 0.0), bytes_per_s)
         self._acked = {number: delivery.acked_bytes for number, delivery in deliveries.items()}
-        said = (self._judge(peer, rate) for peer, rate in rates.items())
-        return [sentence for sentence in said if sentence]
+        said = {peer: self._judge(peer, rate) for peer, rate in rates.items()}
+        return {peer: sentence for peer, sentence in said.items() if sentence}
 
     def _judge(self, peer: str, rate: float) -> str:
         link = self._links.setdefault(peer, _Link())
@@ -89,15 +92,46 @@ class LinkRates:
         )
 
 
+class Turns:
+    """Which rank of a node speaks of a thing: the first that asks to, as long as it has not closed.
+
+    A name of an abstract unix socket has one owner, and ranks of a node share these names.
+
+    Args:
+        node: the same on all its ranks, and another in each job.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = hashlib.sha256(node.encode()).hexdigest()[:32]
+        self._held: list[socket.socket] = []
+
+    def take(self, what: str) -> bool:
+        """Whether this rank speaks of ``what``."""
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            name.bind(f"\0hvdlite-says-{self._node}-{what}")
+        except OSError as error:
+            name.close()
+            return error.errno != errno.EADDRINUSE  # rather twice than never
+        self._held.append(name)
+        return True
+
+    def close(self) -> None:
+        for name in self._held:
+            name.close()
+
+
 class LinkWatch:
     """A thread that looks every ``interval_s``, and warns.
 
     Args:
+        turns: whether this rank speaks of a peer; closed with the watch.
         is_over: whether there is nothing to look at any more.
     """
 
-    def __init__(self, rates: LinkRates, interval_s: float, is_over: Callable[[], bool]) -> None:
+    def __init__(self, rates: LinkRates, turns: Turns, interval_s: float, is_over: Callable[[], bool]) -> None:
         self._rates = rates
+        self._turns = turns
         self._interval_s = interval_s
         self._is_over = is_over
         self._is_closed = threading.Event()
@@ -107,11 +141,13 @@ class LinkWatch:
     def close(self) -> None:
         self._is_closed.set()
         self._thread.join()
+        self._turns.close()
 
     def _look(self) -> None:
         while not self._is_closed.wait(self._interval_s) and not self._is_over():
-            for sentence in self._rates.note(deliveries()):
-                _LOG.warning("%s", sentence)
+            for peer, sentence in self._rates.note(deliveries()).items():
+                if self._turns.take(peer):
+                    _LOG.warning("%s", sentence)
 
 
 def deliveries() -> dict[int, Delivery]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     sys.path.insert(1, search_path())
     if argv[0] == "-m":
         sys.argv = list(argv[1:])
+        _search_first(os.getcwd())
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(argv)
@@ -53,9 +55,14 @@ def _run_script(path: str) -> None:
             source = file.read()
     except OSError as error:
         sys.exit(f"python -m hvdlite horovod: cannot read {path}: {error.strerror}")
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = str(Path(path).resolve().parent)  # `python -m` has put the current directory there
+    _search_first(str(Path(path).resolve().parent))
     module = ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module
     exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+
+
+def _search_first(directory: str) -> None:
+    """As python does; `python -m` has put the current directory there, the command `hvdlite` its own."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = directory

@@ -26,6 +26,7 @@ def of_job(found: dict[str, Any]) -> str:
     """The ranks of a job."""
     ranks, nodes = found["ranks"], found["nodes"]
     lines = [verdict(found), "", f"{_count(ranks, 'rank')} on {_count(nodes, 'node')}, started {found['started']}:"]
+    lines.append(f"  nodes by {found['found by']}")
     for node, members in enumerate(nodes):
         lines += _node(ranks, nodes, node, members, found["shared memory"][node])
     lines += _links(found)

@@ -259,3 +259,30 @@ def test_a_job_that_fails_is_started_again(mpi: str, restarts: int, status: int,
     assert result.returncode == status, result
     assert len((tmp_path / "tries").read_text()) == min(restarts, 2) + 1
     assert f"starts the job again (1 of {restarts} times)" in result.launcher_output
+
+
+KILLED_ONCE = """
+import os, pathlib, signal, sys
+import torch
+import hvdlite.torch as hvd
+
+hvd.init()
+own = pathlib.Path(sys.argv[1], f"rank{hvd.rank()}")
+is_first = not own.exists()
+with own.open("a") as starts:
+    starts.write(f"{os.getpid()} ")
+hvd.barrier()
+if is_first and hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+"""
+
+
+@pytest.mark.parametrize("mpi", ["none", pytest.param("mpirun", marks=pytest.mark.thorough)])
+def test_all_ranks_are_started_again(mpi: str, tmp_path: Path) -> None:
+    options = ["--restarts", "3", *(["--mpi"] if mpi == "mpirun" else [])]
+    result = launch(2, KILLED_ONCE, str(tmp_path), mpi="none", options=options, timeout=120).check()
+    starts = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(2)]
+    assert [len(pids) for pids in starts] == [2, 2] and len({*starts[0], *starts[1]}) == 4, result
+    assert result.launcher_output.count("starts the job again") == 1, result
+    assert result.stdout == "sum 2.0\n" * 2

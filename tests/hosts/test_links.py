@@ -70,13 +70,14 @@ def test_a_link_that_becomes_slow(hosts: Hosts, tmp_path: Path) -> None:
     try:
         variables = {"HVDLITE_LINK_CHECK_SECONDS": "0.5"}
         result = lab.launch(
-            TRAIN, str(is_busy), str(is_over), ranks_per_host=[1, 1, 1], env=variables, timeout=90
+            TRAIN, str(is_busy), str(is_over), ranks_per_host=[2, 2, 2], env=variables, timeout=90
         ).check()
     finally:
         is_busy.touch()
         thread.join()
     said = [line for line in result.stderr.splitlines() if "times slower than at the start" in line]
-    assert len(said) == 1 and "what rank 1 sends to node2 (10.77.0.3) arrives at 0.0" in said[0], result
+    assert len(said) == 1, result  # though both ranks of node1 see it
+    assert re.search(r"what rank [23] sends to node2 \(10\.77\.0\.3\) arrives at 0\.0", said[0]), result
 
 
 @pytest.mark.thorough

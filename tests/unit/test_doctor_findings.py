@@ -242,6 +242,7 @@ def test_the_text_has_all_parts() -> None:
     found = {
         "ranks": told,
         "nodes": NODES,
+        "found by": "what they can do",
         "shared memory": [{"barrier us": 1.0, "GB/s": 9.0}, None, None],
         "links": [vars(link(0, 1)), vars(Link(1, 2))],
         "started": "by MPI",
@@ -251,5 +252,6 @@ def test_the_text_has_all_parts() -> None:
     }
     text = report.of_job(found)
     assert text.startswith("Problems:\n  something is wrong\n\nNotes:\n  something is odd\n")
-    assert "6 ranks on 3 nodes, started by MPI:" in text and "rank 0 on 0-2,5" in text
+    assert "6 ranks on 3 nodes, started by MPI:\n  nodes by what they can do\n  node0: " in text
+    assert "rank 0 on 0-2,5" in text
     assert "node1  node2  unreachable  -" in text and "node0  node1  eth0         20           1.00" in text

@@ -181,6 +181,14 @@ def test_a_module(tmp_path: Path) -> None:
     assert run(*START, "-m", "job", "--lr", "1", cwd=tmp_path).startswith("__main__ ['--lr', '1'] ")
 
 
+def test_a_module_by_the_command_hvdlite(tmp_path: Path) -> None:
+    """Which is in a directory of its own, that `python -m` does not search."""
+    (tmp_path / "bin").mkdir()
+    command = script(tmp_path / "bin", "import sys\nfrom hvdlite.__main__ import main\nsys.exit(main())\n")
+    (tmp_path / "job.py").write_text("import sys, horovod.torch\nprint(sys.argv[1:])\n")
+    assert run(sys.executable, command, "horovod", "-m", "job", "--lr", "1", cwd=tmp_path) == "['--lr', '1']\n"
+
+
 def test_pytest_files(tmp_path: Path) -> None:
     text = "import horovod.torch as hvd\ndef test_it():\n    hvd.init()\n    assert hvd.size() == 1\n"
     (tmp_path / "test_it.py").write_text(text)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdlite import link_probe
+from hvdlite import link_probe, link_watch
 from hvdlite.errors import StartupError
 from hvdlite.link_probe import Tried, slow_link, try_links
-from hvdlite.link_watch import Delivery, LinkRates, LinkWatch, deliveries
+from hvdlite.link_watch import Delivery, LinkRates, LinkWatch, Turns, deliveries
 from hvdlite.topology import Topology
 
 HOSTS = {"10.0.0.2": "node1", "10.0.0.3": "node2"}
@@ -75,7 +77,7 @@ def test_only_what_is_much_slower_is_said() -> None:
 
 def look(rates: LinkRates, acked: list[int], rate: float | None, peer: str = "10.0.0.2") -> list[str]:
     acked[0] += 8 * MB
-    return rates.note({7: Delivery(peer, acked[0], rate)})
+    return [*rates.note({7: Delivery(peer, acked[0], rate)}).values()]
 
 
 def test_a_link_that_becomes_slow_is_named_once() -> None:
@@ -94,8 +96,40 @@ def test_what_says_nothing_about_a_link() -> None:
         look(rates, acked, 100e6)
     for _ in range(8):
         assert look(rates, acked, None) == []  # the sender had nothing to send
-        assert rates.note({7: Delivery("10.0.0.2", acked[0], 1e6)}) == []  # nothing was sent
+        assert rates.note({7: Delivery("10.0.0.2", acked[0], 1e6)}) == {}  # nothing was sent
         assert look(rates, acked, 1e6, "192.168.0.1") == []  # to another program
+
+
+@pytest.mark.parametrize(("nodes", "times"), [("aaa", 1), ("aab", 2)])
+def test_one_rank_of_a_node_names_a_link(
+    nodes: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: Counter[int] = Counter()  # by thread
+
+    def become_slow() -> dict[int, Delivery]:
+        looks[threading.get_ident()] += 1
+        count = looks[threading.get_ident()]
+        return {7: Delivery("10.0.0.2", count * 8 * MB, 100e6 if count < 10 else 10e6)}
+
+    monkeypatch.setattr(link_watch, "deliveries", become_slow)
+    watches = [
+        LinkWatch(LinkRates(rank, HOSTS), Turns(f"test {os.getpid()} {node}"), 0.001, lambda: False)
+        for rank, node in enumerate(nodes)
+    ]
+    until_s = time.monotonic() + 20
+    while min(looks[watch._thread.ident or 0] for watch in watches) < 15 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    for watch in watches:
+        watch.close()
+    assert sum("times slower than at the start" in record.message for record in caplog.records) == times
+
+
+def test_a_turn_ends_with_its_owner() -> None:
+    first, second = (Turns(f"test {os.getpid()}") for _ in range(2))
+    assert (first.take("x"), second.take("x"), second.take("y"), first.take("y")) == (True, False, True, False)
+    first.close()
+    assert second.take("x")
+    second.close()
 
 
 def test_the_connections_of_this_process() -> None:
@@ -116,10 +150,10 @@ def test_the_connections_of_this_process() -> None:
 
 
 def test_the_thread_ends_when_it_is_closed_or_all_is_over() -> None:
-    watch = LinkWatch(LinkRates(0, HOSTS), 0.01, lambda: False)
+    watch = LinkWatch(LinkRates(0, HOSTS), Turns("a"), 0.01, lambda: False)
     watch.close()
     over = threading.Event()
-    watch = LinkWatch(LinkRates(0, HOSTS), 0.01, over.is_set)
+    watch = LinkWatch(LinkRates(0, HOSTS), Turns("a"), 0.01, over.is_set)
     assert watch._thread.is_alive()
     over.set()
     watch._thread.join(10)

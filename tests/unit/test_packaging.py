@@ -65,3 +65,30 @@ def test_all_places_name_the_same_pythons() -> None:
     assert re.findall(r"\bcp(3\d+)-manylinux", text) == [version.replace(".", "") for version in versions]
     assert f'requires-python = ">={versions[0]}"' in text
     assert f"Python {versions[0]} to {versions[-1]}" in README
+
+
+def command(name: str) -> list[str]:
+    """What pip makes of it in bin/."""
+    scripts = (ROOT / "pyproject.toml").read_text().split("[project.scripts]\n")[1].split("\n\n")[0]
+    module, function = dict(re.findall(r'^(\w+) = "([\w.]+:\w+)"$', scripts, re.MULTILINE))[name].split(":")
+    return [sys.executable, "-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tool", "words", "says"),
+    [
+        ("hvdlite", "", "", "usage: python -m hvdlite TOOL"),
+        ("hvdlite", "", "--help", "usage: python -m hvdlite TOOL"),
+        ("hvdlite", "", "doctor --help", "--no-check"),
+        ("hvdlite", "", "no-such-tool", "no tool 'no-such-tool'"),
+        ("hvdlite", "", "timeline report none", "none: No such file"),
+        ("hvdliterun", "run", "--help", "usage: python -m hvdlite run"),
+    ],
+)
+def test_commands_do_what_the_module_does(name: str, tool: str, words: str, says: str) -> None:
+    ours, module = (
+        subprocess.run([*start, *words.split()], cwd=ROOT, capture_output=True, text=True)
+        for start in (command(name), [sys.executable, "-m", "hvdlite", *tool.split()])
+    )
+    assert says in ours.stdout + ours.stderr
+    assert (ours.returncode, ours.stdout, ours.stderr) == (module.returncode, module.stdout, module.stderr)
