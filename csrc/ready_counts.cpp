@@ -121,7 +121,7 @@ bool ReadyCounts::somebody_differs(std::uint64_t plan, std::uint64_t wish) const
   const std::uint64_t done = count_of(line(rank_).count.load(std::memory_order_relaxed), plan);
   for (std::uint32_t rank = 0; rank < size_; ++rank) {
     const std::uint64_t other = line(rank).wish.load(std::memory_order_seq_cst);
-    if (other >> kNextBits == plan && other != wish) return true;
+    if (other >> kNextBits == wish >> kNextBits && other != wish) return true;  // of this plan, whose high bits are cut
     if (count_of(line(rank).count.load(std::memory_order_seq_cst), plan) > done) return true;
   }
   return false;

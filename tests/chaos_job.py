@@ -1,7 +1,8 @@
 """The job that tests/chaos.py disturbs, what its output tells, and whether it came to the right end.
 
 Weights count how often each sample went into them, so at the end of every epoch they show whether one was lost or
-counted twice.
+counted twice. One more weight gives each step a loss that is known in advance, whatever has happened to ranks, and
+however many there are; each of them looks at it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,22 @@ signal.signal(signal.SIGUSR2, on_signal)
 hvd.init()
 torch.set_num_threads(1)
 counts = torch.nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD([counts], lr=1.0), [("counts", counts)], op=hvd.Sum)
+height = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+named = [("counts", counts), ("height", height)]
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([counts, height], lr=1.0), named, op=hvd.Sum)
 sampler = hvd.elastic.ElasticSampler(range(SAMPLES))
-state = hvd.elastic.TorchState(torch.nn.ParameterList([counts]), optimizer, sampler=sampler, epoch=0, extra=0, batch=0)
+weights = torch.nn.ParameterList([counts, height])
+state = hvd.elastic.TorchState(weights, optimizer, sampler=sampler, epoch=0, extra=0, batch=0)
+
+wrong = []
+
+def slope(step):
+    return -1 - step % 7
+
+def height_before(step):
+    "Of which each step takes its slope."
+    weeks, days = divmod(step, 7)
+    return 28 * weeks + days * (days + 1) // 2
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -47,7 +61,13 @@ def train(state):
         extra = sampler.total_size - len(sampler.remaining_indices)
         for number, batch in enumerate(torch.utils.data.DataLoader(range(SAMPLES), BATCH, sampler=sampler)):
             optimizer.zero_grad()
-            (-counts[batch].sum()).backward()
+            loss = slope(state.batch) * height
+            known = slope(state.batch) * height_before(state.batch)
+            if loss.item() != known and not wrong:  # as most that follow are wrong then
+                wrong.append(state.batch)
+                say("loss of step", state.batch, "is", loss.item(), "and not", known)
+            has_turn = state.batch % hvd.size() == hvd.rank()  # one rank, so the sum is the same for any number of them
+            (has_turn * loss - counts[batch].sum()).backward()
             optimizer.step()
             time.sleep(0.01)
             sampler.record_batch(number, BATCH)
@@ -167,6 +187,8 @@ class Job:
                 self._kept.append((time.monotonic(), int(words[2])))
             elif words[:1] == ["counts"]:
                 self._ends.append(line)
+            elif words[:1] == ["loss"]:
+                self._wrong.append(line.rstrip())
             elif found := re.match(r"epoch (\d+) total (\d+) least (\d+) wanted (\d+)", line):
                 epoch, total, least, wanted = map(int, found.groups())
                 if total - wanted != self._surplus or least < epoch or epoch < self.epochs:

@@ -42,3 +42,13 @@ def test_a_commit_that_is_lost_is_wrong_if_it_was_an_old_one(
     job = chaos_job.Job(tmp_path, ["sh", "-c", says], os.environ)
     wrong = [problem for problem in job.end() if "starts at batch" in problem]
     assert len(wrong) == is_lost and all("commit 3 is lost" in problem for problem in wrong), wrong
+
+
+def test_a_step_that_is_lost_shows_in_the_next_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a weight that loses what step 10 has given it; once from each rank, however many losses are wrong then."""
+    step = "            optimizer.step()\n"
+    assert chaos_job.TRAINING.count(step) == 1
+    lost = "            height.data -= 4 * (state.batch == 10)\n"
+    monkeypatch.setattr(chaos_job, "TRAINING", chaos_job.TRAINING.replace(step, step + lost))
+    job = chaos_job.Job(tmp_path, [sys.executable, "-m", "hvdlite", "run", "--elastic", "-np", "2"], os.environ)
+    assert job.end() == ["wrong: loss of step 11 is -170.0 and not -190"] * 2, "".join(job.log)

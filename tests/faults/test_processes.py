@@ -69,7 +69,7 @@ def test_a_rank_whose_program_ends_mpi_itself_meets_the_others(mpi: str) -> None
 CHILD = """
 hvdlite.init()
 step()
-if hvdlite.rank() == 1:
+if hvdlite.rank() == int(sys.argv[1]):
     if os.fork() == 0:
         time.sleep(5)
         os._exit(0)
@@ -83,13 +83,55 @@ except hvdlite.RankFailedError:
 """
 
 
-def test_a_child_of_a_rank_that_dies_hides_nothing() -> None:
-    """It has the parent's sockets no more, so the others see them close."""
-    result = run(CHILD, n=3, machines="001", alone=True)
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_child_of_a_rank_that_dies_hides_nothing(rank: int) -> None:
+    """It has the parent's sockets no more, so the others see them close: unix sockets, or TCP to another leader."""
+    result = run(CHILD, str(rank), n=3, machines="001", alone=True)
     died, noticed = (re.search(rf"^{word} at ([\d.]+)$", result.stdout, re.MULTILINE) for word in ("dying", "noticed"))
     assert died is not None, result
     assert noticed is not None, result
     assert float(noticed[1]) - float(died[1]) < 3, result
+
+
+CHILD_OF_A_LEADER = """
+import hvdlite.bootstrap, hvdlite.world
+
+def sockets():
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # by which they were listed
+            pass
+    return found
+
+def seen(*args):
+    links = connect_leaders(*args)
+    between_leaders.update(os.readlink(f"/proc/self/fd/{link.fileno()}") for link in links.values())
+    return links
+
+between_leaders = set()
+connect_leaders = hvdlite.world.connect_leaders
+hvdlite.world.connect_leaders = hvdlite.bootstrap.connect_leaders = seen
+hvdlite.init()
+step()
+if hvdlite.rank() == int(sys.argv[1]):
+    say("parent:", len(between_leaders & sockets()))
+    child = os.fork()
+    if child == 0:
+        say("child:", len(between_leaders & sockets()))
+        os._exit(0)
+    os.waitpid(child, 0)
+    say("parent:", len(between_leaders & sockets()))
+step()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_child_of_a_leader_has_no_connection_to_other_leaders(rank: int) -> None:
+    """Neither that of the tree nor that of the sentinels; the parent goes on with both."""
+    result = run(CHILD_OF_A_LEADER, str(rank), n=3, machines="001").check()
+    assert result.stdout == "parent: 2\nchild: 0\nparent: 2\n", result
 
 
 KILLED = """

@@ -30,8 +30,7 @@ hvdlite.init()
 view = TensorView.of_numpy(np.zeros(100_000, np.float32))
 end = time.monotonic() + float(sys.argv[2])
 pathlib.Path(sys.argv[1], str(hvdlite.rank())).write_text(str(os.getpid()))
-steps = TensorView.of_numpy(np.ones(1, np.float32))
-while time.monotonic() < end:
+while True:  # until one of them has done it for long enough
     for _ in range(10):
         allreduce_async(hvdlite.runtime().group, [view], [view], name="gradient").wait()
     time.sleep(0.02)
@@ -144,14 +143,15 @@ def test_a_launcher_waits_for_a_rank_elsewhere_that_has_more_to_do_and_says_so(h
     assert len(re.findall(said, text)) == 1, text
 
 
-@pytest.mark.thorough
+@on_one_mpi("openmpi")
 def test_a_link_that_is_down_for_a_while_is_no_end(hosts: Hosts, mpi: str, tmp_path: Path) -> None:
+    """For 20 s; MPICH 5.0.2 itself crashes then now and then, in MPI_Start, and is spared with 12."""
     lab = hosts(2)
-    job = Job(lab, mpi, tmp_path, 16, {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "60"})
+    job = Job(lab, mpi, tmp_path, 24, {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "60"})
 
     def interrupt() -> None:
         lab.cut(1)
-        time.sleep(12)
+        time.sleep(12 if mpi == "mpich" else 20)
         lab.mend(1)
 
     cutter = job.when_running(interrupt)

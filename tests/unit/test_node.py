@@ -18,7 +18,7 @@ import pytest
 
 import hvdlite.node
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
-from hvdlite.memory.segment import Segment
+from hvdlite.memory.segment import Segment, create_memory_file
 from hvdlite.node import _CLAIM as CLAIM, Door, Node, discover
 from hvdlite.proof import Caller, Secret, prove
 from thread_comm import on_ranks
@@ -65,6 +65,26 @@ def test_a_process_alone_is_a_node() -> None:
     assert (node.local_rank, node.local_size, node.is_leader) == (0, 1, True)
     assert not node.share(10).memory.any()
     node.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_shared_memory_is_there_before_it_is_touched(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a node is told that it may come later."""
+    nodes = [node for _, node in found(size)]
+    files: list[int] = []
+
+    def create(nbytes: int, *, reserved: bool = False) -> int:
+        fd = create_memory_file(nbytes, reserved=reserved)
+        files.append(os.dup(fd))
+        return fd
+
+    monkeypatch.setattr(hvdlite.node, "create_memory_file", create)
+    shared(nodes, 1 << 20)
+    on_ranks(size, lambda comm: nodes[comm.rank].share(1 << 20, reserved=False))
+    assert [os.fstat(fd).st_blocks * 512 for fd in files] == [1 << 20, 0]
+    for fd in files:
+        os.close(fd)
+    close(nodes)
 
 
 @pytest.mark.parametrize("size", [2, 5])

@@ -263,10 +263,14 @@ class Node:
         return self._address + (self._size + rank) * LINE
 
 
+@pytest.mark.parametrize("first", [1, (1 << 20) - 150, (1 << 40) - 150])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("spin_us", [0, 50])
-def test_all_ranks_find_the_same(size: int, spin_us: int) -> None:
-    """Whatever they want, and whoever is rung, late, or goes on; where all want the same and nobody is, they agree."""
+def test_all_ranks_find_the_same(size: int, spin_us: int, first: int) -> None:
+    """Whatever they want, and whoever is rung, late, or goes on; where all want the same and nobody is, they agree.
+
+    Also where numbers of plans, of which counts have 20 bits and wishes 40, wrap.
+    """
     node, rounds = Node(size), 300
     draw = random.Random(size)
     kinds = [draw.choice(["agree", "agree", "differ", "ring", "late", "ahead"]) for _ in range(rounds)]
@@ -274,10 +278,11 @@ def test_all_ranks_find_the_same(size: int, spin_us: int) -> None:
 
     def work(comm: ThreadComm) -> list[bool]:
         counts, bell, found = node.counts(comm.rank), node.bell(comm.rank), []
-        for number, (kind, other) in enumerate(zip(kinds, odd, strict=True), 1):
+        for number, (kind, other) in enumerate(zip(kinds, odd, strict=True), first):
             is_odd = other == comm.rank
             counts.set(number, 5)
             comm.allgather(None)
+            assert counts.all(number) == 5
             heard = _native.load32(bell)
             if is_odd and kind == "ring":
                 _native.doorbell_ring(bell)
