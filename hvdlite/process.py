@@ -166,6 +166,8 @@ class ProcessHooks:
                 patience_s = runtime.config.collective_timeout_s
         if self._failed and (mpi.is_running() or _is_one_of_several()):
             # MPI_Finalize would wait for ranks that never come; the launcher ends them when it sees this status.
+            if runtime is not None and runtime.failure is None:  # what ends this rank all have heard of
+                runtime.end_watch()
             self._end_without_mpi(1)
         elif self.peers.survivors is not None and self.peers.survivors.has_lost_some:
             self.peers.survivors.close()

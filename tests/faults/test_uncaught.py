@@ -38,6 +38,7 @@ def test_a_mistake_that_every_rank_hears_of() -> None:
     assert text.startswith("hvdlite.errors.MismatchError: "), result
     assert text.count("MismatchError") == 1
     check_trimmed(text)
+    assert not any("without a word" in rank.stderr for rank in result.ranks), result
 
 
 def test_an_error_of_one_rank() -> None:
