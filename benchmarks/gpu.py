@@ -371,6 +371,7 @@ def main() -> None:
         if len(options.parts) > 1:
             parser.error("hidden goes alone, since it makes two nodes of this machine")
         os.environ["HVDLITE_GPU_MPI"] = "pinned"  # the slow wire carries memory of the host
+        os.environ["HVDLITE_SMALL_BYTES"] = "0"  # and all of it: what is early does not come by it
         with machines([0, 1], options.gbit * 1e9 / 8):
             hvd.init()
     else:
