@@ -255,8 +255,15 @@ class Coordinator:
 
         An error is the end of the world: nobody can go on after it.
         """
+        return self._attempt(self._cycle)
+
+    def look(self, rings: int) -> bool:
+        """Of a plan that runs free, for what may come soon; see `Readiness`. Errors are as those of `cycle`."""
+        return self._plan.free is not None and self._attempt(lambda: self._readiness.look(rings))
+
+    def _attempt(self, work: Callable[[], bool]) -> bool:
         try:
-            return self._cycle()
+            return work()
         except BaseException as error:
             self._end(error)
             if not isinstance(error, Exception):
@@ -272,10 +279,6 @@ class Coordinator:
     @property
     def has_news(self) -> bool:
         return bool(self._queue)
-
-    def look(self, rings: int) -> bool:
-        """Of a plan that runs free, for what may come soon; see `Readiness`."""
-        return self._plan.free is not None and self._readiness.look(rings)
 
     def patience_s(self) -> float:
         """How long to sleep if nobody rings."""

@@ -13,7 +13,7 @@ from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Submission
-from hvdlite.errors import MismatchError
+from hvdlite.errors import CollectiveError, MismatchError
 
 NODES = [[(0, 1)], [(0, 1, 2)], [(0,), (1,)], [(0, 1), (2, 3)], [(0,), (1, 2), (3,), (4, 5)]]
 
@@ -333,6 +333,21 @@ def test_who_is_told_how_far_to_go_does_nothing_at_once(nodes: list[tuple[int, .
     job.freeze(ONE_BY_ONE)
     job.step([ONE_BY_ONE] * len(lab.ranks))
     assert not job.done_at_once and not any(coordinator.runs_free for coordinator in lab.ranks)
+
+
+def test_what_fails_while_it_is_looked_for_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whichever thread."""
+    lab = Lab([(0,), (1,)], 0)
+    Job(lab, at_once=True).freeze(ONE_BY_ONE)
+    rank, died = lab.ranks[0], []
+    monkeypatch.setattr(lab.owners[0], "coordinator_died", died.append)
+
+    def fail(rings: int) -> bool:
+        raise CollectiveError("no message comes any more")
+
+    monkeypatch.setattr(rank._readiness, "look", fail)
+    assert not rank.look(0)
+    assert rank.has_ended and [type(error) for error in died] == [CollectiveError]
 
 
 MANY = [(name, 4) for name in "ab?cd?"] + [("|", 0)] + [(name, 4) for name in "ef?"] + [("loss", 1), ("|", 0)]
