@@ -136,6 +136,12 @@ MUTANTS = [
         "if prevail",
         _PLANS,
     ),
+    Mutant(
+        f"{_COORDINATOR}readiness.py",
+        "2 * sum(map(self._early.takes, requests)) > len(requests)",
+        "sum(map(self._early.takes, requests)) > 0",
+        _PLANS,
+    ),
     # Plans that begin anew.
     Mutant(
         f"{_COORDINATOR}leader.py",

@@ -217,6 +217,28 @@ def test_one_message_per_edge_and_operation_at_most(nodes: list[tuple[int, ...]]
         assert tree.sent - before <= steps * 3 * edges
 
 
+@pytest.mark.parametrize("nodes", [nodes for nodes in NODES if len(nodes) > 1], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_between_nodes_what_is_submitted_together_goes_by_the_log(nodes: list[tuple[int, ...]], seed: int) -> None:
+    """Which counts it at once."""
+    lab = Lab(nodes, seed)
+    job = Job(lab)
+    job.freeze([(name, 4) for name in "abcdefgh"])
+    assert not any(coordinator.runs_free for coordinator in lab.ranks)
+
+
+@pytest.mark.parametrize(("names", "is_free"), [("a large", False), ("a b large", True), ("large largest", False)])
+def test_between_nodes_a_plan_runs_free_where_operations_of_few_bytes_prevail(names: str, is_free: bool) -> None:
+    lab = Lab([(0,), (1, 2)], 0)
+    job = Job(lab, at_once=True)
+    blocking = [entry for name in names.split() for entry in ((name, 4), ("|", 0))]
+    job.freeze(blocking)
+    assert [coordinator.runs_free for coordinator in lab.ranks] == [is_free] * 3
+    for _ in range(10):
+        job.step([blocking] * 3)
+    job.check_order()
+
+
 def varied(step: list[tuple[str, int]], how: str, rank: int, generator: random.Random) -> list[tuple[str, int]]:
     order = list(step)
     if how == "another order here":
