@@ -11,8 +11,8 @@ import numpy as np
 
 from hvdlite._native import ReadyCounts
 from hvdlite.collectives.early import EarlyAllreduce
-from hvdlite.collectives.early_call import EarlyCall, early_call
-from hvdlite.coordinator.prepared import Outcome, outcome_of
+from hvdlite.collectives.early_call import early_call
+from hvdlite.coordinator.prepared import Outcome, outcome_at, outcome_of
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp, Reduction
@@ -99,17 +99,13 @@ class MeetingAcrossNodes:
     """See `hvdlite.coordinator.meeting.Meeting`."""
 
     def __init__(self, early: EarlyAllreduce, counts: ReadyCounts, patience_s: float) -> None:
-        self._early = early
+        # What it takes is negotiation, and no message of the operation's.
+        self._call = early_call(early, counts, _BYTE, _ANY, patience_s, "meeting", is_recorded=False)
         self._counts = counts
-        self._patience_s = patience_s
-        self._call: EarlyCall | None = None
 
     def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.meeting.Meeting`."""
         call = self._call
-        if call is None:  # what it takes is negotiation, and no message of the operation's
-            arguments = self._early, self._counts, _BYTE, _ANY, self._patience_s, label
-            call = self._call = early_call(*arguments, is_recorded=False)
         call.label = label
         result = call.run(_READY, _NOWHERE, plan, count, heard)
         if result > Outcome.DONE_AND_RUNG:
@@ -120,10 +116,7 @@ class MeetingAcrossNodes:
 
     def outcome(self, plan: int, count: int) -> Outcome | None:
         """See `hvdlite.coordinator.meeting.Meeting`."""
-        if self._call is None:
-            return None
-        last_plan, last_count, result = self._call.last()
-        return outcome_of(result) if (last_plan, last_count) == (plan, count) else None
+        return outcome_at(self._call.last(), plan, count)
 
     def has_news(self, heard: int) -> bool:
         """See `hvdlite.coordinator.meeting.Meeting`."""

@@ -15,8 +15,6 @@ _HOSTFILES = (
     *("OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile"),
     *("HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE"),
 )
-
-
 _MOST_HOSTS = 100_000
 
 

@@ -28,10 +28,10 @@ def hosts_of(script: str, slots_per_host: int) -> tuple[Host, ...]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"--host-discovery-script {script}: {error}") from error
-    return parse_hosts(done.stdout, slots_per_host)
+    return printed_hosts(done.stdout, slots_per_host)
 
 
-def parse_hosts(text: str, slots_per_host: int) -> tuple[Host, ...]:
+def printed_hosts(text: str, slots_per_host: int) -> tuple[Host, ...]:
     """What a script has printed. Of 0 slots is a host that may not be used now.
 
     Raises:

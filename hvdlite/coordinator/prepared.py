@@ -31,6 +31,12 @@ def outcome_of(result: int) -> Outcome:
     return _OUTCOMES[min(result, Outcome.FAILED)]
 
 
+def outcome_at(last: tuple[int, int, int], plan: int, count: int) -> Outcome | None:
+    """Of `hvdlite._native.DirectCall.last`, if that was for operation ``count`` of ``plan``."""
+    *where, result = last
+    return outcome_of(result) if where == [plan, count] else None
+
+
 class Prepared(Protocol[T]):
     """It tells the other ranks, waits for them and is done, with tensors as ``T`` describes them."""
 

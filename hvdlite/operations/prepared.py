@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hvdlite.collectives.base import DONE, Done, PreparedCall
-from hvdlite.coordinator.prepared import Outcome, outcome_of
+from hvdlite.coordinator.prepared import Outcome, outcome_at, outcome_of
 from hvdlite.coordinator.remembered import Remembered
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
@@ -128,8 +128,7 @@ class PreparedAllreduce:
 
     def outcome(self, plan: int, count: int) -> Outcome | None:
         """See `hvdlite.coordinator.prepared.Prepared`."""
-        last_plan, last_count, result = self._call.last()
-        return outcome_of(result) if (last_plan, last_count) == (plan, count) else None
+        return outcome_at(self._call.last(), plan, count)
 
     def submission(self, sequence: int, tensors: Tensors) -> Submission:
         """See `hvdlite.coordinator.prepared.Prepared`."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from hvdlite import plain, remote_call
 from hvdlite.cli.allocation import find_allocation
-from hvdlite.cli.discovery import parse_hosts
+from hvdlite.cli.discovery import printed_hosts
 from hvdlite.cli.job import Host as JobHost, read_hostfile
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ByteStream
@@ -288,7 +288,7 @@ def hostfile(data: bytes) -> None:
             {"SLURM_JOB_NODELIST": first, "SLURM_TASKS_PER_NODE": rest},
         ):
             _check_hosts(lambda environ=environ: found.hosts if (found := find_allocation(environ)) else ())
-        _check_hosts(lambda: parse_hosts(text, 2))
+        _check_hosts(lambda: printed_hosts(text, 2))
 
 
 def _check_hosts(read: Callable[[], Iterable[JobHost]]) -> None:
