@@ -17,7 +17,8 @@ Machines = tuple[int, ...]
 
 WORLD = harness_ranks()
 ONE_MACHINE: Machines = (0,) * WORLD.size
-ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)], 4: [(0, 0, 1, 1)]}
+_ACROSS: dict[int, list[Machines]] = {2: [(0, 1)], 3: [(0, 0, 1)], 4: [(0, 0, 1, 1)]}
+ONE_AND_SEVERAL = [ONE_MACHINE, *_ACROSS.get(WORLD.size, [])]
 
 
 def nodes_of(machine_of: Machines) -> tuple[tuple[int, ...], ...]:
@@ -39,14 +40,21 @@ def machines(machine_of: Machines) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=[ONE_MACHINE, *ACROSS.get(WORLD.size, [])], ids=str, autouse=True)
-def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
-    """For a module that has it as its own: hvdlite runs, with all ranks on one machine, then on several."""
+@contextmanager
+def running_on(machine_of: Machines) -> Iterator[None]:
+    """hvdlite runs; skips the test where it cannot."""
     import hvdlite.torch as hvd
 
-    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
+    if machine_of != ONE_MACHINE and not isinstance(WORLD, OverMpi):
         pytest.skip("several machines need MPI")
-    with machines(request.param):
+    with machines(machine_of):
         hvd.init()
-    yield request.param
+    yield
     hvd.shutdown()
+
+
+@pytest.fixture(scope="module", params=ONE_AND_SEVERAL, ids=str, autouse=True)
+def machine_of(request: pytest.FixtureRequest) -> Iterator[Machines]:
+    """For a module that has it as its own: hvdlite runs, with all ranks on one machine, then on several."""
+    with running_on(request.param):
+        yield request.param

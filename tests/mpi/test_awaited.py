@@ -12,10 +12,9 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from harness_ranks import OverMpi
 from hvdlite.coordinator.awaited import Awaited
 from hvdlite.coordinator.prepared import Outcome
-from machines_lab import ACROSS, ONE_MACHINE, WORLD, Machines, machines
+from machines_lab import ONE_AND_SEVERAL, ONE_MACHINE, WORLD, Machines, running_on
 from test_prepared import freeze, interrupt_while_waiting
 
 pytestmark = [
@@ -26,14 +25,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=[ONE_MACHINE, *ACROSS.get(WORLD.size, [])], ids=str)
+@pytest.fixture(params=ONE_AND_SEVERAL, ids=str)
 def running(request: pytest.FixtureRequest) -> Iterator[Machines]:
-    if request.param != ONE_MACHINE and not isinstance(WORLD, OverMpi):
-        pytest.skip("several machines need MPI")
-    with machines(request.param):
-        hvd.init()
-    yield request.param
-    hvd.shutdown()
+    """For each test anew, since some of them end it."""
+    with running_on(request.param):
+        yield request.param
 
 
 @pytest.fixture

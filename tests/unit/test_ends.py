@@ -10,7 +10,7 @@ import pytest
 from coordinator_lab import Lab, submission
 from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import ShutDownError
-from test_frozen_plan import NODES, STEP, InBurst, Job
+from job_lab import NODES, STEP, InBurst, Job
 
 OTHER = [("c", 4), ("d", 4), ("|", 0)]
 STEPS = 3
