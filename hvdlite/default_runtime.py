@@ -15,12 +15,12 @@ from hvdlite.errors import (
     ShutDownError,
     StartupError,
 )
+from hvdlite.job_runtime import Runtime
 from hvdlite.logs import configure_logging
 from hvdlite.membership import Membership
 from hvdlite.peers import Peers, start_deadline
 from hvdlite.process import Companion, InitArguments, ProcessHooks
 from hvdlite.process_worlds import ProcessWorlds
-from hvdlite.runtime import Runtime
 from hvdlite.survivors import Survivors
 
 if TYPE_CHECKING:

@@ -44,12 +44,12 @@ class JobTimeline:
         self._timeline, self._offset_ns = begun_timeline(world, worlds)
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """See `hvdlite.runtime.Runtime.start_timeline`."""
+        """See `hvdlite.job_runtime.Runtime.start_timeline`."""
         origin_ns = time.monotonic_ns() + self._offset_ns
         self._switch({"kind": "timeline_start", "path": path, "mark_cycles": mark_cycles, "origin_ns": origin_ns})
 
     def stop(self) -> None:
-        """See `hvdlite.runtime.Runtime.stop_timeline`."""
+        """See `hvdlite.job_runtime.Runtime.stop_timeline`."""
         try:
             self._switch({"kind": "timeline_stop"})
         except ShutDownError:  # on another rank perhaps, and a moment ago: it completes the file

@@ -25,7 +25,7 @@ from enum import IntEnum
 from functools import partial
 
 from hvdlite.config import KEEPER, START
-from hvdlite.memory.segment import is_final
+from hvdlite.memory.memory_file import is_final
 from hvdlite.proof import Secret, prove
 from hvdlite.reception import PATIENCE_S, Reception
 from hvdlite.second_copy import Courier

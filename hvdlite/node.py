@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from hvdlite import _native
 from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import CollectiveError, StartupError
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.segment import Segment
 from hvdlite.proof import Secret, new_key, prove
 from hvdlite.reception import Reception
 from hvdlite.wire import SHORTAGE_S, SHORTAGES, is_ours

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from hvdlite import _native, mpi, tracebacks
 from hvdlite.errors import HorovodInternalError, RankFailedError, ShutDownError, StartupError, is_known_everywhere
+from hvdlite.job_runtime import Runtime
 from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.processes import ProcessAddress
-from hvdlite.runtime import Runtime
 
 if TYPE_CHECKING:
     from mpi4py import MPI

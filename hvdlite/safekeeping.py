@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_of
 from hvdlite.meeting_point import connect
-from hvdlite.memory.segment import write_memory_file
+from hvdlite.memory.memory_file import write_memory_file
 from hvdlite.wire import read_exactly
 
 _LOG = logging.getLogger("hvdlite")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvdlite.errors import StartupError
-from hvdlite.memory.segment import write_memory_file
+from hvdlite.memory.memory_file import write_memory_file
 from hvdlite.wire import read_exactly
 
 _HEAD = struct.Struct("<QQ")

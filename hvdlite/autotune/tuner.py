@@ -25,10 +25,10 @@ from hvdlite.config import Tunable
 from hvdlite.dtypes import ReduceOp, Reduction
 from hvdlite.errors import MismatchError
 from hvdlite.group import Group
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.configure import configure
-from hvdlite.runtime import Runtime
 
 _LOG = logging.getLogger("hvdlite")
 _SETTLING_STEPS = 3  # an order is frozen once it has come three times

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from hvdlite import environment
-from hvdlite.cli import check_build, elastic, horovodrun, kept_job, lost_frames, mpirun, ranks
+from hvdlite.cli import elastic, horovodrun, kept_job, lost_frames, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import hosts_of, slots_of
@@ -143,8 +143,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
     try:
         arguments = parse(argv)
         if arguments.switches & _QUESTIONS:
-            print(f"hvdlite {__version__}" if "version" in arguments.switches else check_build.report())
-            return 0
+            return _answer(arguments.switches)
         if arguments.discovery and not arguments.hosts:
             found = hosts_of(arguments.discovery, arguments.slots_per_host)
             if arguments.ranks is None or not all(map(is_this_machine, found)):
@@ -194,6 +193,13 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
     except StartupError as error:
         print(f"hvdlite run: {error}", file=sys.stderr)
         return 2
+
+
+def _answer(switches: Container[str]) -> int:
+    from hvdlite.cli import check_build  # which imports all of hvdlite
+
+    print(f"hvdlite {__version__}" if "version" in switches else check_build.report())
+    return 0
 
 
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:

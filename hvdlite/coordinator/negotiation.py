@@ -13,7 +13,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Claim, Fault, Response
-from hvdlite.coordinator.request import Difference, Key, Request, rank_list
+from hvdlite.coordinator.request import Difference, Key, Request
+from hvdlite.rank_list import rank_list
 
 LOOK_S = 0.25  # how often a leader looks who is late, while claims wait
 

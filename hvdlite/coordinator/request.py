@@ -136,12 +136,3 @@ class Request:
         if len(names) > _NAMES + 1:
             return f"{', '.join(names[:_NAMES])} and {len(names) - _NAMES} more"
         return ", ".join(names)
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """'rank 2', 'ranks 0, 1 and 3', shortened beyond ten."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 10:
-        return f"ranks {', '.join(map(str, ranks[:8]))} and {len(ranks) - 8} more"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -13,8 +13,9 @@ from typing import Any
 
 from hvdlite.config import Config
 from hvdlite.coordinator.messages import Notice
-from hvdlite.coordinator.request import Key, rank_list
+from hvdlite.coordinator.request import Key
 from hvdlite.errors import StallError
+from hvdlite.rank_list import rank_list
 
 _LOG = logging.getLogger("hvdlite")
 _ANSWER_S = 2.0  # how long the root waits for answers before it reports what it has

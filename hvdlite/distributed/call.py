@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from hvdlite.coordinator.request import rank_list
 from hvdlite.errors import MismatchError
+from hvdlite.rank_list import rank_list
 
 _UNSAID = {"device": "the CPU"}  # of what a call says nothing: by the name of the fact
 TEXT_BYTES = 2048  # of what a rank says about a call, when ranks contradict one another

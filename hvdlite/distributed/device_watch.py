@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
-from hvdlite.coordinator.request import rank_list
 from hvdlite.errors import CollectiveError, StallError
 from hvdlite.health import Health
+from hvdlite.rank_list import rank_list
 
 _LOG = logging.getLogger("hvdlite")
 _LOOK_S = 0.1

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.call import Call
 from hvdlite.errors import StallError
+from hvdlite.rank_list import rank_list
 from hvdlite.world import World
 
 _LOG = logging.getLogger("hvdlite")

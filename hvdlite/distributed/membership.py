@@ -11,7 +11,6 @@ import torch
 
 from hvdlite import recorder
 from hvdlite.collectives.select import spin_us
-from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.carrier import Carrier
 from hvdlite.distributed.collectives import Collectives
 from hvdlite.distributed.device_site import DeviceSite
@@ -26,6 +25,7 @@ from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import HorovodInternalError, ShutDownError, StallError, is_known_everywhere
 from hvdlite.health import Health
 from hvdlite.process_worlds import ProcessWorlds
+from hvdlite.rank_list import rank_list
 from hvdlite.torch import device
 from hvdlite.world import World
 

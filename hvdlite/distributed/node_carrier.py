@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 from hvdlite import _native
 from hvdlite.collectives.shm import ShmBackend
-from hvdlite.coordinator.request import rank_list
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
 from hvdlite.distributed.carrier import Carrier, Part
 from hvdlite.distributed.engine_moves import EngineMoves
 from hvdlite.dtypes import Reduction
 from hvdlite.errors import CollectiveError, StallError
 from hvdlite.memory.layout import Layout
+from hvdlite.rank_list import rank_list
 from hvdlite.recorder import Lane
 from hvdlite.world import World
 

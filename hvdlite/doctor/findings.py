@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from hvdlite.coordinator.request import rank_list
 from hvdlite.doctor.links import Link
+from hvdlite.rank_list import rank_list
 
 Facts = Mapping[str, Any]
 

@@ -22,9 +22,9 @@ from hvdlite.doctor.links import Address, Door, Link, mtu_of
 from hvdlite.doctor.station import Station
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import select
+from hvdlite.job_runtime import Runtime
 from hvdlite.node import discover
 from hvdlite.peers import Peers, start_deadline
-from hvdlite.runtime import Runtime
 
 _CHECK_S = 0.2  # of each of two bandwidths
 _CHECK_BYTES_ACROSS = 4 << 20  # nodes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hvdlite.coordinator.request import rank_list
 from hvdlite.doctor.findings import names_of
+from hvdlite.rank_list import rank_list
 
 
 def of_machine(found: dict[str, Any], built_in: str) -> str:

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from hvdlite.config import answers
-from hvdlite.coordinator.request import rank_list
 from hvdlite.errors import UsageError
 from hvdlite.group import Group
+from hvdlite.rank_list import rank_list
 from hvdlite.tensor_parallel.alone import LoneCarrier
 from hvdlite.tensor_parallel.carrier import Carrier
 from hvdlite.tensor_parallel.chosen import ChosenCarrier

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import NoReturn
 
-from hvdlite.coordinator.request import rank_list
 from hvdlite.errors import MismatchError, UsageError
+from hvdlite.rank_list import rank_list
 
 CARD_BYTES = 512
 _OBJECTION = "!"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hvdlite.coordinator.request import rank_list
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import MismatchError, UsageError
+from hvdlite.rank_list import rank_list
 from hvdlite.torch.handle import only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum, check_op, reduce_options

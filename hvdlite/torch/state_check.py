@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from hvdlite.coordinator.request import rank_list
 from hvdlite.errors import DivergenceError
 from hvdlite.group import Group
+from hvdlite.rank_list import rank_list
 from hvdlite.torch.alike import checksums, find_differences
 from hvdlite.torch.process_set import ProcessSet
 

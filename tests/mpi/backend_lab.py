@@ -24,7 +24,8 @@ from hvdlite.collectives.shm import ShmBackend
 from hvdlite.collectives.thresholds import Limits
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.memory.host import HostMemory
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.segment import Segment
 from hvdlite.memory.views import Buffer
 from hvdlite.node import Node, discover
 from hvdlite.recorder import Recorder

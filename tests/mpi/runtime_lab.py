@@ -18,10 +18,10 @@ from backend_lab import RANK, SIZE, encode, values_of
 from hvdlite.config import Config
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.mpi import MpiRanks
 from hvdlite.operations.allreduce import allreduce_async
-from hvdlite.runtime import Runtime
 from machines_lab import Machines, machines
 
 REDUCING = [dtype for dtype in DType if dtype is not DType.BOOL]

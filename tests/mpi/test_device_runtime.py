@@ -27,12 +27,12 @@ from hvdlite.collectives.pinned import PinnedBackend
 from hvdlite.collectives.ring import RingBackend
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.errors import MismatchError, StartupError
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allgather import allgather_async
 from hvdlite.operations.allocate import allocate_on_device
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.broadcast import broadcast_async
-from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, REDUCING, TINY, agree, running
 
 pytestmark = pytest.mark.any_mpi

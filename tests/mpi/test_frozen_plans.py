@@ -14,8 +14,8 @@ from mpi4py import MPI
 import hvdlite.torch as hvd
 from backend_lab import RANK, SIZE
 from hvdlite.dtypes import DType
+from hvdlite.job_runtime import Runtime
 from hvdlite.operations.join import join_async
-from hvdlite.runtime import Runtime
 from runtime_lab import TINY, Difference, Machines, Tensor, agree, allreduce, machines, running
 
 ORDER = ["first", "second", "third"]

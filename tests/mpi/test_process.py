@@ -18,11 +18,11 @@ import hvdlite
 from backend_lab import RANK, SIZE
 from hvdlite import default_runtime
 from hvdlite.errors import NotInitializedError, ShutDownError, StartupError
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.barrier import barrier_async
-from hvdlite.runtime import Runtime
 
 PATIENCE_S = 20.0
 
@@ -221,7 +221,7 @@ def test_a_child_can_start_a_runtime_of_its_own(running: None) -> None:
 
     def work() -> str:
         from hvdlite.config import Config
-        from hvdlite.runtime import Runtime
+        from hvdlite.job_runtime import Runtime
 
         with Runtime(None, Config()) as alone:
             array = np.ones(10, np.float32)

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from backend_lab import RANK, SIZE, reduced, values_of
 from hvdlite.config import Config
 from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import slot_offsets
 from hvdlite.memory.views import TensorView
@@ -26,7 +27,6 @@ from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.barrier import barrier_async
 from hvdlite.operations.broadcast import broadcast_async
-from hvdlite.runtime import Runtime
 from machines_lab import nodes_of
 from runtime_lab import CHUNK, LAYOUTS, REDUCING, SIZES, STAGING, Gathered, Tensor, agree, allreduce, running
 

@@ -18,6 +18,7 @@ from hvdlite.config import Config
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.errors import DuplicateNameError, MismatchError, ShutDownError, StartupError
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.mpi import MpiRanks
 from hvdlite.operations.allgather import allgather_async
@@ -25,7 +26,6 @@ from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.barrier import barrier_async
 from hvdlite.operations.broadcast import broadcast_async
-from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, Gathered, Tensor, agree, allreduce, running
 
 pytestmark = pytest.mark.any_mpi

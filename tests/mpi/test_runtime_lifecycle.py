@@ -17,10 +17,10 @@ from hvdlite.config import Config
 from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType, ReduceOp
 from hvdlite.errors import ConfigError, NotInitializedError, RankFailedError, ShutDownError, StartupError
+from hvdlite.job_runtime import Runtime
 from hvdlite.mpi import MpiRanks
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.barrier import barrier_async
-from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, TINY, Tensor, agree, allreduce, machines, running
 
 SubComm = Callable[[int], MPI.Intracomm | None]

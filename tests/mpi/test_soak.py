@@ -18,12 +18,12 @@ from backend_lab import RANK, SIZE
 from hvdlite.config import Config
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import ReduceOp, Reduction
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allgather import allgather_async
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.broadcast import broadcast_async
-from hvdlite.runtime import Runtime
 from runtime_lab import LAYOUTS, agree, running
 
 STEPS = 6_000 if SIZE == 2 else 1_000  # elsewhere a shorter one: all counts of ranks together would take minutes

@@ -15,10 +15,10 @@ from mpi4py import MPI
 import hvdlite.torch as hvd
 from backend_lab import RANK, SIZE, reduced
 from hvdlite.dtypes import DType, ReduceOp
+from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.alltoall import alltoall_async
 from hvdlite.operations.reducescatter import reducescatter_async
-from hvdlite.runtime import Runtime
 from hvdlite.topology import Topology
 from runtime_lab import LAYOUTS, TINY, Difference, Tensor, agree, allreduce, machines, running
 

@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 from backend_lab import RANK, SIZE
 from hvdlite.dtypes import DType
+from hvdlite.job_runtime import Runtime
 from hvdlite.lifeline import Lifeline
 from hvdlite.rendezvous import MissingError, RendezvousRanks
-from hvdlite.runtime import Runtime
 from hvdlite.surviving_ranks import Medium, SurvivingRanks
 from machines_lab import machines
 from runtime_lab import TINY, Tensor, agree, allreduce

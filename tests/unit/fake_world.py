@@ -26,7 +26,8 @@ from hvdlite.errors import NotInitializedError
 from hvdlite.group import Group
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import Range
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.segment import Segment
 from hvdlite.memory.views import Buffer
 from hvdlite.operations.allocate import Allocate
 from hvdlite.recorder import Recorder

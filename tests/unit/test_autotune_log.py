@@ -11,7 +11,7 @@ import pytest
 from hvdlite.autotune.log import Choice, TuningLog, Workload, read_choice
 from hvdlite.config import Config, Tunable
 from hvdlite.errors import ConfigError
-from hvdlite.runtime import Runtime
+from hvdlite.job_runtime import Runtime
 
 JOB = Workload(ranks=4, nodes=2, gradient_bytes=1000)
 DEFAULT = Tunable.of(Config())

@@ -18,7 +18,8 @@ from hvdlite import _native
 from hvdlite.coordinator.control_page import ByteStream
 from hvdlite.coordinator.messages import Claim, Decoder, Encoder, PlanMessage, Verb
 from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.segment import Segment
 from hvdlite.operations.barrier import Barrier
 
 LONG_S = 60.0

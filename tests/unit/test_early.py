@@ -24,7 +24,8 @@ from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.early_operations import EarlyOperations
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import Layout
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.segment import Segment
 from hvdlite.memory.views import Buffer
 from hvdlite.operations.barrier import Barrier
 from hvdlite.recorder import Recorder

@@ -20,7 +20,7 @@ from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER, START
 from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_in, pair_of
 from hvdlite.meeting_point import connect
-from hvdlite.memory.segment import create_memory_file, is_final, write_memory_file
+from hvdlite.memory.memory_file import create_memory_file, is_final, write_memory_file
 from hvdlite.safekeeping import Safekeeping
 
 HERE = Host("localhost", 2)

@@ -18,7 +18,8 @@ import pytest
 
 from hvdlite import _native
 from hvdlite.dtypes import DType, ReduceOp
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.segment import Segment
 
 LONG_S = 60.0  # never reached unless a test fails
 ABORT = 0  # byte offsets in the shared memory of a test

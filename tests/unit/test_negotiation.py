@@ -6,10 +6,11 @@ import pytest
 
 from hvdlite.coordinator.messages import Claim, Fault, Response
 from hvdlite.coordinator.negotiation import Negotiation
-from hvdlite.coordinator.request import NAMED, TensorSpec, rank_list
+from hvdlite.coordinator.request import NAMED, TensorSpec
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.broadcast import Broadcast
+from hvdlite.rank_list import rank_list
 
 PATIENCE_S = 1.0
 

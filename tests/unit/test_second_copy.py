@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hvdlite import second_copy
-from hvdlite.memory.segment import write_memory_file
+from hvdlite.memory.memory_file import write_memory_file
 from hvdlite.second_copy import _HEAD, Courier, SecondCopy
 
 

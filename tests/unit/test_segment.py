@@ -1,9 +1,7 @@
-"""Memory that ranks share: sealed, reserved where it must be there, private in a forked child."""
+"""Memory that ranks share: as long as it is used, and private in a forked child."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import gc
 import mmap
 import os
@@ -16,8 +14,8 @@ import numpy as np
 import pytest
 
 from hvdlite.errors import StartupError
-from hvdlite.memory import segment as module
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.segment import Segment
 
 PATIENCE_S = 60
 
@@ -65,63 +63,6 @@ def test_memory_lives_as_long_as_an_array_in_it() -> None:
 def test_memory_that_the_machine_refuses_is_an_error_with_its_size() -> None:
     with pytest.raises(StartupError, match=f"cannot create {1 << 62} bytes of shared memory"):
         Segment(create_memory_file(1 << 62), 1 << 62)
-
-
-@pytest.mark.parametrize("nbytes", [1, 4096, 100_000])
-def test_nobody_who_has_it_open_can_shrink_it(nbytes: int) -> None:
-    """Whoever has it mapped would be killed at the next touch."""
-    fd = create_memory_file(nbytes)
-    for size in (0, nbytes - 1, nbytes + 4096):
-        with pytest.raises(PermissionError):
-            os.ftruncate(fd, size)
-    with pytest.raises(PermissionError):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)  # nor take away that it can be written
-    os.write(fd, b"x")
-    os.close(fd)
-
-
-def test_it_cannot_become_a_program() -> None:
-    fd = create_memory_file(4096)
-    try:
-        if not os.fstat(fd).st_mode & 0o111:  # since Linux 6.3
-            with pytest.raises(PermissionError):
-                os.fchmod(fd, 0o777)
-            with pytest.raises(PermissionError):
-                os.execve(fd, ["x"], {})
-    finally:
-        os.close(fd)
-
-
-def test_an_older_kernel_has_no_such_seal(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = os.memfd_create
-
-    def older(name: str, flags: int) -> int:
-        if flags & module._NOEXEC_SEAL:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return create(name, flags)
-
-    monkeypatch.setattr(os, "memfd_create", older)
-    fd = create_memory_file(10)
-    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    os.close(fd)
-
-
-def test_reserved_memory_is_there_before_it_is_touched() -> None:
-    for reserved, expected in [(True, 1 << 20), (False, 0)]:
-        fd = create_memory_file(1 << 20, reserved=reserved)
-        assert os.fstat(fd).st_blocks * 512 == expected
-        os.close(fd)
-
-
-def test_memory_that_cannot_be_reserved_is_an_error_and_not_a_signal_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(*_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", short)
-    before = open_files()
-    with pytest.raises(StartupError, match="cannot create 8192 bytes of shared memory .*No space left"):
-        create_memory_file(8192, reserved=True)
-    assert open_files() == before
 
 
 def test_a_child_has_copies_of_its_own() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from cuda_lab import simulated
 from hvdlite import _native
-from hvdlite.memory.segment import Segment, create_memory_file
+from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.segment import Segment
 
 
 def new_page(nbytes: int) -> Segment:
