@@ -78,6 +78,8 @@ SUITES = (
 # there are starts, waits and ends of processes.
 BESIDE = ("lint", "sanitizers", "fuzz", "docs")
 WAITING = ("faults", "hosts", "examples")
+# Those that start many processes, whose Pythons begin by startup/sitecustomize.py.
+STARTING = ("unit", *WAITING, "torch_distributed", "docs")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
 # them between sessions first (sched(7), autogroup), where it is set to.
 LEFTOVERS = ("sh", "-c", '(echo 19 > /proc/self/autogroup) 2> /dev/null; exec nice -n 19 "$@"', "sh")
@@ -343,6 +345,8 @@ def run_once(
     # Python shall keep what it has compiled: other processes import the same.
     unwanted = {"PYTHONDONTWRITEBYTECODE"} | (set() if keep_python_path else {"PYTHONPATH"})
     environ = {name: value for name, value in os.environ.items() if name not in unwanted}
+    if stage.suite in STARTING:
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS / "startup"), environ.get("PYTHONPATH"))))
     environ["HVDLITE_IDLE_SECONDS"] = "inf"  # a coordinator's look around heals a wake-up that is lost, unseen
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hvdlite-tests-") as directory:
