@@ -41,10 +41,8 @@ class Group:
         self._lock = threading.Lock()  # guards _unnamed
         self._unnamed: defaultdict[str, Count] = defaultdict(Count)
         self._joins = world.joins
-        self.prepared: Remembered[Any] = Remembered()
-        """What `perform` takes, or None where there is no such operation, by whatever tells one from another."""
         self.requests: Remembered[Request] = Remembered()
-        """Likewise, of operations that are collected."""
+        """Of operations that are collected, by whatever tells one from another."""
         self.shortcuts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         """Of the functions for tensors, which make them; see hvdlite/torch/repeated.py."""
 

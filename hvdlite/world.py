@@ -342,6 +342,7 @@ class World:
         self._backend.configure(self.config)
         if self._executor.device is not None:
             self._executor.device.configure(self.config)
+        self.coordinator.at_once.forget()
 
     def all_have_joined(self) -> None:
         self.joins += 1

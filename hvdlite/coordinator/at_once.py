@@ -42,6 +42,7 @@ class AtOnce:
 
     Attributes:
         shortcut: open while nothing stands between a call and what comes next in the plan.
+        prepared: what `run` takes, or None where there is no such operation, by whatever tells one from another.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class AtOnce:
     ) -> None:
         own = weakref.proxy(self)
         self.shortcut = Shortcut(worker.at_work, recorder, lambda *left: own._go_on(*left))
+        self.prepared: Remembered[Any] = Remembered()
         self._known: Remembered[tuple[Native[Any], Count | None]] = Remembered()  # by their requests
         self._worker = worker
         self._plan = plan
@@ -129,6 +131,12 @@ class AtOnce:
             plan.count_done(prepared.request, times)
             prepared.count_done(times)
             self._done(prepared.label, times)
+
+    def forget(self) -> None:
+        """What was prepared is done another way from now on, or not at all. By who is at work, if anybody is."""
+        self.shortcut.forget()
+        self._known.clear()
+        self.prepared.clear()
 
     def settle_soon(self) -> None:
         """`settle`, by this thread or by who is at work, and about to; not while another thread waits in a call."""

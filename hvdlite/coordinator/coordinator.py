@@ -222,14 +222,14 @@ class Coordinator:
         """Once it has ended in order: refer to nothing that refers to it, so that all goes with its last user."""
         del self._owner
         self._worker.retire()
-        self.at_once.shortcut.forget()
+        self.at_once.forget()
         if self._in_flight.closed is not None:
             self._in_flight.closed.with_traceback(None)  # frames of who was refused
 
     def refuse(self, error: HorovodInternalError) -> None:
         """Fail later submissions with ``error``, and those in flight, where nobody is at work any more."""
         self._in_flight.refuse(error)
-        self.at_once.shortcut.forget()
+        self.at_once.forget()
         self.collector.end()
 
     def statistics(self) -> dict[str, int]:

@@ -65,7 +65,7 @@ class PreparedAllreduce:
         cls, group: Group, key: Hashable, request: Callable[[], Allreduce | None], home: Home | None
     ) -> PreparedAllreduce | None:
         """What ``key`` stands for, made from ``request`` if it is new; None where it cannot be prepared."""
-        known: Remembered[PreparedAllreduce | None] = group.prepared
+        known: Remembered[PreparedAllreduce | None] = group.world.coordinator.at_once.prepared
         if key in known:
             return known[key]
         made = request()

@@ -17,7 +17,9 @@ import hvdlite
 import hvdlite.torch as hvd
 import machines_lab
 from hvdlite.collectives.early import MOST_BYTES  # and of two ranks, what passes at once from elsewhere
+from hvdlite.config import Tunable
 from hvdlite.operations.allocate import allocate
+from hvdlite.operations.configure import configure
 from hvdlite.operations.prepared import PreparedAllreduce
 from machines_lab import ONE_MACHINE, WORLD, Machines
 from torch_lab import REDUCING, rank_input
@@ -157,6 +159,40 @@ def test_late_ranks_are_waited_for_asleep(runs: list[int]) -> None:
         pauses_s = [generator.choice([0.0, 0.0, 1e-3, 5e-3]) for _ in range(hvd.size())]
         time.sleep(pauses_s[hvd.rank()])
         step(number)
+    assert runs
+
+
+def test_what_is_little_may_be_so_no_longer(runs: list[int]) -> None:
+    """Between nodes it goes another way then, on all ranks, whoever is late."""
+    value = torch.empty(300)
+
+    def reduce(numel: int, number: int) -> None:
+        part = value[:numel].fill_(hvd.rank() + number)
+        hvd.allreduce_(part, op=hvd.Sum, name=f"little {numel}")
+        assert (part == total(lambda rank: rank + number)).all()
+
+    def step(number: int) -> None:
+        for numel in (1, 2, 300):  # most are little, so that the plan runs free
+            reduce(numel, number)
+
+    def disturbed(number: int) -> None:
+        """Who waits for the last rank leaves it to the coordinator, as another thread has something else."""
+        reduce(1, number)
+        reduce(2, number)
+        other = threading.Thread(target=lambda: (time.sleep(0.01), hvd.barrier()))
+        other.start()
+        if hvd.rank() == hvd.size() - 1:
+            time.sleep(0.03)
+        reduce(300, number)
+        other.join()
+
+    group = hvdlite.runtime().group
+    tunable = Tunable.of(group.config)
+    for small_bytes in (tunable.small_bytes, 64, tunable.small_bytes):
+        configure(group, tunable._replace(small_bytes=small_bytes))
+        for number in range(10):
+            freeze(step)
+            disturbed(number)
     assert runs
 
 
