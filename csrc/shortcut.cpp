@@ -143,7 +143,7 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   if (entry->unnamed != nullptr) ++entry->unnamed->next;
   DirectCall* const call = entry->call;
   const py::object prepared = entry->prepared;
-  input_[0] = address;
+  input_[0] = entry->gives ? address : 0;
   output_[0] = target;
   DirectCall::Result ended;
   {

@@ -1,4 +1,4 @@
-// The shortest way from a call in Python to an allreduce that was done before: no Python runs in between.
+// The shortest way from a call in Python to an operation that was done before: no Python runs in between.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -29,12 +29,14 @@ class Shortcut {
   // A plan begins. Whether what was learned is known still, as another one of this `serial` was followed before.
   bool follow(std::uint64_t plan, std::size_t period, std::uint64_t serial);
 
-  // An operation of a plan. `prepared`: does it, by `call`, which lives as long. `unnamed`: counts it, null where it
-  // has a name. `sequence`: its number in the first period; in each one after that it is `stride` larger.
+  // An operation of a plan. `prepared`: does it, by `call`, which lives as long. `gives`: whether the caller's tensor is
+  // what this rank contributes; else zeros are. `unnamed`: counts it, null where it has a name. `sequence`: its number
+  // in the first period; in each one after that it is `stride` larger.
   struct Operation {
     std::shared_ptr<const Signature> signature;
     pybind11::object prepared;
     DirectCall* call = nullptr;
+    bool gives = true;
     std::shared_ptr<Count> unnamed;
     std::int64_t sequence = 0;
     std::int64_t stride = 0;

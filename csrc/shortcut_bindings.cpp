@@ -118,11 +118,12 @@ void register_shortcut(py::module_& m) {
       .def(
           "learn",
           [](Shortcut& self, std::size_t position, std::shared_ptr<Signature> signature, py::object prepared,
-             DirectCall& call, std::shared_ptr<Count> unnamed, std::int64_t sequence, std::int64_t stride) {
+             DirectCall& call, bool gives, std::shared_ptr<Count> unnamed, std::int64_t sequence,
+             std::int64_t stride) {
             self.learn(position,
-                       {std::move(signature), std::move(prepared), &call, std::move(unnamed), sequence, stride});
+                       {std::move(signature), std::move(prepared), &call, gives, std::move(unnamed), sequence, stride});
           },
-          "position"_a, "signature"_a, "prepared"_a, "call"_a, "unnamed"_a, "sequence"_a, "stride"_a)
+          "position"_a, "signature"_a, "prepared"_a, "call"_a, "gives"_a, "unnamed"_a, "sequence"_a, "stride"_a)
       .def("open", &Shortcut::open, "done"_a, "heard"_a, "closings"_a)
       .def("close", &Shortcut::close)
       .def_property_readonly("closings", &Shortcut::closings)

@@ -351,8 +351,8 @@ class Signature:
         tensor: object,
         name: str | None,
         op: object,
-        prescale: float,
-        postscale: float,
+        prescale: object,
+        postscale: object,
         is_empty: bool,
         home: weakref.ref[Any] | None,
     ) -> None:
@@ -393,11 +393,13 @@ class Shortcut:
         signature: Signature,
         prepared: object,
         call: DirectCall,
+        gives: bool,
         unnamed: Count | None,
         sequence: int,
         stride: int,
     ) -> None:
-        """What comes at ``position`` of the period: ``prepared``, which ``call`` does. ``unnamed`` gives it the number
+        """What comes at ``position`` of the period: ``prepared``, which ``call`` does. ``gives``: whether the tensor is
+        what this rank contributes; else zeros are. ``unnamed`` gives it the number
         ``sequence`` in the first period, and one that is ``stride`` larger in each one after that."""
     def open(self, done: int, heard: int, closings: int) -> None:
         """``done`` operations of the plan are, and so many rings were followed. Nothing happens if it was closed since

@@ -26,6 +26,11 @@ _READY = [_WORDS.ctypes.data]
 _NOWHERE = [0]  # the address of what nobody wants
 
 
+def _is_begun(early: EarlyAllreduce, request: Request) -> bool:
+    """Whether ``request`` is begun itself, and not met for."""
+    return request.early_bytes is not None and early.takes(request.early_bytes)
+
+
 class EarlyOperations:
     """Those that ``engine`` does; see `hvdlite.coordinator.readiness.Early`."""
 
@@ -39,14 +44,10 @@ class EarlyOperations:
         nbytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in request.tensors)
         return not request.tensors_on_device and self._early.takes(max(nbytes, _BYTE.nbytes))
 
-    def _is_early(self, request: Request) -> bool:
-        """Whether it is begun itself, and not met for."""
-        return request.early_bytes is not None and self._early.takes(request.early_bytes)
-
     def begin(self, submission: Submission) -> None:
         """By its operation, or a meeting."""
         request: Any = submission.request
-        if self._is_early(request):
+        if _is_begun(self._early, request):
             request.begin_early(self._engine, submission)
         else:
             self._begin_meeting(submission.label, is_dropped=False)
@@ -66,7 +67,7 @@ class EarlyOperations:
 
     def is_met(self, request: Request) -> bool:
         """Who drops a meeting says so in it."""
-        return not self._is_early(request) and not ctypes.c_uint8.from_address(self._early.result_address).value
+        return not _is_begun(self._early, request) and not ctypes.c_uint8.from_address(self._early.result_address).value
 
     def look(self, is_disturbed: Callable[[], bool]) -> bool:
         """For what has begun."""
@@ -74,7 +75,7 @@ class EarlyOperations:
 
     def enter(self, request: Request) -> None:
         """What was begun itself is executed as it is."""
-        if not self._is_early(request):
+        if not _is_begun(self._early, request):
             self._end_meeting(request, is_dropped=False)
 
     def _end_meeting(self, request: Request, *, is_dropped: bool) -> None:
@@ -85,7 +86,7 @@ class EarlyOperations:
     def drop(self, request: Request) -> None:
         """By its operation, or a meeting."""
         operation: Any = request
-        if self._is_early(request):
+        if _is_begun(self._early, request):
             operation.drop_early(self._engine)
         else:
             self._end_meeting(request, is_dropped=True)
@@ -101,7 +102,12 @@ class MeetingAcrossNodes:
     def __init__(self, early: EarlyAllreduce, counts: ReadyCounts, patience_s: float) -> None:
         # What it takes is negotiation, and no message of the operation's.
         self._call = early_call(early, counts, _BYTE, _ANY, patience_s, "meeting", is_recorded=False)
+        self._early = early
         self._counts = counts
+
+    def is_for(self, request: Request) -> bool:
+        """See `hvdlite.coordinator.meeting.Meeting`."""
+        return not _is_begun(self._early, request)
 
     def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.meeting.Meeting`."""

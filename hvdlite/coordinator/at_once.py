@@ -221,7 +221,7 @@ class AtOnce:
         """The shortcut where ``native`` comes in the period."""
         assert native.signature is not None and native.direct is not None
         for place, first, stride in plan.alone(native.request):
-            self.shortcut.learn(place, native.signature, native, native.direct, unnamed, first, stride)
+            self.shortcut.learn(place, native.signature, native, native.direct, native.gives, unnamed, first, stride)
 
     def _leave(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T) -> Submission:
         """What this rank has said to be ready for waits for other ranks."""

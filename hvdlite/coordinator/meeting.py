@@ -6,10 +6,14 @@ from typing import Protocol
 
 from hvdlite._native import ReadyCounts
 from hvdlite.coordinator.prepared import Outcome
+from hvdlite.coordinator.request import Request
 
 
 class Meeting(Protocol):
     """Of all ranks, once for each operation."""
+
+    def is_for(self, request: Request) -> bool:
+        """Whether ranks meet for ``request``; if not, to begin it says as much."""
 
     def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
         """Say that this rank is ready for operation ``count``, from 1, of a plan that runs free; wait for the others.
@@ -46,6 +50,10 @@ class MeetingInNode:
         self._patience_s = patience_s
         self._spin_us = spin_us
         self._last: tuple[int, int] | None = None
+
+    def is_for(self, request: Request) -> bool:
+        """See `Meeting`."""
+        return True
 
     def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
         """See `Meeting`."""

@@ -76,10 +76,12 @@ class Native(Prepared[T], Protocol[T]):
     Attributes:
         signature: what a caller passes.
         direct: that call.
+        gives: whether what is passed is what this rank contributes; else zeros are.
     """
 
     signature: Signature | None
     direct: DirectCall | None
+    gives: bool
 
     def ended(self, result: int) -> Outcome:
         """What `direct` has returned, as `run` does; raises likewise."""

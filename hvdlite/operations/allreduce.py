@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hvdlite.collectives.base import TensorReduction
-from hvdlite.collectives.early import EarlyAllreduce
 from hvdlite.coordinator.burst import Run
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
@@ -20,6 +19,7 @@ from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout, concatenated
 from hvdlite.memory.views import TensorView
+from hvdlite.operations.one_allreduce import OneAllreduce
 from hvdlite.operations.operation import Operation, Work
 from hvdlite.operations.reducing import ReducingOperation
 from hvdlite.recorder import Lane
@@ -74,7 +74,7 @@ def found_home(
 
 
 @dataclass(frozen=True, eq=False)
-class Allreduce(ReducingOperation):
+class Allreduce(ReducingOperation, OneAllreduce):
     """What ranks agree on.
 
     Attributes:
@@ -132,23 +132,16 @@ class Allreduce(ReducingOperation):
 
         return run
 
-    @property
-    def early_bytes(self) -> int | None:
-        layout = None if self.tensors_on_device else self.only_layout
-        return None if layout is None else layout.nbytes
+    def is_one_allreduce(self, engine: Engine) -> bool:
+        return self.only_layout is not None
 
-    def begin_early(self, engine: Engine, submission: Submission) -> None:
-        early, layout, reduction = self._early(engine)
-        early.begin(engine.tensors(submission.inputs, layout), layout, reduction, submission.label)
+    def gives(self, rank: int) -> bool:
+        return True
 
-    def drop_early(self, engine: Engine) -> None:
-        early, layout, reduction = self._early(engine)
-        early.drop(layout, reduction, self.name)
-
-    def _early(self, engine: Engine) -> tuple[EarlyAllreduce, Layout, Reduction]:
+    def reduced_by(self, engine: Engine) -> Reduction:
         layout = self.only_layout
-        assert layout is not None and engine.early is not None, self
-        return engine.early, layout, engine.resolved(self.reduction, layout.wire_dtype)
+        assert layout is not None, self
+        return engine.resolved(self.reduction, layout.wire_dtype)
 
     def _reduce(
         self,

@@ -1,20 +1,27 @@
-"""Broadcast: every rank gets the tensors of one."""
+"""Broadcast: every rank gets the tensors of one.
+
+Few bytes are summed over all ranks, of which all but that one contribute zeros.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from hvdlite.collectives.base import TensorReduction
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import Difference
 from hvdlite.coordinator.submission import Submission
-from hvdlite.dtypes import DType
+from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.engine import Engine
 from hvdlite.group import Group
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.operation import MUST_TAKE_PART, Operation, Work, nothing
+from hvdlite.operations.one_allreduce import OneAllreduce
+from hvdlite.operations.operation import MUST_TAKE_PART, Work, nothing
 
 
 def broadcast_async(
@@ -43,7 +50,7 @@ def broadcast_async(
 
 
 @dataclass(frozen=True, eq=False)
-class Broadcast(Operation):
+class Broadcast(OneAllreduce):
     """What ranks agree on."""
 
     root_rank: int = 0
@@ -64,7 +71,29 @@ class Broadcast(Operation):
         return Submission(self, response.sequence, views, views)
 
     def run(self, engine: Engine, work: Work, label: str) -> None:
-        views, byte = work[0][1].inputs, DType.UINT8
-        layout = Layout.of([view.nbytes for view in views], byte, byte)  # a broadcast does not care for types
-        tensors, root = engine.tensors(views, layout), engine.ranks.index(self.root_rank)
-        engine.backend.broadcast_tensors(tensors, layout.end, root, staging=engine.staging(byte), label=label)
+        submission, layout, byte = work[0][1], self.only_layout, DType.UINT8
+        targets = engine.tensors(submission.outputs, layout)
+        if self.is_one_allreduce(engine):
+            job = TensorReduction(self.sources(engine, submission, layout), targets, layout, SUM)
+            engine.backend.allreduce_tensors(job, staging=engine.chunk(byte), label=label).wait()
+            return
+        staging, root = engine.staging(byte), engine.ranks.index(self.root_rank)
+        if engine.rank == root and submission.inputs is not submission.outputs:  # it was prepared while that was little
+            engine.memory.pack(engine.tensors(submission.inputs, layout), byte, staging.narrow(0, layout.end), 0)
+            engine.memory.unpack(staging.narrow(0, layout.end), 0, targets, byte)
+        engine.backend.broadcast_tensors(targets, layout.end, root, staging=staging, label=label)
+
+    @cached_property
+    def only_layout(self) -> Layout:
+        """Of all tensors, as bytes: a broadcast does not care for types."""
+        nbytes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in self.tensors]
+        return Layout.of(nbytes, DType.UINT8, DType.UINT8)
+
+    def is_one_allreduce(self, engine: Engine) -> bool:
+        return 0 < self.only_layout.nbytes <= engine.backend.small_bytes
+
+    def gives(self, rank: int) -> bool:
+        return rank == self.root_rank
+
+    def reduced_by(self, engine: Engine) -> Reduction:
+        return SUM

@@ -1,4 +1,4 @@
-"""A blocking allreduce that a program does again and again: request, layout and native call, made once."""
+"""A blocking operation that is one allreduce, again and again: request, layout and native call, made once."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allreduce import Allreduce, found_home
+from hvdlite.operations.one_allreduce import OneAllreduce
 from hvdlite.recorder import Lane
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _NOT_YET = Outcome.NOT_YET
 
 
 class Tensors(NamedTuple):
-    """What is reduced, and where its results go.
+    """What is reduced, and where its results go; address 0 contributes zeros.
 
     Attributes:
         home: where they live, if the request says so.
@@ -43,11 +44,15 @@ class PreparedAllreduce:
     """``request``, as one call of the backend of ``group``; what `Group.perform` takes, with `Tensors`.
 
     Attributes:
+        gives: whether the tensors of this rank are what it contributes; else zeros are.
         home_memory: in which its tensors live, if they live in one place; a weak reference.
     """
 
-    def __init__(self, group: Group, request: Allreduce, layout: Layout, call: PreparedCall, home: Home | None) -> None:
+    def __init__(
+        self, group: Group, request: OneAllreduce, layout: Layout, call: PreparedCall, home: Home | None
+    ) -> None:
         self.request = request
+        self.gives = request.gives(group.ranks[group.rank])
         self.label = request.name
         self.signature: Signature | None = None
         self.direct = call.direct
@@ -58,11 +63,12 @@ class PreparedAllreduce:
         self._executed = group.world.engine.executed
         self._recorder = group.recorder
         self._nbytes = layout.nbytes
+        self._reduced_bytes = layout.nbytes if request.reduced_types else 0
         self._dtype = layout.wire_dtype.label
 
     @classmethod
     def known(
-        cls, group: Group, key: Hashable, request: Callable[[], Allreduce | None], home: Home | None
+        cls, group: Group, key: Hashable, request: Callable[[], OneAllreduce | None], home: Home | None
     ) -> PreparedAllreduce | None:
         """What ``key`` stands for, made from ``request`` if it is new; None where it cannot be prepared."""
         known: Remembered[PreparedAllreduce | None] = group.world.coordinator.at_once.prepared
@@ -72,16 +78,15 @@ class PreparedAllreduce:
         return known.remember(key, None if made is None else cls._of(group, made, home))
 
     @classmethod
-    def _of(cls, group: Group, request: Allreduce, home: Home | None) -> PreparedAllreduce | None:
-        """None where there is no such call: tensors of several types, or a backend that has none."""
+    def _of(cls, group: Group, request: OneAllreduce, home: Home | None) -> PreparedAllreduce | None:
+        """None where there is no such call: an operation that is more than that, or a backend that has none."""
         world, layout = group.world, request.only_layout
-        if layout is None:
-            return None
         engine = world.engine
+        if layout is None or not request.is_one_allreduce(engine):
+            return None
         buffer = None if home is None else home.buffer.buffer(home.offset_bytes, layout.end, layout.dtype)
-        reduction = engine.resolved(request.reduction, layout.wire_dtype)
-        patience_s = world.config.caller_patience_s
-        counts, label = world.coordinator.counts, request.name
+        patience_s, counts = world.config.caller_patience_s, world.coordinator.counts
+        reduction, label = request.reduced_by(engine), request.name
         call = engine.backend.prepare_allreduce(counts, layout, reduction, buffer, patience_s, label)
         return None if call is None else cls(group, request, layout, call, home)
 
@@ -119,7 +124,7 @@ class PreparedAllreduce:
 
     def _count(self, times: int) -> None:
         self._executed.buckets += times
-        self._executed.reduced_bytes += times * self._nbytes
+        self._executed.reduced_bytes += times * self._reduced_bytes
 
     def _record(self, start_ns: int, ready_ns: int, end_ns: int) -> None:
         add, kind = self._recorder.add, self.request.label
@@ -138,9 +143,9 @@ class PreparedAllreduce:
 
     def tensors(self, source: int, target: int, owner: object) -> Tensors:
         """See `hvdlite.coordinator.prepared.Native`."""
-        inputs = [source]
+        inputs = [source if self.gives else 0]
         home = None if self.home_memory is None else self._memory.find(source, self._nbytes)
-        return Tensors(inputs, inputs if target == source else [target], home, owner)
+        return Tensors(inputs, inputs if [target] == inputs else [target], home, owner)
 
     def _views(self, addresses: Sequence[int], owner: object) -> list[TensorView]:
         specs = self.request.tensors

@@ -12,6 +12,7 @@ from hvdlite.torch.arrays import takes_arrays
 from hvdlite.torch.handle import Handle, label_of, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
+from hvdlite.torch.repeated import broadcast_at_once
 from hvdlite.torch.start import start_broadcast
 from hvdlite.torch.tensor_view import check_tensor
 
@@ -52,6 +53,10 @@ def broadcast(
     Raises:
         ValueError: there is no such rank.
     """
+    if not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+        done = broadcast_at_once(tensor, root_rank, name, process_set, in_place=False)
+        if done is not None:
+            return done
     received: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
     return received
 
@@ -75,7 +80,8 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """`broadcast` in place; returns ``tensor``."""
-    return _start(tensor, root_rank, name, process_set, background=False).synchronize()
+    done = broadcast_at_once(tensor, root_rank, name, process_set, in_place=True)
+    return done if done is not None else _start(tensor, root_rank, name, process_set, background=False).synchronize()
 
 
 @takes_arrays(in_place=True)

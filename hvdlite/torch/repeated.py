@@ -1,4 +1,4 @@
-"""Allreduces that a program does again and again, once ranks have agreed on their order.
+"""Allreduces and small broadcasts that a program does again and again, once ranks have agreed on their order.
 
 Who waits for one has it done in one call; others are collected into bursts. Both look whether all is as it was before,
 and usual; what is not, or is a mistake, is for the ways of any other operation. What is as it was in the last period of
@@ -20,6 +20,7 @@ from hvdlite.dtypes import ReduceOp
 from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.operations.allreduce import Allreduce
+from hvdlite.operations.broadcast import Broadcast
 from hvdlite.operations.prepared import PreparedAllreduce, Tensors, can_be_prepared
 from hvdlite.torch import device
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
@@ -33,6 +34,7 @@ R = TypeVar("R")
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = frozenset({type(None), int, ReduceOp})
+_BROADCAST = object()  # where an allreduce has its factors
 
 
 def again(*, in_place: bool, is_awaited: bool) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -104,9 +106,53 @@ def reduced_at_once(
     if prepared.signature is None and compression is Compression.none:
         prepared.signature = _signature(tensor, name, op, prescale, postscale, prepared.home_memory)
         _shorten(process_set, group)
+    return _performed(group, prepared, tensor, address, name, home, in_place=in_place)
+
+
+def broadcast_at_once(
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool
+) -> torch.Tensor | None:
+    """Likewise of a broadcast; native code is asked before anything else."""
+    shortcuts = getattr(process_set, "shortcuts", None)
+    if shortcuts is not None:
+        done: torch.Tensor | None = shortcuts[True](tensor, name, root_rank, _BROADCAST, _BROADCAST, in_place)
+        if done is not None:
+            return done
+    if not issubclass(type(process_set), ProcessSet) or type(root_rank) is not int:
+        return None
+    group = process_set.group_of_members()
+    if group is None or not can_be_prepared(group) or root_rank not in group.ranks:
+        return None
+    address = _usual_address(tensor, name, root_rank)
+    if address is None:
+        return None
+
+    def request() -> Broadcast:
+        return Broadcast.of(name, [view_of(tensor)], root_rank, True)
+
+    key = _BROADCAST, name, root_rank, tensor.dtype, tensor.shape
+    prepared = PreparedAllreduce.known(group, key, request, None)
+    if prepared is None:
+        return None
+    if prepared.signature is None:
+        prepared.signature = _signature(tensor, name, root_rank, _BROADCAST, _BROADCAST, None)
+        _shorten(process_set, group)
+    return _performed(group, prepared, tensor, address, name, None, in_place=in_place)
+
+
+def _performed(
+    group: Group,
+    prepared: PreparedAllreduce,
+    tensor: torch.Tensor,
+    address: int,
+    name: str | None,
+    home: Home | None,
+    *,
+    in_place: bool,
+) -> torch.Tensor:
     result = tensor if in_place else torch.empty_like(tensor)
-    inputs = [address]
-    outputs = inputs if in_place else [result.data_ptr()]
+    inputs = [address if prepared.gives else 0]
+    outputs = inputs if in_place and prepared.gives else [result.data_ptr()]
     group.perform(prepared, Tensors(inputs, outputs, home, (tensor, result)), name)
     return result
 
@@ -157,8 +203,8 @@ def _signature(
     tensor: torch.Tensor,
     name: str | None,
     op: int | None,
-    prescale: float,
-    postscale: float,
+    prescale: object,
+    postscale: object,
     home: weakref.ref[Any] | None,
 ) -> Signature:
     return Signature(tensor, name, op, prescale, postscale, not tensor.numel(), home)

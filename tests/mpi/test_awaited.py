@@ -47,8 +47,9 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
 
 
 def broadcast(number: int) -> None:
+    """Of so much that it is no allreduce."""
     root = hvd.size() - 1
-    tensor = torch.full((5,), float(10 * hvd.rank() + number))
+    tensor = torch.full((3000,), float(10 * hvd.rank() + number))
     assert (hvd.broadcast_(tensor, root, name="broadcast") == 10 * root + number).all()
 
 

@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
 
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import hvdlite
 import hvdlite.torch as hvd
@@ -159,6 +161,21 @@ def test_late_ranks_are_waited_for_asleep(runs: list[int]) -> None:
         pauses_s = [generator.choice([0.0, 0.0, 1e-3, 5e-3]) for _ in range(hvd.size())]
         time.sleep(pauses_s[hvd.rank()])
         step(number)
+    assert runs
+
+
+def test_one_rank_is_profiled(runs: list[int]) -> None:
+    """It does step by step what the others do in one call."""
+    value = torch.empty(3)
+
+    def step(number: int) -> None:
+        hvd.allreduce_(value.fill_(hvd.rank() + number), op=hvd.Sum, name="profiled")
+        assert (value == total(lambda rank: rank + number)).all()
+
+    freeze(step)
+    with profile(activities=[ProfilerActivity.CPU]) if hvd.rank() == 0 else nullcontext():
+        for number in range(REPEATS):
+            step(number)
     assert runs
 
 
