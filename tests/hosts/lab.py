@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -119,6 +119,7 @@ class Lab:
         n: number of hosts.
         rate: shapes every host's link in both directions, in tc's words ("1gbit"); empty means unshaped.
         delay_us: how long a packet takes from host to host, besides; it costs CPU (see wire.py).
+        firewalls: hosts that drop connections to ports that programs choose (see wire.py).
         same_hostname: the hostname that every host reports, as cloned containers do; empty means node0, node1, ...
         dead_interface: gives every host a second interface that is up, resolves its peers, and drops what is sent.
         docker0: gives every host an interface docker0 with the same address, 172.17.0.1.
@@ -133,6 +134,7 @@ class Lab:
         *,
         rate: str = "",
         delay_us: float = 0,
+        firewalls: Collection[int] = (),
         same_hostname: str = "",
         dead_interface: bool = False,
         docker0: bool = False,
@@ -145,8 +147,8 @@ class Lab:
         self._wire: subprocess.Popen[bytes] | None = None
         try:
             self._hub = _Holder(["--net"], "ip link set lo up; ip link add br0 type bridge; ip link set br0 up")
-            if delay_us:
-                self._wire = self._start_wire(delay_us / 2)  # of each of the two links on the way
+            if delay_us or firewalls:
+                self._wire = self._start_wire(delay_us / 2, *firewalls)  # the time of each of the two links on the way
             hosts_file = self.directory / "hosts"
             lines = ["127.0.0.1 localhost", *(f"{self.address(i)} {name}" for i, name in enumerate(self.names))]
             hosts_file.write_text("\n".join(lines) + "\n")
@@ -295,11 +297,14 @@ class Lab:
             _call(*hub_net, "tc", "qdisc", "add", "dev", f"host{host}", *shape)
             _call(*host_net, "tc", "qdisc", "add", "dev", "eth0", *shape)
 
-    def _start_wire(self, delay_us: float) -> subprocess.Popen[bytes]:
+    def _start_wire(self, *words: float) -> subprocess.Popen[bytes]:
         assert self._hub is not None
         script = Path(__file__).with_name("wire.py")
         wire = subprocess.Popen(
-            ["nsenter", "-t", str(self._hub.pid), "--net", sys.executable, str(script), str(len(self)), str(delay_us)],
+            [
+                *("nsenter", "-t", str(self._hub.pid), "--net"),
+                *(sys.executable, str(script), str(len(self)), *map(str, words)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
