@@ -28,6 +28,7 @@ from launching import Result, launch
 
 NETWORK = "10.77.0."
 DEAD_NETWORK = "10.78.0."
+IPV6_NETWORK = "fd00:77::"
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount")
 _TOOLS = ("ip", "tc", "nsenter", "unshare", "setsid", "mount", "sysctl")
 _PROBE = """
@@ -122,6 +123,7 @@ class Lab:
         firewalls: hosts that drop connections to ports that programs choose (see wire.py).
         same_hostname: the hostname that every host reports, as cloned containers do; empty means node0, node1, ...
         dead_interface: gives every host a second interface that is up, resolves its peers, and drops what is sent.
+        ipv6: gives every host an address of IPv6 as well, fd00:77::<i+1>.
         docker0: gives every host an interface docker0 with the same address, 172.17.0.1.
 
     Raises:
@@ -137,6 +139,7 @@ class Lab:
         firewalls: Collection[int] = (),
         same_hostname: str = "",
         dead_interface: bool = False,
+        ipv6: bool = False,
         docker0: bool = False,
     ) -> None:
         self.names = [f"node{i}" for i in range(n)]
@@ -159,7 +162,7 @@ class Lab:
                     hosts_file.read_text() + (f"{self.address(i)} {same_hostname}\n" if same_hostname else "")
                 )
                 self._holders.append(_Holder(NAMESPACES, _host_script(own, same_hostname or name)))
-                self._connect(i, rate=rate, dead_interface=dead_interface, docker0=docker0)
+                self._connect(i, rate=rate, dead_interface=dead_interface, ipv6=ipv6, docker0=docker0)
             self.agent.write_text(self._agent_script())
             self.agent.chmod(0o755)
         except BaseException:
@@ -265,7 +268,7 @@ class Lab:
         self._hub = None
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _connect(self, host: int, *, rate: str, dead_interface: bool, docker0: bool) -> None:
+    def _connect(self, host: int, *, rate: str, dead_interface: bool, ipv6: bool, docker0: bool) -> None:
         assert self._hub is not None
         pid = self._holders[host].pid
         if self._wire is None:
@@ -283,6 +286,8 @@ class Lab:
                 for peer in range(len(self))
                 if peer != host
             ]
+        if ipv6:
+            inside += [f"addr add {IPV6_NETWORK}{host + 1}/64 dev eth0 nodad"]
         if docker0:
             inside += ["link add docker0 type veth peer name vdocker", "link set vdocker up"]
             inside += ["addr add 172.17.0.1/16 dev docker0", "link set docker0 up"]
