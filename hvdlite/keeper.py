@@ -30,7 +30,7 @@ from hvdlite.proof import Secret, prove
 from hvdlite.reception import PATIENCE_S, Reception
 from hvdlite.second_copy import Courier
 from hvdlite.start_watch import StartWatch
-from hvdlite.wire import read_exactly
+from hvdlite.wire import connect_unix, read_exactly
 
 MESSAGE = struct.Struct("<BQ")
 CALL = struct.Struct("<I?")  # what a keeper claims to hvdliterun: its number, and whether it calls for a second copy
@@ -206,9 +206,7 @@ def _call(where: Sequence[tuple[str, int]], key: bytes, claim: bytes, patience_s
             if port:
                 link = socket.create_connection((address, port), timeout=PATIENCE_S)
             else:
-                link = socket.socket(socket.AF_UNIX)
-                link.settimeout(PATIENCE_S)
-                link.connect("\0" + address)
+                link = connect_unix(address, PATIENCE_S)
             prove(Secret(key, TO_HEAD, CALL.size), link, claim)
         except OSError as refusal:
             error = refusal

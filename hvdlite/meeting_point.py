@@ -23,7 +23,7 @@ from hvdlite.proof import Secret, new_key, prove
 from hvdlite.reception import PATIENCE_S, Reception
 from hvdlite.rendezvous import MissingError
 from hvdlite.roster import Join
-from hvdlite.wire import is_ours, read_exactly
+from hvdlite.wire import connect_unix, is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
 _ANSWER_S = 5.0  # how much longer than it may wait a rank listens for the answer that not all have come
@@ -174,10 +174,8 @@ def connect(where: str, purpose: bytes = b"start") -> socket.socket:
         OSError: there is none, it is another user's, or it does not know the key.
     """
     name, _, key = where.partition(":")
-    link = socket.socket(socket.AF_UNIX)
+    link = connect_unix(name, PATIENCE_S)
     try:
-        link.settimeout(PATIENCE_S)
-        link.connect("\0" + name)
         if not is_ours(link):
             raise ConnectionError("it belongs to another user")
         prove(Secret(bytes.fromhex(key), purpose, 0), link, b"")

@@ -28,7 +28,7 @@ from hvdlite.memory.memory_file import create_memory_file
 from hvdlite.memory.segment import Segment
 from hvdlite.proof import Secret, new_key, prove
 from hvdlite.reception import Reception
-from hvdlite.wire import SHORTAGE_S, SHORTAGES, is_ours
+from hvdlite.wire import SHORTAGE_S, SHORTAGES, connect_unix, is_ours
 
 _CLAIM = struct.Struct("<IB")  # rank, which of its connections
 _LINKS = 2  # of a rank: for memory, and for its sentinel
@@ -361,13 +361,13 @@ def _connect(door: Door, claim: bytes, deadline_s: float) -> socket.socket | Non
     """
     while True:
         try:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            link = connect_unix(door.name[1:], deadline_s - time.monotonic())
         except OSError as error:
+            if error.errno in _ELSEWHERE:
+                return None
             _wait_out(error, deadline_s)
             continue
         try:
-            link.settimeout(max(0.01, deadline_s - time.monotonic()))
-            link.connect(door.name)
             if not is_ours(link):
                 link.close()
                 return None
@@ -386,8 +386,7 @@ def _connect(door: Door, claim: bytes, deadline_s: float) -> socket.socket | Non
 
 def _wait_out(error: OSError, deadline_s: float) -> None:
     """Sleep a little where ``error`` is one of those that pass."""
-    # EAGAIN: the queue of that socket is full, of strangers perhaps, who are hung up on.
-    if error.errno not in SHORTAGES | {errno.EAGAIN} or time.monotonic() > deadline_s:
+    if error.errno not in SHORTAGES or time.monotonic() > deadline_s:
         raise error
     time.sleep(SHORTAGE_S)
 

@@ -29,7 +29,7 @@ from hvdlite.errors import StartupError
 from hvdlite.launched import launched_rank
 from hvdlite.proof import Secret, new_key, prove
 from hvdlite.reception import PATIENCE_S, Reception, listen_at
-from hvdlite.wire import is_ours, read_exactly
+from hvdlite.wire import connect_unix, is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32
@@ -247,8 +247,7 @@ def _pack_failure(error: BaseException) -> bytes:
 def _connect(where: str, key: bytes, rank: int) -> tuple[socket.socket, _Messages]:
     """A connection to the calling process, whichever of its addresses it proves itself at."""
     if where.startswith("@"):
-        link = socket.socket(socket.AF_UNIX)
-        link.connect("\0" + where[1:])
+        link = connect_unix(where[1:], PATIENCE_S)
         if not is_ours(link):
             raise StartupError("hvdlite.run: another user listens where the calling process should")
         return _proven(link, key, rank)

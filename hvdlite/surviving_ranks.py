@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hvdlite.errors import CollectiveError
+from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.naps import nap_until
 from hvdlite.rendezvous import RendezvousRanks
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CHANNELS = 8  # tags of one communicator
+_LEAST_TAGS = 32768  # that MPI's standard promises
+ROOM_FOR_SUBSETS = 64
+"""Contexts that a generation finds unused: its communicators between nodes, and some process sets."""
 
 
 class Medium:
@@ -20,6 +23,7 @@ class Medium:
 
     Attributes:
         used: the number of the last context that this rank has taken part in.
+        last: the number of the last one for which MPI has tags.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -28,6 +32,24 @@ class Medium:
         self.comm = comm.Dup()
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.used = 0
+        highest = self.comm.Get_attr(MPI.TAG_UB)
+        self.last = (_LEAST_TAGS if highest is None else highest + 1) // _CHANNELS - 1
+
+    def take(self, used: int, room: int) -> int:
+        """The number of a new context, the one after ``used``.
+
+        None is used twice: messages that a failure has left behind are never taken, and would meet others.
+
+        Raises:
+            StartupError: fewer than ``room`` would be left.
+        """
+        if used + 1 + room > self.last:
+            raise StartupError(
+                f"communicators of ranks that go on after failures have used {used} of the {self.last} ranges of tags "
+                "that this MPI library has (MPI_TAG_UB): the ranks have to be started anew"
+            )
+        self.used = used + 1
+        return self.used
 
 
 class SurvivingRanks:
@@ -40,16 +62,22 @@ class SurvivingRanks:
         meeting: where they tell one another whatever is not between two of them.
         members: what ``medium`` calls them, by rank.
         timeout_s: the longest wait for a message of `recv`.
+        room: how many contexts shall be left for subsets of these ranks.
+
+    Raises:
+        StartupError: MPI has no tags for it; on all of them.
     """
 
-    def __init__(self, meeting: RendezvousRanks, members: Sequence[int], medium: Medium, timeout_s: float) -> None:
+    def __init__(
+        self, meeting: RendezvousRanks, members: Sequence[int], medium: Medium, timeout_s: float, *, room: int = 0
+    ) -> None:
         self.rank = meeting.rank
         self.size = meeting.size
         self._meeting = meeting
         self._members = tuple(members)
         self._medium = medium
         self._timeout_s = timeout_s
-        self._context = medium.used = 1 + max(meeting.allgather(medium.used))
+        self._context = medium.take(max(meeting.allgather(medium.used)), room)
 
     @property
     def comm(self) -> MPI.Intracomm:

@@ -19,7 +19,7 @@ from hvdlite.mpi import MpiRanks
 from hvdlite.processes import ProcessAddress, has_ended, is_stopped
 from hvdlite.rendezvous import RendezvousRanks
 from hvdlite.roster import Generation
-from hvdlite.surviving_ranks import Medium, SurvivingRanks
+from hvdlite.surviving_ranks import ROOM_FOR_SUBSETS, Medium, SurvivingRanks
 from hvdlite.survivor_meeting import SurvivorMeeting, call_to
 
 _SPREAD_S = 1.0  # how long news of a failure are on their way
@@ -113,7 +113,7 @@ class Survivors:
         timeout_s = _MEETING_SHARE * config.start_timeout_s
         name = f"generation {generation.number}"
         meeting = RendezvousRanks(self._lifeline, name, generation.workers, everybody.rank, timeout_s)
-        return SurvivingRanks(meeting, generation.workers, self._medium, timeout_s)
+        return SurvivingRanks(meeting, generation.workers, self._medium, timeout_s, room=ROOM_FOR_SUBSETS)
 
     def news(self) -> int:
         """None: there are no newcomers."""

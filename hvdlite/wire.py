@@ -13,6 +13,34 @@ SHORTAGE_S = 0.05
 """Between two tries then: a connection that waits to be taken calls again at once, and would take a core."""
 
 CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): pid, uid, gid
+_LIMIT = struct.Struct("@ll")  # struct timeval: seconds, microseconds
+
+
+def connect_unix(name: str, patience_s: float) -> socket.socket:
+    """A connection to the abstract unix socket ``name``, whoever listens there; its time limit is ``patience_s``.
+
+    Any user of the machine can fill the queue of that socket. Who connects with a time limit of Python's gets EAGAIN
+    then, and so does who tries again, if others come all the time; the kernel has those that block wait in turn.
+
+    Raises:
+        TimeoutError: the queue was full for so long.
+        OSError: nobody listens there, or this process cannot have sockets.
+    """
+    limit_s = max(patience_s, 0.01)
+    link = socket.socket(socket.AF_UNIX)
+    try:
+        limit = _LIMIT.pack(int(limit_s), int(limit_s % 1 * 1e6))
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        try:
+            link.connect("\0" + name)
+        except BlockingIOError:
+            raise TimeoutError(f"others have filled its queue for {limit_s:.3g} s") from None
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _LIMIT.pack(0, 0))
+        link.settimeout(limit_s)
+    except BaseException:
+        link.close()
+        raise
+    return link
 
 
 def is_ours(link: socket.socket) -> bool:

@@ -1,8 +1,9 @@
-"""An elastic job trains on whatever happens: python tests/chaos.py [--hosts] [--minutes 20] [--seed 7]
+"""An elastic job trains on whatever happens: python tests/chaos.py [--one-machine] [--minutes 20] [--seed 7]
 
-Every few seconds a rank is killed, or stopped, or raises, or two are killed at once, or a process that is still
-starting. One rank is spared at any time, another one each time, since somebody has to have the state. With --hosts
-(hosts/chaos_on_hosts.py) there are three emulated hosts under mpirun, which are lost and come back as well.
+On three emulated hosts with two ranks each, under mpirun (hosts/chaos_on_hosts.py): ranks are killed and stopped, links
+and hosts are lost and come back, hosts leave and join. With --one-machine, and where hosts cannot be emulated, four
+ranks of this machine: every few seconds one is killed, or stopped, or raises, or two are killed at once, or a process
+that is still starting. One rank is spared there at any time, another one each time, as somebody has to have the state.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from chaos_job import SETTINGS, Job, report
@@ -84,21 +86,29 @@ def run(minutes: float, ranks: int, seed: int, log: Path | None = None) -> list[
     return problems
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", action="store_true", help="on three emulated hosts, by mpirun; needs root")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--one-machine", action="store_true", help="on this machine, without MPI")
+    where.add_argument("--hosts", action="store_true", help="on emulated hosts, or not at all")
     parser.add_argument("--minutes", type=float, default=20.0, help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, help="default: 4; with --hosts 2 on each host")
+    parser.add_argument("--ranks", type=int, help="default: 2 on each host; on one machine 4")
     parser.add_argument(
-        "--mpi", default="openmpi", choices=("openmpi", "mpich"), help="with --hosts; default: %(default)s"
+        "--mpi", default="openmpi", choices=("openmpi", "mpich"), help="between hosts; default: %(default)s"
     )
     parser.add_argument("--seed", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--log", type=Path, help="file for the output of the job, with times")
-    options = parser.parse_args()
-    if options.hosts:
-        sys.path.insert(0, str(Path(__file__).with_name("hosts")))
-        from chaos_on_hosts import run_on_hosts
+    options = parser.parse_args(argv)
+    sys.path.insert(0, str(Path(__file__).with_name("hosts")))
+    from chaos_on_hosts import run_on_hosts
+    from lab import refusal
 
+    reason = None if options.one_machine else refusal()
+    if options.hosts and reason:
+        parser.error(reason)
+    if reason:
+        print(f"chaos: on one machine, as {reason}", flush=True)
+    if not options.one_machine and not reason:
         problems = run_on_hosts(options.minutes, options.ranks or 2, options.seed, options.mpi, options.log)
     else:
         problems = run(options.minutes, options.ranks or 4, options.seed, options.log)

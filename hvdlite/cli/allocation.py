@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdlite.cli.job import Host, parse_host, read_hostfile
+from hvdlite.cli.job import Host, parse_host, read_hostfile, refusal
 from hvdlite.errors import ConfigError
 
 _HOSTFILES = (
@@ -98,7 +98,8 @@ def _hosts(origin: str, counts: Iterable[tuple[str, object]]) -> tuple[Host, ...
     for name, slots in counts:
         host = parse_host(f"{name}:{slots}")
         if host is None:
-            raise ConfigError(f"{origin}: {f'{name} {slots}'!r} is not a host and its slots; say -np N and -H")
+            why = refusal(f"{name} {slots}", f"{name}:{slots}", "say -np N and -H")
+            raise ConfigError(f"{origin}: {why}")
         hosts.append(host)
     return tuple(hosts)
 

@@ -6,7 +6,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 
-from hvdlite.cli.job import Host, is_this_machine, parse_host
+from hvdlite.cli.job import Host, is_this_machine, parse_host, refusal
 from hvdlite.errors import ConfigError
 
 _EVERY_S = 1.0
@@ -43,7 +43,7 @@ def printed_hosts(text: str, slots_per_host: int) -> tuple[Host, ...]:
             continue
         host = parse_host(line, slots_per_host)
         if host is None:
-            raise ConfigError(f"--host-discovery-script: {line!r} is not a host; print host:slots, a host a line")
+            raise ConfigError(f"--host-discovery-script: {refusal(line, line, 'print host:slots, a host a line')}")
         hosts.append(host)
     return tuple(hosts)
 

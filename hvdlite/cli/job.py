@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -130,8 +131,27 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 def _host(entry: str, origin: str) -> Host:
     found = parse_host(entry)
     if found is None:
-        raise ConfigError(f"{origin!r} is not a host; write host:slots, as in node0:4, with at least one slot")
+        raise ConfigError(refusal(origin, entry, "write host:slots, as in node0:4, with at least one slot"))
     return found
+
+
+def refusal(origin: str, entry: str, way_out: str) -> str:
+    """Why ``entry`` of ``origin``, of which `parse_host` makes nothing, is no host."""
+    if _is_ipv6(entry) or _is_ipv6(entry.rpartition(":")[0]):
+        # Open MPI 5 and MPICH 5 take what stands before the first colon for the name, and call ssh with that.
+        return (
+            f"{origin!r} is an address of IPv6, which mpirun takes for no host: give a name that leads there, as in "
+            "DNS or in /etc/hosts of all hosts"
+        )
+    return f"{origin!r} is not a host; {way_out}"
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True
 
 
 def parse_host(entry: str, slots: int = 1) -> Host | None:

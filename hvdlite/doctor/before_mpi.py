@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from hvdlite.config import DOCTOR, other_variable
-from hvdlite.doctor.findings import Finding, of_links
+from hvdlite.doctor.findings import Finding, Severity, of_links
 from hvdlite.doctor.links import Address, Link, Try
 from hvdlite.doctor.network import ask_for_door, try_addresses
 from hvdlite.doctor.station import Station
@@ -53,7 +53,9 @@ def look_around(addresses: Sequence[Address]) -> list[Finding]:
         else:
             # In MPI_Init this process would not answer those that have more to try.
             station.say_farewell(names, port)
-            station.wait_for_farewells(len(names), _WAIT_S)
+            came = station.wait_for_farewells(len(names), _WAIT_S)
+            if came < len(names):  # MPI would wait for those that have found something, and end, or are stuck
+                found = [_of_silence(station.door.host, len(names) - came, len(names))]
         return found
 
 
@@ -67,8 +69,14 @@ def _try_all(
     for place, door in enumerate(doors):
         if isinstance(door, str):
             links.append(Link(own, place, [Try(f"port {port}", names[place], door)]))
-        elif place != own:
+        elif place != own and time.monotonic() < deadline_s:
             links.append(try_addresses(own, place, station.door, door))
-        if time.monotonic() > deadline_s:
-            break
     return own, links
+
+
+def _of_silence(host: str, missing: int, hosts: int) -> Finding:
+    return Finding(
+        f"{host} reaches all hosts, and {missing} of {hosts} did not say so of themselves within {_WAIT_S:.0f} s: they "
+        "say what they have found; else a firewall drops what they send (`nft list ruleset`, `iptables -S`)",
+        Severity.OBSTACLE,
+    )

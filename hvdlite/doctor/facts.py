@@ -13,7 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite import _native, environment, launched, mpi
-from hvdlite.config import CALL_ADDRESS, CALL_KEY, DOCTOR, MEETING_POINT, RANK, SIZE, Config
+from hvdlite.config import (
+    CALL_ADDRESS,
+    CALL_KEY,
+    DOCTOR,
+    END_NOTICES,
+    KEEPER,
+    MEETING_POINT,
+    RANK,
+    RAY_JOB,
+    SIZE,
+    START,
+    TO_SAVE,
+    WORKER,
+    Config,
+)
 from hvdlite.doctor import control_groups
 from hvdlite.doctor.links import mtu_of
 from hvdlite.interfaces import interfaces, select
@@ -40,10 +54,11 @@ _LIMITS = {
 }
 _RDMA = Path("/sys/class/infiniband")
 """A directory for each device: InfiniBand, RoCE, Omni-Path and the like."""
-_TOLD = {DOCTOR, MEETING_POINT, RANK, SIZE, CALL_KEY, CALL_ADDRESS} | {
-    f"HOROVOD_{level}{what}" for level in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")
-}
-"""By launchers, to each rank."""
+_TOLD = {
+    *(DOCTOR, MEETING_POINT, RANK, SIZE, CALL_KEY, CALL_ADDRESS),
+    *(WORKER, KEEPER, START, END_NOTICES, TO_SAVE, RAY_JOB),
+} | {f"HOROVOD_{level}{what}" for level in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")}
+"""By launchers, to each rank. Some hold secrets."""
 _SETTINGS = ("HVDLITE_", "HOROVOD_", "OMP_NUM_THREADS", "UCX_", "FI_", "OMPI_MCA_btl_tcp")
 
 

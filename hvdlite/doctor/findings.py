@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from hvdlite.doctor.links import Link
+from hvdlite.doctor.links import NOBODY, Link
 from hvdlite.rank_list import rank_list
 
 Facts = Mapping[str, Any]
@@ -252,6 +252,11 @@ def _of_reach(names: Sequence[str], links: Sequence[Link]) -> Iterator[Finding]:
 
 def _cure_of(outcomes: Iterable[str]) -> str:
     seen = set(outcomes)
+    if NOBODY in seen:
+        return (
+            "Look for an error of its ranks, and for a firewall (`nft list ruleset`, `iptables -S`) at either host, "
+            "which also keeps mpirun's daemons from calling back: allow all TCP ports between them"
+        )
     if "refused" in seen or "no answer" in seen:
         how = "rejects" if seen == {"refused"} else "drops"
         return (

@@ -35,6 +35,10 @@ class Door:
     key: bytes
 
 
+NOBODY = "refused, as no rank has started there or a firewall rejects connections"
+"""Why there is no door: the kernel of that host has answered that nobody listens."""
+
+
 @dataclass(frozen=True)
 class Try:
     """To reach one address of the other host."""

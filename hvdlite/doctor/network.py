@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from hvdlite.doctor.links import Address, Door, Link, Try
+from hvdlite.doctor.links import NOBODY, Address, Door, Link, Try
 from hvdlite.doctor.station import (
     ARRIVED,
     ASK,
@@ -63,7 +63,7 @@ def ask_for_door(name: str, port: int, key: bytes, deadline_s: float) -> Door | 
         except socket.gaierror as error:
             return f"its name is not known here ({error.strerror})"
         except ConnectionRefusedError:
-            outcome = "refused"
+            outcome = NOBODY
         except ConnectionError:
             return "another program answers"
         except OSError as error:

@@ -80,11 +80,10 @@ class Station:
                 prove(secret(self.door.key), link, b"")
                 link.sendall(FAREWELL)
 
-    def wait_for_farewells(self, count: int, timeout_s: float) -> None:
-        """Answer until ``count`` hosts have nothing more to ask."""
+    def wait_for_farewells(self, count: int, timeout_s: float) -> int:
+        """Answer until ``count`` hosts have nothing more to ask; returns how many have in time."""
         until_s = time.monotonic() + timeout_s
-        for _ in range(count):
-            self._farewells.acquire(timeout=max(0.0, until_s - time.monotonic()))
+        return sum(self._farewells.acquire(timeout=max(0.0, until_s - time.monotonic())) for _ in range(count))
 
     def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
         threading.Thread(target=self._answer, args=(link,), daemon=True).start()

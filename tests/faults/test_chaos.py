@@ -1,14 +1,18 @@
-"""A minute of tests/chaos.py, and what its job must count by itself."""
+"""A minute of tests/chaos.py on one machine, and what its job must count by itself."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import chaos
 import chaos_job
 from chaos import run
 
@@ -16,6 +20,40 @@ from chaos import run
 def test_no_sample_is_lost_or_counted_twice_while_ranks_die() -> None:
     seed = random.randrange(1000)  # which it prints
     assert run(1.0, 4, seed) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal", "runs"),
+    [
+        ([], None, ("on hosts", 20.0, 2)),
+        ([], "they are refused", ("on one machine", 20.0, 4)),
+        (["--one-machine", "--minutes", "1"], None, ("on one machine", 1.0, 4)),
+        (["--hosts", "--ranks", "1"], None, ("on hosts", 20.0, 1)),
+        (["--hosts"], "they are refused", None),
+    ],
+)
+def test_it_is_on_emulated_hosts_where_there_can_be_some(
+    words: list[str],
+    refusal: str | None,
+    runs: tuple[str, float, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran: list[tuple[str, float, int]] = []
+
+    def run_where(where: str) -> Callable[..., list[str]]:
+        return lambda minutes, ranks, *others: ran.append((where, minutes, ranks)) or []
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(chaos, "run", run_where("on one machine"))
+    monkeypatch.setitem(sys.modules, "chaos_on_hosts", SimpleNamespace(run_on_hosts=run_where("on hosts")))
+    monkeypatch.setitem(sys.modules, "lab", SimpleNamespace(refusal=lambda: refusal))
+    with nullcontext() if runs else pytest.raises(SystemExit):
+        assert chaos.main(words) == 0
+    assert ran == ([runs] if runs else [])
+    said = capsys.readouterr()
+    assert said.out == ("chaos: on one machine, as they are refused\n" if refusal and runs else "")
+    assert runs or "they are refused" in said.err
 
 
 def test_a_failure_between_the_last_commit_of_a_pass_and_the_end_of_its_epoch(

@@ -1,6 +1,6 @@
 """Chaos over hosts: ranks, keepers, links and whole hosts are lost at random, hosts leave and join; it trains on.
 
-Called by tests/chaos.py --hosts. Host 0, where hvdliterun is, is never lost as a whole, so a commit is always kept.
+Called by tests/chaos.py. Host 0, where hvdliterun is, is never lost as a whole, so a commit is always kept.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from launching import Result, launch
 
 NETWORK = "10.77.0."
 DEAD_NETWORK = "10.78.0."
+IPV6_NETWORK = "fd00:77::"
 NAMESPACES = ("--net", "--uts", "--ipc", "--mount")
 _TOOLS = ("ip", "tc", "nsenter", "unshare", "setsid", "mount", "sysctl")
 _PROBE = """
@@ -119,8 +120,10 @@ class Lab:
         n: number of hosts.
         rate: shapes every host's link in both directions, in tc's words ("1gbit"); empty means unshaped.
         delay_us: how long a packet takes from host to host, besides; it costs CPU (see wire.py).
+        firewalls: hosts that drop connections to ports that programs choose (see wire.py).
         same_hostname: the hostname that every host reports, as cloned containers do; empty means node0, node1, ...
         dead_interface: gives every host a second interface that is up, resolves its peers, and drops what is sent.
+        ipv6: gives every host an address of IPv6 as well, fd00:77::<i+1>.
         docker0: gives every host an interface docker0 with the same address, 172.17.0.1.
 
     Raises:
@@ -133,8 +136,10 @@ class Lab:
         *,
         rate: str = "",
         delay_us: float = 0,
+        firewalls: Collection[int] = (),
         same_hostname: str = "",
         dead_interface: bool = False,
+        ipv6: bool = False,
         docker0: bool = False,
     ) -> None:
         self.names = [f"node{i}" for i in range(n)]
@@ -145,8 +150,8 @@ class Lab:
         self._wire: subprocess.Popen[bytes] | None = None
         try:
             self._hub = _Holder(["--net"], "ip link set lo up; ip link add br0 type bridge; ip link set br0 up")
-            if delay_us:
-                self._wire = self._start_wire(delay_us / 2)  # of each of the two links on the way
+            if delay_us or firewalls:
+                self._wire = self._start_wire(delay_us / 2, *firewalls)  # the time of each of the two links on the way
             hosts_file = self.directory / "hosts"
             lines = ["127.0.0.1 localhost", *(f"{self.address(i)} {name}" for i, name in enumerate(self.names))]
             hosts_file.write_text("\n".join(lines) + "\n")
@@ -157,7 +162,7 @@ class Lab:
                     hosts_file.read_text() + (f"{self.address(i)} {same_hostname}\n" if same_hostname else "")
                 )
                 self._holders.append(_Holder(NAMESPACES, _host_script(own, same_hostname or name)))
-                self._connect(i, rate=rate, dead_interface=dead_interface, docker0=docker0)
+                self._connect(i, rate=rate, dead_interface=dead_interface, ipv6=ipv6, docker0=docker0)
             self.agent.write_text(self._agent_script())
             self.agent.chmod(0o755)
         except BaseException:
@@ -263,7 +268,7 @@ class Lab:
         self._hub = None
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _connect(self, host: int, *, rate: str, dead_interface: bool, docker0: bool) -> None:
+    def _connect(self, host: int, *, rate: str, dead_interface: bool, ipv6: bool, docker0: bool) -> None:
         assert self._hub is not None
         pid = self._holders[host].pid
         if self._wire is None:
@@ -281,6 +286,8 @@ class Lab:
                 for peer in range(len(self))
                 if peer != host
             ]
+        if ipv6:
+            inside += [f"addr add {IPV6_NETWORK}{host + 1}/64 dev eth0 nodad"]
         if docker0:
             inside += ["link add docker0 type veth peer name vdocker", "link set vdocker up"]
             inside += ["addr add 172.17.0.1/16 dev docker0", "link set docker0 up"]
@@ -295,11 +302,14 @@ class Lab:
             _call(*hub_net, "tc", "qdisc", "add", "dev", f"host{host}", *shape)
             _call(*host_net, "tc", "qdisc", "add", "dev", "eth0", *shape)
 
-    def _start_wire(self, delay_us: float) -> subprocess.Popen[bytes]:
+    def _start_wire(self, *words: float) -> subprocess.Popen[bytes]:
         assert self._hub is not None
         script = Path(__file__).with_name("wire.py")
         wire = subprocess.Popen(
-            ["nsenter", "-t", str(self._hub.pid), "--net", sys.executable, str(script), str(len(self)), str(delay_us)],
+            [
+                *("nsenter", "-t", str(self._hub.pid), "--net"),
+                *(sys.executable, str(script), str(len(self)), *map(str, words)),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

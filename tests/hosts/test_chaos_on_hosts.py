@@ -1,4 +1,4 @@
-"""Two minutes of tests/chaos.py --hosts, with each MPI."""
+"""Two minutes of tests/chaos.py, with each MPI."""
 
 from __future__ import annotations
 

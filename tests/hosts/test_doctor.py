@@ -6,21 +6,23 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
 
 from lab import Lab
+from launching import python_of
 
 Hosts = Callable[..., Lab]
 
 
-def consult(lab: Lab, *options: str, ranks_per_host: int = 1) -> subprocess.CompletedProcess[str]:
+def consult(lab: Lab, *options: str, ranks_per_host: int = 1, mpi: str = "current") -> subprocess.CompletedProcess[str]:
     """What the doctor says of ``lab``; nothing of it may be left."""
     search = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     variables = {**lab.launch_environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     hosts = ",".join(f"{name}:{ranks_per_host}" for name in lab.names)
-    command = [sys.executable, "-m", "hvdlite", "run", "--doctor", "-H", hosts, *options]
+    command = [python_of(mpi), "-m", "hvdlite", "run", "--doctor", "-H", hosts, *options]
     done = lab.run(0, "env", *(f"{name}={value}" for name, value in variables.items()), *command, timeout=90)
     for host in range(len(lab)):
         assert lab.pids(host) == [], done.stdout + done.stderr
@@ -38,6 +40,7 @@ def test_healthy_hosts(hosts: Hosts) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == [] and found["nodes"] == [[0, 1], [2, 3]]
+    assert not [note for note in found["notes"] if "differs" in note], found["notes"]
     assert found["found by"].startswith("who can pass file descriptors")
     assert [(rank["host"], rank["rank"]) for rank in found["ranks"]] == [(f"node{r // 2}", r) for r in range(4)]
     assert {(link["source"], link["target"]) for link in found["links"]} == {(0, 1), (1, 0)}
@@ -54,6 +57,31 @@ def test_an_interface_that_leads_nowhere(hosts: Hosts) -> None:
     assert done.returncode == 1
     assert "eth1 is up and does not connect node0 to node1 (no answer)" in done.stdout, done.stdout + done.stderr
     assert "`hvdliterun --network-interfaces eth0`" in done.stdout
+
+
+# What mpirun's daemons say to hvdliterun's host is dropped as well where that has a firewall.
+BLIND = "node1: mpirun's daemon there has not called this machine; check that no firewall drops connections between"
+
+
+@pytest.mark.parametrize(
+    ("mpi", "firewalls", "said"),
+    [
+        ("openmpi", [1], "node0 cannot reach node1: node1 (port "),
+        ("openmpi", [0, 1], BLIND),
+        pytest.param("mpich", [1], "node0 cannot reach node1: node1 (port ", marks=pytest.mark.thorough),
+        pytest.param("mpich", [0], "node0 cannot reach node1: node1 (port ", marks=pytest.mark.thorough),
+    ],
+    ids=["at the other", "at both", "at the other, MPICH", "at the first, MPICH"],
+)
+def test_firewalls_that_drop_what_goes_to_ports_that_programs_choose(
+    hosts: Hosts, mpi: str, firewalls: list[int], said: str
+) -> None:
+    began_s = time.monotonic()
+    done = consult(hosts(2, firewalls=firewalls), "--start-timeout", "6", mpi=mpi)
+    text = done.stdout + done.stderr
+    assert done.returncode == 1 and said in text, text
+    assert said == BLIND or "allow all TCP ports between them" in done.stdout, text
+    assert time.monotonic() - began_s < 40
 
 
 @pytest.mark.thorough

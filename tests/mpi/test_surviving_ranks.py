@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from backend_lab import RANK, SIZE
 from hvdlite.dtypes import DType
+from hvdlite.errors import StartupError
 from hvdlite.job_runtime import Runtime
 from hvdlite.lifeline import Lifeline
 from hvdlite.rendezvous import MissingError, RendezvousRanks
@@ -77,6 +78,27 @@ def test_what_an_earlier_generation_has_left_meets_no_later_one(comm: MPI.Intrac
             problem = None if arrived == b"new" else repr(arrived)
             first.Irecv([arrived, MPI.BYTE], 0).Wait()
     agree(comm, problem)
+
+
+@several
+def test_the_last_tags_that_the_library_has(comm: MPI.Intracomm, job: Job) -> None:
+    """And then an error on all ranks, before MPI has one."""
+    problems: list[str | None] = []
+    job.medium.used = job.medium.last - 1
+    if RANK in (0, 1):
+        last = job.ranks([0, 1], "last")
+        if RANK == 0:
+            last.Isend([b"end", MPI.BYTE], 1, 7).Wait()
+        else:
+            arrived = bytearray(3)
+            last.Irecv([arrived, MPI.BYTE], 0, 7).Wait()
+            problems.append(None if arrived == b"end" else repr(arrived))
+        try:
+            job.ranks([0, 1], "beyond")
+            problems.append("no error")
+        except StartupError as error:
+            problems.append(None if "MPI_TAG_UB" in str(error) else str(error))
+    agree(comm, *problems)
 
 
 @several

@@ -73,6 +73,10 @@ def test_none() -> None:
         (slurm("-oProxyCommand=x", "1"), "SLURM_JOB_NODELIST: '-oProxyCommand=x 1' is not a host"),
         ({"LSB_MCPU_HOSTS": "-oProxyCommand=x 2"}, "LSB_MCPU_HOSTS: '-oProxyCommand=x 2' is not a host"),
         ({"LSB_MCPU_HOSTS": "a 0"}, "'a 0' is not a host"),
+        (
+            {"LSB_MCPU_HOSTS": "fd00::2 4"},
+            "LSB_MCPU_HOSTS: 'fd00::2 4' is an address of IPv6, which",
+        ),
         ({"LSB_MCPU_HOSTS": "a \u00b2"}, "is not a host"),
         ({"PBS_NODEFILE": b"a\n-oProxyCommand=x\n"}, "'-oProxyCommand=x 1' is not a host"),
         ({"PBS_NODEFILE": b"$(x)\n"}, "is not a host"),

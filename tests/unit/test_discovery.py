@@ -40,6 +40,7 @@ def test_slots_of_this_machine(tmp_path: Path, body: str, slots: int) -> None:
         ("echo localhost:2; echo elsewhere:2", "names elsewhere: ranks may come and go on this machine only"),
         ("echo localhost:many", "'localhost:many' is not a host"),
         ("echo localhost:2; echo -oProxyCommand=x", "'-oProxyCommand=x' is not a host"),
+        ("echo localhost:1; echo '[fd00::2]:2'", "fd00::2.* is an address of IPv6, .* give a name that leads there"),
         ("echo 'a b;c'", "'a b;c' is not a host"),
         ("printf '\\377'", "is not a host"),
         ("echo localhost:\u00b2", "is not a host"),

@@ -26,6 +26,14 @@ def test_what_it_finds_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [fact["there"] for fact in found["build"]["Frameworks"]] == [True, False, False]
 
 
+def test_what_launchers_tell_ranks_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some hold secrets."""
+    told = ("KEEPER", "CALL_KEY", "DOCTOR", "MEETING_POINT", "WORKER", "START", "END_NOTICES", "TO_SAVE", "RAY_JOB")
+    for name in told:
+        monkeypatch.setenv(f"HVDLITE_{name}", "a secret")
+    assert "a secret" not in str(facts.of_machine())
+
+
 def test_problems_come_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(facts, "_limit", lambda kind: 256)
     monkeypatch.setattr(facts, "_PACKAGES", ())

@@ -10,7 +10,7 @@ import pytest
 
 from hvdlite.doctor import facts, findings, report
 from hvdlite.doctor.findings import Severity, of_job, slow_links
-from hvdlite.doctor.links import Link, Try
+from hvdlite.doctor.links import NOBODY, Link, Try
 from hvdlite.doctor.network import rounds
 
 NODES = [[0, 1], [2, 3], [4, 5]]
@@ -161,6 +161,7 @@ def with_link(changed: Link) -> list[Link]:
     [
         ("no answer", "A firewall drops what goes to ports"),
         ("refused", "A firewall rejects what goes to ports"),
+        (NOBODY, "a firewall (`nft list ruleset`, `iptables -S`) at either host"),
         ("no route", "look at `ip route`"),
         ("another program answers", "Several hosts have the same address"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from hvdlite import reception
 from hvdlite.config import DOCTOR
 from hvdlite.doctor import before_mpi
-from hvdlite.doctor.links import Address, Door, Try, mtu_of
+from hvdlite.doctor.links import NOBODY, Address, Door, Try, mtu_of
 from hvdlite.doctor.network import ask_for_door, measure, try_addresses
 from hvdlite.doctor.station import Station, answer_to, datagram, secret
 from hvdlite.proof import Caller, new_key, prove
@@ -129,6 +129,34 @@ def test_hosts_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert before_mpi.look_around([LOOPBACK]) == []
     monkeypatch.delenv(name)
     assert before_mpi.look_around([LOOPBACK]) == []
+
+
+def test_a_host_where_no_rank_has_started_is_named_when_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(name: str, port: int, key: bytes, deadline_s: float) -> Door | str:
+        if name == "localhost":
+            return ask_for_door(name, port, key, deadline_s)
+        time.sleep(max(0.0, deadline_s - time.monotonic()))
+        return NOBODY
+
+    monkeypatch.setattr(before_mpi, "ask_for_door", ask)
+    monkeypatch.setattr(before_mpi, "_WAIT_S", 0.3)
+    monkeypatch.setattr(before_mpi, "_AFTER_YOU_S", 0.0)
+    ((name, value),) = before_mpi.invitation(["localhost", "elsewhere"]).items()
+    monkeypatch.setenv(name, value)
+    (finding,) = before_mpi.look_around([LOOPBACK])
+    assert finding.text.startswith("localhost cannot reach elsewhere: elsewhere (port "), finding.text
+    assert "no rank has started there" in finding.text and "allow all TCP ports between them" in finding.text
+
+
+def test_mpi_does_not_start_where_another_host_is_not_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has found what this one cannot see, as a firewall of this host's, and waits in no MPI_Init."""
+    say = Station.say_farewell
+    monkeypatch.setattr(Station, "say_farewell", lambda self, names, port: say(self, names[:1], port))
+    monkeypatch.setattr(before_mpi, "_WAIT_S", 1.0)
+    ((name, value),) = before_mpi.invitation(["localhost", "127.0.0.2"]).items()
+    monkeypatch.setenv(name, value)
+    (finding,) = before_mpi.look_around([LOOPBACK])
+    assert "reaches all hosts, and 1 of 2 did not say so of themselves within 1 s" in finding.text, finding.text
 
 
 def test_mtu() -> None:

@@ -15,13 +15,16 @@ from typing import BinaryIO
 
 import pytest
 
+from hvdlite import cli
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER, START
+from hvdlite.interfaces import Interface
 from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_in, pair_of
 from hvdlite.meeting_point import connect
 from hvdlite.memory.memory_file import create_memory_file, is_final, write_memory_file
 from hvdlite.safekeeping import Safekeeping
+from ipv6 import has_ipv6
 
 HERE = Host("localhost", 2)
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -210,6 +213,22 @@ def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
         rank.hand_over(5, lambda target: target.write(b"commit 5"))  # to the new one
         rank.close()
         assert kept(where) == (5, b"commit 5")
+    finally:
+        keepers.close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_keepers_call_over_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After an address that nobody has any more; for the second copy, too."""
+    found = [Interface("eth0", "192.0.2.1", True, False, ("::1",))]
+    monkeypatch.setattr(cli.keepers, "select", lambda spec: found)
+    keepers = Keepers(launch_by(tmp_path), ENVIRON, 20.0, lambda word, number: 0, is_local=False)
+    try:
+        assert [address for address, _ in keepers._where] == ["::1"]
+        assert keepers.start([Host("a", 1)]) == []
+        assert keepers.ask() == [] and keepers.kept == {"a": 0}
+        put_alone(keepers, 4, b"of commit 4")
+        wait_for(lambda: keepers._copy.number == 4)
     finally:
         keepers.close()
 

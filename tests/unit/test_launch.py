@@ -19,6 +19,7 @@ from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import RankFailedError, StartupError
 from hvdlite.proof import Caller
 from hvdlite.remote_call import CallServer, pack
+from ipv6 import has_ipv6
 from launching import MARK, processes_with
 
 # In the script that plays mpirun: its options end where the ranks' Python stands.
@@ -162,12 +163,16 @@ class TestRun:
             hvdlite.run(int, num_proc=2)
 
 
-@pytest.mark.parametrize("addresses", [[], ["127.0.0.1"], ["127.0.0.2", "127.0.0.1"]], ids=["unix", "tcp", "two"])
+@pytest.mark.parametrize(
+    "addresses", [[], ["127.0.0.1"], ["::1"], ["127.0.0.2", "127.0.0.1"]], ids=["unix", "tcp", "ipv6", "two"]
+)
 class TestServer:
     """Without processes: the ranks' side is played here."""
 
     @pytest.fixture
     def server(self, addresses: list[str]) -> CallServer:
+        if addresses == ["::1"] and not has_ipv6():
+            pytest.skip("no IPv6 here")
         return CallServer(pack(divmod, (7, 2), {}, {}), addresses)
 
     def test_hands_out_the_call_and_keeps_what_comes_of_it(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -105,10 +106,24 @@ class TestParsing:
         path.write_text(text)
         assert run.parse(["--hostfile", str(path), "train.py"]).hosts == (Host("a", 2), Host("b", 1))
 
-    @pytest.mark.parametrize("text", ["a:2,b:x", "a:0", "a:00", "a b", ":2", "a:9999999", "ü", *OPTIONS_TO_SSH])
+    @pytest.mark.parametrize(
+        "text", ["a:2,b:x", "a:2:3", "a:0", "a:00", "a b", ":2", "a:9999999", "ü", *OPTIONS_TO_SSH]
+    )
     def test_bad_hosts(self, text: str) -> None:
         with pytest.raises(ConfigError, match="write host:slots"):
             parse_hosts(text)
+
+    @pytest.mark.parametrize(
+        "entry", ["[fd00::2]:2", "[fd00::2]", "fd00::2", "::1", "fe80::1%eth0:2", "1:2:3:4:5:6:7:8:2"]
+    )
+    def test_an_address_of_ipv6_is_no_host_for_mpirun(self, tmp_path: Path, entry: str) -> None:
+        why = "is an address of IPv6, which mpirun takes for no host: give a name that leads there"
+        with pytest.raises(ConfigError, match=f"{re.escape(repr(entry))} {why}"):
+            parse_hosts(f"a:2,{entry}")
+        path = tmp_path / "hosts"
+        path.write_text(f"a slots=2\n{entry.removesuffix(':2')} slots=2\n")
+        with pytest.raises(ConfigError, match=f"hosts:2: .* {why}"):
+            read_hostfile(str(path))
 
     def test_bad_hostfile_names_the_line(self, tmp_path: Path) -> None:
         path = tmp_path / "hosts"
