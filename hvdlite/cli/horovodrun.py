@@ -219,8 +219,10 @@ def read_config_file(path: str) -> Effects:
             sections = yaml.safe_load(file) or {}
     except OSError as error:
         raise ConfigError(f"--config-file {path}: {error.strerror}") from error
-    except Exception as error:  # PyYAML's own; for tags that do not fit, and what is too deep, also others
-        raise ConfigError(f"--config-file {path} cannot be read: {error or repr(error)}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config-file {path}: {error}") from error
+    except Exception as error:  # whatever PyYAML raises for tags that do not fit, and where it is nested too deeply
+        raise ConfigError(f"--config-file {path} cannot be read: {error!r}") from error
     if not isinstance(sections, Mapping):
         raise ConfigError(f"--config-file {path}: must hold sections, as params: and timeline:")
     effects = Effects()

@@ -23,7 +23,6 @@ OF_INTEREST = [
     *("hvdlite.cli.rank_words", "hvdlite.distributed.links", "hvdlite.distributed.doors", "hvdlite.distributed.call"),
     *("hvdlite.doctor.station", "hvdlite.doctor.network", "hvdlite.link_probe", "hvdlite.node", "hvdlite.wire"),
     *("hvdlite.meeting_point", "hvdlite.membership", "hvdlite.safekeeping", "hvdlite.survivor_meeting"),
-    "hvdlite.tensor_parallel.tuning",
 ]
 
 with atheris.instrument_imports(include=OF_INTEREST, enable_loader_override=False):
