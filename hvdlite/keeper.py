@@ -58,6 +58,8 @@ class Word(IntEnum):
 
 
 _FOR_HEAD = (Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.FAILED, Word.STARTING, Word.STARTED)
+OF_RANKS = (*_FOR_HEAD, Word.GONE)
+"""What hvdliterun hears of ranks."""
 
 UNSEEN = 0xFFFFFFFF
 """The rank of a GONE that nobody has seen."""

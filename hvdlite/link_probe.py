@@ -6,6 +6,7 @@ those on odd levels answer, and then the other way round, so that the time does 
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
@@ -17,6 +18,7 @@ import numpy as np
 
 from hvdlite.errors import StartupError
 from hvdlite.topology import Topology
+from hvdlite.wire import read_exactly
 
 _LENGTH = struct.Struct("<I")
 _ARRIVED = struct.Struct("<Qd")
@@ -53,7 +55,7 @@ def try_links(
         deadline_s: until when the parent has tried its link to this leader.
 
     Raises:
-        StartupError: a few bytes pass, and full frames do not.
+        StartupError: a few bytes pass, and full frames do not; or a neighbour sends what makes no sense.
     """
     own, parent = topology.node_index, topology.parent(fanout)
     tried: list[Tried] = []
@@ -103,7 +105,9 @@ def _send(link: socket.socket, here: str, there: str) -> float:
             for _ in range(_PIECES):
                 link.sendall(_LENGTH.pack(len(_PIECE)) + _PIECE)
             link.sendall(_LENGTH.pack(0))
-            nbytes, seconds = _ARRIVED.unpack(_exactly(link, _ARRIVED.size))
+            nbytes, seconds = _ARRIVED.unpack(read_exactly(link, _ARRIVED.size))
+            if nbytes != (_PIECES - 1) * len(_PIECE) or not 0 <= seconds < math.inf:
+                raise _nonsense(there, f"that {nbytes} bytes came in {seconds:g} s")
             rates.append(nbytes * 8 / max(seconds, 1e-9) / 1e9)
     except OSError as error:
         raise _stalled(here, there) from error
@@ -117,9 +121,12 @@ def _answer(link: socket.socket, here: str, there: str, deadline_s: float) -> No
         link.recv(1, socket.MSG_PEEK)
         link.settimeout(_STALLED_S)
         for _ in range(_TRIES):
-            nbytes, start_s = 0, 0.0
-            while length := _LENGTH.unpack(_exactly(link, _LENGTH.size))[0]:
-                _exactly(link, length)
+            nbytes, start_s, pieces = 0, 0.0, 0
+            while length := _LENGTH.unpack(read_exactly(link, _LENGTH.size))[0]:
+                pieces += 1
+                if length != len(_PIECE) or pieces > _PIECES:
+                    raise _nonsense(there, f"piece {pieces}, of {length} bytes")
+                read_exactly(link, length)
                 nbytes += length if start_s else 0  # the first piece starts the clock
                 start_s = start_s or time.perf_counter()
             link.sendall(_ARRIVED.pack(nbytes, time.perf_counter() - start_s))
@@ -135,11 +142,8 @@ def _stalled(here: str, there: str) -> StartupError:
     )
 
 
-def _exactly(link: socket.socket, nbytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < nbytes:
-        part = link.recv(nbytes - len(data))
-        if not part:
-            raise ConnectionError("the other end has closed the connection")
-        data += part
-    return bytes(data)
+def _nonsense(there: str, what: str) -> StartupError:
+    return StartupError(
+        f"the leader on {there} has sent what makes no sense while links are tried ({what}). Install the same version "
+        "of hvdlite on all hosts."
+    )

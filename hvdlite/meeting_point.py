@@ -8,7 +8,6 @@ environment.
 
 from __future__ import annotations
 
-import pickle
 import secrets
 import socket
 import struct
@@ -16,7 +15,9 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from hvdlite import plain
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import StartupError
 from hvdlite.proof import Secret, new_key, prove
@@ -26,7 +27,18 @@ from hvdlite.roster import Join
 from hvdlite.wire import connect_unix, is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
+_MOST_BYTES = 1 << 30  # of a message
 _ANSWER_S = 5.0  # how much longer than it may wait a rank listens for the answer that not all have come
+
+
+class Visit(NamedTuple):
+    """What a rank says: ``data`` for all ``ranks``, under ``key``."""
+
+    key: str
+    ranks: tuple[int, ...]
+    rank: int
+    timeout_s: float
+    data: bytes
 
 
 @dataclass
@@ -90,24 +102,25 @@ class MeetingPoint:
         with ExitStack() as closing, suppress(OSError):
             closing.enter_context(link)
             link.settimeout(PATIENCE_S)
-            request = pickle.loads(receive(link))
+            request = _request(receive(link))
             if isinstance(request, Join):
                 if self._on_join is not None:
                     closing.pop_all()  # the connection stays
                     link.settimeout(None)
                     self._on_join(request, link)
                 return
-            key, ranks, rank, timeout_s, data = request
             try:
-                answer = self._gather(key, ranks, rank, data, timeout_s), ""
+                answer = self._gather(*request), ""
             except MissingError as error:
                 answer = [], str(error)
-            send(link, pickle.dumps(answer))
+            send(link, plain.dumps(answer))
 
-    def _gather(self, key: str, ranks: tuple[int, ...], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+    def _gather(self, key: str, ranks: tuple[int, ...], rank: int, timeout_s: float, data: bytes) -> list[bytes]:
         """What ``ranks`` have left. Raises MissingError."""
         with self._changed:
             gathering = self._gatherings.setdefault(key, _Gathering(ranks))
+            if ranks != gathering.ranks:
+                raise MissingError.of([rank], f"has come to meet {ranks}, where {gathering.ranks} meet")
             if rank in gathering.left or gathering.is_over:
                 raise MissingError.of(
                     [rank],
@@ -150,9 +163,9 @@ class AtMeetingPoint:
         """See `hvdlite.rendezvous.Place`."""
         try:
             with connect(self._where) as link:
-                send(link, pickle.dumps((key, tuple(ranks), rank, timeout_s, data)))
+                send(link, plain.dumps(Visit(key, tuple(ranks), rank, timeout_s, data)))
                 link.settimeout(timeout_s + _ANSWER_S)
-                told, complaint = pickle.loads(receive(link))
+                values, complaint = _answer(receive(link))
         except OSError as error:
             raise StartupError(
                 f"rank {rank} cannot reach the {self._whose} that has started it ({error}): it has ended, or this "
@@ -160,7 +173,6 @@ class AtMeetingPoint:
             ) from error
         if complaint:
             raise MissingError(complaint)
-        values: list[bytes] = told
         return values
 
 
@@ -185,6 +197,34 @@ def connect(where: str, purpose: bytes = b"start") -> socket.socket:
     return link
 
 
+def _request(data: bytes) -> Join | Visit:
+    """What a rank has said. Raises ConnectionError where no rank says it."""
+    with suppress(ValueError):
+        match plain.loads(data):
+            case Join(worker=int(), failed=failed) as join if failed is None or (
+                isinstance(failed, int) and failed >= 0
+            ):
+                return join
+            case Visit(key=str(), ranks=tuple() as ranks, rank=int() as rank, timeout_s=limit_s, data=bytes()) as visit:
+                if (
+                    rank in ranks
+                    and all(isinstance(other, int) for other in ranks)
+                    and isinstance(limit_s, int | float)
+                    and 0 <= limit_s <= threading.TIMEOUT_MAX
+                ):
+                    return visit
+    raise ConnectionError("no rank says that")
+
+
+def _answer(data: bytes) -> tuple[list[bytes], str]:
+    """What ranks have left, or why some did not come. Raises ConnectionError where no meeting point says it."""
+    with suppress(ValueError):
+        match plain.loads(data):
+            case (list() as values, str() as complaint) if all(isinstance(value, bytes) for value in values):
+                return values, complaint
+    raise ConnectionError("its answer makes no sense")
+
+
 def send(link: socket.socket, data: bytes) -> None:
     """One message."""
     link.sendall(_LENGTH.pack(len(data)) + data)
@@ -194,7 +234,9 @@ def receive(link: socket.socket) -> bytes:
     """The next message.
 
     Raises:
-        OSError: the other end is gone, or does not answer in time.
+        OSError: the other end is gone, does not answer in time, or sends no message.
     """
     (length,) = _LENGTH.unpack(read_exactly(link, _LENGTH.size))
+    if length > _MOST_BYTES:
+        raise ConnectionError(f"a message of {length} bytes")
     return read_exactly(link, length)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 from contextlib import suppress
 
+from hvdlite import plain
 from hvdlite.errors import StartupError
 from hvdlite.meeting_point import connect, receive, send
 from hvdlite.roster import Generation, Join
@@ -44,14 +44,22 @@ class Membership:
         try:
             self._link = connect(self._where)
             self._link.settimeout(None)
-            send(self._link, pickle.dumps(Join(self.worker, failed, follows_rank_0)))
-            answer = pickle.loads(receive(self._link))
+            send(self._link, plain.dumps(Join(self.worker, failed, follows_rank_0)))
+            answer = receive(self._link)
         except OSError as error:
             raise StartupError(f"worker {self.worker} cannot reach hvdliterun, which has ended: {error}") from error
-        if isinstance(answer, str):
-            raise StartupError(answer)
-        self.generation = answer
+        self.generation = self._read(answer)
         return self.generation
+
+    def _read(self, answer: bytes) -> Generation:
+        """Raises StartupError where there is no next generation, or ``answer`` makes no sense."""
+        with suppress(ValueError):
+            match plain.loads(answer):
+                case str() as reason:
+                    raise StartupError(reason)
+                case Generation(number=int(), workers=tuple() as workers) as generation if self.worker in workers:
+                    return generation
+        raise StartupError(f"hvdliterun has answered worker {self.worker} what makes no sense: {answer[:100]!r}")
 
     def news(self) -> int:
         """Bits of what has been told since the last call; never waits."""

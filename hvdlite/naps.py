@@ -16,7 +16,7 @@ _CHECK_S = 10e-3  # between two looks at whether the job has failed
 
 def growing_pause_s(first_s: float, longest_s: float, times: int) -> float:
     """Before another try after ``times`` pauses: each is twice as long as the one before, up to ``longest_s``."""
-    return min(longest_s, first_s * 2.0**times)
+    return min(longest_s, first_s * 2.0 ** min(times, 100))  # 2.0**1024 is an OverflowError
 
 
 def nap_until(

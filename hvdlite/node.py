@@ -34,6 +34,7 @@ _CLAIM = struct.Struct("<IB")  # rank, which of its connections
 _LINKS = 2  # of a rank: for memory, and for its sentinel
 _SIZE = struct.Struct("<Q")
 _ABORT_PAGE_BYTES = 4096
+_MOST_TEXT_BYTES = 1 << 20
 _SLICE_S = 0.1  # how long a wait sleeps before it looks whether the job has failed
 # What says that a socket is on another machine: nobody listens there, or this process is kept from it.
 _ELSEWHERE = frozenset({errno.ECONNREFUSED, errno.EACCES, errno.EPERM})
@@ -106,10 +107,14 @@ class Node:
 
     def _receive_segment(self, nbytes: int) -> Segment:
         message, fd = self._receive(0, _SIZE.size, f"share {nbytes} bytes of memory")
-        assert fd is not None
+        (offered,) = _SIZE.unpack(message)
+        if fd is None:
+            raise CollectiveError(f"rank {self.ranks[0]} was to share {nbytes} bytes of memory, and has sent no file")
         try:
-            (offered,) = _SIZE.unpack(message)
-            assert offered == nbytes, (offered, nbytes)
+            if offered != nbytes:
+                raise CollectiveError(
+                    f"rank {self.ranks[0]} shares {offered} bytes of memory, and was to share {nbytes}"
+                )
             return Segment(fd, nbytes)
         finally:
             os.close(fd)
@@ -153,8 +158,19 @@ class Node:
 
     def _hear(self, local_rank: int) -> tuple[str, int | None]:
         size, file = self._receive(local_rank, _SIZE.size, "tell how it is")
-        message, _ = self._receive(local_rank, _SIZE.unpack(size)[0], "tell how it is")
-        return message.decode(), file
+        with ExitStack() as on_failure:
+            if file is not None:
+                on_failure.callback(os.close, file)
+            (nbytes,) = _SIZE.unpack(size)
+            if nbytes > _MOST_TEXT_BYTES:
+                raise CollectiveError(f"rank {self.ranks[local_rank]} was to tell how it is, in {nbytes} bytes")
+            message, _ = self._receive(local_rank, nbytes, "tell how it is")
+            try:
+                text = message.decode()
+            except UnicodeDecodeError as error:
+                raise CollectiveError(f"rank {self.ranks[local_rank]} was to tell how it is: {error}") from error
+            on_failure.pop_all()
+        return text, file
 
     def _receive(self, local_rank: int, nbytes: int, what: str) -> tuple[bytes, int | None]:
         """``nbytes`` of a local rank, and the open file that came with them; sleeps until they are there."""

@@ -127,6 +127,8 @@ class CallServer:
         with link, contextlib.suppress(OSError):  # a rank that dies leaves no outcome
             messages.send(self._call)
             body = messages.receive()
+            if len(body) < _OUTCOME.size:
+                raise ConnectionError("no outcome")
             (returned,) = _OUTCOME.unpack_from(body)
             with self._lock:
                 self._outcomes.append(Outcome(rank, returned, body[_OUTCOME.size :]))

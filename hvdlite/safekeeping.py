@@ -141,6 +141,11 @@ def _exchange(link: socket.socket, request: bytes, files: list[int]) -> tuple[in
             on_failure.callback(os.close, file)
         if not data:
             raise ConnectionError("the keeper has ended")
-        _, answer = MESSAGE.unpack(data + read_exactly(link, MESSAGE.size - len(data)))
+        word, answer = MESSAGE.unpack(data + read_exactly(link, MESSAGE.size - len(data)))
+        asked = request[0]
+        if word != (Word.HOLDS if asked in (Word.DEPOSIT, Word.DEPOSIT_ALONE, Word.FETCH) else asked):
+            raise ConnectionError(f"the keeper has answered word {asked} with {word}")
+        if got and asked != Word.FETCH:
+            raise ConnectionError(f"the keeper has answered word {asked} with a file")
         on_failure.pop_all()
     return answer, got[0] if got else None

@@ -13,11 +13,12 @@ whom it has asked, and nobody waits for one that asks elsewhere. The larger side
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from hvdlite import plain
 from hvdlite.errors import StartupError
 from hvdlite.lifeline import GoneError
 
@@ -89,25 +90,25 @@ class SurvivorMeeting:
             refusal: why that many ranks may not go on, empty where they may; called by the rank that decides.
 
         Raises:
-            StartupError: they may not; on all of them.
+            StartupError: they may not; on all of them. Or another one says what makes no sense.
         """
         for worker in dead:
             self._passed_over[worker] = time.monotonic()
         living = [worker for worker in self._workers if worker not in dead]
         for place, first in enumerate(living):
-            self._call(pickle.dumps(({*self._passed_over}, first)))
+            self._call(plain.dumps(([*self._passed_over], first)))
             if first == self._own:
-                return _read(self._decide(living[place + 1 :], refusal))
+                return self._read(self._decide(living[place + 1 :], refusal), first)
             self._messages.send(first, _key("join", self._number), b"")
             answer = self._answer_of(first)
             if answer is not None:
-                return _read(answer)
+                return self._read(answer, first)
             self._passed_over[first] = time.monotonic()
         raise AssertionError(f"{self._own} is not in {living}")
 
     def _decide(self, others: Sequence[int], refusal: Callable[[int], str]) -> bytes:
         members = (self._own, *self._gather(others))
-        answer = pickle.dumps(refusal(len(members)) or members)
+        answer = plain.dumps(refusal(len(members)) or members)
         for other in members[1:]:
             self._messages.send(other, _key("answer", self._number), answer)
         return answer
@@ -154,7 +155,25 @@ class SurvivorMeeting:
                 and worker not in self._gone
                 and (call := self._received(worker, "call")) is not None
             ):
-                self._calls[worker] = _Call(time.monotonic(), *(pickle.loads(call) if call else ()))
+                self._calls[worker] = self._call_of(worker, call)
+
+    def _call_of(self, worker: int, call: bytes) -> _Call:
+        if not call:
+            return _Call(time.monotonic())
+        with suppress(ValueError):
+            match plain.loads(call):
+                case (list() as passed_over, int() as asked) if all(isinstance(other, int) for other in passed_over):
+                    return _Call(time.monotonic(), passed_over, asked)
+        raise _nonsense(worker, call)
+
+    def _read(self, answer: bytes, first: int) -> tuple[int, ...]:
+        with suppress(ValueError):
+            match plain.loads(answer):
+                case str() as reason:
+                    raise StartupError(reason)
+                case tuple() as members if self._own in members and all(member in self._workers for member in members):
+                    return members
+        raise _nonsense(first, answer)
 
     def _is_given_up(self, other: int) -> bool:
         now = time.monotonic()
@@ -183,8 +202,7 @@ def _key(what: str, number: int) -> str:
     return f"{what} {number}"
 
 
-def _read(answer: bytes) -> tuple[int, ...]:
-    told: tuple[int, ...] | str = pickle.loads(answer)
-    if isinstance(told, str):
-        raise StartupError(told)
-    return told
+def _nonsense(worker: int, said: bytes) -> StartupError:
+    return StartupError(
+        f"rank {worker} of the job has sent what makes no sense where those that live meet: {said[:100]!r}"
+    )

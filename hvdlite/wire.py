@@ -9,6 +9,7 @@ import struct
 
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 """What says that a socket cannot be had now, and nothing about who is at its other end."""
+_PIECE_BYTES = 1 << 20
 SHORTAGE_S = 0.05
 """Between two tries then: a connection that waits to be taken calls again at once, and would take a core."""
 
@@ -66,12 +67,10 @@ def read_exactly(link: socket.socket, length: int) -> bytes:
         ConnectionError: the other end is gone.
         TimeoutError: that of the socket is over.
     """
-    body = bytearray(length)
-    with memoryview(body) as view:
-        done = 0
-        while done < length:
-            received = link.recv_into(view[done:])
-            if received == 0:
-                raise ConnectionError("the other end is gone")
-            done += received
+    body = bytearray()
+    while len(body) < length:  # memory is taken for what comes, not for what a length says
+        piece = link.recv(min(length - len(body), _PIECE_BYTES))
+        if not piece:
+            raise ConnectionError("the other end is gone")
+        body += piece
     return bytes(body)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import selectors
 import signal
 import socket
@@ -21,6 +20,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from hvdlite import plain
 from hvdlite.cli import ranks
 from hvdlite.cli.children import Ending, Stops, how_ended, shell_status, sweep
 from hvdlite.cli.discovery import Discovery
@@ -219,7 +219,7 @@ class _ElasticJob:
             return
         if self._processes.setdefault(join.worker, process_of(link)) != process_of(link):
             with link, suppress(OSError):
-                send(link, pickle.dumps(_TWICE))
+                send(link, plain.dumps(_TWICE))
             return
         if join.worker in self._links:
             self._links.pop(join.worker).close()
@@ -229,7 +229,8 @@ class _ElasticJob:
             self._refuse([join.worker], self._end_reason)
         elif join.failed is not None and self._generation is not None:
             # Stopped, or stuck; or it ends just now.
-            self._limits[self._generation.workers[join.failed]] = time.monotonic() + self._config.failure_grace_s
+            for failed in self._generation.workers[join.failed : join.failed + 1]:  # none, if it makes no sense
+                self._limits[failed] = time.monotonic() + self._config.failure_grace_s
 
     def _note_slots(self, slots: int) -> None:
         """There may be more ranks, or are to be fewer: those on the last seats leave, members at the next commit."""
@@ -333,7 +334,7 @@ class _ElasticJob:
         self._generation = generation
         self._told = 0
         self._status = 0
-        answer = pickle.dumps(generation)
+        answer = plain.dumps(generation)
         for number in generation.workers:
             with suppress(OSError):  # it has ended just now
                 send(self._links[number], answer)
@@ -393,7 +394,7 @@ class _ElasticJob:
     def _refuse(self, workers: Iterable[int], reason: str) -> None:
         for number in workers:
             with suppress(OSError):
-                send(self._links[number], pickle.dumps(reason))
+                send(self._links[number], plain.dumps(reason))
 
     def _heed_stops(self) -> None:
         os.read(self._stops.wake, 64)

@@ -221,6 +221,8 @@ def read_config_file(path: str) -> Effects:
         raise ConfigError(f"--config-file {path}: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--config-file {path}: {error}") from error
+    except Exception as error:  # whatever PyYAML raises for tags that do not fit, and where it is nested too deeply
+        raise ConfigError(f"--config-file {path} cannot be read: {error!r}") from error
     if not isinstance(sections, Mapping):
         raise ConfigError(f"--config-file {path}: must hold sections, as params: and timeline:")
     effects = Effects()
@@ -240,7 +242,7 @@ def _add_entry(effects: Effects, path: str, key: str, value: object) -> None:
         option = BY_NAME.get(str(value).lower())
     else:
         wanted = f"not {key}" if value is False else key
-        found = [option for option in OPTIONS if option.key == wanted]
+        found = [option for option in OPTIONS if option.key and option.key == wanted]
         option = next((option for option in found if (option.arity == 0) is isinstance(value, bool)), None)
     if option is None:
         effects.notes.append(f"{path}: {key}: {value}: hvdlite has no such setting; ignored")

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from hvdlite.cli.children import end_with_parent
 from hvdlite.cli.job import Host, Launch, is_this_machine
 from hvdlite.config import KEEPER
 from hvdlite.interfaces import select
-from hvdlite.keeper import CALL, MESSAGE, TO_HEAD, Word, notice_silence
+from hvdlite.keeper import CALL, MESSAGE, OF_RANKS, TO_HEAD, Word, notice_silence
 from hvdlite.proof import Secret, new_key
 from hvdlite.reception import Reception, listen_at
 from hvdlite.second_copy import SecondCopy
@@ -308,17 +309,17 @@ class Keepers:
         return True
 
     def _serve_copy(self, keeper: _Keeper, link: socket.socket) -> None:
-        def say(complaint: str) -> None:
-            print(f"hvdlite run: {complaint} ({keeper.host})", file=sys.stderr, flush=True)
-
         # A keeper that was given up may have ranks that go on: their commits are not of this job any more.
-        self._copy.serve(link, lambda: self._living.get(keeper.host) is keeper, say)
+        self._copy.serve(link, lambda: self._living.get(keeper.host) is keeper, partial(_say, keeper))
 
     def _hear(self, keeper: _Keeper, link: socket.socket) -> None:
-        with link, suppress(OSError, ValueError):  # a word that there is not is the end of it, too
+        with link, suppress(OSError):
             while True:
                 word, number = MESSAGE.unpack(read_exactly(link, MESSAGE.size))
-                if word not in (Word.HOLDS, Word.TAKE):
+                if word not in (Word.HOLDS, Word.TAKE, *OF_RANKS):
+                    _say(keeper, f"a keeper has sent word {word}, which no keeper sends, and is given up")
+                    break
+                if word in OF_RANKS:
                     answer = self._on_word(Word(word), number)
                     if word == Word.CLAIM:
                         link.sendall(MESSAGE.pack(word, answer))
@@ -340,3 +341,7 @@ class Keepers:
             self._started = {number: other for number, other in self._started.items() if other is not keeper}
             self._changed.notify_all()
         keeper.end()
+
+
+def _say(keeper: _Keeper, complaint: str) -> None:
+    print(f"hvdlite run: {complaint} ({keeper.host})", file=sys.stderr, flush=True)

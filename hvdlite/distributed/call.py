@@ -102,11 +102,12 @@ def contradiction(group: str, texts: Sequence[bytes], ranks: Sequence[int]) -> M
 
 
 def _parsed(text: bytes) -> tuple[str, dict[str, str]]:
+    said = text.rstrip(b"\0")
     try:
-        operation, facts = json.loads(text.rstrip(b"\0"))
-        return operation, dict(facts)
-    except ValueError:  # it was too long
-        return text.rstrip(b"\0").decode(errors="replace"), {}
+        operation, facts = json.loads(said)
+        return str(operation), {str(name): str(value) for name, value in facts}
+    except (ValueError, TypeError, RecursionError):  # it was too long, or is none of ours
+        return said.decode(errors="replace"), {}
 
 
 def _who_means(values: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, str]]:

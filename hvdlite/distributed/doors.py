@@ -74,11 +74,13 @@ class Entrance:
             raise
         self.door = Door(name, tuple(listener.getsockname()[:2] for listener in self._listeners[1:]), key)
 
-    def hear(self, welcome: Callable[[Guest], None]) -> Hearing:
-        """What has those who come call ``welcome``, if they come to send messages."""
+    def hear(self, welcome: Callable[[Guest], None], ranks: int) -> Hearing:
+        """What has those who come call ``welcome``, if they come to send messages, and are one of so many ``ranks``."""
 
         def admit(link: socket.socket, claim: bytes, session: bytes) -> bool:
             rank, sends, proof = _CLAIM.unpack(claim)
+            if rank >= ranks:
+                return False
             link.setblocking(False)
             if sends:
                 welcome(Guest(rank, link, proof))

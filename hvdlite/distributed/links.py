@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from hvdlite.distributed import reach
-from hvdlite.distributed.messages import Arrival, Offer, Parcel
+from hvdlite.distributed.messages import Arrival, NonsenseError, Offer, Parcel
 
 _HEADER = struct.Struct("<qQQ")  # tag, bytes, where they are if they do not follow
 _WORD = struct.Struct("<q")  # of a receiver that may read the sender's memory: which offer it has taken, or this:
@@ -78,6 +78,7 @@ class Outgoing:
 
         Raises:
             OSError: the receiver has left.
+            NonsenseError: it has taken what it was not offered.
         """
         assert self.link is not None
         try:
@@ -91,7 +92,10 @@ class Outgoing:
         words = [word for (word,) in _WORD.iter_unpack(self._heard[:whole])]
         self._heard = self._heard[whole:]
         self._may_offer = self._may_offer or _MAY_READ in words
-        return [self.offered.pop(word) for word in words if word != _MAY_READ]
+        taken = [word for word in words if word != _MAY_READ]
+        if sorted(taken) != sorted(self.offered.keys() & set(taken)):
+            raise NonsenseError(f"that it has taken the offers {taken}, of which some were not made")
+        return [self.offered.pop(word) for word in taken]
 
     def drop(self) -> list[Parcel]:
         """No message goes over it any more; returns those that were to. The socket stays open."""
@@ -149,6 +153,7 @@ class Incoming:
 
         Raises:
             OSError: the sender has left.
+            NonsenseError: what it has sent cannot be read.
         """
         self._write()
         try:
@@ -171,6 +176,7 @@ class Incoming:
 
         Raises:
             OSError: the sender has left.
+            NonsenseError: there is no memory for it.
         """
         assert self._process is not None and arrival.offer is not None
         arrival.open()
@@ -190,6 +196,8 @@ class Incoming:
         self._header.clear()
         offer = None
         if address:
+            if self._process is None or nbytes < _OFFERED_BYTES:
+                raise NonsenseError(f"an offer of {nbytes} bytes, which is none that this rank may take")
             offer = Offer(address, self._offers)
             self._offers += 1
         self.arrival = self._expect(self.source, tag, nbytes, offer)

@@ -16,6 +16,10 @@ from hvdlite.distributed.work import GroupWork
 ANY = -1  # rank
 
 
+class NonsenseError(Exception):
+    """What no rank sends, or what this one has no memory for. The text goes on with "has sent"."""
+
+
 @dataclass(eq=False)
 class Parcel:
     """A message that is to be sent: ``memory`` is that of ``block``."""
@@ -79,11 +83,18 @@ class Arrival:
         return self.received == self.nbytes
 
     def open(self) -> None:
-        """From here on it has memory: that of the tensor that waits for it, if there is one and it fits."""
+        """From here on it has memory: that of the tensor that waits for it, if there is one and it fits.
+
+        Raises:
+            NonsenseError: there is no memory for it.
+        """
         memory = None if self.wish is None else self.wish.memory
         self._is_in_place = memory is not None and len(memory) == self.nbytes
         if memory is None or not self._is_in_place:
-            memory = memoryview(np.empty(self.nbytes, np.uint8).data)
+            try:
+                memory = memoryview(np.empty(self.nbytes, np.uint8).data)
+            except (MemoryError, OverflowError, ValueError) as error:  # the last two: more than numpy can count
+                raise NonsenseError(f"a message of {self.nbytes} bytes, for which there is no memory") from error
         self.memory = memory
 
     def deliver(self, names: Sequence[int]) -> None:

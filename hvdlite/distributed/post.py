@@ -19,7 +19,7 @@ from hvdlite.dial import Dial
 from hvdlite.distributed.blocks import block_of
 from hvdlite.distributed.doors import Door, Entrance, Guest, dial
 from hvdlite.distributed.links import Incoming, Outgoing
-from hvdlite.distributed.messages import ANY, Arrival, Offer, Parcel, Wish, memory_of
+from hvdlite.distributed.messages import ANY, Arrival, NonsenseError, Offer, Parcel, Wish, memory_of
 from hvdlite.distributed.pump import Pump
 from hvdlite.distributed.sockets import READ, WRITE
 from hvdlite.distributed.work import GroupWork
@@ -69,7 +69,7 @@ class Post:
         self._group = group
         self._health = health
         self._pump = Pump(f"hvdlite-post-{group}", self, health.report, spin_us)
-        self._hearing = entrance.hear(self._admit)
+        self._hearing = entrance.hear(self._admit, len(self._doors))
         self._pump.sockets.add(self._hearing, READ, lambda hearing: hearing.serve())
         self._lock = threading.Lock()  # guards what follows
         self._outgoing: dict[int, Outgoing] = {}
@@ -305,6 +305,8 @@ class Post:
         except OSError:
             self._lose(to)
             return
+        except NonsenseError as error:
+            raise self._refusal(to, error) from error
         for parcel in done:
             parcel.work.finish()
         if outgoing.waiting:
@@ -316,6 +318,8 @@ class Post:
         except OSError:
             self._end(incoming)
             return
+        except NonsenseError as error:
+            raise self._refusal(incoming.source, error) from error
         self._pump.sockets.watch(incoming.link, READ | WRITE if incoming.has_to_write else READ)
         if arrival is not None and arrival.offer is None:
             self._arrived(arrival)
@@ -330,6 +334,11 @@ class Post:
         except OSError:
             self._end(incoming, arrival)
             return
+        except NonsenseError as error:
+            refusal = self._refusal(incoming.source, error)
+            if arrival.wish is not None:
+                arrival.wish.work.finish(refusal)
+            raise refusal from error
         self._pump.sockets.watch(incoming.link, READ | WRITE if incoming.has_to_write else READ)
         self._arrived(arrival)
 
@@ -404,6 +413,10 @@ class Post:
             self._wishes = [wish for wish in self._wishes if wish.source not in sources]
         for wish in lost:
             wish.work.finish(self._reason(wish.source))
+
+    def _refusal(self, rank: int, error: NonsenseError) -> CollectiveError:
+        """Ends the group, and with it the job: nobody knows what a rank that sends nonsense does next."""
+        return CollectiveError(f"process group {self._group}: rank {self._names[rank]} has sent {error}")
 
     def _reason(self, rank: int) -> BaseException:
         """Why ``rank`` is not there any more."""

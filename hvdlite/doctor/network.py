@@ -7,7 +7,7 @@ share a link. Nothing here uses MPI, whose messages may go another way, or nowhe
 from __future__ import annotations
 
 import errno
-import json
+import math
 import secrets
 import selectors
 import socket
@@ -21,13 +21,13 @@ from hvdlite.doctor.station import (
     ASK,
     CLOCK,
     CONNECT_S,
-    LENGTH,
     NONCE_BYTES,
     PING,
     SILENCE_S,
     STREAM,
     answer_to,
     datagram,
+    receive_door,
     secret,
 )
 from hvdlite.proof import prove
@@ -54,10 +54,7 @@ def ask_for_door(name: str, port: int, key: bytes, deadline_s: float) -> Door | 
             with socket.create_connection((name, port), timeout=CONNECT_S) as link:
                 prove(secret(key), link, b"")
                 link.sendall(ASK)
-                (length,) = LENGTH.unpack(read_exactly(link, LENGTH.size))
-                told = json.loads(read_exactly(link, length))
-            addresses = [Address(**address) for address in told.pop("addresses")]
-            door = Door(addresses=addresses, key=key, **told)
+                return receive_door(link, key)
         except TimeoutError:
             return "no answer"
         except socket.gaierror as error:
@@ -68,8 +65,6 @@ def ask_for_door(name: str, port: int, key: bytes, deadline_s: float) -> Door | 
             return "another program answers"
         except OSError as error:
             return _reason(error.errno or 0)
-        else:
-            return door
         time.sleep(_RETRY_S)  # its ranks may not have started yet
     return outcome
 
@@ -207,6 +202,8 @@ def _pinged(link: socket.socket) -> tuple[float, float]:
         link.sendall(PING)
         (theirs,) = CLOCK.unpack(read_exactly(link, CLOCK.size))
         trip_s = time.perf_counter() - start
+        if not math.isfinite(theirs):
+            raise ConnectionError(f"{theirs} is no time")
         trips.append((trip_s, theirs - wall - trip_s / 2))
     return statistics.median(trip for trip, _ in trips) / 2 * 1e6, min(trips)[1]
 
@@ -214,12 +211,15 @@ def _pinged(link: socket.socket) -> tuple[float, float]:
 def _streamed(link: socket.socket) -> float:
     """Gbit per second, as they arrive."""
     link.sendall(STREAM)
-    until_s = time.perf_counter() + _STREAM_S
+    sent, until_s = 0, time.perf_counter() + _STREAM_S
     while time.perf_counter() < until_s:
         link.sendall(_CHUNK)
+        sent += len(_CHUNK)
     link.shutdown(socket.SHUT_WR)
     link.settimeout(SILENCE_S)
     nbytes, seconds = ARRIVED.unpack(read_exactly(link, ARRIVED.size))
+    if nbytes > sent or not 0 <= seconds < math.inf:
+        raise ConnectionError(f"{nbytes} bytes of {sent} in {seconds} s")
     return float(nbytes * 8 / max(seconds, 1e-9) / 1e9)
 
 

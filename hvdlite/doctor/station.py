@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import selectors
 import socket
@@ -25,6 +26,8 @@ LENGTH = struct.Struct("<I")
 CLOCK = struct.Struct("<d")
 ARRIVED = struct.Struct("<Qd")
 NONCE_BYTES = 8  # of a datagram
+_MOST_DOOR_BYTES = 1 << 16
+_LEAST_MTU = 68  # of an interface that has addresses: RFC 791
 _PROOF_BYTES = 16  # of a datagram, which may be a small one
 _BACKLOG = 64
 _DRAIN_S = 1.0  # how much of a stream is waited for, on a slow link
@@ -118,6 +121,39 @@ class Station:
             nonce = data[:NONCE_BYTES]
             if hmac.compare_digest(data[: NONCE_BYTES + _PROOF_BYTES], datagram(self.door.key, nonce, len(data))):
                 link.sendto(answer_to(self.door.key, nonce, len(data)), sender)
+
+
+def receive_door(link: socket.socket, key: bytes) -> Door:
+    """What a station answers to ASK.
+
+    Raises:
+        OSError: it does not, or what it says is no door.
+    """
+    (length,) = LENGTH.unpack(read_exactly(link, LENGTH.size))
+    if length > _MOST_DOOR_BYTES:
+        raise ConnectionError(f"{length} bytes are no door")
+    try:
+        told = json.loads(read_exactly(link, length))
+        addresses = [Address(**address) for address in told.pop("addresses")]
+        door = Door(addresses=addresses, key=key, **told)
+        if _is_sound(door):
+            return door
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConnectionError(f"no door: {error!r}") from error
+    raise ConnectionError(f"no door: {door}")
+
+
+def _is_sound(door: Door) -> bool:
+    """Whether `hvdlite.doctor.network` can try it, and show it. Raises ValueError or TypeError, too, where not."""
+    for address, tcp_port, udp_port in zip(door.addresses, door.tcp_ports, door.udp_ports, strict=True):
+        version = ipaddress.ip_address(str(address.address)).version
+        if not (0 < tcp_port < 1 << 16 and 0 <= udp_port < (1 << 16 if version == 4 else 1)):
+            return False
+        if address.mtu and address.mtu < _LEAST_MTU:
+            return False
+    numbers = [*door.tcp_ports, *door.udp_ports, *(address.mtu for address in door.addresses)]
+    words = [door.host, *(word for address in door.addresses for word in (address.interface, address.address))]
+    return all(type(n) is int for n in numbers) and all(isinstance(word, str) and word.isprintable() for word in words)
 
 
 def secret(key: bytes) -> Secret:

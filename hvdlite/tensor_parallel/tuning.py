@@ -56,8 +56,9 @@ class Tuner:
         told, why = "", ""
         if self._path is not None:
             try:
-                told = _read(self._path).get(key, {}).get("method", "")
-            except (OSError, ValueError, AttributeError) as error:
+                kept = _read(self._path).get(key, {}).get("method")
+                told = next((method.value for method in options if method.value == kept), "")
+            except (OSError, ValueError) as error:
                 why = f"HVDLITE_UB_TUNING_FILE={str(self._path)!r} cannot be read: {error!r}"
         answer, problem = self._meeting.tell(f"tuning of {key}", f"{told}|{why}")[0].split("|", 1)
         if problem:
@@ -109,10 +110,15 @@ def fastest(times: Mapping[Method, Sequence[float]]) -> Method:
 
 
 def _read(path: Path) -> dict[str, dict[str, str]]:
-    """Empty where there is no file."""
+    """Empty where there is no file. Raises ValueError: it is none of ours."""
     try:
         text = path.read_text()
     except FileNotFoundError:
         return {}
-    entries: dict[str, dict[str, str]] = json.loads(text)
+    try:
+        entries = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+        raise ValueError("it does not hold an object for each exchange")
     return entries

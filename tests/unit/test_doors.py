@@ -17,8 +17,10 @@ from hvdlite import reception
 from hvdlite.dial import Dial
 from hvdlite.distributed import doors as doors_module
 from hvdlite.distributed.doors import _CLAIM as CLAIM, Door, Entrance
+from hvdlite.distributed.links import _HEADER as HEADER, Outgoing
 from hvdlite.distributed.post import Post
 from hvdlite.distributed.work import GroupWork
+from hvdlite.errors import CollectiveError
 from hvdlite.interfaces import Interface
 from hvdlite.proof import Caller, Secret, prove
 from hvdlite.reception import Hearing
@@ -121,6 +123,48 @@ def is_hung_up(link: socket.socket) -> bool:
 
 def test_ranks_reach_one_another(group: Group) -> None:
     group.begin()
+    group.check_messages()
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [
+        (HEADER.pack(0, 1 << 60, 0), f"a message of {1 << 60} bytes, for which there is no memory"),
+        (HEADER.pack(0, 5, 1), "an offer of 5 bytes, which is none that this rank may take"),
+    ],
+)
+def test_a_rank_that_sends_nonsense_is_named(group: Group, said: bytes, what: str) -> None:
+    group.begin()
+    work = GroupWork(None, [], "recv")
+    group.posts[0].receive(torch.empty(3), 1, 0, work, WAIT_S)
+    with link_to(group) as link:
+        prove(group.doors[0].secret, link, CLAIM.pack(1, True, 0))
+        link.sendall(said)
+        with pytest.raises(CollectiveError, match=f"process group test: rank 1 has sent {what}"):
+            while not work.is_over:
+                group.posts[0].assist(work)
+            work.wait()
+    assert isinstance(group.health.reports[0], CollectiveError)
+
+
+def test_a_receiver_that_takes_what_was_not_offered_is_named(group: Group) -> None:
+    group.begin()
+    outgoing = group.posts[0]._outgoing[1] = Outgoing()
+    outgoing.link, receiver = socket.socketpair()
+    outgoing.link.setblocking(False)
+    with receiver:
+        receiver.sendall((7).to_bytes(8, "little"))
+        with pytest.raises(
+            CollectiveError, match="rank 1 has sent that it has taken the offers \\[7\\], of which some"
+        ):
+            group.posts[0]._serve(1)
+
+
+def test_a_rank_that_there_is_not_is_hung_up_on(group: Group) -> None:
+    group.begin()
+    with link_to(group) as link:
+        prove(group.doors[0].secret, link, CLAIM.pack(2, True, 0))
+        assert is_hung_up(link)
     group.check_messages()
 
 

@@ -20,6 +20,11 @@ def test_one_group_goes_on_as_each_generation() -> None:
     assert words.left is None and words.hear(Word.CLAIM, pair_of(2, 2)) == 1
 
 
+def test_ranks_may_go_on_any_number_of_times() -> None:
+    words = RankWords(1, 10.0, 5.0)
+    assert all(words.hear(Word.CLAIM, pair_of(generation, 1)) for generation in range(2, 1200))
+
+
 def test_ranks_that_were_killed_are_not_through() -> None:
     words = RankWords(1, 10.0, 5.0)
     assert not words.is_at_work and not words.is_over

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hvdlite import meeting_point
+from hvdlite import meeting_point, plain
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import ConfigError, StartupError
-from hvdlite.meeting_point import AtMeetingPoint, MeetingPoint
+from hvdlite.meeting_point import AtMeetingPoint, MeetingPoint, Visit
 from hvdlite.proof import Caller, Secret, prove
 from hvdlite.rendezvous import RendezvousRanks
 
@@ -165,7 +165,7 @@ def connected(point: MeetingPoint) -> socket.socket:
 def test_who_leaves_while_it_waits_harms_nobody(point: MeetingPoint) -> None:
     with connected(point) as link:
         prove(Secret(bytes.fromhex(point.environment[MEETING_POINT].partition(":")[2]), b"start", 0), link, b"")
-        meeting_point.send(link, pickle.dumps(("key", (0, 1), 0, 0.2, b"")))
+        meeting_point.send(link, plain.dumps(Visit("key", (0, 1), 0, 0.2, b"")))
     assert on_ranks(point, 2, lambda ranks: ranks.allgather(ranks.rank)) == [[0, 1]] * 2
 
 
