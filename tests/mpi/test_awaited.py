@@ -28,6 +28,8 @@ pytestmark = [
 @pytest.fixture(params=ONE_AND_SEVERAL, ids=str)
 def running(request: pytest.FixtureRequest) -> Iterator[Machines]:
     """For each test anew, since some of them end it."""
+    if request.param != ONE_MACHINE and request.node.callspec.params.get("operation") is broadcast:
+        pytest.skip("across nodes a plan of so much does not run free")
     with running_on(request.param):
         yield request.param
 
@@ -49,7 +51,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
 def broadcast(number: int) -> None:
     """Of so much that it is no allreduce."""
     root = hvd.size() - 1
-    tensor = torch.full((3000,), float(10 * hvd.rank() + number))
+    tensor = torch.full((30_000,), float(10 * hvd.rank() + number))
     assert (hvd.broadcast_(tensor, root, name="broadcast") == 10 * root + number).all()
 
 
