@@ -1,11 +1,12 @@
-"""Looks for bytes that a target of targets.py raises for: python3 tests/fuzz/fuzz.py TARGET [SECONDS] [DIRECTORY]
+"""Looks for bytes that targets of targets.py raise for: python3 tests/fuzz/fuzz.py TARGET[,...] [SECONDS] [DIRECTORY]
 
-Needs Atheris (pip install '.[fuzz]'). What is found is written to DIRECTORY, and becomes a file of cases/TARGET once it
-is understood.
+SECONDS are those of each. Needs Atheris (pip install '.[fuzz]'). What is found is written to DIRECTORY/TARGET, and
+becomes a file of cases/TARGET once it is understood.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -29,12 +30,27 @@ with atheris.instrument_imports(include=OF_INTEREST, enable_loader_override=Fals
     import targets
 
 
-def main() -> None:
-    name, *rest = sys.argv[1:]
+def main() -> int:
+    names, *rest = sys.argv[1:]
     seconds = rest[0] if rest else "60"
-    directory = rest[1] if len(rest) > 1 else tempfile.mkdtemp(prefix="hvdlite-fuzz-")
+    directory = Path(rest[1] if len(rest) > 1 else tempfile.mkdtemp(prefix="hvdlite-fuzz-"))
+    status = 0
+    for name in names.split(","):
+        # libFuzzer ends its process. Python code that is instrumented is imported once for all.
+        child = os.fork()
+        if child == 0:
+            fuzz(name, seconds, directory / name)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if ended:
+            print(f"{name}: ended with {ended}; see {directory / name}", file=sys.stderr)
+            status = 1
+    return status
+
+
+def fuzz(name: str, seconds: str, directory: Path) -> None:
+    """Ends this process."""
     target = targets.TARGETS[name]
-    corpus = Path(directory, "corpus")
+    corpus = directory / "corpus"
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate([*target.seeds, *targets.cases(name)]):
         (corpus / f"seed{number}").write_bytes(seed)
@@ -44,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
