@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from hvdlite._native import ReadyCounts
-from hvdlite.collectives.early import EarlyAllreduce
 from hvdlite.collectives.early_call import early_call
 from hvdlite.coordinator.prepared import Outcome, outcome_at, outcome_of
 from hvdlite.coordinator.request import Request
@@ -26,9 +25,11 @@ _READY = [_WORDS.ctypes.data]
 _NOWHERE = [0]  # the address of what nobody wants
 
 
-def _is_begun(early: EarlyAllreduce, request: Request) -> bool:
+def _is_begun(engine: Engine, request: Request) -> bool:
     """Whether ``request`` is begun itself, and not met for."""
-    return request.early_bytes is not None and early.takes(request.early_bytes)
+    operation: Any = request
+    layout = operation.early_layout(engine)
+    return layout is not None and engine.early is not None and engine.early.takes(layout.nbytes)
 
 
 class EarlyOperations:
@@ -47,7 +48,7 @@ class EarlyOperations:
     def begin(self, submission: Submission) -> None:
         """By its operation, or a meeting."""
         request: Any = submission.request
-        if _is_begun(self._early, request):
+        if _is_begun(self._engine, request):
             request.begin_early(self._engine, submission)
         else:
             self._begin_meeting(submission.label, is_dropped=False)
@@ -67,7 +68,9 @@ class EarlyOperations:
 
     def is_met(self, request: Request) -> bool:
         """Who drops a meeting says so in it."""
-        return not _is_begun(self._early, request) and not ctypes.c_uint8.from_address(self._early.result_address).value
+        if _is_begun(self._engine, request):
+            return False
+        return not ctypes.c_uint8.from_address(self._early.result_address).value
 
     def look(self, is_disturbed: Callable[[], bool]) -> bool:
         """For what has begun."""
@@ -75,7 +78,7 @@ class EarlyOperations:
 
     def enter(self, request: Request) -> None:
         """What was begun itself is executed as it is."""
-        if not _is_begun(self._early, request):
+        if not _is_begun(self._engine, request):
             self._end_meeting(request, is_dropped=False)
 
     def _end_meeting(self, request: Request, *, is_dropped: bool) -> None:
@@ -86,33 +89,39 @@ class EarlyOperations:
     def drop(self, request: Request) -> None:
         """By its operation, or a meeting."""
         operation: Any = request
-        if _is_begun(self._early, request):
+        if _is_begun(self._engine, request):
             operation.drop_early(self._engine)
         else:
             self._end_meeting(request, is_dropped=True)
 
     def meeting(self, counts: ReadyCounts, patience_s: float) -> MeetingAcrossNodes:
         """See `hvdlite.coordinator.readiness.Early`."""
-        return MeetingAcrossNodes(self._early, counts, patience_s)
+        return MeetingAcrossNodes(self._engine, counts, patience_s)
 
 
 class MeetingAcrossNodes:
-    """See `hvdlite.coordinator.meeting.Meeting`."""
+    """See `hvdlite.coordinator.meeting.Meeting`. Ranks meet by a message of a byte, or in what they meet for."""
 
-    def __init__(self, early: EarlyAllreduce, counts: ReadyCounts, patience_s: float) -> None:
+    def __init__(self, engine: Engine, counts: ReadyCounts, patience_s: float) -> None:
+        assert engine.early is not None
         # What it takes is negotiation, and no message of the operation's.
-        self._call = early_call(early, counts, _BYTE, _ANY, patience_s, "meeting", is_recorded=False)
-        self._early = early
+        self._call = early_call(engine.early, counts, _BYTE, _ANY, patience_s, "meeting", is_recorded=False)
+        self._engine = engine
+        self._early = engine.early
         self._counts = counts
+        self._patience_s = patience_s
+        self._begun = 0, 0, Outcome.NOT_YET
+        """Of the last operation in which ranks have met: what `outcome` is."""
 
-    def is_for(self, request: Request) -> bool:
+    def run(self, submission: Submission, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.meeting.Meeting`."""
-        return not _is_begun(self._early, request)
-
-    def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
-        """See `hvdlite.coordinator.meeting.Meeting`."""
+        if _is_begun(self._engine, submission.request):
+            self._begun = plan, count, Outcome.FAILED  # unless it comes to an end
+            outcome = self._begin(submission, plan, count, heard)
+            self._begun = plan, count, outcome
+            return outcome
         call = self._call
-        call.label = label
+        call.label = submission.label
         result = call.run(_READY, _NOWHERE, plan, count, heard)
         if result > Outcome.DONE_AND_RUNG:
             result = call.resume(result)
@@ -120,9 +129,21 @@ class MeetingAcrossNodes:
             call.count_done(1)
         return outcome_of(result)
 
+    def _begin(self, submission: Submission, plan: int, count: int, heard: int) -> Outcome:
+        early, counts = self._early, self._counts
+        operation: Any = submission.request
+        counts.want_ring(False)
+        counts.set(plan, count)
+        if not early.await_node(counts, plan, count, heard, self._patience_s):
+            return Outcome.NOT_YET
+        operation.begin_early(self._engine, submission)
+        has_come = early.comes_soon(lambda: counts.has_news(heard), self._patience_s)
+        return Outcome.DONE if has_come else Outcome.NOT_YET
+
     def outcome(self, plan: int, count: int) -> Outcome | None:
         """See `hvdlite.coordinator.meeting.Meeting`."""
-        return outcome_at(self._call.last(), plan, count)
+        *where, outcome = self._begun
+        return outcome if where == [plan, count] else outcome_at(self._call.last(), plan, count)
 
     def has_news(self, heard: int) -> bool:
         """See `hvdlite.coordinator.meeting.Meeting`."""

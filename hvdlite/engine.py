@@ -12,6 +12,7 @@ from hvdlite.collectives.exchange import Exchange
 from hvdlite.config import Tunable
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.layout import ALIGNMENT, Layout
+from hvdlite.memory.packets import Packets
 from hvdlite.memory.views import Buffer, TensorView
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
@@ -78,6 +79,7 @@ class Engine:
         # A whole number of elements of every type, whatever the setting says.
         chunk = staging.narrow(0, max(ALIGNMENT, min(chunk_bytes, staging.nbytes) // ALIGNMENT * ALIGNMENT))
         self._staging = {dtype: staging.as_dtype(dtype) for dtype in DType}
+        self._packets: dict[tuple[int, int], Packets] = {}
         self._chunks = {dtype: chunk.as_dtype(dtype) for dtype in DType}
 
     def staging(self, dtype: DType) -> Buffer:
@@ -91,6 +93,13 @@ class Engine:
     def tensors(self, views: Sequence[TensorView], layout: Layout) -> TensorList:
         """``views`` as they lie in ``layout``."""
         return self.memory.tensors([view.address for view in views], layout.numels, layout.offsets)
+
+    def packets(self, width: int, room: int) -> Packets | None:
+        """To tell ``width`` numbers by, and ``room`` bytes; None where that is more than passes at once."""
+        key = width, room
+        if Packets.layout_of(self.size, *key).nbytes > self.backend.small_bytes:
+            return None
+        return self._packets.get(key) or self._packets.setdefault(key, Packets(self.memory, self.rank, self.size, *key))
 
     def resolved(self, reduction: Reduction, wire_dtype: DType) -> Reduction:
         """AVERAGE as a sum and scales.

@@ -240,14 +240,18 @@ class EarlyAllreduce:
             self.begin(None, layout, reduction, label)
         self.finish(None, layout)
 
-    def finish_soon(
-        self, outputs: _native.TensorList, layout: Layout, is_disturbed: Callable[[], bool], patience_s: float
-    ) -> bool:
-        """`finish`, if all ranks come before ``is_disturbed()`` is true, and in time; whether they have."""
+    def comes_soon(self, is_disturbed: Callable[[], bool], patience_s: float) -> bool:
+        """Whether what has begun has come before ``is_disturbed()`` is true, and in time; waits for it."""
         until_s = time.monotonic() + min(patience_s, self._timeout_s / 2)
         has_come, clock = self.has_come, time.monotonic
         self._wait(lambda: has_come() or is_disturbed() or clock() >= until_s)
-        if not has_come():
+        return has_come()
+
+    def finish_soon(
+        self, outputs: _native.TensorList, layout: Layout, is_disturbed: Callable[[], bool], patience_s: float
+    ) -> bool:
+        """`finish`, if it `comes_soon`; whether it has."""
+        if not self.comes_soon(is_disturbed, patience_s):
             return False
         self.finish(outputs, layout)
         return True

@@ -43,7 +43,7 @@ class Awaited:
     def run(self, tensors: None, plan: int, count: int, heard: int) -> Outcome:
         """See `Prepared`."""
         meeting = self._meeting
-        if meeting.run(self.label, plan, count, heard) is Outcome.NOT_YET:
+        if meeting.run(self._submission, plan, count, heard) is Outcome.NOT_YET:
             return Outcome.NOT_YET
         self._executed = Outcome.FAILED  # unless it comes to an end
         self._execute(self._submission)

@@ -145,8 +145,8 @@ class Coordinator:
         Raises:
             HorovodInternalError: it came to nothing.
         """
-        if submission.device is not None or not self._meeting.is_for(submission.request):
-            return False  # what a GPU does, or is begun by its own messages, is for the coordinator
+        if submission.device is not None:
+            return False  # what a GPU does is for the coordinator
         awaited = Awaited(submission, self._meeting, self._execute_alone)
         try:
             return self.at_once.run(awaited, submission.sequence, None, None) is not False

@@ -6,20 +6,17 @@ from typing import Protocol
 
 from hvdlite._native import ReadyCounts
 from hvdlite.coordinator.prepared import Outcome
-from hvdlite.coordinator.request import Request
+from hvdlite.coordinator.submission import Submission
 
 
 class Meeting(Protocol):
     """Of all ranks, once for each operation."""
 
-    def is_for(self, request: Request) -> bool:
-        """Whether ranks meet for ``request``; if not, to begin it says as much."""
-
-    def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
+    def run(self, submission: Submission, plan: int, count: int, heard: int) -> Outcome:
         """Say that this rank is ready for operation ``count``, from 1, of a plan that runs free; wait for the others.
 
         Args:
-            label: of the operation, for people.
+            submission: that operation; it may have begun after that, so that it goes on where it is executed.
             plan: its number.
             heard: how many rings were followed.
 
@@ -51,11 +48,7 @@ class MeetingInNode:
         self._spin_us = spin_us
         self._last: tuple[int, int] | None = None
 
-    def is_for(self, request: Request) -> bool:
-        """See `Meeting`."""
-        return True
-
-    def run(self, label: str, plan: int, count: int, heard: int) -> Outcome:
+    def run(self, submission: Submission, plan: int, count: int, heard: int) -> Outcome:
         """See `Meeting`."""
         counts = self._counts
         self._last = plan, count

@@ -118,11 +118,6 @@ class Request:
         return None, 0
 
     @property
-    def early_bytes(self) -> int | None:
-        """How many bytes it exchanges, if a rank may begin it before the others are ready; None: it may not."""
-        return None
-
-    @property
     def subject(self) -> str:
         """What it is about, for people: its only tensor, or its name."""
         return self.tensors[0].name if len(self.tensors) == 1 else self.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.submission import Allocate, Submission
@@ -12,8 +13,10 @@ from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
 from hvdlite.group import Group
 from hvdlite.memory.base import Memory
+from hvdlite.memory.packets import Piece
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.operation import Operation, Work
+from hvdlite.operations.operation import Work
+from hvdlite.operations.telling import Telling
 
 
 def allgather_async(
@@ -39,14 +42,12 @@ def allgather_async(
 
 
 @dataclass(frozen=True, eq=False)
-class Allgather(Operation):
+class Allgather(Telling):
     """What ranks agree on; how many rows each has they tell one another when they do it."""
 
     needs_all: bool = False
 
     label = "allgather"
-    is_ragged = True
-    repeats = True
 
     def absentee(self, response: Response, memory: Memory) -> Submission:
         inputs = [TensorView(0, (0, *spec.shape), spec.dtype, None) for spec in self.tensors]
@@ -59,15 +60,31 @@ class Allgather(Operation):
 
         return Submission(self, response.sequence, inputs, allocate=allocate)
 
+    def packet(self, size: int) -> tuple[int, int]:
+        return len(self.tensors), sum(self.row_bytes)
+
+    def numbers(self, submission: Submission) -> Sequence[int]:
+        """Rows of each tensor."""
+        return [view.shape[0] for view in submission.inputs]
+
+    def pieces(self, submission: Submission) -> Sequence[Piece]:
+        return [(view.address, view.nbytes) for view in submission.inputs]
+
+    def nbytes(self, numbers: Sequence[int]) -> int:
+        return sum(map(mul, numbers, self.row_bytes))
+
     def run(self, engine: Engine, work: Work, label: str) -> None:
         ((_, submission),) = work
         assert submission.allocate is not None
-        told = engine.exchange.tell([view.shape[0] for view in submission.inputs], label)
-        for i, (spec, view) in enumerate(zip(self.tensors, submission.inputs, strict=True)):
-            rows = [sizes[i] for sizes in told]
+        told, packets = self.tell(engine, submission, label)
+        for i, (spec, view, row_bytes) in enumerate(zip(self.tensors, submission.inputs, self.row_bytes, strict=True)):
+            rows = [numbers[i] for numbers in told]
             result = submission.allocate(i, (sum(rows), *spec.shape))
-            row_bytes = result.nbytes // sum(rows) if sum(rows) else 0
             nbytes = [row_bytes * count for count in rows]
+            if packets is not None:
+                before = [self.nbytes([*numbers[:i]]) for numbers in told]
+                packets.read(result.address, [*zip(before, nbytes, strict=True)])
+                continue
             targets = [result.address + start for start in accumulate(nbytes[:-1], initial=0)]
             staging = engine.staging(DType.UINT8)
             engine.backend.allgather_tensors(view.address, targets, nbytes, staging=staging, label=label)

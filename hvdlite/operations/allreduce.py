@@ -19,7 +19,7 @@ from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout, concatenated
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.one_allreduce import OneAllreduce
+from hvdlite.operations.one_allreduce import OfTensors
 from hvdlite.operations.operation import Operation, Work
 from hvdlite.operations.reducing import ReducingOperation
 from hvdlite.recorder import Lane
@@ -74,7 +74,7 @@ def found_home(
 
 
 @dataclass(frozen=True, eq=False)
-class Allreduce(ReducingOperation, OneAllreduce):
+class Allreduce(ReducingOperation, OfTensors):
     """What ranks agree on.
 
     Attributes:
@@ -132,15 +132,13 @@ class Allreduce(ReducingOperation, OneAllreduce):
 
         return run
 
-    def is_one_allreduce(self, engine: Engine) -> bool:
-        return self.only_layout is not None
+    def layout_in(self, engine: Engine) -> Layout | None:
+        return self.only_layout
 
     def gives(self, rank: int) -> bool:
         return True
 
-    def reduced_by(self, engine: Engine) -> Reduction:
-        layout = self.only_layout
-        assert layout is not None, self
+    def reduced_by(self, engine: Engine, layout: Layout) -> Reduction:
         return engine.resolved(self.reduction, layout.wire_dtype)
 
     def _reduce(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdlite.coordinator.submission import Allocate, Submission
 from hvdlite.engine import Engine
 from hvdlite.group import Group
+from hvdlite.memory.packets import Piece
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.operation import Operation, Work
+from hvdlite.operations.operation import Work
+from hvdlite.operations.telling import Telling
 
 
 def alltoall_async(
@@ -38,24 +39,39 @@ def alltoall_async(
 
 
 @dataclass(frozen=True, eq=False)
-class Alltoall(Operation):
+class Alltoall(Telling):
     """What ranks agree on; their splits they tell one another when they do it."""
 
     label = "alltoall"
-    is_ragged = True
-    repeats = True
     needs_all = True
     runs_on_device = False
+
+    def packet(self, size: int) -> tuple[int, int]:
+        return size, size * self.row_bytes[0]
+
+    def numbers(self, submission: Submission) -> Sequence[int]:
+        """Rows for each rank."""
+        return submission.splits
+
+    def pieces(self, submission: Submission) -> Sequence[Piece]:
+        return [(submission.inputs[0].address, self.nbytes(submission.splits))]
+
+    def nbytes(self, numbers: Sequence[int]) -> int:
+        return sum(numbers) * self.row_bytes[0]
 
     def run(self, engine: Engine, work: Work, label: str) -> tuple[int, ...]:
         ((_, submission),) = work
         assert submission.allocate is not None
-        (spec,) = self.tensors
-        splits = submission.splits
-        received = tuple([told[engine.rank] for told in engine.exchange.tell(splits, label)])
-        result = submission.allocate(0, (sum(received), *spec.shape))
-        row_bytes = math.prod(spec.shape) * spec.dtype.itemsize
+        told, packets = self.tell(engine, submission, label)
+        received = tuple([numbers[engine.rank] for numbers in told])
+        result = submission.allocate(0, (sum(received), *self.tensors[0].shape))
+        row_bytes = self.row_bytes[0]
+        taken = [rows * row_bytes for rows in received]
+        if packets is not None:
+            before = [self.nbytes(numbers[: engine.rank]) for numbers in told]
+            packets.read(result.address, [*zip(before, taken, strict=True)])
+            return received
+        sent = [rows * row_bytes for rows in submission.splits]
         view = submission.inputs[0]
-        sent, taken = ([rows * row_bytes for rows in shares] for shares in (splits, received))
         engine.exchange.exchange(view.address, result.address, sent, taken, label, (view, result))
         return received

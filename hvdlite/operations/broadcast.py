@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hvdlite.collectives.base import TensorReduction
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import Difference
 from hvdlite.coordinator.submission import Submission
@@ -20,7 +19,7 @@ from hvdlite.group import Group
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.one_allreduce import OneAllreduce
+from hvdlite.operations.one_allreduce import OfTensors
 from hvdlite.operations.operation import MUST_TAKE_PART, Work, nothing
 
 
@@ -50,7 +49,7 @@ def broadcast_async(
 
 
 @dataclass(frozen=True, eq=False)
-class Broadcast(OneAllreduce):
+class Broadcast(OfTensors):
     """What ranks agree on."""
 
     root_rank: int = 0
@@ -71,29 +70,28 @@ class Broadcast(OneAllreduce):
         return Submission(self, response.sequence, views, views)
 
     def run(self, engine: Engine, work: Work, label: str) -> None:
-        submission, layout, byte = work[0][1], self.only_layout, DType.UINT8
-        targets = engine.tensors(submission.outputs, layout)
-        if self.is_one_allreduce(engine):
-            job = TensorReduction(self.sources(engine, submission, layout), targets, layout, SUM)
-            engine.backend.allreduce_tensors(job, staging=engine.chunk(byte), label=label).wait()
+        submission, layout, byte = work[0][1], self.layout_in(engine), DType.UINT8
+        if layout is not None:
+            self.reduce(engine, submission, layout, label)
             return
-        staging, root = engine.staging(byte), engine.ranks.index(self.root_rank)
+        root = engine.ranks.index(self.root_rank)
         if engine.rank == root and submission.inputs is not submission.outputs:  # it was prepared while that was little
-            engine.memory.pack(engine.tensors(submission.inputs, layout), byte, staging.narrow(0, layout.end), 0)
-            engine.memory.unpack(staging.narrow(0, layout.end), 0, targets, byte)
-        engine.backend.broadcast_tensors(targets, layout.end, root, staging=staging, label=label)
+            for given, wanted in zip(submission.inputs, submission.outputs, strict=True):
+                engine.memory.copy(wanted.address, given.address, given.nbytes)
+        tensors, nbytes = self.targets(engine, submission, self._layout), self._layout.end
+        engine.backend.broadcast_tensors(tensors, nbytes, root, staging=engine.staging(byte), label=label)
 
     @cached_property
-    def only_layout(self) -> Layout:
+    def _layout(self) -> Layout:
         """Of all tensors, as bytes: a broadcast does not care for types."""
         nbytes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in self.tensors]
         return Layout.of(nbytes, DType.UINT8, DType.UINT8)
 
-    def is_one_allreduce(self, engine: Engine) -> bool:
-        return 0 < self.only_layout.nbytes <= engine.backend.small_bytes
+    def layout_in(self, engine: Engine) -> Layout | None:
+        return self._layout if 0 < self._layout.nbytes <= engine.backend.small_bytes else None
 
     def gives(self, rank: int) -> bool:
         return rank == self.root_rank
 
-    def reduced_by(self, engine: Engine) -> Reduction:
+    def reduced_by(self, engine: Engine, layout: Layout) -> Reduction:
         return SUM

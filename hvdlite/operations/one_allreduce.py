@@ -1,8 +1,8 @@
 """Operations that are one allreduce, always or while they have few bytes.
 
-Whoever repeats one and waits for it does it in one native call (prepared.py), and between nodes ranks begin it before
-all are ready (hvdlite/early_operations.py). What an exchange of few bytes takes hardly depends on what it does with
-them: so it need not be another one for each kind of operation.
+What an exchange of few bytes takes hardly depends on what it does with them, so it need not be another one for each
+kind of operation. Between nodes ranks begin it before all are ready (hvdlite/early_operations.py); an allreduce or a
+broadcast that a program repeats and waits for is one native call (prepared.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hvdlite.collectives.base import TensorReduction
 from hvdlite.collectives.early import EarlyAllreduce
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import Reduction
@@ -26,43 +27,58 @@ if TYPE_CHECKING:
 class OneAllreduce(Operation):
     """A kind of operation that may be one."""
 
-    @property
     @abstractmethod
-    def only_layout(self) -> Layout | None:
-        """Of its tensors, where one allreduce has all of them."""
+    def layout_in(self, engine: Engine) -> Layout | None:
+        """Of what is reduced; None where it is not done as one allreduce. Alike on all ranks."""
 
     @abstractmethod
-    def is_one_allreduce(self, engine: Engine) -> bool:
-        """Whether it is done as one, on all ranks alike; it has a layout then."""
+    def sources(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
+        """What this rank contributes."""
+
+    @abstractmethod
+    def targets(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
+        """Where the result goes."""
+
+    @abstractmethod
+    def reduced_by(self, engine: Engine, layout: Layout) -> Reduction:
+        """How, with nothing left to be resolved."""
+
+    def reduce(self, engine: Engine, submission: Submission, layout: Layout, label: str) -> None:
+        """Do all of it."""
+        sources, targets = (part(engine, submission, layout) for part in (self.sources, self.targets))
+        job = TensorReduction(sources, targets, layout, self.reduced_by(engine, layout))
+        engine.backend.allreduce_tensors(job, staging=engine.chunk(layout.wire_dtype), label=label).wait()
+
+    def early_layout(self, engine: Engine) -> Layout | None:
+        return None if self.tensors_on_device else self.layout_in(engine)
+
+    def begin_early(self, engine: Engine, submission: Submission) -> None:
+        early, layout = self._early(engine)
+        sources = self.sources(engine, submission, layout)
+        early.begin(sources, layout, self.reduced_by(engine, layout), submission.label)
+
+    def drop_early(self, engine: Engine) -> None:
+        early, layout = self._early(engine)
+        early.drop(layout, self.reduced_by(engine, layout), self.name)
+
+    def _early(self, engine: Engine) -> tuple[EarlyAllreduce, Layout]:
+        layout = self.layout_in(engine)
+        assert layout is not None and engine.early is not None, self
+        return engine.early, layout
+
+
+@dataclass(frozen=True, eq=False)
+class OfTensors(OneAllreduce):
+    """One of the tensors themselves, or of zeros in their place."""
 
     @abstractmethod
     def gives(self, rank: int) -> bool:
         """Whether its tensors are what ``rank`` of the job contributes; else zeros are."""
 
-    @abstractmethod
-    def reduced_by(self, engine: Engine) -> Reduction:
-        """How, with nothing left to be resolved."""
-
     def sources(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
-        """What this rank contributes."""
         if self.gives(engine.ranks[engine.rank]):
             return engine.tensors(submission.inputs, layout)
         return engine.memory.tensors([0] * len(layout.numels), layout.numels, layout.offsets)
 
-    @property
-    def early_bytes(self) -> int | None:
-        layout = None if self.tensors_on_device else self.only_layout
-        return None if layout is None else layout.nbytes
-
-    def begin_early(self, engine: Engine, submission: Submission) -> None:
-        early, layout = self._early(engine)
-        early.begin(self.sources(engine, submission, layout), layout, self.reduced_by(engine), submission.label)
-
-    def drop_early(self, engine: Engine) -> None:
-        early, layout = self._early(engine)
-        early.drop(layout, self.reduced_by(engine), self.name)
-
-    def _early(self, engine: Engine) -> tuple[EarlyAllreduce, Layout]:
-        layout = self.only_layout
-        assert layout is not None and engine.early is not None, self
-        return engine.early, layout
+    def targets(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
+        return engine.tensors(submission.outputs, layout)

@@ -19,6 +19,7 @@ from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType
 from hvdlite.engine import Engine
 from hvdlite.memory.base import Memory
+from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 
 K = TypeVar("K", bound="Operation")
@@ -73,6 +74,10 @@ class Operation(Request):
     def prepare_burst(self, engine: Engine, requests: Sequence[Operation]) -> Run:
         """What does ``requests``, which travel together and of which this is the first, again and again."""
         raise NotImplementedError
+
+    def early_layout(self, engine: Engine) -> Layout | None:
+        """Of the one allreduce that it is, if a rank may begin it before the others are ready; None: it may not."""
+        return None
 
     def begin_early(self, engine: Engine, submission: Submission) -> None:
         """Begin what `hvdlite.early_operations.EarlyOperations` takes; `run` follows, or `drop_early`."""

@@ -17,7 +17,7 @@ from hvdlite.memory.base import Home
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allreduce import Allreduce, found_home
-from hvdlite.operations.one_allreduce import OneAllreduce
+from hvdlite.operations.one_allreduce import OfTensors
 from hvdlite.recorder import Lane
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ class PreparedAllreduce:
         home_memory: in which its tensors live, if they live in one place; a weak reference.
     """
 
-    def __init__(
-        self, group: Group, request: OneAllreduce, layout: Layout, call: PreparedCall, home: Home | None
-    ) -> None:
+    def __init__(self, group: Group, request: OfTensors, layout: Layout, call: PreparedCall, home: Home | None) -> None:
         self.request = request
         self.gives = request.gives(group.ranks[group.rank])
         self.label = request.name
@@ -68,7 +66,7 @@ class PreparedAllreduce:
 
     @classmethod
     def known(
-        cls, group: Group, key: Hashable, request: Callable[[], OneAllreduce | None], home: Home | None
+        cls, group: Group, key: Hashable, request: Callable[[], OfTensors | None], home: Home | None
     ) -> PreparedAllreduce | None:
         """What ``key`` stands for, made from ``request`` if it is new; None where it cannot be prepared."""
         known: Remembered[PreparedAllreduce | None] = group.world.coordinator.at_once.prepared
@@ -78,15 +76,15 @@ class PreparedAllreduce:
         return known.remember(key, None if made is None else cls._of(group, made, home))
 
     @classmethod
-    def _of(cls, group: Group, request: OneAllreduce, home: Home | None) -> PreparedAllreduce | None:
+    def _of(cls, group: Group, request: OfTensors, home: Home | None) -> PreparedAllreduce | None:
         """None where there is no such call: an operation that is more than that, or a backend that has none."""
-        world, layout = group.world, request.only_layout
-        engine = world.engine
-        if layout is None or not request.is_one_allreduce(engine):
+        world, engine = group.world, group.world.engine
+        layout = request.layout_in(engine)
+        if layout is None:
             return None
         buffer = None if home is None else home.buffer.buffer(home.offset_bytes, layout.end, layout.dtype)
         patience_s, counts = world.config.caller_patience_s, world.coordinator.counts
-        reduction, label = request.reduced_by(engine), request.name
+        reduction, label = request.reduced_by(engine, layout), request.name
         call = engine.backend.prepare_allreduce(counts, layout, reduction, buffer, patience_s, label)
         return None if call is None else cls(group, request, layout, call, home)
 

@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING
 
 from hvdlite.collectives.base import ScatterReduction
+from hvdlite.coordinator.messages import KNOWN_REQUESTS
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
 from hvdlite.engine import Engine
 from hvdlite.group import Group
+from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
+from hvdlite.operations.one_allreduce import OneAllreduce
 from hvdlite.operations.operation import Work
 from hvdlite.operations.reducing import ReducingOperation
+
+if TYPE_CHECKING:
+    from hvdlite._native import TensorList
 
 
 def reducescatter_async(
@@ -50,20 +58,61 @@ def row_bounds(rows: int, size: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Reducescatter(ReducingOperation):
-    """What ranks agree on."""
+class Reducescatter(ReducingOperation, OneAllreduce):
+    """What ranks agree on. Of few bytes it is an allreduce, of which each rank wants a part."""
 
     label = "reducescatter"
 
     def run(self, engine: Engine, work: Work, label: str) -> None:
-        submission = work[0][1]
+        submission, layout = work[0][1], self.layout_in(engine)
+        for view in submission.inputs:
+            engine.executed.reduced_bytes += view.numel * self.travels_as(view.dtype).itemsize
+        if layout is not None:
+            self.reduce(engine, submission, layout, label)
+            return
         for view, output in zip(submission.inputs, submission.outputs, strict=True):
             wire_dtype = self.travels_as(view.dtype)
-            engine.executed.reduced_bytes += view.numel * wire_dtype.itemsize
-            row_numel = math.prod(view.shape[1:])
-            bounds = [start * row_numel for start in row_bounds(view.shape[0], engine.size)]
-            inputs = [view.address and view.address + start * view.dtype.itemsize for start in bounds[:-1]]
-            numels = [stop - start for start, stop in pairwise(bounds)]
+            numels = part_numels(view.shape, engine.size)
+            inputs = _part_addresses(view, numels)
             reduction = engine.resolved(self.reduction, wire_dtype)
             job = ScatterReduction(inputs, output.address, numels, view.dtype, reduction)
             engine.backend.reduce_scatter_tensors(job, staging=engine.staging(wire_dtype), label=label)
+
+    def layout_in(self, engine: Engine) -> Layout | None:
+        """Of the parts of all ranks, of one tensor after the other."""
+        layout = _layout_of(self, engine.size)
+        return layout if layout is not None and 0 < layout.nbytes <= engine.backend.small_bytes else None
+
+    def sources(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
+        parts = [_part_addresses(view, part_numels(view.shape, engine.size)) for view in submission.inputs]
+        return engine.memory.tensors([*chain(*parts)], layout.numels, layout.offsets)
+
+    def targets(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
+        own = [[view.address if r == engine.rank else 0 for r in range(engine.size)] for view in submission.outputs]
+        return engine.memory.tensors([*chain(*own)], layout.numels, layout.offsets)
+
+    def reduced_by(self, engine: Engine, layout: Layout) -> Reduction:
+        return engine.resolved(self.reduction, layout.wire_dtype)
+
+
+@lru_cache(maxsize=KNOWN_REQUESTS)
+def _layout_of(request: Reducescatter, size: int) -> Layout | None:
+    """None where its tensors are of several types."""
+    types = {spec.dtype for spec in request.tensors}
+    if len(types) != 1:
+        return None
+    dtype = types.pop()
+    numels = [numel for spec in request.tensors for numel in part_numels(spec.shape, size)]
+    return Layout.of(numels, dtype, request.travels_as(dtype))
+
+
+def part_numels(shape: Sequence[int], size: int) -> list[int]:
+    """Elements that each of ``size`` ranks gets of a tensor of ``shape``."""
+    bounds = row_bounds(shape[0], size)
+    return [(stop - start) * math.prod(shape[1:]) for start, stop in pairwise(bounds)]
+
+
+def _part_addresses(view: TensorView, numels: Sequence[int]) -> list[int]:
+    """Where the parts of ``view`` begin; 0 of zeros that nobody stored."""
+    starts = accumulate(numels[:-1], initial=0)
+    return [view.address and view.address + start * view.dtype.itemsize for start in starts]

@@ -262,7 +262,7 @@ def test_who_has_begun_a_meeting_sees_whether_somebody_drops_it(ways: str, chanc
         for number in range(1, 30):
             outcome = Outcome.NOT_YET
             if way == "m":
-                outcome = meeting.run("barrier", 1, number, _native.load32(rank.bell))
+                outcome = meeting.run(Submission(request, number), 1, number, _native.load32(rank.bell))
                 assert meeting.outcome(1, number) is outcome
                 assert meeting.outcome(1, number + 1) is None
                 met.append(True)

@@ -1,0 +1,94 @@
+"""Operations of which ranks tell one another how much they give, and give it with that if it is little."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from hvdlite.coordinator.submission import Submission
+from hvdlite.dtypes import SUM, Reduction
+from hvdlite.engine import Engine
+from hvdlite.memory.layout import Layout
+from hvdlite.memory.packets import Packets, Piece
+from hvdlite.operations.one_allreduce import OneAllreduce
+
+if TYPE_CHECKING:
+    from hvdlite._native import TensorList
+
+_LEAST_ROOM = 64
+
+
+class Told(NamedTuple):
+    """What all ranks have told.
+
+    Attributes:
+        numbers: by rank.
+        packets: where their bytes are, if there was room for those of all; else they have yet to be given.
+    """
+
+    numbers: Sequence[Sequence[int]]
+    packets: Packets | None
+
+
+@dataclass(frozen=True, eq=False)
+class Telling(OneAllreduce):
+    """Such a kind of operation."""
+
+    is_ragged = True
+    repeats = True
+
+    @abstractmethod
+    def packet(self, size: int) -> tuple[int, int]:
+        """How many numbers each of ``size`` ranks tells, and the bytes of a row for each whom it gives one."""
+
+    @abstractmethod
+    def numbers(self, submission: Submission) -> Sequence[int]:
+        """Those of this rank."""
+
+    @abstractmethod
+    def pieces(self, submission: Submission) -> Sequence[Piece]:
+        """What this rank gives."""
+
+    @abstractmethod
+    def nbytes(self, numbers: Sequence[int]) -> int:
+        """How much a rank gives that tells ``numbers``."""
+
+    @cached_property
+    def row_bytes(self) -> Sequence[int]:
+        """Of each tensor."""
+        return [math.prod(spec.shape) * spec.dtype.itemsize for spec in self.tensors]
+
+    def tell(self, engine: Engine, submission: Submission, label: str) -> Told:
+        """What all ranks tell, this one by ``submission``."""
+        packets = self._packets(engine)
+        if packets is None:
+            return Told(engine.exchange.tell(self.numbers(submission), label), None)
+        self.reduce(engine, submission, packets.layout, label)
+        numbers = packets.numbers
+        return Told(numbers, packets if max(map(self.nbytes, numbers)) <= packets.room else None)
+
+    def _packets(self, engine: Engine) -> Packets | None:
+        width, wanted = self.packet(engine.size)
+        return engine.packets(width, max(_LEAST_ROOM, 1 << (wanted - 1).bit_length()))
+
+    def layout_in(self, engine: Engine) -> Layout | None:
+        packets = self._packets(engine)
+        return None if packets is None else packets.layout
+
+    def sources(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
+        packets = self._packets(engine)
+        assert packets is not None, self
+        packets.write(self.numbers(submission), self.pieces(submission))
+        return packets.sources
+
+    def targets(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
+        packets = self._packets(engine)
+        assert packets is not None, self
+        return packets.targets
+
+    def reduced_by(self, engine: Engine, layout: Layout) -> Reduction:
+        return SUM
