@@ -6,6 +6,8 @@ from mutant import Mutant
 
 _SHORTCUT = "2 mpi/test_shortcut.py"
 _CHANGES = "unit/test_plan_changes.py"
+_BROADCASTS = "2 mpi/test_small_broadcasts.py"
+_PACKETS = "2 mpi/test_packets.py"
 
 MUTANTS = [
     Mutant("csrc/signature.cpp", " || arguments.op != op_.ptr()) return false;", ") return false;", _SHORTCUT),
@@ -55,7 +57,10 @@ MUTANTS = [
     # Changes of plans without the log: what is wanted, whether all want it, and what begins then.
     Mutant("csrc/ready_counts.cpp", "  if (all_want(wish)) ring_who_wants();\n", "", _CHANGES),
     Mutant(
-        "csrc/ready_counts.cpp", "    if (other >> kNextBits == plan && other != wish) return true;\n", "", _CHANGES
+        "csrc/ready_counts.cpp",
+        "    if (other >> kNextBits == wish >> kNextBits && other != wish) return true;",
+        "",
+        _CHANGES,
     ),
     Mutant(
         "csrc/ready_counts.cpp",
@@ -80,4 +85,42 @@ MUTANTS = [
         "",
         _SHORTCUT,
     ),
+    # Few bytes are an allreduce.
+    Mutant("csrc/shortcut.cpp", "entry->gives ? address : 0", "address", _BROADCASTS),
+    Mutant("hvdlite/operations/broadcast.py", "return rank == self.root_rank", "return True", _BROADCASTS),
+    Mutant(
+        "hvdlite/operations/broadcast.py",
+        "0 < self._layout.nbytes <= engine.backend.small_bytes",
+        "0 <= self._layout.nbytes <= engine.backend.small_bytes",
+        _BROADCASTS,
+    ),
+    Mutant(
+        "hvdlite/operations/prepared.py",
+        "inputs = [source if self.gives else 0]",
+        "inputs = [source]",
+        _BROADCASTS,
+    ),
+    Mutant(
+        "hvdlite/operations/telling.py",
+        "packets if max(map(self.nbytes, numbers)) <= packets.room else None",
+        "packets if self.nbytes(numbers[engine.rank]) <= packets.room else None",
+        _PACKETS,
+    ),
+    Mutant(
+        "hvdlite/memory/packets.py", "address + self._start + start", "address + self._start", "unit/test_packets.py"
+    ),
+    Mutant("hvdlite/memory/packets.py", "                    at += nbytes\n", "", "unit/test_packets.py"),
+    Mutant(
+        "hvdlite/operations/reducescatter.py",
+        "[view.address if r == engine.rank else 0",
+        "[view.address if r == 0 else 0",
+        _PACKETS,
+    ),
+    Mutant(
+        "hvdlite/early_operations.py",
+        "        if _is_begun(self._engine, submission.request):\n            self._begun",
+        "        if False:\n            self._begun",
+        "2 mpi/test_prepared.py -k profiled",
+    ),
+    Mutant("hvdlite/world.py", "        self.coordinator.at_once.forget()\n", "", "2 mpi/test_prepared.py -k little"),
 ]

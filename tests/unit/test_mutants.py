@@ -1,0 +1,26 @@
+"""Each mutant of tests/mutants changes a line that is there, and once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mutants"))
+
+import on_gpus
+import on_gradients
+import on_host
+import on_repeated
+from mutant import Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+MUTANTS = [*on_host.MUTANTS, *on_gradients.MUTANTS, *on_repeated.MUTANTS, *on_gpus.MUTANTS]
+
+
+@pytest.mark.parametrize("path", sorted({mutant.path for mutant in MUTANTS}))
+def test_lines_are_there_once(path: str) -> None:
+    text = (ROOT / path).read_text()
+    own: list[Mutant] = [mutant for mutant in MUTANTS if mutant.path == path]
+    assert [mutant.line for mutant in own if text.count(mutant.line) != 1 or mutant.line == mutant.wrong] == []
