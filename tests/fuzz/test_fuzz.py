@@ -13,7 +13,7 @@ import pytest
 from targets import TARGETS, cases
 
 SECONDS = 2
-PARTS = 4  # of the targets: each imports what they need once, which takes as long as it looks for mistakes
+PARTS = 2  # of the targets: each imports what they need once, which takes as long as it looks for mistakes
 HERE = Path(__file__).resolve().parent
 
 

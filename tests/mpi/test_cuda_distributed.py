@@ -24,6 +24,7 @@ from hvdlite.errors import CollectiveError, HorovodInternalError, MismatchError
 pytestmark = [
     pytest.mark.any_mpi,
     pytest.mark.up_to_three_ranks,
+    pytest.mark.not_with_three_ranks,
     pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning", "ignore:Sparse invariant checks"),
 ]
 LAST = SIZE - 1

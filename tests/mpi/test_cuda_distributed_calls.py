@@ -39,6 +39,7 @@ if SIZE == 1:
 pytestmark = [
     pytest.mark.any_mpi,
     pytest.mark.up_to_three_ranks,
+    pytest.mark.not_with_three_ranks,
     pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
 ]
 

@@ -9,5 +9,6 @@ from test_optimizer import *  # noqa: F403
 pytestmark = [
     pytest.mark.any_mpi,
     pytest.mark.up_to_three_ranks,
+    pytest.mark.not_with_three_ranks,
     pytest.mark.usefixtures("running", "everything_on_gpus"),
 ]

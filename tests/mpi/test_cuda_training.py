@@ -19,7 +19,12 @@ from cuda_torch import TorchOnGpu
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.torch.gradients import Slot
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.not_with_three_ranks,
+    pytest.mark.usefixtures("running"),
+]
 
 
 @pytest.fixture(params=[0, 1])

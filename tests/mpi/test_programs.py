@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 WANTED = os.environ.get("HVDLITE_TEST_PROGRAMS", "")
-COUNT = int(WANTED) if WANTED.isdigit() else {1: 150, 2: 400, 3: 400}.get(SIZE, 300)
+COUNT = int(WANTED) if WANTED.isdigit() else {1: 150, 2: 400}.get(SIZE, 300)
 TINY = {  # small, so that long paths run on little data, and slots of the cache are reused
     "CHUNK_BYTES": 2048, "STAGING_BYTES": 8192, "SEGMENT_BYTES": 512, "SMALL_BYTES": 768, "CACHE_CAPACITY": 16,
     "TREE_FANOUT": 1, "FUSION_THRESHOLD": 20_000, "SPIN_MICROSECONDS": 0,

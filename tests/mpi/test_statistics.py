@@ -157,16 +157,17 @@ def test_contradictions_and_alltoall(runtime: Runtime, world: MPI.Intracomm) -> 
         handle = allreduce(runtime, Tensor.input(2 + (RANK > 0), DType.FLOAT32), name="contradiction")
         with pytest.raises(hvd.HorovodInternalError) if SIZE > 1 else nullcontext():
             handle.wait()
-        source, target = np.arange(3 * SIZE, dtype=np.int32), np.empty(3 * SIZE, np.int32)
+        rows = 100  # more than goes with the numbers of rows
+        source, target = np.arange(rows * SIZE, dtype=np.int32), np.empty(rows * SIZE, np.int32)
         alltoall_async(
-            runtime.group, TensorView.of_numpy(source), [3] * SIZE, lambda *_: TensorView.of_numpy(target)
+            runtime.group, TensorView.of_numpy(source), [rows] * SIZE, lambda *_: TensorView.of_numpy(target)
         ).wait()
     assert counted["faults"] == int(SIZE > 1)
     assert counted["responses"] == counted["submissions"] - counted["faults"]
     others = SIZE - 1
     for direction in ("sent", "received"):
         assert counted[f"alltoall_messages_{direction}"] == others
-        assert counted[f"alltoall_bytes_{direction}"] == 3 * 4 * others
+        assert counted[f"alltoall_bytes_{direction}"] == rows * 4 * others
 
 
 def test_process_sets_add_up_and_stay_counted() -> None:

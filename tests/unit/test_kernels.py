@@ -98,7 +98,7 @@ def kernel_names(module: str = "kernels") -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", pytest.param("sm_100", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("module", EMBED["ARCHITECTURES"])
 def test_gpu_code_spills_nothing(nvcc: str, tmp_path: Path, module: str, architecture: str) -> None:
     if int(architecture[3:]) < int(EMBED["ARCHITECTURES"][module].removeprefix("compute_")):
