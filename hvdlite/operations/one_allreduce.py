@@ -1,8 +1,8 @@
 """Operations that are one allreduce, always or while they have few bytes.
 
-What an exchange of few bytes takes hardly depends on what it does with them, so it need not be another one for each
-kind of operation. Between nodes ranks begin it before all are ready (hvdlite/early_operations.py); an allreduce or a
-broadcast that a program repeats and waits for is one native call (prepared.py).
+What an exchange of few bytes takes between nodes hardly depends on what it does with them, so it need not be another
+one for each kind of operation. Ranks begin it there before all are ready (hvdlite/early_operations.py); an allreduce or
+a broadcast that a program repeats and waits for is one native call, there and in a node (prepared.py).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def row_bounds(rows: int, size: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Reducescatter(ReducingOperation, OneAllreduce):
-    """What ranks agree on. Of few bytes it is an allreduce, of which each rank wants a part."""
+    """What ranks agree on. Between nodes it is an allreduce if it is of few bytes, of which each rank wants a part."""
 
     label = "reducescatter"
 
@@ -80,7 +80,7 @@ class Reducescatter(ReducingOperation, OneAllreduce):
 
     def layout_in(self, engine: Engine) -> Layout | None:
         """Of the parts of all ranks, of one tensor after the other."""
-        layout = _layout_of(self, engine.size)
+        layout = None if engine.early is None else _layout_of(self, engine.size)
         return layout if layout is not None and 0 < layout.nbytes <= engine.backend.small_bytes else None
 
     def sources(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:

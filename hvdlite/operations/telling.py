@@ -1,4 +1,7 @@
-"""Operations of which ranks tell one another how much they give, and give it with that if it is little."""
+"""Operations of which ranks tell one another how much they give; between nodes they give it with that if it is little.
+
+In a node it would be the exchange of sizes that is saved, 2.4 us, for 7 us of Python.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,8 @@ class Telling(OneAllreduce):
         return Told(numbers, packets if max(map(self.nbytes, numbers)) <= packets.room else None)
 
     def _packets(self, engine: Engine) -> Packets | None:
+        if engine.early is None:
+            return None
         width, wanted = self.packet(engine.size)
         return engine.packets(width, max(_LEAST_ROOM, 1 << (wanted - 1).bit_length()))
 
