@@ -20,6 +20,7 @@ import numpy as np
 
 import hvdlite
 from hvdlite import _native
+from hvdlite.config import TOLD
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -132,7 +133,9 @@ def provenance(comm: MPI.Comm | None, nodes: int) -> dict[str, Any]:
         },
         "versions": versions,
         "settings": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS) and "/" not in value
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_SETTINGS) and name not in TOLD and "/" not in value
         },
     }
 

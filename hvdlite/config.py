@@ -296,6 +296,14 @@ KEEPER = "HVDLITE_KEEPER"
 START = "HVDLITE_START"
 END_NOTICES = "HVDLITE_END_NOTICES"
 TO_SAVE = "HVDLITE_TO_SAVE"
+TOLD = frozenset(
+    {
+        *(DOCTOR, MEETING_POINT, RANK, SIZE, CALL_KEY, CALL_ADDRESS),
+        *(WORKER, KEEPER, START, END_NOTICES, TO_SAVE, RAY_JOB),
+        *(f"HOROVOD_{level}{what}" for level in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")),
+    }
+)
+"""By launchers, to each rank: no settings. Some hold secrets."""
 
 OTHER_VARIABLES = {
     INSTRUCTION_SET: "when hvdlite is imported: kernels for plain, avx2 or avx512; by default the processor's widest",

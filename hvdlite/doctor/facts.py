@@ -13,21 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite import _native, environment, launched, mpi
-from hvdlite.config import (
-    CALL_ADDRESS,
-    CALL_KEY,
-    DOCTOR,
-    END_NOTICES,
-    KEEPER,
-    MEETING_POINT,
-    RANK,
-    RAY_JOB,
-    SIZE,
-    START,
-    TO_SAVE,
-    WORKER,
-    Config,
-)
+from hvdlite.config import TOLD, Config
 from hvdlite.doctor import control_groups
 from hvdlite.doctor.links import mtu_of
 from hvdlite.interfaces import interfaces, select
@@ -54,11 +40,6 @@ _LIMITS = {
 }
 _RDMA = Path("/sys/class/infiniband")
 """A directory for each device: InfiniBand, RoCE, Omni-Path and the like."""
-_TOLD = {
-    *(DOCTOR, MEETING_POINT, RANK, SIZE, CALL_KEY, CALL_ADDRESS),
-    *(WORKER, KEEPER, START, END_NOTICES, TO_SAVE, RAY_JOB),
-} | {f"HOROVOD_{level}{what}" for level in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")}
-"""By launchers, to each rank. Some hold secrets."""
 _SETTINGS = ("HVDLITE_", "HOROVOD_", "OMP_NUM_THREADS", "UCX_", "FI_", "OMPI_MCA_btl_tcp")
 
 
@@ -72,7 +53,7 @@ def of_machine() -> Facts:
         "settings": {
             name: text
             for name, text in sorted(environment.variables().items())
-            if name.startswith(_SETTINGS) and name not in _TOLD
+            if name.startswith(_SETTINGS) and name not in TOLD
         },
     }
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, Reduction
 from hvdlite.engine import Engine
-from hvdlite.memory.layout import Layout
+from hvdlite.memory.layout import Layout, align_up
 from hvdlite.memory.packets import Packets, Piece
 from hvdlite.operations.one_allreduce import OneAllreduce
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hvdlite._native import TensorList
 
 _LEAST_ROOM = 64
+_ROOM_UNIT = 512  # as there are packets for each size
 
 
 class Told(NamedTuple):
@@ -78,7 +79,7 @@ class Telling(OneAllreduce):
         if engine.early is None:
             return None
         width, wanted = self.packet(engine.size)
-        return engine.packets(width, max(_LEAST_ROOM, 1 << (wanted - 1).bit_length()))
+        return engine.packets(width, _LEAST_ROOM if wanted <= _LEAST_ROOM else align_up(wanted, _ROOM_UNIT))
 
     def layout_in(self, engine: Engine) -> Layout | None:
         packets = self._packets(engine)
