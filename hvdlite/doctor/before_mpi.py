@@ -20,7 +20,8 @@ from hvdlite.doctor.station import Station
 from hvdlite.proof import new_key
 
 _FIRST_PORT, _PORTS = 32768, 28232  # of those that programs get from the kernel
-_WAIT_S = 8.0  # for the ranks of other hosts
+_START_S = 20.0  # for the ranks of other hosts, which may be busy
+_WAIT_S = 8.0  # for what they have to say, once there are some
 _AFTER_YOU_S = 2.0  # the first host speaks for all, and ends the job, if it has found something
 _ENOUGH = 3  # findings
 
@@ -46,7 +47,7 @@ def look_around(addresses: Sequence[Address]) -> list[Finding]:
     except OSError:  # another rank of this host was the first
         return []
     with closing(station):
-        own, links = _try_all(station, names, port, key, time.monotonic() + _WAIT_S)
+        own, links = _try_all(station, names, port, key, time.monotonic() + _START_S)
         found = [finding for finding in of_links(names, links) if finding.is_problem][:_ENOUGH]
         if found:
             time.sleep(_AFTER_YOU_S if own else 0.0)

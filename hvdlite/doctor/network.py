@@ -48,8 +48,7 @@ _IP_MTU_DISCOVER, _IP_PMTUDISC_PROBE = 10, 3  # linux/in.h: frames are never spl
 
 def ask_for_door(name: str, port: int, key: bytes, deadline_s: float) -> Door | str:
     """That of the station on host ``name``, for which is waited; else why there is none."""
-    outcome = "no answer"
-    while time.monotonic() < deadline_s:
+    while True:  # once at least, whatever others have taken
         try:
             with socket.create_connection((name, port), timeout=CONNECT_S) as link:
                 prove(secret(key), link, b"")
@@ -60,13 +59,13 @@ def ask_for_door(name: str, port: int, key: bytes, deadline_s: float) -> Door | 
         except socket.gaierror as error:
             return f"its name is not known here ({error.strerror})"
         except ConnectionRefusedError:
-            outcome = NOBODY
+            if time.monotonic() > deadline_s:
+                return NOBODY
         except ConnectionError:
             return "another program answers"
         except OSError as error:
             return _reason(error.errno or 0)
         time.sleep(_RETRY_S)  # its ranks may not have started yet
-    return outcome
 
 
 def try_addresses(source: int, target: int, own: Door, door: Door) -> Link:

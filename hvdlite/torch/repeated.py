@@ -25,7 +25,7 @@ from hvdlite.operations.prepared import PreparedAllreduce, Tensors, can_be_prepa
 from hvdlite.torch import device
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.device import is_on_device
-from hvdlite.torch.handle import Handle, HandleInBurst
+from hvdlite.torch.handle import Handle, HandleInBurst, label_of
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Adasum, reduce_options
 from hvdlite.torch.tensor_view import contiguous_block, view_of
@@ -128,7 +128,8 @@ def broadcast_at_once(
         return None
 
     def request() -> Broadcast:
-        return Broadcast.of(name, [view_of(tensor)], root_rank, True)
+        view = view_of(contiguous_block(tensor, label_of("broadcast", name)))
+        return Broadcast.of(name, [view], root_rank, True)
 
     key = _BROADCAST, name, root_rank, tensor.dtype, tensor.shape
     prepared = PreparedAllreduce.known(group, key, request, None)

@@ -144,6 +144,20 @@ def test_a_sum_is_not_taken_for_it() -> None:
         step(number)
 
 
+def test_what_is_refused_is_refused_here_too() -> None:
+    def step(number: int) -> None:
+        assert hvd.broadcast(torch.tensor([hvd.rank() + number]), 0).item() == number
+
+    freeze(step)
+    for function in (hvd.broadcast, hvd.broadcast_):
+        with pytest.raises(ValueError, match="broadcast 'odd': .*complex64"):
+            function(torch.zeros(2, dtype=torch.complex64), 0, name="odd")
+        with pytest.raises(ValueError, match="root_rank"):
+            function(torch.zeros(2), hvd.size(), name="odd")
+    for number in range(3):
+        step(number)
+
+
 def test_gradients_go_through_it() -> None:
     for number in range(REPEATS):
         weight = torch.tensor([1.0 + hvd.rank()], requires_grad=True)

@@ -139,7 +139,7 @@ def test_a_host_where_no_rank_has_started_is_named_when_time_is_over(monkeypatch
         return NOBODY
 
     monkeypatch.setattr(before_mpi, "ask_for_door", ask)
-    monkeypatch.setattr(before_mpi, "_WAIT_S", 0.3)
+    monkeypatch.setattr(before_mpi, "_START_S", 0.3)
     monkeypatch.setattr(before_mpi, "_AFTER_YOU_S", 0.0)
     ((name, value),) = before_mpi.invitation(["localhost", "elsewhere"]).items()
     monkeypatch.setenv(name, value)
