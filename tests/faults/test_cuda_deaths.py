@@ -41,7 +41,13 @@ with gpu.in_hvdlite():
 
 
 @pytest.mark.parametrize(
-    ("victim", "machines", "mpi"), [(0, "", "auto"), (2, "", "auto"), (1, "001", "pinned"), (1, "001", "direct")]
+    ("victim", "machines", "mpi"),
+    [
+        pytest.param(0, "", "auto", marks=pytest.mark.thorough),
+        (2, "", "auto"),
+        (1, "001", "pinned"),
+        (1, "001", "direct"),
+    ],
 )
 def test_streams_that_wait_for_a_killed_rank(victim: int, machines: str, mpi: str) -> None:
     result = run(DEATH, str(victim), n=3, machines=machines, env={"HVDLITE_GPU_MPI": mpi}, alone=True)

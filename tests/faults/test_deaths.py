@@ -278,7 +278,7 @@ say("went on")
         ("hvdlite.world", "HostMemory", "StartupError: rank {victim}: no room on this host", "none"),
     ],
 )
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 2])
 def test_an_error_during_the_start_ends_the_job(victim: int, where: str, what: str, said: str, mpi: str) -> None:
     result = run(STARTING, str(victim), where, what, n=3, mpi=mpi)
     assert result.returncode != 0

@@ -22,6 +22,7 @@ SIZES = [0, 1, 7, 1024, 5000, 9000]
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.bfloat16]
 
 pytestmark = [
+    pytest.mark.any_mpi,
     pytest.mark.up_to_three_ranks,
     pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
 ]

@@ -20,7 +20,7 @@ UNIT_TESTS = [
     "test_native_scan.py",
     "test_native_staged_allreduce.py",
     "test_native_messages.py",
-    "test_native_instruction_sets.py",
+    pytest.param("test_native_instruction_sets.py", marks=pytest.mark.thorough),
     "test_native_signal.py",
     "test_native_socket_bell.py",
     "test_control_page.py",
