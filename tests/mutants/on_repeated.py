@@ -89,12 +89,6 @@ MUTANTS = [
     Mutant("csrc/shortcut.cpp", "entry->gives ? address : 0", "address", _BROADCASTS),
     Mutant("hvdlite/operations/broadcast.py", "return rank == self.root_rank", "return True", _BROADCASTS),
     Mutant(
-        "hvdlite/operations/broadcast.py",
-        "0 < self._layout.nbytes <= engine.backend.small_bytes",
-        "0 <= self._layout.nbytes <= engine.backend.small_bytes",
-        _BROADCASTS,
-    ),
-    Mutant(
         "hvdlite/operations/prepared.py",
         "inputs = [source if self.gives else 0]",
         "inputs = [source]",
