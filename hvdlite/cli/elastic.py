@@ -229,8 +229,9 @@ class _ElasticJob:
             self._refuse([join.worker], self._end_reason)
         elif join.failed is not None and self._generation is not None:
             # Stopped, or stuck; or it ends just now.
-            for failed in self._generation.workers[join.failed : join.failed + 1]:  # none, if it makes no sense
-                self._limits[failed] = time.monotonic() + self._config.failure_grace_s
+            workers = self._generation.workers
+            if join.failed < len(workers):  # else it makes no sense
+                self._limits[workers[join.failed]] = time.monotonic() + self._config.failure_grace_s
 
     def _note_slots(self, slots: int) -> None:
         """There may be more ranks, or are to be fewer: those on the last seats leave, members at the next commit."""

@@ -34,7 +34,6 @@ class Packets:
         self.layout = self.layout_of(size, width, room)
         packet_bytes = self.layout.numels[0]
         self._memory = memory
-        self._rank = rank
         self._start = width * _NUMBER.itemsize
         self.room = room
         self._own = np.zeros(packet_bytes, np.uint8)

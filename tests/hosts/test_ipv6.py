@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from elastic_program import TRAINS
 from lab import IPV6_NETWORK, Lab
 
 # For hvdliterun and for the ranks. mpirun and MPI have addresses of IPv4 beside.
@@ -33,24 +34,7 @@ status = main(sys.argv[1:])
 print("keepers called", *sorted({*listened}), flush=True)
 sys.exit(status)
 """
-TRAINS = """
-import torch
-import hvdlite.torch as hvd
-hvd.init()
-weights = torch.nn.Parameter(torch.zeros(3))
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)], op=hvd.Sum)
-state = hvd.elastic.TorchState(torch.nn.ParameterList([weights]), optimizer, batch=0)
-
-@hvd.elastic.run
-def train(state):
-    while state.batch < 20:
-        optimizer.zero_grad()
-        (-weights.sum()).backward()
-        optimizer.step()
-        state.batch += 1
-        state.commit()
-
-train(state)
+SAYS = """
 print("weights", weights.tolist(), "of", hvd.cross_size(), "hosts, leaders called", *sorted({*listened}), flush=True)
 """
 
@@ -58,7 +42,7 @@ print("weights", weights.tolist(), "of", hvd.cross_size(), "hosts, leaders calle
 def test_an_elastic_job(hosts: Callable[..., Lab], tmp_path: Path) -> None:
     lab = hosts(2, ipv6=True)
     script = tmp_path / "trains.py"
-    script.write_text(IPV6_ONLY + TRAINS)
+    script.write_text(IPV6_ONLY + TRAINS + SAYS)
     search = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     variables = {**lab.launch_environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
     words = ["env", *(f"{name}={value}" for name, value in variables.items()), sys.executable, "-c", IPV6_ONLY + FRONT]

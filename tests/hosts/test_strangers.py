@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from elastic_program import TRAINS
 from hvdlite.proof import Caller
 from lab import Lab
 
@@ -202,26 +203,7 @@ if __name__ == "__main__":
     print(hvdlite.run(work, num_proc=2))
 """
 
-TRAINS = """
-import time, torch
-import hvdlite.torch as hvd
-hvd.init()
-weights = torch.nn.Parameter(torch.zeros(3))
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)], op=hvd.Sum)
-state = hvd.elastic.TorchState(torch.nn.ParameterList([weights]), optimizer, batch=0)
-
-@hvd.elastic.run
-def train(state):
-    while state.batch < 20:
-        optimizer.zero_grad()
-        (-weights.sum()).backward()
-        optimizer.step()
-        state.batch += 1
-        state.commit()
-
-train(state)
-print("weights", weights.tolist(), "rank", hvd.rank(), flush=True)
-"""
+SAYS = 'print("weights", weights.tolist(), "rank", hvd.rank(), flush=True)'
 
 
 def beside_another_user(lab: Lab, words: list[str]) -> tuple[str, dict[str, Any]]:
@@ -255,7 +237,7 @@ def test_another_user_at_the_call_of_a_function(hosts: Hosts, tmp_path: Path) ->
 def test_another_user_at_the_doors_of_keepers(hosts: Hosts, tmp_path: Path) -> None:
     """That of hvdliterun, to which they call, is of TCP, and theirs for ranks are unix sockets."""
     script = tmp_path / "trains.py"
-    script.write_text(TRAINS)
+    script.write_text(TRAINS + SAYS)
     front = [sys.executable, "-m", "hvdlite", "run", "--elastic", "-np", "2", "-H", "node0:1,node1:1"]
     said, told = beside_another_user(hosts(2), [*front, str(script)])
     assert said.count("weights [40.0, 40.0, 40.0]") == 2, said

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-import hvdlite
 import hvdlite.torch as hvd
 import machines_lab
 from hvdlite.collectives.early import MOST_BYTES
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.errors import MismatchError
 from machines_lab import ONE_MACHINE, WORLD, Machines
+from test_prepared import freeze
 from torch_lab import rank_input
 
 SMALL = 8 << 10  # bytes that pass at once, in a node
@@ -43,16 +43,6 @@ def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(AtOnce, "run", seen)
     return found
-
-
-def freeze(step: Callable[[int], object]) -> None:
-    """Repeat ``step`` until its order is frozen on all ranks."""
-    for number in range(200):
-        step(number)
-        runs_free = hvdlite.runtime().group.world.coordinator.runs_free
-        if hvd.allreduce(torch.tensor([float(runs_free)]), op=hvd.Min, name="free").item():
-            return
-    raise AssertionError("nothing was frozen")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
