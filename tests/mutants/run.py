@@ -4,9 +4,8 @@
     python3 tests/mutants/run.py --only ring   # those whose place or text has this word; may be repeated
 
 A test suite is worth what it notices. Whoever makes tests fewer or faster runs this before and after. Each mutant of
-on_host.py, on_gradients.py, on_repeated.py and on_gpus.py is applied to a copy of the tree, whose tests then run with
-the first numbers of ranks named; a test that hangs has noticed as well. The exit status is 1 if one survives, or if the
-tests fail without any.
+every.py is applied to a copy of the tree, whose tests then run with the first numbers of ranks named; a test that hangs
+has noticed as well. The exit status is 1 if one survives, or if the tests fail without any.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import on_gpus
-import on_gradients
-import on_host
-import on_repeated
+from every import MUTANTS
 from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,9 +118,7 @@ def main() -> int:
     arguments = parser.parse_args()
     words = arguments.only or [""]
     chosen = [
-        mutant
-        for mutant in on_host.MUTANTS + on_gradients.MUTANTS + on_repeated.MUTANTS + on_gpus.MUTANTS
-        if any(word in f"{mutant.path} {mutant.line} {mutant.wrong}" for word in words)
+        mutant for mutant in MUTANTS if any(word in f"{mutant.path} {mutant.line} {mutant.wrong}" for word in words)
     ]
     survivors = 0
     with tempfile.TemporaryDirectory(prefix="hvdlite-mutants-") as directory:

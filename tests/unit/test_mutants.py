@@ -9,14 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mutants"))
 
-import on_gpus
-import on_gradients
-import on_host
-import on_repeated
+from every import MUTANTS
 from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-MUTANTS = [*on_host.MUTANTS, *on_gradients.MUTANTS, *on_repeated.MUTANTS, *on_gpus.MUTANTS]
 
 
 @pytest.mark.parametrize("path", sorted({mutant.path for mutant in MUTANTS}))
