@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     process = launched.this_process()
     if process is not None and process.size > 1:
-        return _of_job(as_json=options.json)
+        return _of_job(process.rank, as_json=options.json)
     found = machine.examine()
     if not options.no_check:
         found["check"] = machine.check()
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if found["problems"] else 0
 
 
-def _of_job(*, as_json: bool) -> int:
+def _of_job(own_rank: int, *, as_json: bool) -> int:
     try:
         config = Config.from_env()
         obstacles = before_mpi.look_around(job.addresses_of(config))
@@ -47,6 +47,8 @@ def _of_job(*, as_json: bool) -> int:
             return 1
         rank, found = job.examine(config)
     except StartupError as error:
+        if as_json and own_rank == 0:
+            _print({"problems": [str(error)]}, "")
         print(f"hvdlite doctor: {error}", file=sys.stderr)
         return 1
     if rank != 0:

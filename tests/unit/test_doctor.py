@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hvdlite
+from hvdlite import launched
 from hvdlite.cli import doctor
 from hvdlite.doctor import control_groups, facts
 from hvdlite.doctor.check import summary
@@ -54,6 +55,21 @@ def test_ranks_that_do_not_work_together_are_a_problem(
     monkeypatch.setattr(hvdlite, "run", fail)
     assert doctor.main([]) == 1
     assert "two ranks do not work together here: the ranks did not start" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_start_that_fails_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise hvdlite.StartupError("rank 1 was not heard of")
+
+    monkeypatch.setattr(launched, "this_process", lambda: launched.Launched(launched.OPEN_MPI, rank, 2))
+    monkeypatch.setattr(doctor.job, "examine", fail)
+    assert doctor.main(["--json"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "hvdlite doctor: rank 1 was not heard of\n"
+    assert printed.out == ("" if rank else json.dumps({"problems": ["rank 1 was not heard of"]}, indent=2) + "\n")
 
 
 def test_wrong_sums_are_a_problem() -> None:
