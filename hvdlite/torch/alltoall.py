@@ -69,25 +69,12 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
-@overload
-def alltoall_async(
-    tensor: torch.Tensor, splits: None = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle[torch.Tensor]: ...
-
-
-@overload
-def alltoall_async(
-    tensor: torch.Tensor, splits: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
-
-
 @takes_arrays()
 def alltoall_async(
     tensor: torch.Tensor,
     splits: torch.Tensor | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[torch.Tensor] | Handle[tuple[torch.Tensor, torch.Tensor]]:
-    """`alltoall` as a handle. ``tensor`` must not change before it is complete."""
-    handle = start_alltoall(tensor, splits, name, process_set)
-    return handle.map(lambda pair: pair[0]) if splits is None else handle
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
+    """`alltoall` as a handle, whose result is a pair without ``splits`` too. ``tensor`` must not change meanwhile."""
+    return start_alltoall(tensor, splits, name, process_set)

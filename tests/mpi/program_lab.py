@@ -217,7 +217,7 @@ class Step:
             bounds = [0, *torch.tensor(self.splits(sender)).cumsum(0).tolist()]
             parts.append(self.inputs(sender)[0][bounds[place] : bounds[place + 1]])
             counts.append(len(parts[-1]))
-        received = [torch.tensor(counts, dtype=torch.int32)] if self.call.has_splits else []
+        received = [torch.tensor(counts, dtype=torch.int32)] if self.call.has_splits or not self.call.waits else []
         return [torch.cat(parts), *received]
 
     def _reduced(self, call: Call, stacked: torch.Tensor) -> torch.Tensor:

@@ -58,11 +58,15 @@ def test_equal_parts_by_default() -> None:
     size, me = hvd.size(), hvd.rank()
     output = hvd.alltoall(torch.arange(2 * size) + 100 * me)
     assert output.tolist() == [100 * sender + 2 * me + i for sender in range(size) for i in range(2)]
-    assert hvd.synchronize(hvd.alltoall_async(torch.arange(size) + 100 * me)).tolist() == [
-        100 * sender + me for sender in range(size)
-    ]
-    pair = hvd.synchronize(hvd.alltoall_async(torch.ones(size), torch.ones(size, dtype=torch.int32)))
-    assert pair[1].tolist() == [1] * size
+
+
+@pytest.mark.parametrize("splits", [None, 1])
+def test_asynchronous_one_returns_a_pair(splits: int | None) -> None:
+    size, me = hvd.size(), hvd.rank()
+    counts = None if splits is None else torch.full((size,), splits)
+    output, received = hvd.synchronize(hvd.alltoall_async(torch.arange(size) + 100 * me, counts))
+    assert output.tolist() == [100 * sender + me for sender in range(size)]
+    assert received.tolist() == [1] * size
 
 
 @pytest.mark.parametrize("numel", [1, 511, 300_001])

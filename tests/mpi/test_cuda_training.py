@@ -295,16 +295,10 @@ def test_many_operations_at_once_of_any_kind(gpu: TorchOnGpu) -> None:
             else:
                 both = hvd.alltoall_async(mine, name=name)
                 rows = [r + 1.0 for r in range(size) for _ in range(numel)]
-                waits.append(lambda h=both, rows=rows: _received(h.synchronize()) == rows)  # type: ignore[misc]
+                waits.append(lambda h=both, rows=rows: h.synchronize()[0].tolist() == rows)  # type: ignore[misc]
             del mine
         together.shuffle(waits)
         assert all(wait() for wait in waits)
-
-
-def _received(result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> list[float]:
-    tensor = result[0] if isinstance(result, tuple) else result
-    values: list[float] = tensor.tolist()
-    return values
 
 
 def test_adasum_is_that_of_the_host(gpu: TorchOnGpu) -> None:
