@@ -141,7 +141,7 @@ class Assignment:
 
     def late_buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
         """Buckets for this step only, of parameters that were switched on and on which no bucket counts yet."""
-        copies = [Slot(slot.index, slot.name, slot.param, slot.sparse_as_dense) for slot in slots]
+        copies = [Slot(slot.index, slot.name, slot.param, slot.sparse_as_dense, slot.changed) for slot in slots]
         for copy in copies:
             copy.active = True
         dense = [copy for copy, slot in zip(copies, slots, strict=True) if not slot.is_sparse]

@@ -35,7 +35,7 @@ class LooseBucket(DenseBucket):
     def deliver(self) -> None:
         for slot in self.slots:
             if slot.active:
-                slot.warn_if_changed()
+                slot.note_if_changed()
 
 
 class CompressedBucket(DenseBucket):
@@ -58,7 +58,7 @@ class CompressedBucket(DenseBucket):
         for slot, (tensor, ctx) in zip(self.slots, self._compressed, strict=True):
             if slot.active:
                 assert slot.param.grad is not None
-                slot.warn_if_changed()
+                slot.note_if_changed()
                 slot.param.grad.copy_(self._compression.decompress(tensor, ctx))
         self._compressed = []
 
@@ -74,5 +74,5 @@ class SparseBucket(Bucket):
     def deliver(self) -> None:
         (slot,) = self.slots
         if slot.active and self.pending is not None:
-            slot.warn_if_changed()
+            slot.note_if_changed()
             slot.param.grad = self.pending.wait()

@@ -28,6 +28,7 @@ class Slot:
 
     Attributes:
         active: whether the bucket counts on this gradient.
+        changed: the slots of the optimizer whose gradients somebody has changed on their way; emptied by who reduces.
         is_on_device: whether the parameter is in the memory of a GPU.
         is_sparse: whether all ranks reduce this gradient as a sparse one.
         passes_left: backward passes until the gradient is complete; kept by `Arrival`.
@@ -38,12 +39,13 @@ class Slot:
     """
 
     __slots__ = (
-        "active", "bucket", "dtype", "element_type", "index", "is_contiguous", "is_on_device", "is_sparse", "name",
-        "nbytes", "numel", "param", "passes_left", "shape", "sparse_as_dense", "strides", "version", "view",
+        "active", "bucket", "changed", "dtype", "element_type", "index", "is_contiguous", "is_on_device", "is_sparse",
+        "name", "nbytes", "numel", "param", "passes_left", "shape", "sparse_as_dense", "strides", "version", "view",
     )  # fmt: skip
 
-    def __init__(self, index: int, name: str, param: torch.Tensor, sparse_as_dense: bool) -> None:
+    def __init__(self, index: int, name: str, param: torch.Tensor, sparse_as_dense: bool, changed: list[Slot]) -> None:
         self.index = index
+        self.changed = changed
         self.name = name
         self.param = param
         self.sparse_as_dense = sparse_as_dense
@@ -130,16 +132,11 @@ class Slot:
             self.version = dense._version
         return dense
 
-    def warn_if_changed(self) -> None:
-        """Warn unless ``p.grad`` is as it was when it was loaded for other ranks."""
+    def note_if_changed(self) -> None:
+        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks."""
         gradient = self.param.grad
         if gradient is not None and gradient._version != self.version:
-            warnings.warn(
-                f"the gradient of '{self.name}' was changed between loss.backward() and optimizer.step(), on its way "
-                "to other ranks; all or part of the change is lost. Call optimizer.synchronize() before you clip or "
-                "unscale gradients, and optimizer.step() inside `with optimizer.skip_synchronize():` after that.",
-                stacklevel=2,
-            )
+            self.changed.append(self)
 
     def deliver_view(self) -> None:
         """Make `view`, if there is one, ``p.grad``."""
@@ -147,7 +144,7 @@ class Slot:
             return
         gradient = self.param.grad
         if gradient is None or gradient._version != self.version:
-            self.warn_if_changed()
+            self.note_if_changed()
         if self.view is not None and gradient is not self.view:
             self.param.grad = self.view
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import time
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -63,6 +64,7 @@ class GradientReducer:
         self.options = options
         self.arrival = Arrival(passes, self._begin, self._complete)
         self._groups = groups
+        self._changed: list[Slot] = []
         self._attach(self._current_group())
         self.add(parameters)
 
@@ -91,7 +93,7 @@ class GradientReducer:
     def add(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Reduce these as well."""
         slots = [
-            Slot(index, name, parameter, sparse_as_dense=not self.options.keeps_sparse)
+            Slot(index, name, parameter, sparse_as_dense=not self.options.keeps_sparse, changed=self._changed)
             for index, (name, parameter) in enumerate(parameters, start=len(self.arrival.slots))
         ]
         self.arrival.add(slots)
@@ -222,8 +224,23 @@ class GradientReducer:
                 raise failure
             for bucket in buckets:
                 bucket.deliver()
+            if self._changed:
+                self._warn_of_changes()
         if self.recorder.enabled:
             self._show_parameters(buckets)
+
+    def _warn_of_changes(self) -> None:
+        """One warning for all: whoever clips too early changes every gradient of the model, on every rank."""
+        first, *more = sorted(self._changed, key=lambda slot: slot.index)
+        self._changed.clear()
+        others = f" and {len(more)} more" * bool(more)
+        were = f"gradients of '{first.name}'{others} were" if more else f"gradient of '{first.name}' was"
+        warnings.warn(
+            f"the {were} changed between loss.backward() and optimizer.step(), on the way to other ranks; all or part "
+            "of the change is lost. Call optimizer.synchronize() before you clip or unscale gradients, and "
+            "optimizer.step() inside `with optimizer.skip_synchronize():` after that.",
+            stacklevel=2,
+        )
 
     def _show_parameters(self, buckets: Sequence[Bucket]) -> None:
         """In the timeline, in a row for each: in the first steps only, or they would be most of a long recording."""

@@ -155,7 +155,7 @@ def test_parameters_on_both(gpu: TorchOnGpu) -> None:
 def test_gradients_of_another_layout(gpu: TorchOnGpu) -> None:
     """What autograd leaves is not how the parameter lies: a copy on the GPU, which lives until it is packed."""
     weights = [torch.nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((3, 5), (200, 300))]
-    slot = Slot(0, "weight", torch.nn.Parameter(weights[0].detach()), sparse_as_dense=False)
+    slot = Slot(0, "weight", torch.nn.Parameter(weights[0].detach()), sparse_as_dense=False, changed=[])
     slot.active, slot.param.grad = True, torch.zeros(5, 3, device="cuda").t()
     copied = slot.contribution()
     assert copied is not None

@@ -46,6 +46,22 @@ def test_steps(world: FakeWorld, set_to_none: bool) -> None:
     assert model.p[1][0].item() == -2 * FACTOR * (1 + 2 + 3 + 4)
 
 
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16, _Halves])
+def test_one_warning_names_the_first_of_many_gradients_that_were_clipped_too_early(
+    world: FakeWorld, compression: type[hvd.Compressor]
+) -> None:
+    model = Scales(*SHAPES)
+    optimizer = wrap(model, compression=compression)
+    for _ in range(4):
+        model.loss().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        more = len(SHAPES) - 1
+        with pytest.warns(UserWarning, match=f"the gradients of 'p.0' and {more} more were changed between") as raised:
+            optimizer.step()
+        assert len(raised) == 1
+        optimizer.zero_grad()
+
+
 def test_parameters_without_gradient_count_as_zeros(world: FakeWorld) -> None:
     model = Scales(*SHAPES)
     optimizer = wrap(model)
