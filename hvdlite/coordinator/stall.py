@@ -110,7 +110,8 @@ class StallWatch:
             if answer is None:
                 lines.append(f"Rank {rank} does not answer: its process is stopped or very busy.")
             else:
-                lines.append(f"Rank {rank} last submitted '{answer['last']}' and is at {answer['where']}.")
+                did = f"last submitted '{answer['last']}'" if answer["last"] else "has submitted nothing yet"
+                lines.append(f"Rank {rank} {did} and is at {answer['where']}.")
         lines.append("A branch that only some ranks take is the usual cause.")
         return " ".join(lines)
 

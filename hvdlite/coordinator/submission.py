@@ -31,8 +31,8 @@ class Pace:
     __slots__ = ("_last_ns", "has_waited", "last_label")
 
     def __init__(self) -> None:
-        self.last_label = "nothing"
-        """Of what was submitted last, for people."""
+        self.last_label = ""
+        """Of what was submitted last, for people; empty before that."""
         self.has_waited = True
         """Whether anybody has waited for a future, or asked for it, since the last submission."""
         self._last_ns = 0

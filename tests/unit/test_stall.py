@@ -66,13 +66,14 @@ def warnings() -> Iterator[list[str]]:
 
 
 def test_a_warning_names_tensor_ranks_and_place(warnings: list[str]) -> None:
-    job = Job(4, stall_check_time_s=5.0)
+    job = Job(5, stall_check_time_s=5.0)
     job.waiting = {A: 1.0}
     job.answers = {
         0: status("a", A),
         1: status("layer2.bias"),
         2: status("a", A),
         3: status("layer1.bias", where="x.py:3"),
+        4: status("", where="data.py:7"),
     }
     job.run(1, 5.9)
     assert not job.asked
@@ -80,9 +81,10 @@ def test_a_warning_names_tensor_ranks_and_place(warnings: list[str]) -> None:
     assert job.asked == [6.0]
     (text,) = warnings
     for words in [
-        "allreduce 'a' has waited 5 s for ranks 1 and 3 (2 of 4 are ready)",
+        "allreduce 'a' has waited 5 s for ranks 1, 3 and 4 (2 of 5 are ready)",
         "Rank 1 last submitted 'layer2.bias' and is at train.py:12 in step: loss.backward().",
         "Rank 3 last submitted 'layer1.bias' and is at x.py:3.",
+        "Rank 4 has submitted nothing yet and is at data.py:7.",
     ]:
         assert words in text, text
 
