@@ -48,6 +48,19 @@ def test_an_error_names_variable_and_value(name, text):
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "64MB", "a whole number"),
+        ("HOROVOD_CACHE_CAPACITY", "1.5", "a whole number"),
+        ("HOROVOD_CYCLE_TIME", "5 ms", "a number"),
+    ],
+)
+def test_an_error_says_what_is_no_number(name: str, text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{text}': must be {what}$"):
+        Config.from_env({name: text})
+
+
+@pytest.mark.parametrize(
     ("settings", "patience_s"),
     [
         ({}, 6.0),

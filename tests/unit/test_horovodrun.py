@@ -187,7 +187,7 @@ class TestConfigFile:
         [
             ("{", "config.yaml: Expecting"),
             ("[1]", "must hold sections"),
-            ('{"params": {"cycle_time_ms": "long"}}', "config.yaml: params.cycle_time_ms long: could not convert"),
+            ('{"params": {"cycle_time_ms": "long"}}', "config.yaml: params.cycle_time_ms long: must be a number"),
         ],
     )
     def test_mistakes(self, path: str, text: str, match: str) -> None:
