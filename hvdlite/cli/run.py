@@ -98,6 +98,8 @@ _WITH_ARGUMENT = frozenset(
     """.split()
 )
 
+_SHARE_CORES = "{} ranks are more than that: they share cores"
+
 # Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
 _INTO_FILES = """\
 d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}") && mkdir -p "$d" && shift 2 && \
@@ -467,7 +469,12 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     interfaces = arguments.interfaces or Config.from_env(environ).network_interfaces
     ssh = tuple(word for pair in arguments.effects.ssh.items() for word in pair)
     launch = Launch(tuple(program), count, arguments.hosts, interfaces, tuple(arguments.options), ssh)
-    return _scheduled(launch, allocation) if allocation is not None else launch
+    if allocation is not None:
+        return _scheduled(launch, allocation)
+    if arguments.hosts and count > slots:  # for horovodrun an error, for mpirun too unless it is told otherwise
+        have = "1 slot" if slots == 1 else f"{slots} slots"
+        return replace(launch, notes=(f"the hosts have {have}; {_SHARE_CORES.format(count)}",))
+    return launch
 
 
 def _scheduled(launch: Launch, allocation: Allocation) -> Launch:
@@ -475,7 +482,7 @@ def _scheduled(launch: Launch, allocation: Allocation) -> Launch:
     hosts = allocation.first(launch.ranks)
     notes = [f"{allocation.scheduler} has given {allocation.slots} ranks on {len(allocation.hosts)} hosts"]
     if launch.ranks > allocation.slots:
-        notes.append(f"{launch.ranks} ranks are more than that: they share cores")
+        notes.append(_SHARE_CORES.format(launch.ranks))
     alone = all(map(is_this_machine, hosts))
     if allocation.scheduler == "LSF" and not alone and shutil.which("jsrun"):
         jsrun = f"jsrun -n {launch.ranks} -a 1 -c CORES python train.py"

@@ -99,6 +99,18 @@ class TestParsing:
         assert run.parse(words.split()).hosts == (Host("a", 2), Host("b", 1))
 
     @pytest.mark.parametrize(
+        ("words", "notes"),
+        [
+            ("-np 3 -H a:2,b", ()),
+            ("-np 2 -H a:2,b", ()),
+            ("-np 5 -H a:2,b", ("the hosts have 3 slots; 5 ranks are more than that: they share cores",)),
+            ("-np 2 -H localhost", ("the hosts have 1 slot; 2 ranks are more than that: they share cores",)),
+        ],
+    )
+    def test_more_ranks_than_slots_are_said(self, words: str, notes: tuple[str, ...]) -> None:
+        assert run.launch_of(run.parse([*words.split(), "train.py"]), {}).notes == notes
+
+    @pytest.mark.parametrize(
         "text", ["a slots=2  # comment\n\nb\n", "a:2\n# comment\nb:1\n", "a   slots = 2\nb slots=1"]
     )
     def test_hostfile(self, tmp_path: Path, text: str) -> None:
