@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 from hvdlite.torch.allreduce import allreduce_
 from hvdlite.torch.arrival import Arrival
@@ -125,7 +126,13 @@ class Assignment:
                 continue
             # A bucket that some rank has loaded already has no sparse gradients there, so all of it counts as dense.
             (has_sparse if slot.could_be_sparse else has_dense)[slot.index] = 1
-        allreduce_(flags, name=f"{self._prefix}.sparse", op=Max, process_set=self._options.reduce.process_set)
+        try:
+            allreduce_(flags, name=f"{self._prefix}.sparse", op=Max, process_set=self._options.reduce.process_set)
+        except MismatchError as error:  # of shapes: nothing else can differ between ranks here
+            raise MismatchError(
+                "the optimizers of the ranks have different numbers of parameters, the second number of each shape "
+                f"here; build the same model on every rank, and its optimizers in the same order. {error}"
+            ) from None
         for slot in slots:
             if has_dense[slot.index] or not has_sparse[slot.index]:
                 continue

@@ -312,6 +312,15 @@ def test_ranks_with_weights_in_another_order_are_told() -> None:
         optimizer.step()
 
 
+def test_ranks_with_more_parameters_are_told() -> None:
+    needs_two()
+    model = Scales([(3,)] * (2 + hvd.rank()))
+    optimizer = wrap(model)
+    model.loss(1.0).backward()
+    with pytest.raises(MismatchError, match=r"numbers of parameters.* is \(2, 2\) on rank 0 but \(2, 3\) on rank 1"):
+        optimizer.step()
+
+
 def test_ranks_with_other_models_are_told_and_can_go_on() -> None:
     needs_two()
     model = Scales([(3,), (5 + hvd.rank() % 2,)])
