@@ -238,6 +238,8 @@ def read_config_file(path: str) -> Effects:
 def _add_entry(effects: Effects, path: str, key: str, value: object) -> None:
     if value is None:
         return
+    if key == "logging.hide_timestamp" and isinstance(value, bool):  # so Horovod's own example has it
+        key, value = "logging.with_timestamp", not value
     if key == "controller":
         option = BY_NAME.get(str(value).lower())
     else:

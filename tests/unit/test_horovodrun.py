@@ -177,6 +177,12 @@ class TestConfigFile:
         assert said[1].startswith("params.hierarchical_allreduce: hvdlite chooses")
         assert said[2] == "verbosity.colour: red: hvdlite has no such setting; ignored"
 
+    @pytest.mark.parametrize("hides", [True, False])
+    def test_timestamps_may_be_hidden_instead_of_shown(self, path: str, hides: bool) -> None:
+        Path(path).write_text(json.dumps({"logging": {"hide_timestamp": hides}}))
+        effects = parse("--config-file", path).effects
+        assert (effects.settings, effects.notes) == ({"HVDLITE_LOG_HIDE_TIME": str(int(hides))}, [])
+
     def test_options_win_wherever_they_stand(self, path: str) -> None:
         arguments = parse("--cycle-time-ms", "1", "--stall-check", "--config-file", path)
         assert arguments.effects.settings["HVDLITE_CYCLE_TIME"] == "1"
