@@ -340,7 +340,8 @@ class _ElasticJob:
             with suppress(OSError):  # it has ended just now
                 send(self._links[number], answer)
         if generation.number > 1:
-            self._say(f"goes on with {len(generation.workers)} ranks")
+            count = len(generation.workers)
+            self._say(f"goes on with {count} rank{'s' * (count != 1)}")
 
     def _set_limits(self, now: float) -> None:
         """How long some wait for others."""
