@@ -23,7 +23,8 @@ class Lane:
     """Does tasks one at a time, in the order in which they came.
 
     Whoever waits for a task does it, and what comes before it, unless another thread is at it. The lane's own thread is
-    started by the first task that nobody waits for, and sleeps when there is nothing to do.
+    started by the first task that nobody waits for, and sleeps when there is nothing to do. What a callback of a task
+    adds is done at once, before what waits already: how much that is differs between ranks, and their orders must not.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,13 +51,14 @@ class Lane:
 
     def add(self, task: Task) -> None:
         """Do ``task`` later; at once where a callback of another task adds it, which may wait for it by any means."""
+        if self._doer == threading.get_ident():
+            task.perform()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         self._tasks.append(task)
         self._news.put(True)
-        if self._doer == threading.get_ident():
-            self.assist(task)
 
     def assist(self, task: Task) -> None:
         """Do what there is up to ``task``, unless another thread is doing something.

@@ -222,6 +222,28 @@ def test_a_callback_may_call_the_group(group: dist.ProcessGroup) -> None:
     assert dist.all_reduce(first, async_op=True).get_future().then(then).wait() == 2 * SIZE
 
 
+def test_calls_of_callbacks_come_in_the_same_order_on_all_ranks(group: dist.ProcessGroup) -> None:
+    """Whatever a rank has called meanwhile; hooks of DistributedDataParallel rely on that, as PowerSGD's."""
+    first, of_callback, second = torch.ones(5), torch.full((5,), 10.0), torch.full((5,), 100.0)
+
+    def then(done: torch.futures.Future[list[torch.Tensor]]) -> float:
+        dist.all_reduce(of_callback, async_op=True).get_future().wait()
+        return float(done.value()[0][0])
+
+    if RANK == LAST:
+        told(None)  # the others have made both of their calls
+    called = dist.all_reduce(first, async_op=True).get_future().then(then)
+    if RANK == LAST:
+        called.wait()
+    work = dist.all_reduce(second, async_op=True)
+    if RANK != LAST:
+        told(None)
+    work.wait()
+    assert called.wait() == SIZE
+    assert of_callback.tolist() == [10.0 * SIZE] * 5
+    assert second.tolist() == [100.0 * SIZE] * 5
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody to contradict")
 def test_contradictions_are_named_on_all_ranks(group: dist.ProcessGroup) -> None:
     odd = RANK == LAST

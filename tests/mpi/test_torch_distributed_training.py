@@ -172,6 +172,22 @@ def test_ddp_with_accumulated_gradients_buffers_and_half_precision_on_the_wire(g
     groups.both(train, **tolerances)
 
 
+def test_ddp_by_power_sgd_in_several_buckets(groups: Groups) -> None:
+    """Its callbacks call the group between the buckets. Over Gloo they wait for one another."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(WIDTH, 32), *(nn.Linear(32, 32) for _ in range(8)), nn.Linear(32, 5))
+    model = DistributedDataParallel(net, process_group=groups.hvdlite, bucket_cap_mb=0.005)
+    model.register_comm_hook(PowerSGDState(groups.hvdlite, start_powerSGD_iter=2), powerSGD_hook)
+    for _ in range(5):
+        steps(model)
+    for name, value in whole(model).items():
+        everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, value, group=groups.gloo)
+        assert all(torch.equal(other, value) for other in everywhere), name
+
+
 def sharded(mesh: DeviceMesh, **options: Any) -> nn.Module:
     model = Net()
     for layer in model:

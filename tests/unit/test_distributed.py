@@ -54,6 +54,26 @@ def test_who_waits_does_nothing_that_comes_later() -> None:
     assert lane.close(10)
 
 
+def test_what_a_callback_adds_is_done_before_what_waits_already() -> None:
+    """Ranks differ in how much that is."""
+    lane, gate, done = Lane("test"), threading.Event(), []
+    first = GroupWork(gate.wait, [], "first")
+    first.begin(lane, is_awaited=False)
+
+    def then(_: object) -> None:
+        for name, is_awaited in (("for nobody", False), ("awaited", True)):
+            GroupWork(lambda name=name: done.append(name), [], name).begin(lane, is_awaited=is_awaited)  # type: ignore[misc]
+
+    called = first.get_future().then(then)
+    last = GroupWork(lambda: done.append("last"), [], "last")
+    last.begin(lane, is_awaited=False)
+    gate.set()
+    last.wait()
+    called.wait()
+    assert done == ["for nobody", "awaited", "last"]
+    assert lane.close(10)
+
+
 def test_a_wait_has_a_limit_and_an_error_is_kept() -> None:
     lane, gate = Lane("test"), threading.Event()
     slow = GroupWork(gate.wait, [], "slow")
