@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import wraps
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 NAME = "hvdlite"
 
@@ -28,6 +29,8 @@ def register() -> None:
     for module in modules:
         module.monitored_barrier = _monitored_barrier(module.monitored_barrier)
         module.batch_isend_irecv = _batch_isend_irecv(module.batch_isend_irecv)
+    join: Any = import_module("torch.distributed.algorithms.join").Join
+    join.notify_join_context = staticmethod(_notify_join_context(join.notify_join_context))
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -90,3 +93,19 @@ def _batch_isend_irecv(by_torch: Any) -> Any:
         return by_torch(p2p_op_list)
 
     return batch_isend_irecv
+
+
+# By who joins. DistributedDataParallel hands the work to C++, which keeps no more of it than its C++ half, and waits
+# for that in backward: for ever, once the other half is gone.
+_notices: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _notify_join_context(by_torch: Any) -> Any:
+    @wraps(by_torch)
+    def notify_join_context(joinable: Any) -> Any:
+        work = by_torch(joinable)
+        if work is not None and _ours(joinable.join_process_group) is not None:
+            _notices[joinable] = work
+        return work
+
+    return notify_join_context

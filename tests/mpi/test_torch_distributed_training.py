@@ -188,6 +188,24 @@ def test_ddp_by_power_sgd_in_several_buckets(groups: Groups) -> None:
         assert all(torch.equal(other, value) for other in everywhere), name
 
 
+@pytest.mark.parametrize("by_all", [True, False], ids=["by all", "by those that are left"])
+def test_ddp_with_uneven_inputs(groups: Groups, by_all: bool) -> None:
+    """Averaged by all ranks, or by those that are left."""
+
+    def train(group: dist.ProcessGroup) -> Weights:
+        model = DistributedDataParallel(Net(), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join(divide_by_initial_world_size=by_all):
+            for step in range(STEPS + dist.get_rank()):
+                optimizer.zero_grad()
+                x, y = batch(step)
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+        return whole(model)
+
+    groups.both(train)
+
+
 def sharded(mesh: DeviceMesh, **options: Any) -> nn.Module:
     model = Net()
     for layer in model:
