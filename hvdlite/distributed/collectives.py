@@ -129,8 +129,9 @@ class Collectives:
 
         def run() -> None:
             own = tensor.detach().coalesce()
-            counts = torch.empty(self._size, dtype=torch.int64)
-            self._gather(torch.tensor(own._nnz()), list(counts.unbind()), "all_reduce of a sparse tensor: counts")
+            counts = torch.empty(self._size, dtype=torch.int64, device="cpu")
+            count = torch.tensor(own._nnz(), device="cpu")
+            self._gather(count, list(counts.unbind()), "all_reduce of a sparse tensor: counts")
             nnz = [int(count) for count in counts]
             indices = [own.indices().new_empty((own.sparse_dim(), count)) for count in nnz]
             values = [own.values().new_empty((count, *own.values().shape[1:])) for count in nnz]
@@ -139,7 +140,12 @@ class Collectives:
                 dense = block.contiguous()
                 self._carrier.spread(call, part_of(dense), [part_of(part) for part in parts], nbytes)
             total = torch.sparse_coo_tensor(
-                torch.cat(indices, dim=1), torch.cat(values), tensor.shape, dtype=tensor.dtype, check_invariants=False
+                torch.cat(indices, dim=1),
+                torch.cat(values),
+                tensor.shape,
+                dtype=tensor.dtype,
+                device=tensor.device,
+                check_invariants=False,
             ).coalesce()
             with torch.no_grad():
                 tensor.copy_(total)  # a detached one would change its own indices

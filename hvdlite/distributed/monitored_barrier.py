@@ -52,7 +52,7 @@ def monitored_barrier(
     Raises:
         CollectiveError: a rank did not come; the group is of no use any more.
     """
-    token = [torch.empty(0)]
+    token = [torch.empty(0, device="cpu")]
     if group.rank == 0:
         try:
             arrivals = [receive(token, rank, _TAG) for rank in range(1, len(group.ranks))]

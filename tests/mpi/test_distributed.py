@@ -244,6 +244,17 @@ def test_calls_of_callbacks_come_in_the_same_order_on_all_ranks(group: dist.Proc
     assert second.tolist() == [100.0 * SIZE] * 5
 
 
+def test_torchs_default_device_is_for_tensors_of_the_program(group: dist.ProcessGroup) -> None:
+    tensor = torch.sparse_coo_tensor([[0, RANK]], torch.ones(2), (SIZE,))
+    torch.set_default_device("meta")
+    try:
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.monitored_barrier()
+    finally:
+        torch.set_default_device(None)
+    assert tensor.to_dense().tolist() == [SIZE + 1.0] + [1.0] * (SIZE - 1)
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody to contradict")
 def test_contradictions_are_named_on_all_ranks(group: dist.ProcessGroup) -> None:
     odd = RANK == LAST
