@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
 from hvdlite.rendezvous import RendezvousRanks, read
 from hvdlite.torch_store import InGivenStore
+from hvdlite.world import World
 
 _FAREWELL_S = 2.0
 _NEVER_S = 1e6  # between nodes a `hvdlite.distributed.late_watch.LateWatch` ends waits
@@ -76,7 +78,7 @@ def _created(options: Any) -> HvdliteProcessGroup:
     if bootstrap is not None:
         bootstrap.close()  # the world has its own; after a failure other ranks may not come here
     if not options.global_ranks_in_group:
-        default_runtime.peers().told = _without_launcher(options.store, rank, size, config)
+        default_runtime.peers().told = _without_launcher(options.store, start.world, config)
     membership = Membership(start.world, name, ranks, timeout_s, entrance, doors, worlds, timeline, options.store)
     worlds.add(start.world.health, start.processes, ranks, membership.statistics)
     default_runtime.accompany(membership)
@@ -87,11 +89,13 @@ def _place(store: Any) -> InGivenStore:
     return InGivenStore(store, default_runtime.peers().store_key)
 
 
-def _without_launcher(store: Any, rank: int, size: int, config: Config) -> Bootstrap | None:
-    """Where hvd.init() meets, if these ranks have no launcher, but were told of a store by the program."""
-    if size == 1:
+def _without_launcher(store: Any, world: World, config: Config) -> Bootstrap | None:
+    """Where hvd.init() meets, if these ranks have no launcher, but were told of a store by the program. Collective."""
+    ranks = world.topology.ranks
+    if len(ranks) == 1:
         return None
-    return RendezvousRanks(_place(store), "hvdlite/runtime", range(size), rank, config.start_timeout_s)
+    name = f"hvdlite/runtime/{world.allgather(secrets.token_hex(4))[0]}"  # a store may outlive a group
+    return RendezvousRanks(_place(store), name, ranks, world.topology.rank, config.start_timeout_s)
 
 
 class _Where(NamedTuple):
@@ -110,8 +114,8 @@ class _Where(NamedTuple):
 
 def _meet(store: Any, name: str, rank: int, size: int, timeout_s: float, config: Config) -> Bootstrap:
     """The ranks of a group. By the store, which takes milliseconds; by MPI where they need it to reach one another."""
-    # A store may outlive a group, whose name another one gets then.
-    turn = (store.add("hvdlite/members", 1) - 1) // size
+    # A store may outlive a group, whose name another one gets then, which may be of another size.
+    turn = f"{size}.{(store.add(f'hvdlite/members/{size}', 1) - 1) // size}"
     place = _place(store)
     by_mpi = _was_started_by_mpi()
 

@@ -59,6 +59,19 @@ def test_groups_that_only_their_ranks_make() -> None:
             assert tensor[0] == sum(ranks)
 
 
+@pytest.mark.skipif(SIZE < 3, reason="groups of two sizes")
+def test_groups_of_one_name_in_one_store_differ_in_size(tmp_path: Path) -> None:
+    """torch counts groups anew with each default group."""
+    store = dist.FileStore(str(told(str(tmp_path))[0]) + "/store", SIZE)
+    for ranks in ([0, 1], list(range(SIZE)), [1, 2]):
+        with process_group(store=store, rank=RANK, world_size=SIZE):
+            group = dist.new_group(ranks)
+            if RANK in ranks:
+                tensor = torch.ones(1)
+                dist.all_reduce(tensor, group=group)
+                assert tensor[0] == len(ranks)
+
+
 def test_what_goes_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm_exchange, "_STREAMED_BYTES", 0)
     with process_group():

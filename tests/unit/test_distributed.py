@@ -246,3 +246,33 @@ def test_ranks_that_have_a_key_take_nothing_else_from_a_store() -> None:
         store.set("start:1/1", forged)
         with pytest.raises(StartupError, match="another program has written start:1/1 into the store"):
             RendezvousRanks(place, "start", range(2), 0, 1.0).allgather("mine")
+
+
+TWICE = """
+import sys
+import torch, torch.distributed as dist
+import hvdlite.torch as hvd
+
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+for _ in range(2):
+    dist.init_process_group("hvdlite", store=store, rank=rank, world_size=2)
+    hvd.init()
+    assert (hvd.rank(), hvd.size()) == (rank, 2)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum) == 2
+    hvd.shutdown()
+    dist.destroy_process_group()
+"""
+
+
+def test_hvd_init_meets_in_a_store_that_outlives_the_group(tmp_path: Path) -> None:
+    programs = [
+        subprocess.Popen([sys.executable, "-c", TWICE, str(rank), str(tmp_path / "store")], cwd=ROOT)
+        for rank in range(2)
+    ]
+    try:
+        assert [program.wait(60) for program in programs] == [0, 0]
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
