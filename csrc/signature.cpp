@@ -41,6 +41,7 @@ Signature::Signature(const Arguments& arguments, bool is_empty, py::object home)
       layout_(attribute(arguments.tensor, names().layout)),
       shape_(attribute(arguments.tensor, names().shape)),
       home_(std::move(home)),
+      place_(home_.is_none() ? 0 : address_of(arguments.tensor)),
       is_empty_(is_empty) {}
 
 bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) const {
@@ -59,7 +60,7 @@ bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) con
     if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
     return false;
   }
-  return (address != 0 || is_empty_) && (home_.is_none() || !home_().is_none());
+  return (address != 0 || is_empty_) && (home_.is_none() || (address == place_ && !home_().is_none()));
 }
 
 }  // namespace hvdlite

@@ -21,8 +21,9 @@ struct Arguments {
 // All methods need the GIL.
 class Signature {
  public:
-  // `is_empty`: so that the tensor may have no address. `home`: a weak reference to memory that the operation needs,
-  // where tensors live in some; None: it needs none.
+  // `is_empty`: so that the tensor may have no address. `home`: a weak reference to the memory that the tensor lives
+  // in, where the operation works there: its results would overwrite whoever else does; None: it may come from
+  // anywhere.
   Signature(const Arguments& arguments, bool is_empty, pybind11::object home);
 
   // Whether a call with `arguments` is the same, so that its tensor is contiguous memory of the host, at `address`.
@@ -41,6 +42,7 @@ class Signature {
   pybind11::object layout_;
   pybind11::object shape_;
   pybind11::object home_;
+  std::uintptr_t place_;  // in that memory
   bool is_empty_;
 };
 

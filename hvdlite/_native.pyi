@@ -356,7 +356,7 @@ class Signature:
         is_empty: bool,
         home: weakref.ref[Any] | None,
     ) -> None:
-        """``is_empty``: so that ``tensor`` may have no address. ``home``: memory that the operation needs, if any."""
+        """``is_empty``: so that ``tensor`` may have no address. ``home``: memory that it lives in, and has to."""
 
 class Signatures:
     """Of the operations of a burst, by their places."""

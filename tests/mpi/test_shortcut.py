@@ -387,6 +387,25 @@ def test_in_its_slot_it_is_the_same_slot(by_python: list[str]) -> None:
         assert hvd.allreduce_(elsewhere, op=hvd.Sum, name="at home")[63].item() == total()
 
 
+@pytest.mark.parametrize("name", ["large", None])
+def test_what_lives_in_a_slot_is_left_alone_by_others(name: str | None) -> None:
+    """Of so many bytes that an operation works in the slot: others would overwrite what is there."""
+    numel = 16 << 10
+    memory = allocate(hvdlite.runtime().group, 8 * numel, f"two of {name}").memory[: 8 * numel].view(np.float32)
+    first, second = (torch.from_numpy(memory[start : start + numel]) for start in (0, numel))
+    elsewhere = torch.empty(numel)
+    for tensor in (first, second, elsewhere, first):
+        for turn in range(4 * REPEATS):
+            for kept in (first, second, elsewhere):
+                kept.fill_(-1.0)
+            tensor.fill_(hvd.rank() + turn)
+            hvd.allreduce_(tensor, op=hvd.Sum, name=name)
+            expected = total() + hvd.size() * (turn - 1)
+            assert (tensor == expected).all(), turn
+            for kept in (first, second, elsewhere):
+                assert kept is tensor or (kept == -1.0).all(), turn
+
+
 def test_another_generation_begins_anew(machine_of: Machines, by_python: list[str]) -> None:
     step = blocking(["generation", None])
     until_taken(step, by_python)

@@ -35,7 +35,7 @@ MUTANTS = [
         "",
         _SHORTCUT,
     ),
-    Mutant("csrc/signature.cpp", " && (home_.is_none() || !home_().is_none());", ";", _SHORTCUT),
+    Mutant("csrc/signature.cpp", "address == place_ && ", "", _SHORTCUT),
     Mutant("csrc/shortcut.cpp", '    if (is_true(result, "requires_grad")) return {};\n', "", _SHORTCUT),
     Mutant("csrc/shortcut.cpp", '  if (is_true(recorder_, "enabled")) return {};\n', "", _SHORTCUT),
     Mutant("csrc/shortcut.cpp", "  if (entry->unnamed != nullptr) ++entry->unnamed->next;\n", "", _SHORTCUT),
