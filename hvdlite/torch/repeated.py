@@ -34,6 +34,7 @@ R = TypeVar("R")
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = frozenset({type(None), int, ReduceOp})
+_NUMBERS = frozenset({float, int})
 _BROADCAST = object()  # where an allreduce has its factors
 
 
@@ -96,6 +97,9 @@ def reduced_at_once(
     address = _usual_address(tensor, name, op)
     if address is None:
         return None
+    if is_custom(compression):  # it may be no key of a dictionary
+        return None
+    prescale, postscale = _number(prescale), _number(postscale)
     home = group.memory.find(address, tensor.nbytes) if in_place else None
     key = name, op, prescale, postscale, compression, tensor.dtype, tensor.shape, None if home is None else home.place
     prepared = PreparedAllreduce.known(
@@ -180,6 +184,7 @@ def begun_in_burst(
     address = _usual_address(tensor, name, op)
     if address is None:
         return None
+    prescale, postscale = _number(prescale), _number(postscale)
     key = name, op, prescale, postscale, tensor.dtype, tensor.shape
     request = group.requests.get(key)
     if request is None:
@@ -224,6 +229,11 @@ def _usual_address(tensor: torch.Tensor, name: str | None, op: int | None) -> in
     return address if address or (tensor.is_cpu and not tensor.numel()) else None
 
 
+def _number(factor: float) -> float:
+    """That of a tensor or an array is what it is now, and may be another one the next time."""
+    return factor if type(factor) in _NUMBERS else float(factor)
+
+
 def _request(
     tensor: torch.Tensor,
     name: str | None,
@@ -236,7 +246,7 @@ def _request(
 ) -> Allreduce | None:
     """None for what is more than one reduction, or a mistake."""
     options = reduce_options(None, op, prescale, postscale, process_set, compression)
-    if options.reduction.op is Adasum or is_custom(compression) or tensor.dtype is torch.bool:
+    if options.reduction.op is Adasum or tensor.dtype is torch.bool:
         return None
     views = [view_of(contiguous_block(tensor, "allreduce"))]
     place = None if home is None else home.place

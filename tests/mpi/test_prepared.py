@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +133,50 @@ def test_compressed(runs: list[int]) -> None:
     for _ in range(REPEATS):
         assert torch.equal(hvd.allreduce(tensor, name="again", compression=hvd.Compression.bf16), expected)
     assert runs
+
+
+@dataclass  # so that instances have no hash
+class Halved:
+    """A compressor of the user's."""
+
+    factor: float = 0.5
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.factor * tensor, None
+
+    def decompress(self, tensor: torch.Tensor, context: None) -> torch.Tensor:
+        return tensor / self.factor
+
+
+def test_a_compressor_of_the_user_is_no_key() -> None:
+    value = torch.empty(3)
+
+    def step(number: int) -> None:
+        value.fill_(hvd.rank() + number)
+        expected = total(lambda rank: rank + number)
+        assert hvd.allreduce(value, op=hvd.Sum, name="as it is")[2].item() == expected
+        assert hvd.allreduce(value, op=hvd.Sum, name="halved", compression=Halved())[2].item() == expected  # type: ignore[arg-type]
+
+    freeze(step)
+    step(2)
+
+
+@pytest.mark.parametrize("made", [torch.tensor, np.array], ids=["tensor", "array"])
+def test_factors_are_what_they_are_now(made: Callable[[float], Any]) -> None:
+    """Of a tensor, or an array, which is the same object with another number in it."""
+    factor = made(1.0)
+
+    def step(number: int) -> None:
+        factor[...] = number % 3 + 1.0
+        expected = hvd.size() * factor.item()
+        for how in ("prescale_factor", "postscale_factor"):
+            result = hvd.allreduce(torch.ones(2), op=hvd.Sum, name=how, **{how: factor})
+            assert result[1].item() == expected, number
+        begun = [hvd.allreduce_async(torch.ones(2), op=hvd.Sum, name=f"{i}", prescale_factor=factor) for i in range(9)]
+        assert {hvd.synchronize(handle)[1].item() for handle in begun} == {expected}, number
+
+    for number in [0] * 5 * REPEATS + [*range(5)]:
+        step(number)
 
 
 def test_groups(runs: list[int], machine_of: Machines) -> None:
