@@ -99,18 +99,25 @@ class AtOnce:
             if begun is None:
                 return False
             plan, closings = begun
-            number, heard = self._plan.number, worker.heard
-            left = self._finish(
-                plan, prepared, sequence, tensors, lambda: prepared.run(tensors, number, plan.ready, heard)
-            )
-            if left is not None:
+            number, count, heard = self._plan.number, plan.ready, worker.heard
+            try:  # what is counted as ready is done from here on, or left, or taken back
+                left = self._finish(plan, prepared, sequence, tensors, prepared.run(tensors, number, count, heard))
+            except BaseException as error:
+                self._interrupted(plan, number, count, prepared, sequence, tensors, error)
+                raise
+            if isinstance(left, Submission):
                 return left
+            if left is Outcome.DONE_AND_RUNG:
+                worker.follow()
             if self.shortcut.closings == closings:
                 self._learn(plan, prepared, unnamed)
                 self.shortcut.open(plan.done, heard, closings)
             return True
         finally:
-            worker.finish()
+            try:  # noqa: SIM105 (which is Python, and may be interrupted)
+                worker.at_work.release()
+            except RuntimeError:  # somebody else was at work
+                pass
 
     def _begin(self, request: Request, sequence: int) -> tuple[FrozenPlan, int] | None:
         """The plan, if that comes next and nothing else is under way; and how often the shortcut was closed by then."""
@@ -149,7 +156,10 @@ class AtOnce:
                     self._settle()
                     return
             finally:
-                self._worker.finish()
+                try:  # noqa: SIM105 (likewise)
+                    self._worker.at_work.release()
+                except RuntimeError:
+                    pass
             if time.monotonic() >= until_s:
                 return
             time.sleep(_NAP_S)
@@ -170,36 +180,41 @@ class AtOnce:
         self._progress.batches += times
 
     def _finish(
-        self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T, ended: Callable[[], Outcome]
-    ) -> Submission | None:
-        """What has begun, by its outcome; what is left to be waited for."""
-        try:
-            outcome = ended()
-            if outcome is not _NOT_YET:
-                plan.done = plan.told = plan.ready
-        except BaseException as error:
-            self._interrupted(plan, prepared, sequence, tensors, error)
-            raise
+        self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T, outcome: Outcome
+    ) -> Submission | Outcome:
+        """What has begun, by its outcome; what is left to be waited for, if anything is."""
         if outcome is _NOT_YET:
             self._pace.last_label = prepared.label
             self._progress.submissions += 1
             return self._leave(plan, prepared, sequence, tensors)
+        plan.done = plan.told = plan.ready
         self._done(prepared.label)
-        if outcome is Outcome.DONE_AND_RUNG:
-            self._worker.follow()
-        return None
+        return outcome
 
     def _go_on(
         self, native: Native[Any], sequence: int, source: int, target: int, owner: object, result: int
     ) -> Submission | None:
         """What the shortcut has begun, at work, and not done without a remark; what is left to be waited for."""
-        self._settle()
-        plan = self._plan.free
-        assert plan is not None
-        begun = plan.begin_next(native.request, sequence)
-        assert begun, native.label
-        tensors = native.tensors(source, target, owner)
-        return self._finish(plan, native, sequence, tensors, lambda: native.ended(result))
+        try:  # others know that this rank is ready, so it has to be counted
+            self.settle()
+            tensors, plan, number = native.tensors(source, target, owner), self._plan.free, self._plan.number
+            assert plan is not None
+            begun = plan.begin_next(native.request, sequence)
+            assert begun, native.label
+        except BaseException as error:
+            self._end(error)
+            raise
+        count = plan.ready
+        try:
+            left = self._finish(plan, native, sequence, tensors, native.ended(result))
+        except BaseException as error:
+            self._interrupted(plan, number, count, native, sequence, tensors, error)
+            raise
+        if isinstance(left, Submission):
+            return left
+        if left is Outcome.DONE_AND_RUNG:
+            self._worker.follow()
+        return None
 
     def follow(self, number: int, plan: FrozenPlan) -> None:
         """A plan begins. By who is at work."""
@@ -234,15 +249,26 @@ class AtOnce:
         return submission
 
     def _interrupted(
-        self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T, error: BaseException
+        self,
+        plan: FrozenPlan,
+        number: int,
+        count: int,
+        prepared: Prepared[T],
+        sequence: int,
+        tensors: T,
+        error: BaseException,
     ) -> None:
-        """``prepared`` has failed; or Ctrl-C has come, and the other ranks go on."""
-        outcome = prepared.outcome(self._plan.number, plan.ready)
+        """``prepared``, operation ``count`` of plan ``number``, has failed, or Ctrl-C has come: other ranks go on."""
+        if plan.done == count:
+            return
+        outcome = prepared.outcome(number, count)
         if isinstance(error, HorovodInternalError) or outcome is Outcome.FAILED:
             self._end(error)
         elif outcome is None:
             plan.cancel_next(prepared.request)
-        elif outcome is _NOT_YET:
-            self._leave(plan, prepared, sequence, tensors)
         else:
-            plan.done = plan.told = plan.ready
+            if outcome is _NOT_YET:
+                self._leave(plan, prepared, sequence, tensors)
+            else:
+                plan.done = plan.told = plan.ready
+            self._worker.wake()  # this thread looks for nothing more, and others may wait for what was left

@@ -47,8 +47,8 @@ class Awaited:
             return Outcome.NOT_YET
         self._executed = Outcome.FAILED  # unless it comes to an end
         self._execute(self._submission)
-        self._executed = Outcome.DONE_AND_RUNG if meeting.has_news(heard) else Outcome.DONE
-        return self._executed
+        self._executed = Outcome.DONE
+        return Outcome.DONE_AND_RUNG if meeting.has_news(heard) else Outcome.DONE
 
     def outcome(self, plan: int, count: int) -> Outcome | None:
         """See `Prepared`."""

@@ -60,6 +60,7 @@ class MeetingInNode:
         """See `Meeting`."""
         if self._last != (plan, count):
             return None
+        self._counts.want_ring(True)
         self._counts.set(plan, count)  # an interrupt may have come just before
         return Outcome.NOT_YET
 

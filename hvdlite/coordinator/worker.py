@@ -121,13 +121,12 @@ class Worker:
         return _owns(self.at_work)
 
     def begin(self) -> bool:
-        """Whether the caller's thread is at work from here on, as nobody else was; `finish` follows in any case."""
-        return self.at_work.acquire(blocking=False)
+        """Whether the caller's thread is at work from here on, as nobody else was.
 
-    def finish(self) -> None:
-        """The end of what `begin` may have begun."""
-        if _owns(self.at_work):
-            self.at_work.release()
+        Who calls it tries to release `at_work` in any case: an interrupt may come before it returns. It is also why
+        that is no method of this class, which could be interrupted before it does anything.
+        """
+        return self.at_work.acquire(blocking=False)
 
     def follow(self) -> None:
         """Of who is at work: look for what has rung meanwhile, which the thread may have slept through."""

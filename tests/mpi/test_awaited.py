@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 import torch
 
 import hvdlite
 import hvdlite.torch as hvd
+from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.awaited import Awaited
+from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.prepared import Outcome
+from hvdlite.coordinator.worker import Worker
 from machines_lab import ONE_AND_SEVERAL, ONE_MACHINE, WORLD, Machines, running_on
 from test_prepared import freeze, interrupt_while_waiting
 
@@ -154,6 +159,74 @@ def test_an_interrupt_ends_the_wait_and_not_the_job(operation: Callable[[int], N
     freeze(operation)
     interrupt_while_waiting(operation)
     operation(2)
+
+
+class Interrupt(Exception):
+    """Comes at one of the places where Python takes signals: the first instruction of a function, or after a call.
+
+    Only where an operation is begun by its caller, and not where it ends the job, as that of the coordinator's work
+    does.
+    """
+
+    ends_the_job = frozenset(
+        function.__code__ for function in (AtOnce._settle, Worker.follow, Coordinator._execute_alone)
+    )
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.seen = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        codes = set()
+        at: FrameType | None = frame if event in ("call", "c_return") else None
+        while at is not None:
+            codes.add(at.f_code)
+            at = at.f_back
+        if AtOnce.run.__code__ in codes and not codes & self.ends_the_job:
+            self.seen += 1
+            if self.seen > self.place:
+                raise self
+
+
+def allreduce(number: int) -> None:
+    value = torch.full((3,), float(hvd.rank() + number))
+    assert (hvd.allreduce_(value, op=hvd.Sum, name="allreduce") == sum(range(hvd.size())) + hvd.size() * number).all()
+
+
+@pytest.mark.parametrize("operation", [allreduce, allgather], ids=["allreduce", "allgather"])
+def test_an_interrupt_anywhere_in_python_ends_no_job(operation: Callable[[int], None], running: Machines) -> None:
+    """Either nobody was told of the operation, which can be called once more; or it is done when the others come."""
+    if running != ONE_MACHINE:
+        pytest.skip("between machines it ends the job")
+    coordinator = hvdlite.runtime().group.world.coordinator
+
+    def told() -> int:
+        return coordinator._plan.plan.ready + coordinator.at_once.shortcut.untold  # type: ignore[union-attr]
+
+    for place in range(200):
+        freeze(operation)
+        is_interrupted = False
+        if hvd.rank() == 0:
+            coordinator.at_once.shortcut.close()  # so that it comes to Python
+            before = told()
+            sys.setprofile(Interrupt(place))
+            try:
+                operation(place)
+            except Interrupt:
+                is_interrupted = True
+            finally:
+                sys.setprofile(None)
+            if told() == before:
+                operation(place)
+        else:
+            operation(place)
+        is_interrupted = any(WORLD.allgather(is_interrupted))
+        while coordinator._in_flight.keys():
+            time.sleep(1e-3)
+        if not is_interrupted:
+            assert place > 20
+            return
+    raise AssertionError("so many places there are not")
 
 
 def test_what_fails_in_the_middle_is_known_to_all(monkeypatch: pytest.MonkeyPatch) -> None:

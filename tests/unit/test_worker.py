@@ -193,7 +193,7 @@ def test_the_thread_learns_of_an_end_that_was_met_after_a_native_call() -> None:
         assert stage.worker.begin()
         stage.worker.follow()
     finally:
-        stage.worker.finish()
+        stage.worker.at_work.release()
     assert stage.worker.join(PATIENCE_S)
 
 
