@@ -40,7 +40,7 @@ TINY = {  # small, so that long paths run on little data, and slots of the cache
 }  # fmt: skip
 SETTINGS = [(LAYOUTS[0], {}), *((machine_of, TINY) for machine_of in LAYOUTS)]
 LONGEST_S = 30.0  # a program; it takes milliseconds
-SLOT_BYTES = 8192
+SLOT_BYTES = 32 << 10  # of any tensor
 SLOTS = 32
 
 
@@ -72,7 +72,8 @@ def test_programs(
     assert not any(told), "\n\n".join(next(texts for texts in told if texts))
 
 
-LOOPS = [(LAYOUTS[0], {}), (LAYOUTS[0], {"PREPARED_OPERATIONS": "0"}), (LAYOUTS[0], TINY), (LAYOUTS[-1], {})]
+BY_PYTHON = {"PREPARED_OPERATIONS": "0"}
+LOOPS = [(LAYOUTS[0], {}), (LAYOUTS[0], BY_PYTHON), (LAYOUTS[0], TINY), (LAYOUTS[-1], {}), (LAYOUTS[-1], BY_PYTHON)]
 
 
 @pytest.mark.time_limit(100 + COUNT / 10)
@@ -133,6 +134,7 @@ class Worker:
     def __init__(self, sets: list[hvd.ProcessSet]) -> None:
         self._sets = sets
         self._own = random.Random()
+        self._repeats = False
         buffers = [
             allocate(process_set.group(), 2 * SLOTS * SLOT_BYTES) for process_set in sets if process_set.included()
         ]
@@ -141,6 +143,7 @@ class Worker:
     def run(self, program: Program | Loop) -> list[str]:
         """What was wrong."""
         self._own.seed(f"{program.seed} {RANK}")
+        self._repeats = isinstance(program, Loop)
         try:
             problems = self._problems(program) if isinstance(program, Program) else self._of_turns(program)
         except BaseException as error:
@@ -197,9 +200,14 @@ class Worker:
         return lambda: verdict(step, given, kept, outcome())
 
     def _placed(self, step: Step, tensor: torch.Tensor) -> torch.Tensor:
-        """In a fusion buffer, at a place that other ranks may choose too; or strided; or as it is."""
+        """In a fusion buffer, at a place that other ranks may choose too; or strided; or as it is.
+
+        In a loop every third step has a place of its own there, mostly.
+        """
         place = self._own.random()
-        if place < 0.2:
+        if self._repeats and step.number % 3 == 0 and self._own.random() < 0.98:
+            place = 0.5
+        elif place < 0.2:
             strided = tensor.new_zeros((*tensor.shape, 2))[..., 1]
             return strided.copy_(tensor)
         nbytes = tensor.numel() * tensor.element_size()
