@@ -161,7 +161,8 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   // Handlers of signals run here, and not at the first instruction of `rest`: what was begun has to be taken over.
   std::optional<py::error_already_set> interrupt;
   if (PyErr_CheckSignals() != 0) interrupt.emplace();
-  const py::object owner = py::make_tuple(py::handle(arguments.tensor), result);
+  // The storage, as `tensor.set_()` may bring another once a signal has ended the wait.
+  const py::object owner = py::make_tuple(py::handle(arguments.tensor).attr("untyped_storage")(), result);
   const py::object left = rest_(prepared, sequence, address, target, owner, static_cast<int>(ended));
   at_work.end();
   if (interrupt) throw *interrupt;

@@ -158,7 +158,8 @@ def _performed(
     result = tensor if in_place else torch.empty_like(tensor)
     inputs = [address if prepared.gives else 0]
     outputs = inputs if in_place and prepared.gives else [result.data_ptr()]
-    group.perform(prepared, Tensors(inputs, outputs, home, (tensor, result)), name)
+    # Its storages are owned as they are now: if a signal ends the wait, `tensor.set_()` may bring another.
+    group.perform(prepared, Tensors(inputs, outputs, home, (tensor.untyped_storage(), result)), name)
     return result
 
 
@@ -193,7 +194,7 @@ def begun_in_burst(
             return None
         request = group.requests.remember(key, made)
     result = tensor if in_place else torch.empty_like(tensor)
-    # Its storages are owned as they are now, should `tensor.set_()` bring another.
+    # Likewise, while the operation is under way.
     owner = tensor.untyped_storage() if in_place else (tensor.untyped_storage(), result)
     count = group.count if name is None else None
     taken = collector.take(request, address, address if in_place else result.data_ptr(), owner, count)

@@ -504,6 +504,26 @@ def test_an_interrupt_ends_the_wait_and_not_the_job(machine_of: Machines) -> Non
     assert value[0].item() == total(lambda rank: rank + 2)
 
 
+@pytest.mark.parametrize("is_known", [True, False], ids=["native", "by Python"])
+def test_what_is_left_by_an_interrupt_keeps_memory_that_is_taken_away(machine_of: Machines, is_known: bool) -> None:
+    """So much that it would go back to the kernel."""
+    if machine_of != ONE_MACHINE:
+        pytest.skip("between machines it ends the job")
+    value = torch.ones(16 << 20)
+
+    def step(number: int) -> None:
+        try:
+            hvd.allreduce_(value, name="taken away")
+        except Interrupted:
+            value.set_()  # type: ignore[call-overload]
+            raise
+
+    freeze(step)
+    if not is_known:
+        hvdlite.runtime().group.world.coordinator.at_once.shortcut.close()
+    interrupt_while_waiting(step)
+
+
 def test_tensors_that_are_not_usual_go_the_usual_way() -> None:
     """Transposed, of a subclass, with a history, of bool; mistakes are told as ever."""
     plain = torch.arange(6.0).reshape(2, 3) + hvd.rank()
