@@ -29,6 +29,7 @@ from hvdlite.torch.assignment import Assignment
 from hvdlite.torch.bucket_maker import GradientOptions
 from hvdlite.torch.bucketing import Phase
 from hvdlite.torch.buckets import SparseBucket
+from hvdlite.torch.eager import eager
 from hvdlite.torch.gradients import Bucket, Slot, UnderWay
 from hvdlite.torch.numerics import GradientCheck
 from hvdlite.torch.sparse import SparseReduction
@@ -169,6 +170,7 @@ class GradientReducer:
 
     # In step().
 
+    @eager
     def synchronize(self) -> None:
         """Return once every gradient is the reduced one; zeros where no rank has one.
 

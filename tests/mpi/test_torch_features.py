@@ -135,10 +135,26 @@ def test_compile_with_synchronized_batch_normalization() -> None:
     torch.testing.assert_close(own.grad, whole.grad.unflatten(0, x.shape[:2])[hvd.rank()], rtol=1e-10, atol=1e-10)
 
 
-def _compiled(model: torch.nn.Module) -> Forward:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch's optimizers import
+def test_compile_the_step() -> None:
+    """Gradients are reduced between two graphs, and nothing of that is traced."""
+    weights = []
+    for compiles in (True, False):
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+        step = _compiled(optimizer.step) if compiles else optimizer.step
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            plain_loss(model, batch(number, torch.float64)[hvd.rank()]).backward()
+            step()
+        weights.append(dict(model.named_parameters()))
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """By a backend that needs no compiler of another language."""
     torch._dynamo.reset()
-    compiled: Forward = torch.compile(model, backend="aot_eager")
+    compiled: Callable[..., Any] = torch.compile(function, backend="aot_eager")
     try:
         torch.compile(torch.nn.Identity(), backend="aot_eager")(torch.ones(1))
     except RuntimeError as error:  # not on every version of Python
