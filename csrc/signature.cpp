@@ -42,7 +42,8 @@ Signature::Signature(const Arguments& arguments, bool is_empty, py::object home)
       shape_(attribute(arguments.tensor, names().shape)),
       home_(std::move(home)),
       place_(home_.is_none() ? 0 : address_of(arguments.tensor)),
-      is_empty_(is_empty) {}
+      is_empty_(is_empty),
+      may_be_negated_(number(call(arguments.tensor, names().numel)) == 1) {}
 
 bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) const {
   PyObject* tensor = arguments.tensor;
@@ -55,6 +56,7 @@ bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) con
     if (attribute(tensor, names().is_cpu).ptr() != Py_True) return false;
     if (!equal(attribute(tensor, names().shape).ptr(), shape_.ptr())) return false;
     if (call(tensor, names().is_contiguous).ptr() != Py_True) return false;
+    if (may_be_negated_ && call(tensor, names().is_neg).ptr() == Py_True) return false;
     address = address_of(tensor);
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C

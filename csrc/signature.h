@@ -44,6 +44,7 @@ class Signature {
   pybind11::object home_;
   std::uintptr_t place_;  // in that memory
   bool is_empty_;
+  bool may_be_negated_;  // as of contiguous tensors only those of one element are, which read as minus what is there
 };
 
 // Numbers of the unnamed operations of a kind, from 0 on; under the GIL.

@@ -37,6 +37,7 @@ struct Names {
   PyObject* grad = interned("grad");
   PyObject* is_contiguous = interned("is_contiguous");
   PyObject* is_cpu = interned("is_cpu");
+  PyObject* is_neg = interned("is_neg");
   PyObject* layout = interned("layout");
   PyObject* numel = interned("numel");
   PyObject* requires_grad = interned("requires_grad");

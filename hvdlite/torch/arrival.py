@@ -197,7 +197,8 @@ class Arrival:
             raise UsageError(
                 f"the gradient of '{slot.name}' was computed {self._passes - slot.passes_left} times before "
                 f"optimizer.step(), but backward_passes_per_step is {self._passes}. Pass a larger one to "
-                "hvd.DistributedOptimizer, or do the other passes inside optimizer.no_sync()."
+                "hvd.DistributedOptimizer, or do the other passes inside optimizer.no_sync(). Where "
+                "torch.utils.checkpoint runs a layer more than once, it needs use_reentrant=False."
             )
         if self.waits_for_sparse and slot.could_be_sparse and not slot.is_sparse:
             return

@@ -223,6 +223,8 @@ def _usual_address(tensor: torch.Tensor, name: str | None, op: int | None) -> in
         return None
     if is_on_device(tensor) or type(op) not in _OPS or (name is not None and type(name) is not str):
         return None
+    if tensor.is_neg():  # the imaginary part of a conjugate, which reads as minus what is there
+        return None
     try:
         address = tensor.data_ptr()
     except RuntimeError:  # inside torch.vmap, for example

@@ -114,14 +114,14 @@ def view_of(tensor: torch.Tensor) -> TensorView:
 
 
 def contiguous_block(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """``tensor`` without its history, where it lies contiguously; else a contiguous copy."""
+    """``tensor`` without its history, where it lies contiguously, and as it reads; else a contiguous copy."""
     tensor = check_tensor(tensor, what)
-    return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
+    return (tensor.detach() if tensor.requires_grad else tensor).contiguous().resolve_neg()
 
 
 def copied_back(tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
     """``tensors`` with the contents of ``results``, which share their memory where they are contiguous."""
     for tensor, result in zip(tensors, results, strict=True):
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() or tensor.is_neg():
             tensor.detach().copy_(result)
     return tensors

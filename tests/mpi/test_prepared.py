@@ -524,6 +524,27 @@ def test_what_is_left_by_an_interrupt_keeps_memory_that_is_taken_away(machine_of
     interrupt_while_waiting(step)
 
 
+@pytest.mark.parametrize("numel", [1, 2])
+def test_the_imaginary_part_of_a_conjugate(numel: int) -> None:
+    """It reads as minus what is in memory, where one element is contiguous."""
+
+    def part(of: float) -> torch.Tensor:
+        return torch.full((numel,), of * 1j).conj().imag
+
+    usual = torch.ones(numel)
+    freeze(lambda number: hvd.allreduce(usual, op=hvd.Sum, name="part"))
+    freeze(lambda number: hvd.broadcast(usual, 0, name="part of 0"))
+    for _ in range(2):
+        assert hvd.allreduce(part(2.0), op=hvd.Sum, name="part").tolist() == [-2.0 * hvd.size()] * numel
+        begun = [hvd.allreduce_async(part(3.0), op=hvd.Sum, name=f"{i}") for i in range(5)]
+        assert all(hvd.synchronize(handle).tolist() == [-3.0 * hvd.size()] * numel for handle in begun)
+        assert hvd.broadcast(part(4.0), 0, name="part of 0").tolist() == [-4.0] * numel
+        assert hvd.allgather(part(5.0)).tolist() == [-5.0] * numel * hvd.size()
+        own = part(6.0)
+        assert hvd.allreduce_(own, op=hvd.Sum, name="in place") is own
+        assert own.tolist() == [-6.0 * hvd.size()] * numel
+
+
 def test_tensors_that_are_not_usual_go_the_usual_way() -> None:
     """Transposed, of a subclass, with a history, of bool; mistakes are told as ever."""
     plain = torch.arange(6.0).reshape(2, 3) + hvd.rank()
