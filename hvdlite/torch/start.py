@@ -36,6 +36,8 @@ def start_allreduce(
     """Reduce each of ``tensors``, by any op but Adasum."""
     label = label_of("allreduce", name)
     sources = [contiguous_block(tensor, label) for tensor in tensors]
+    if in_place and grouped:
+        sources = _each_once(sources)
     results = sources if in_place else [_new_result(source, tuple(source.shape)) for source in sources]
     now = Now()
     inputs = views_of(sources, now)
@@ -182,6 +184,17 @@ def start_alltoall(
 
     pending = alltoall_async(group, view_of(source), counts, allocate, name=name, background=background)
     return Handle(pending, group.recorder, label, lambda: (results[0], torch.tensor(pending.wait(), dtype=torch.int32)))
+
+
+def _each_once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors``, with copies of those that have come before: what is large is reduced while the first is written."""
+    known: set[int] = set()
+    result = []
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        result.append(tensor.clone() if address in known else tensor)
+        known.add(address)
+    return result
 
 
 def _new_result(source: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -120,8 +120,8 @@ def contiguous_block(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def copied_back(tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors`` with the contents of ``results``, which share their memory where they are contiguous."""
+    """``tensors`` with the contents of ``results``, which may share their memory."""
     for tensor, result in zip(tensors, results, strict=True):
-        if not tensor.is_contiguous() or tensor.is_neg():
+        if result.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(result)
     return tensors

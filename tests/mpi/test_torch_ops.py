@@ -168,6 +168,16 @@ def test_grouped(in_place: bool) -> None:
     assert hvd.grouped_allreduce([]) == []
 
 
+@pytest.mark.parametrize("numel", [10, 100_000])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_group_in_place_that_has_a_tensor_twice(numel: int, step: int) -> None:
+    """Weights that are tied stand twice in a state."""
+    tied, other = (torch.full((numel * step,), float(hvd.rank()))[::step] for _ in range(2))
+    results = hvd.grouped_allreduce_([tied, tied, other, tied], op=hvd.Sum)
+    assert all(result is given for result, given in zip(results, [tied, tied, other, tied], strict=True))
+    assert [tied.unique().tolist(), other.unique().tolist()] == [[sum(range(hvd.size()))]] * 2
+
+
 @pytest.mark.parametrize("dtype", [*REDUCING, torch.bool], ids=str)
 def test_allgather(dtype: torch.dtype) -> None:
     for rows, rest in [(lambda r: r, ()), (lambda r: 3, (2, 5)), (lambda r: r % 2 * 7, (3,)), (lambda r: 0, (4,))]:
