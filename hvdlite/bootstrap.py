@@ -25,10 +25,9 @@ from hvdlite.processes import ProcessAddress
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
 from hvdlite.version import __version__
-from hvdlite.world import World
+from hvdlite.world import LINKS_SHARE, World
 
 _LOG = logging.getLogger("hvdlite")
-_LINKS_SHARE = 0.75  # of the time for the start: init() as a whole ends with less to say about the cause
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def start_world(
     Raises:
         StartupError: names what is wrong and the way out, on every rank.
     """
-    links_deadline_s = time.monotonic() + _LINKS_SHARE * config.start_timeout_s
+    links_deadline_s = time.monotonic() + LINKS_SHARE * config.start_timeout_s
     with ExitStack() as undo:
         own = None if ranks is None or ranks.size == 1 else ranks.subset(range(ranks.size))
         if own is not None:
@@ -99,7 +98,7 @@ def start_world(
         cards = exchange(own, lambda: _card(own, config, versions, news))
         config = cards[0].config
         _check_versions(cards)
-        nodes, node = discover(own, _LINKS_SHARE * config.start_timeout_s)
+        nodes, node = discover(own, LINKS_SHARE * config.start_timeout_s)
         undo.callback(node.close)
         _check_reach(own, nodes, cards)
         mpi.unlink_shared_files()  # every local rank has mapped them by now

@@ -24,7 +24,7 @@ from hvdlite.proof import Secret, new_key, prove
 from hvdlite.reception import PATIENCE_S, Reception
 from hvdlite.rendezvous import MissingError
 from hvdlite.roster import Join
-from hvdlite.wire import connect_unix, is_ours, read_exactly
+from hvdlite.wire import SHORTAGES, connect_unix, is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30  # of a message
@@ -167,9 +167,14 @@ class AtMeetingPoint:
                 link.settimeout(timeout_s + _ANSWER_S)
                 values, complaint = _answer(receive(link))
         except OSError as error:
+            cause = (
+                "raise the limits on open files (ulimit -n) and memory"
+                if error.errno in SHORTAGES
+                else "it has ended, or this process runs in a network namespace of its own, where `hvdliterun --mpi` "
+                "may work"
+            )
             raise StartupError(
-                f"rank {rank} cannot reach the {self._whose} that has started it ({error}): it has ended, or this "
-                "process runs in a network namespace of its own, where `hvdliterun --mpi` may work"
+                f"rank {rank} cannot reach the {self._whose} that has started it ({error}): {cause}"
             ) from error
         if complaint:
             raise MissingError(complaint)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _LOOK_S = 0.2
+LINKS_SHARE = 0.75
+"""Of the time for a start, in which ranks find one another: who waits for all of it has less to say about the cause."""
 
 T = TypeVar("T")
 
@@ -243,7 +245,7 @@ class World:
             ranks: ascending.
         """
         members = None if self._ranks is None or len(ranks) == 1 else self._ranks.subset(ranks)
-        nodes, node = discover(members, self.config.start_timeout_s, ranks)
+        nodes, node = discover(members, LINKS_SHARE * self.config.start_timeout_s, ranks)
         return World(members, Topology(self.topology.rank, nodes), node, self.config, self.recorder, self.health)
 
     def survivors(self) -> tuple[int, ...]:

@@ -296,3 +296,23 @@ def test_a_small_dev_shm_is_enough() -> None:
     enter = ("unshare", "--mount", "sh", "-ec", 'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$@"', "sh")
     result = launch(3, PREAMBLE + script, enter=enter, timeout=45).check()
     assert result.stdout.count("went on") == 3
+
+
+SHORT_OF_FILES = """
+import errno
+hvdlite.init()
+
+def short(*_):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+if hvdlite.rank() == 1:
+    hvdlite.node.connect_unix = short
+hvdlite.runtime().add_group([0, 1])
+"""
+
+
+def test_why_a_process_set_could_not_start_is_said_before_others_give_up() -> None:
+    result = run(SHORT_OF_FILES, n=3, env={"HVDLITE_START_TIMEOUT": "4"}, mpi="none")
+    assert result.returncode != 0, result
+    assert "rank 1 cannot connect to rank 0 on its own machine: [Errno 24]" in result.stderr, result
+    assert "has waited in hvd.init()" not in result.stderr, result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import socket
 import threading
@@ -174,3 +176,12 @@ def test_a_point_that_is_gone() -> None:
         gone = at(point)
     with pytest.raises(StartupError, match="rank 1 cannot reach the hvdliterun that has started it"):
         gone.gather("key", [0, 1], 1, b"", 1.0)
+
+
+def test_a_rank_without_descriptors_says_so(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(meeting_point, "connect_unix", short)
+    with pytest.raises(StartupError, match=r"Too many open files\): raise the limits on open files"):
+        at(point).gather("key", [0], 0, b"", 1.0)
