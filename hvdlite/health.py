@@ -131,6 +131,7 @@ class Health:
         """This rank has ended in order: nobody takes its silence for its death."""
         with self._lock:
             self._is_closing = True
+            self._mortals.clear()  # which go with their last user
             if self._last_words is not None:
                 self._last_words.cancel()
         self._sentinel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -56,13 +57,14 @@ class Runtime:
         worlds: ProcessWorlds | None = None,
     ) -> None:
         self._worlds = worlds or ProcessWorlds()
+        own = weakref.proxy(self)  # the world, which has it, goes once it has ended, and does not wait for garbage
         start = start_world(
             ranks,
             config,
             self._worlds.recorder(config.timeline_events),
             versions=versions or {},
             news=partial(load_choice, config),
-            on_notice=lambda content: self._timeline.take_notice(content),
+            on_notice=lambda content: own._timeline.take_notice(content),
         )
         self.world, self.choice = start.world, start.news
         self.closed = self.is_left = False

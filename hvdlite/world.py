@@ -278,9 +278,12 @@ class World:
                 _LOG.error("rank %d: the coordinator thread is stuck and is left behind", self.topology.rank)
                 self.is_stuck = True
                 break
-        if self.health.failure is None:
+        has_ended_in_order = self.health.failure is None
+        if has_ended_in_order:
             self.coordinator.refuse(ShutDownError(own_text))  # whoever was the first to end the world
         self.release()
+        if has_ended_in_order:
+            self.coordinator.retire()
 
     def end(self) -> None:
         """End on this rank alone, of a world that was never started: whoever calls its backend has stopped doing so."""
