@@ -60,7 +60,8 @@ def alltoall(
             together at most the rows there are. By default equal parts.
 
     Returns:
-        (rows received, ...), in the order of ranks; with ``splits`` also how many came from each: (size,) int32.
+        (rows received, ...), in the order of ranks; with ``splits`` also how many came from each: (size,) int32,
+        or int64 where one is 2^31 or more.
 
     Raises:
         ValueError: ``splits`` makes no sense, or the rows do not divide into equal parts.

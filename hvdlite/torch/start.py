@@ -183,7 +183,13 @@ def start_alltoall(
             return view_of(results[0])
 
     pending = alltoall_async(group, view_of(source), counts, allocate, name=name, background=background)
-    return Handle(pending, group.recorder, label, lambda: (results[0], torch.tensor(pending.wait(), dtype=torch.int32)))
+    return Handle(pending, group.recorder, label, lambda: (results[0], _as_tensor(pending.wait())))
+
+
+def _as_tensor(counts: Sequence[int]) -> torch.Tensor:
+    """Of int32, as Horovod's, where they fit."""
+    fits = max(counts) <= torch.iinfo(torch.int32).max
+    return torch.tensor(counts, dtype=torch.int32 if fits else torch.int64)
 
 
 def _each_once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

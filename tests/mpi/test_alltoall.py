@@ -77,6 +77,16 @@ def test_many_elements(numel: int) -> None:
         assert torch.equal(output[sender], torch.arange(me * numel, (me + 1) * numel) % 251 + sender)
 
 
+def test_more_rows_than_int32_counts() -> None:
+    rows = 2**31 + hvd.rank()  # of nothing, so that they take no memory
+    splits = torch.tensor([rows] + [0] * (hvd.size() - 1))
+    received, counts = hvd.alltoall(torch.empty(rows, 0), splits)
+    expected = [2**31 + rank if hvd.rank() == 0 else 0 for rank in range(hvd.size())]
+    assert counts.tolist() == expected
+    assert counts.dtype is (torch.int64 if hvd.rank() == 0 else torch.int32)
+    assert received.shape == (sum(expected), 0)
+
+
 def test_gradient_goes_back_the_way_it_came() -> None:
     size, me = hvd.size(), hvd.rank()
     splits = splits_of(me, size)
