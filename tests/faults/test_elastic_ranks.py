@@ -237,6 +237,61 @@ def test_a_program_that_a_rank_starts_is_no_rank() -> None:
     assert result.stdout == "goes on\n" * 2
 
 
+# Worker 1 dies before the training function, or while the state is shared anew; the others have no time limit there.
+DIES_OUTSIDE = """
+import os, time
+import torch
+import hvdlite.torch as hvd
+
+MOMENT = {moment!r}
+me = int(os.environ["HVDLITE_WORKER"])
+hvd.init()
+
+class State(hvd.elastic.ObjectState):
+    def sync(self):
+        if me == 1 and self.batch == 2 and MOMENT == "in sync":
+            os._exit(7)
+        super().sync()
+
+def wait(moment):
+    if MOMENT == moment:
+        if me == 1:
+            os._exit(7)
+        time.sleep(2.0)
+
+wait("before")
+state = State(batch=0)
+state.register_reset_callbacks([lambda: wait("in a callback")])
+
+@hvd.elastic.run
+def train(state):
+    while state.batch < 5:
+        hvd.allreduce(torch.ones(1), name="gradient")
+        state.batch += 1
+        state.commit()
+        if state.batch == 2 and me < 2 and hvd.size() == 2 and MOMENT != "before":
+            raise hvd.HorovodInternalError("of one's own")
+    print("trained", state.batch, "as", me, flush=True)
+
+train(state)
+"""
+SLOW_NEWCOMER = """
+import os, time
+if int(os.environ["HVDLITE_WORKER"]) > 1:
+    time.sleep(2.0)
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "in sync", pytest.param("in a callback", marks=pytest.mark.thorough)])
+def test_who_dies_outside_of_the_training_function_is_no_more_than_replaced(moment: str) -> None:
+    """However long the others take to notice, or wait for a new process."""
+    script = SLOW_NEWCOMER + DIES_OUTSIDE.replace("{moment!r}", repr(moment))
+    options = ["--elastic", *(["--min-np", "2"] if moment == "in sync" else [])]
+    limits = {"HVDLITE_FAILURE_GRACE_SECONDS": "0.5"}
+    result = launch(2, script, mpi="none", options=options, env=limits, timeout=200).check()
+    assert "trained 5 as 0" in result.stdout, result
+
+
 FAILS_TWICE = """
 import pathlib, sys
 tries = pathlib.Path(sys.argv[1])

@@ -90,8 +90,7 @@ def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], st
                 state.share()
             else:
                 state.sync()
-            with _surviving():
-                return func(state, *args, **kwargs)
+            return func(state, *args, **kwargs)
         except (MismatchError, UsageError, UnrecoverableError, NotInitializedError):
             raise
         except (HostsUpdatedInterrupt, HorovodInternalError) as reason:
@@ -107,20 +106,8 @@ def _leaving() -> Iterator[None]:
     except BaseException:
         default_runtime.leave()
         raise
-
-
-@contextmanager
-def _surviving() -> Iterator[None]:
-    """A failure is not the end of this rank."""
-    if default_runtime.membership() is None:
-        yield
-        return
-    health = hvdlite.runtime().world.health
-    health.recovers = True
-    try:
-        yield
     finally:
-        health.recovers = False
+        default_runtime.expect_no_recovery()
 
 
 def _has_newcomers() -> bool:
