@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from hvdlite import plain
@@ -246,8 +246,23 @@ class _ElasticJob:
         self._seats = wanted
         too_many = [n for n, worker in self._workers.items() if worker.seat >= wanted and n not in self._leaving]
         self._leaving.update(too_many)
-        for number in (self._roster.newcomers | self._roster.waiting.keys()) & set(too_many):
+        self._keep_one_member()
+        for number in (self._roster.newcomers | self._roster.waiting.keys()) & set(too_many) & self._leaving:
             self._dismiss(number)
+
+    def _keep_one_member(self) -> None:
+        """One of those that have the state stays: where all would leave, on the first seat, which others give up."""
+        members = self._roster.members
+        if not members or members - self._leaving:
+            return
+        kept = min(members, key=lambda number: self._workers[number].seat)
+        for number, worker in self._workers.items():
+            if worker.seat == 0 and number not in self._leaving:
+                self._dismiss(number)
+        self._due.pop(0, None)
+        self._leaving.remove(kept)
+        self._workers[kept] = replace(self._workers[kept], seat=0)
+        self._roster.add(kept, 0)
 
     def _dismiss(self, number: int) -> None:
         """It is no rank any more, and has nothing that others lack; nobody takes its place."""
@@ -283,6 +298,7 @@ class _ElasticJob:
             self._end(f"{name} has ended by itself, with exit status 0")
         elif self._were_never_ranks.pop(worker.seat, 0) and self._generation is None:
             self._status = 0  # it has succeeded in the place of one that has failed
+        self._keep_one_member()
 
     def _note_failure(self, name: str, worker: _Worker, status: int, *, was_rank: bool) -> None:
         if self._stops or (self._end_reason and not was_rank):

@@ -216,6 +216,45 @@ def test_ranks_come_and_go_as_a_script_says(tmp_path: Path) -> None:
     assert result.stdout == "has seen [2, 3, 1]\n"
 
 
+SHRINKING = """
+import os, sys, time
+import torch
+import hvdlite.torch as hvd
+
+me = int(os.environ["HVDLITE_WORKER"])
+hvd.init()
+state = hvd.elastic.ObjectState(batch=0)
+
+@hvd.elastic.run
+def train(state):
+    print("starts at", state.batch, "as", me, "of", hvd.size(), flush=True)
+    while state.batch < 40:
+        hvd.allreduce(torch.ones(1), name="gradient")
+        state.batch += 1
+        state.commit()
+        time.sleep(0.1)
+        if state.batch == 10 and me == 0:
+            {mishap}
+
+train(state)
+"""
+
+
+@pytest.mark.parametrize("comes_first", ["death", pytest.param("news", marks=pytest.mark.thorough)])
+def test_the_only_rank_that_is_left_does_not_leave(comes_first: str, tmp_path: Path) -> None:
+    """Whether rank 0 dies before the script gives its slot alone, or after."""
+    slots, script = tmp_path / "slots", tmp_path / "discover.sh"
+    slots.write_text("2")
+    script.write_text(f"#!/bin/sh\necho localhost:$(cat {slots})\n")
+    script.chmod(0o755)
+    fewer = f"open({str(slots)!r}, 'w').write('1')"
+    dies = "os._exit(7)" if comes_first == "death" else "time.sleep(2.0); os._exit(7)"  # between two commits
+    program = SLOW_NEWCOMER + SHRINKING.replace("{mishap}", f"{fewer}; {dies}")
+    options = ["--host-discovery-script", str(script)]
+    result = launch(2, program, mpi="none", options=options, timeout=200).check()
+    assert re.findall("starts at (.*)", result.stdout)[-1] == "10 as 1 of 1", result
+
+
 STARTS_A_PROGRAM = """
 import os, subprocess, sys
 import torch
