@@ -143,6 +143,17 @@ def test_all_get_the_state_of_the_newest_commit() -> None:
     state.sync()  # all have come as far now
 
 
+def test_all_get_the_state_of_those_that_were_there_before_a_commit() -> None:
+    """As if all but the last rank had come in place of others."""
+    state = hvd.elastic.ObjectState(number=0)
+    state.sync()
+    state.number = hvd.rank()
+    if hvd.rank() != hvd.size() - 1:
+        state = hvd.elastic.ObjectState(number=-1)
+    state.sync()
+    assert state.number == hvd.size() - 1
+
+
 def test_an_update_that_one_rank_heard_of_interrupts_all() -> None:
     state = hvd.elastic.ObjectState(epoch=0)
     for told in range(hvd.size()):

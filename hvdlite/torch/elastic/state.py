@@ -42,6 +42,7 @@ class State(ABC):
 
     def __init__(self) -> None:
         self._commits = 0
+        self._was_shared = False
         self._reset_callbacks: list[Callable[[], object]] = []
         self._updates = 0
         self._updates_lock = threading.Lock()
@@ -211,10 +212,11 @@ class ObjectState(State):
 
     def _find_root(self) -> _Root:
         """The first rank with the newest commit, whose state all get. Collective."""
-        commits = allgather_object(self._commits, "elastic.commits")
-        root = 0 if self.follows_rank_0 else commits.index(max(commits))
-        self._commits = commits[root]
-        return _Root(root, [count == self._commits for count in commits])
+        # Before the first commit, too, ranks that have trained have more than one that is new.
+        ages = allgather_object((self._commits, self._was_shared), "elastic.commits")
+        root = 0 if self.follows_rank_0 else ages.index(max(ages))
+        self._commits, self._was_shared = ages[root][0], True
+        return _Root(root, [age == ages[root] for age in ages])
 
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
