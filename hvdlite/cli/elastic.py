@@ -12,7 +12,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ from hvdlite import plain
 from hvdlite.cli import ranks
 from hvdlite.cli.children import Ending, Stops, how_ended, shell_status, sweep
 from hvdlite.cli.discovery import Discovery
+from hvdlite.cli.say import say
 from hvdlite.config import MEETING_POINT, WORKER, Config
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import without_launcher
@@ -435,4 +435,4 @@ class _ElasticJob:
 
     def _say(self, text: str) -> None:
         if not self._stops:
-            print(f"hvdlite run: {text}", file=sys.stderr, flush=True)
+            say(f"hvdlite run: {text}")

@@ -19,6 +19,7 @@ from functools import partial
 
 from hvdlite.cli.children import end_with_parent
 from hvdlite.cli.job import Host, Launch, is_this_machine
+from hvdlite.cli.say import say
 from hvdlite.config import KEEPER
 from hvdlite.interfaces import select
 from hvdlite.keeper import CALL, MESSAGE, OF_RANKS, TO_HEAD, Word, notice_silence
@@ -344,4 +345,4 @@ class Keepers:
 
 
 def _say(keeper: _Keeper, complaint: str) -> None:
-    print(f"hvdlite run: {complaint} ({keeper.host})", file=sys.stderr, flush=True)
+    say(f"hvdlite run: {complaint} ({keeper.host})")

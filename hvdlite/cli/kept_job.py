@@ -5,7 +5,6 @@ A generation is one mpirun. The keepers of the hosts outlive it (`hvdlite.keeper
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from hvdlite.cli.host_choice import Avoided, choose
 from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.rank_words import RankWords
+from hvdlite.cli.say import say
 from hvdlite.errors import ConfigError
 from hvdlite.keeper import Word
 from hvdlite.membership import ADDED, REMOVED
@@ -273,4 +273,4 @@ class KeptJob:
             time.sleep(min(0.2, seconds))
 
     def _say(self, text: str) -> None:
-        print(f"hvdlite run: {text}", file=sys.stderr, flush=True)
+        say(f"hvdlite run: {text}")

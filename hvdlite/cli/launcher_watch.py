@@ -6,7 +6,6 @@ import math
 import os
 import selectors
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from hvdlite import connections, environment
 from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
+from hvdlite.cli.say import say
 from hvdlite.connections import Connection
 from hvdlite.processes import shares_network, state_of
 
@@ -152,11 +152,9 @@ class LauncherWatch:
         if since_s > self._expected.start_timeout_s and not self._said_that_it_waits:
             self._said_that_it_waits = True
             where = f"ranks on {', '.join(self._others)} still" if self._others else "others still"
-            print(
+            say(
                 f"hvdlite run: the ranks on this machine ended {since_s:.0f} s ago, and mpirun has not: {where} work, "
-                "or mpirun does not see their end. Look there (ps, top); Ctrl-C ends the job.",
-                file=sys.stderr,
-                flush=True,
+                "or mpirun does not see their end. Look there (ps, top); Ctrl-C ends the job."
             )
         return None
 

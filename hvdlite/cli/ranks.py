@@ -7,13 +7,13 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from hvdlite.cli.children import Ending, Stops, end_with_parent, how_ended, shell_status, sweep
 from hvdlite.cli.job import Command, Launch, thread_settings
+from hvdlite.cli.say import say
 from hvdlite.errors import StartupError
 from hvdlite.launched import told, without_launcher
 from hvdlite.meeting_point import MeetingPoint
@@ -131,7 +131,7 @@ class _Job:
         if status != 0 and self.status == 0:
             self.status = shell_status(status)
             if not self._stops:
-                print(f"hvdlite run: rank {rank} (pid {child.pid}) {how}", file=sys.stderr, flush=True)
+                say(f"hvdlite run: rank {rank} (pid {child.pid}) {how}")
             self._ending.within(self._grace_s)
         elif self.status != 0 and rank == 0:
             self._ending.within(_LAST_WORDS_S)

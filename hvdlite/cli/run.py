@@ -25,6 +25,7 @@ from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.rank_words import RankWords
+from hvdlite.cli.say import say
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.doctor import before_mpi
@@ -165,10 +166,10 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         chosen = _mpirun(arguments, launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:
-            print(f"hvdlite run: {note}", file=sys.stderr)
+            say(f"hvdlite run: {note}")
         if announce:
-            print(_description(chosen, launch, command.notes), file=sys.stderr)
-            print(_shell_line({**settings, **command.environment}, command.argv), file=sys.stderr, flush=True)
+            say(_description(chosen, launch, command.notes))
+            say(_shell_line({**settings, **command.environment}, command.argv))
         environ |= command.environment
         if "verbose" in arguments.switches:
             shown = [
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
                 for name in sorted(environ)
                 if name.startswith(("HVDLITE_", "HOROVOD_")) and name not in (CALL_KEY, DOCTOR)
             ]
-            print(*(f"  {name}={environ[name]}" for name in shown), sep="\n", file=sys.stderr, flush=True)
+            say("\n".join(f"  {name}={environ[name]}" for name in shown))
         if "dry-run" in arguments.switches:
             return 0
         config = Config.from_env(environ)
@@ -193,7 +194,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
 
         return _run_again(once, arguments.restarts or 0)
     except StartupError as error:
-        print(f"hvdlite run: {error}", file=sys.stderr)
+        say(f"hvdlite run: {error}")
         return 2
 
 
@@ -243,7 +244,7 @@ def _run_again(once: Callable[[], int], restarts: int) -> int:
             status = once()
             if status == 0 or stops:
                 return status
-            print(f"hvdlite run: starts the job again ({number} of {restarts} times)", file=sys.stderr, flush=True)
+            say(f"hvdlite run: starts the job again ({number} of {restarts} times)")
         return once()
 
 
@@ -309,13 +310,13 @@ def _run_mpirun(
     if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)
     if ending.lost:
-        print(f"hvdlite run: ended: {ending.lost}", file=sys.stderr)
+        say(f"hvdlite run: ended: {ending.lost}")
     elif ending.status != 0 and not launch.outlives_ranks and not ending.was_stopped:
         others = [host.name for host in launch.hosts if not is_this_machine(host)]
         for text in lost_frames.complaints(others):
-            print(f"hvdlite run: {text}", file=sys.stderr)
+            say(f"hvdlite run: {text}")
     elif ending.found and ending.status == 0 and not expected.is_over:
-        print(f"hvdlite run: failed: mpirun's exit status is 0, but it said {ending.found!r} above", file=sys.stderr)
+        say(f"hvdlite run: failed: mpirun's exit status is 0, but it said {ending.found!r} above")
         return 1
     if codes is not None and 0 < ending.status < 128:
         return _status_of(codes.codes, ending.status)
@@ -328,7 +329,7 @@ def _status_of(codes: Sequence[int], otherwise: int) -> int:
     if rank is None:
         return otherwise
     if is_telling(codes[rank]):
-        print(f"hvdlite run: rank {rank} {how_ended(codes[rank])}", file=sys.stderr)
+        say(f"hvdlite run: rank {rank} {how_ended(codes[rank])}")
     return shell_status(codes[rank])
 
 

