@@ -77,6 +77,11 @@ def run(
             "hvdlite.run returns what each rank returns, so no rank can be replaced: leave out --elastic, --min-np and "
             "--host-discovery-script, or start a program by `hvdliterun --elastic` (docs/elastic.md)"
         )
+    if arguments.restarts:
+        raise ConfigError(
+            "hvdlite.run raises what the function raises, and starts nothing again: leave out --restarts, and call it "
+            "once more where it raises"
+        )
     launch = front.launch_of(arguments, environ)
     config = Config.from_env({**environ, **arguments.effects.settings})
     addresses = [] if launch.is_local else [a for interface in select(launch.interfaces) for a in interface.addresses]

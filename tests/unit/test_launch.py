@@ -150,6 +150,7 @@ class TestRun:
             ({"num_proc": 0}, "above 0"),
             ({"num_proc": 2, "hosts": "a b"}, "write host:slots"),
             ({"num_proc": 2, "options": ["--cycle-time-ms", "-1"]}, "--cycle-time-ms -1: must not be negative"),
+            ({"num_proc": 2, "options": ["--restarts", "1"]}, "leave out --restarts"),
             ({"num_proc": 2, "env": {"HVDLITE_CYCLE_TIME": "-1"}}, "HVDLITE_CYCLE_TIME='-1'"),
         ],
     )
