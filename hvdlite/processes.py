@@ -63,6 +63,14 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def is_zombie(pid: int) -> bool:
+    """Whether a process has ended, and its parent has not asked for its exit status."""
+    try:
+        return state_of(pid)[0] == "Z"
+    except OSError:  # it has
+        return False
+
+
 def end_of(pid: int) -> int | None:
     """A descriptor that becomes readable when a process ends; None where it has, or the kernel has none."""
     with suppress(OSError):

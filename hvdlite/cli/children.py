@@ -14,7 +14,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from hvdlite.processes import is_zombie
+
 GRACE_S = 5.0  # between TERM and KILL; mpirun often ignores TERM after it lost a host
+_ORPHANS_S = 10.0  # between two looks at them
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -112,6 +115,26 @@ def children_of(pid: int) -> list[int]:
         with suppress(OSError):  # the process has ended
             found += [int(word) for word in task.read_text().split()]
     return found
+
+
+class Orphans:
+    """Processes that ranks leave behind become children of this one; once they end, somebody has to take note."""
+
+    def __init__(self) -> None:
+        self._ended: set[int] = set()
+        self.due_s = time.monotonic() + _ORPHANS_S
+        """When `reap_if_due` has something to do, by the monotonic clock."""
+
+    def reap_if_due(self) -> None:
+        """Reap those that had ended at the last look already: this process waits for its own within moments."""
+        if time.monotonic() < self.due_s:
+            return
+        ended = {pid for pid in children_of(os.getpid()) if is_zombie(pid)}
+        for pid in ended & self._ended:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        self._ended = ended
+        self.due_s = time.monotonic() + _ORPHANS_S
 
 
 class Ending:

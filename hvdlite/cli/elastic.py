@@ -21,7 +21,7 @@ from queue import SimpleQueue
 
 from hvdlite import plain
 from hvdlite.cli import ranks
-from hvdlite.cli.children import Ending, Stops, how_ended, shell_status, sweep
+from hvdlite.cli.children import Ending, Orphans, Stops, how_ended, shell_status, sweep
 from hvdlite.cli.discovery import Discovery
 from hvdlite.cli.say import say
 from hvdlite.config import MEETING_POINT, WORKER, Config
@@ -172,6 +172,7 @@ class _ElasticJob:
         self._processes: dict[int, int] = {}  # by worker, which may be below the one that was started
         self._leaving: set[int] = set()  # workers that end, or are to end at the next commit
         self._ending = Ending(stops, lambda: (worker.child for worker in self._workers.values()))
+        self._orphans = Orphans()
         self._selector = selectors.DefaultSelector()
         for seat in range(count):
             self._launch(seat)
@@ -338,6 +339,7 @@ class _ElasticJob:
                 self._say(str(error))
                 self._due[seat] = now + self._pause_s(seat, was_rank=False)
         self._ending.send_if_due()
+        self._orphans.reap_if_due()
         generation = None if self._end_reason else self._roster.next_generation()
         if generation is not None:
             self._begin(generation)
@@ -387,12 +389,12 @@ class _ElasticJob:
             if self._limits[number] < math.inf:  # it was not killed already
                 self._limits[number] = min(self._limits[number], since_s + self._config.heartbeat_timeout_s)
 
-    def _sleep_s(self) -> float | None:
-        """Until something is due; None: nothing is."""
+    def _sleep_s(self) -> float:
+        """Until something is due."""
         now = time.monotonic()
         look_s = now + _LOOK_S if self._roster.late else math.inf
-        first = min([*self._due.values(), *self._limits.values(), self._patience_ends, self._ending.due_s, look_s])
-        return None if first == math.inf else max(0.0, first - now)
+        others = (self._patience_ends, self._ending.due_s, self._orphans.due_s, look_s)
+        return max(0.0, min([*self._due.values(), *self._limits.values(), *others]) - now)
 
     # The end.
 

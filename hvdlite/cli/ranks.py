@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import signal
@@ -11,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
-from hvdlite.cli.children import Ending, Stops, end_with_parent, how_ended, shell_status, sweep
+from hvdlite.cli.children import Ending, Orphans, Stops, end_with_parent, how_ended, shell_status, sweep
 from hvdlite.cli.job import Command, Launch, thread_settings
 from hvdlite.cli.say import say
 from hvdlite.errors import StartupError
@@ -102,13 +101,13 @@ class _Job:
 
     def wait(self) -> int:
         """Returns `status`."""
+        orphans = Orphans()
         with selectors.DefaultSelector() as selector:
             selector.register(self._stops.wake, selectors.EVENT_READ)
             for rank, child in self._living.items():
                 selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, rank)
             while self._living:
-                due_s = self._ending.due_s
-                timeout = None if due_s == math.inf else max(0.0, due_s - time.monotonic())
+                timeout = max(0.0, min(self._ending.due_s, orphans.due_s) - time.monotonic())
                 ended = {}
                 for key, _ in selector.select(timeout):
                     if key.data is None:
@@ -122,6 +121,7 @@ class _Job:
                     self._note_end(rank, ended[rank])
                 self._ending.heed_stops()
                 self._ending.send_if_due()
+                orphans.reap_if_due()
         return self.status
 
     def _note_end(self, rank: int, status: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TextIO
 
-from hvdlite.cli.children import GRACE_S, Stops, end_with_parent, shell_status, sweep
+from hvdlite.cli.children import GRACE_S, Orphans, Stops, end_with_parent, shell_status, sweep
 from hvdlite.cli.launcher_watch import Expected, LauncherWatch
 from hvdlite.cli.say import put, say
 
@@ -160,6 +160,7 @@ class _Run:
     def wait(self, expected: Expected) -> int:
         """The launcher's exit status. Until its end its output is passed on, and a stop signal ends it."""
         ended = os.pidfd_open(self.child.pid)
+        orphans = Orphans()
         with selectors.DefaultSelector() as selector:
             selector.register(ended, selectors.EVENT_READ, "ended")
             selector.register(self.stops.wake, selectors.EVENT_READ, "signal")
@@ -168,8 +169,8 @@ class _Run:
             watch = LauncherWatch(self.child.pid, expected, selector)
             self._statuses = watch.statuses
             while self.child.returncode is None:
-                next_s = min(watch.next_look_s, self._kill_s or watch.next_look_s)
-                timeout = min(max(0.0, next_s - time.monotonic()), 3600.0)
+                next_s = min(watch.next_look_s, self._kill_s or watch.next_look_s, orphans.due_s)
+                timeout = max(0.0, next_s - time.monotonic())
                 for key, _ in selector.select(timeout):
                     if key.data == "signal":
                         os.read(self.stops.wake, 64)
@@ -186,6 +187,7 @@ class _Run:
                     watch.next_look_s = math.inf
                     self._give_up(why)
                 self._kill_in_time()
+                orphans.reap_if_due()
             watch.close()
             if self.child.returncode > 0 and not self.stops:
                 self.lost = self.lost or watch.suspicion or None
