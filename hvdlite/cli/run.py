@@ -149,6 +149,8 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
             return _answer(arguments.switches)
         if arguments.discovery and not arguments.hosts:
             found = hosts_of(arguments.discovery, arguments.slots_per_host)
+            if not found:
+                raise ConfigError(f"--host-discovery-script {arguments.discovery} has printed no host to begin with")
             if arguments.ranks is None or not all(map(is_this_machine, found)):
                 arguments.hosts = found
         settings = arguments.effects.settings
@@ -225,9 +227,11 @@ def _mpirun(arguments: Arguments, launch: Launch) -> Mpirun | None:
 
 def _elasticity(arguments: Arguments, launch: Launch) -> elastic.Elasticity:
     """Raises:
-    ConfigError: --min-np is more than there are.
+    ConfigError: --min-np is more than there are, or may be.
     """
     least = 1 if arguments.least is None else arguments.least
+    if arguments.most is not None and arguments.most < least:
+        raise ConfigError(f"--min-np {least} is more than --max-np {arguments.most}")
     if least > launch.ranks:
         raise ConfigError(f"--min-np {least} is more than -np {launch.ranks}")
     if arguments.most is not None and arguments.most < launch.ranks:
@@ -454,8 +458,10 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     """
     allocation = None if arguments.hosts else find_allocation(environ)
     slots = sum(host.slots for host in arguments.hosts) if allocation is None else allocation.slots
-    count = arguments.ranks or slots
-    if not count:
+    count = arguments.ranks
+    if count is None and slots:
+        count = max(arguments.least or 1, min(slots, arguments.most or slots))
+    if count is None:
         raise ConfigError("how many ranks? Say -np N, or give hosts with their slots: -H a:2,b:2")
     program = arguments.program
     if program[0].endswith(".py"):

@@ -160,6 +160,9 @@ class TestParsing:
             ("-np", "needs an argument"),
             ("-np 2", "no program"),
             ("-np 2 no-such-program-anywhere", "neither a .py file nor a program"),
+            ("-np 2 --host-discovery-script /bin/true train.py", "/bin/true has printed no host to begin with"),
+            ("--elastic -np 3 --min-np 3 --max-np 2 train.py", "--min-np 3 is more than --max-np 2"),
+            ("--elastic -np 3 --max-np 2 train.py", "--max-np 2 is less than -np 3"),
         ],
     )
     def test_mistakes_are_one_sentence(
@@ -168,6 +171,20 @@ class TestParsing:
         mpirun = says(tmp_path / "mpirun", "mpirun (Open MPI) 5.0.11")
         assert run.main(["--mpirun", str(mpirun), *words.split()]) == 2
         assert text in capfd.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("words", "ranks"),
+        [
+            ("-H a:2,b:2", 4),
+            ("-H a:2,b:2 --max-np 3", 3),
+            ("-H a:2,b:2 --max-np 5", 4),
+            ("-H a:2,b:2 --min-np 6 --max-np 8", 6),
+            ("-H a:2,b:2 -np 5 --min-np 2", 5),
+        ],
+    )
+    def test_how_many_ranks_there_are_by_default(self, words: str, ranks: int) -> None:
+        """All slots, as many as there may be at most, or at least: for the last ones they share cores, or wait."""
+        assert run.launch_of(run.parse([*words.split(), "train.py"]), {}).ranks == ranks
 
 
 class TestChoosing:
