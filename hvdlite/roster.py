@@ -30,12 +30,12 @@ class Generation:
     Attributes:
         number: 1, 2, 3, ...
         workers: by rank.
-        has_newcomers: whether one of them was not in the generation before.
+        are_alike: whether all were in the generation before, and none has gone back because of a failure there.
     """
 
     number: int
     workers: tuple[int, ...]
-    has_newcomers: bool
+    are_alike: bool
 
 
 class Roster:
@@ -112,7 +112,9 @@ class Roster:
         if old and any(self.waiting[worker].follows_rank_0 for worker in old):
             order.remove(old[0])
             order.insert(0, old[0])
-        generation = Generation(self.number + 1, tuple(order), has_newcomers=len(old) < len(order))
+        is_after_failure = any(join.failed is not None for join in self.waiting.values())
+        are_alike = len(old) == len(order) and not is_after_failure
+        generation = Generation(self.number + 1, tuple(order), are_alike)
         self.number, self.members = generation.number, set(order)
         self.waiting.clear()
         return generation

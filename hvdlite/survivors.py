@@ -81,7 +81,7 @@ class Survivors:
         if self.generation is None:
             process = launched.this_process()
             assert process is not None
-            self.generation = Generation(1, tuple(range(process.size)), has_newcomers=False)
+            self.generation = Generation(1, tuple(range(process.size)), are_alike=False)
             return self.generation
         if self.hindrance or self._lifeline is None:
             raise StartupError(self.hindrance or "a rank has failed while MPI was started")
@@ -94,7 +94,7 @@ class Survivors:
         finally:
             self._has_met.set()
         self._see_to_end(set(old.workers) - set(members))
-        self.generation = Generation(old.number + 1, members, has_newcomers=False)
+        self.generation = Generation(old.number + 1, members, are_alike=False)
         return self.generation
 
     def ranks(self, everybody: MpiRanks, config: Config) -> Bootstrap:

@@ -208,7 +208,7 @@ def door(data: bytes) -> None:
 
 _DOOR = {"host": "a", "addresses": [asdict(LOOPBACK)], "tcp_ports": [1], "udp_ports": [0]}
 _VISITS = [Visit("key", (0, 1), rank, 1.0, b"data") for rank in (0, 1)]
-_JOINED = [Generation(2, (0, 1), has_newcomers=True), "no rank is left"]
+_JOINED = [Generation(2, (0, 1), are_alike=False), "no rank is left"]
 
 TARGETS = {
     "call_messages": Fuzzed(call_messages, [struct.pack("<Q", 3) + bytes(32) + b"abc" + bytes(32)]),

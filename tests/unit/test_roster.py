@@ -28,7 +28,7 @@ def begin(made: Roster, *workers: int) -> Generation:
 
 def test_the_first_generation_has_all_in_the_order_of_seats() -> None:
     made = roster(3)
-    assert begin(made, 2, 0, 1) == Generation(1, (0, 1, 2), has_newcomers=True)
+    assert begin(made, 2, 0, 1) == Generation(1, (0, 1, 2), are_alike=False)
     assert not (made.late or made.knocks or made.is_short)
 
 
@@ -37,7 +37,7 @@ def test_who_ends_before_the_first_generation_is_not_waited_for() -> None:
     made.come(Join(0))
     made.come(Join(2))
     made.remove(1)
-    assert made.next_generation() == Generation(1, (0, 2), has_newcomers=True)
+    assert made.next_generation() == Generation(1, (0, 2), are_alike=False)
 
 
 def test_survivors_go_on_without_waiting_for_a_new_process() -> None:
@@ -47,11 +47,22 @@ def test_survivors_go_on_without_waiting_for_a_new_process() -> None:
     made.add(3, 1)
     made.come(Join(2, failed=1))
     assert made.late == {0}
-    assert begin(made, 0) == Generation(2, (0, 2), has_newcomers=False)
+    assert begin(made, 0) == Generation(2, (0, 2), are_alike=False)
     made.come(Join(3))
     assert made.knocks and not made.is_short and made.newcomers == {3}
     # They meet again at the next commit: the new one has the rank of the one whose seat it has.
-    assert begin(made, 0, 2) == Generation(3, (0, 3, 2), has_newcomers=True)
+    assert begin(made, 0, 2) == Generation(3, (0, 3, 2), are_alike=False)
+
+
+@pytest.mark.parametrize(("failed", "are_alike"), [(None, True), (2, False)])
+def test_ranks_that_only_got_fewer_are_alike_unless_one_has_gone_back(failed: int | None, are_alike: bool) -> None:
+    """A rank may hear of a failure in the commit that others have come through."""
+    made = roster(4)
+    begin(made, 0, 1, 2, 3)
+    made.remove(2)
+    made.remove(3)
+    made.come(Join(1, failed=failed))
+    assert begin(made, 0) == Generation(2, (0, 1), are_alike)
 
 
 def test_too_few_wait_for_a_new_process() -> None:

@@ -86,7 +86,7 @@ def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], st
             if why is not None:
                 start_again(state, why)
                 state.on_reset()
-            if isinstance(why, HostsUpdatedInterrupt) and why.skip_sync and not _has_newcomers():
+            if isinstance(why, HostsUpdatedInterrupt) and why.skip_sync and _are_alike():
                 state.share()
             else:
                 state.sync()
@@ -110,10 +110,10 @@ def _leaving() -> Iterator[None]:
         default_runtime.expect_no_recovery()
 
 
-def _has_newcomers() -> bool:
-    """Whether there are ranks that do not have the state."""
+def _are_alike() -> bool:
+    """Whether all ranks have the same state, as all have been interrupted at the same point."""
     member = default_runtime.membership()
-    return member is not None and member.generation is not None and member.generation.has_newcomers
+    return member is None or member.generation is None or member.generation.are_alike
 
 
 def _strategy() -> Callable[[State, Why], None]:
