@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -115,6 +115,39 @@ def children_of(pid: int) -> list[int]:
         with suppress(OSError):  # the process has ended
             found += [int(word) for word in task.read_text().split()]
     return found
+
+
+@contextmanager
+def suspended_together(living: Callable[[], Iterable[subprocess.Popen[bytes]]]) -> Iterator[None]:
+    """Within the block Ctrl-Z stops ``living`` as well, who are in process groups of their own, until this one goes on.
+
+    Else those would find that rank 0, which a terminal stops with this process, is silent.
+    """
+
+    def suspend(number: int, frame: FrameType | None) -> None:
+        processes = [child.pid for child in living()]
+        signal_groups(processes, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        signal_groups(processes, signal.SIGCONT)
+
+    if signal.getsignal(signal.SIGTSTP) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTSTP, suspend)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+
+def signal_groups(processes: Iterable[int], number: signal.Signals) -> None:
+    """To each process, with its group, unless that is this process's."""
+    for pid in processes:
+        with suppress(ProcessLookupError):  # it has ended
+            if os.getpgid(pid) == pid:
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
 
 
 class Orphans:

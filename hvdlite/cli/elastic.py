@@ -21,7 +21,16 @@ from queue import SimpleQueue
 
 from hvdlite import plain
 from hvdlite.cli import ranks
-from hvdlite.cli.children import Ending, Orphans, Stops, how_ended, shell_status, sweep
+from hvdlite.cli.children import (
+    Ending,
+    Orphans,
+    Stops,
+    how_ended,
+    shell_status,
+    signal_groups,
+    suspended_together,
+    sweep,
+)
 from hvdlite.cli.discovery import Discovery
 from hvdlite.cli.say import say
 from hvdlite.config import MEETING_POINT, WORKER, Config
@@ -171,7 +180,7 @@ class _ElasticJob:
         self._seats = count
         self._processes: dict[int, int] = {}  # by worker, which may be below the one that was started
         self._leaving: set[int] = set()  # workers that end, or are to end at the next commit
-        self._ending = Ending(stops, lambda: (worker.child for worker in self._workers.values()))
+        self._ending = Ending(stops, self._living)
         self._orphans = Orphans()
         self._selector = selectors.DefaultSelector()
         for seat in range(count):
@@ -179,7 +188,7 @@ class _ElasticJob:
 
     def run(self) -> int:
         """Returns the exit status, once all have ended."""
-        with self._selector as selector:
+        with self._selector as selector, suspended_together(self._living):
             selector.register(self._stops.wake, selectors.EVENT_READ, self._heed_stops)
             selector.register(self._arrivals.wake, selectors.EVENT_READ, self._take_arrival)
             while self._workers or self._due:
@@ -189,6 +198,9 @@ class _ElasticJob:
         for link in self._links.values():
             link.close()
         return self._status
+
+    def _living(self) -> list[subprocess.Popen[bytes]]:
+        return [worker.child for worker in self._workers.values()]
 
     # What happens.
 
@@ -273,12 +285,7 @@ class _ElasticJob:
 
     def _kill(self, number: int) -> None:
         """With all of its process group: a rank may be below the process that was started, and be stopped."""
-        child = self._workers[number].child
-        with suppress(ProcessLookupError):  # it has ended
-            if os.getpgid(child.pid) == child.pid:
-                os.killpg(child.pid, signal.SIGKILL)
-            else:
-                child.kill()
+        signal_groups([self._workers[number].child.pid], signal.SIGKILL)
 
     def _note_end(self, number: int, ended: int) -> None:
         self._selector.unregister(ended)

@@ -10,7 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
-from hvdlite.cli.children import Ending, Orphans, Stops, end_with_parent, how_ended, shell_status, sweep
+from hvdlite.cli.children import (
+    Ending,
+    Orphans,
+    Stops,
+    end_with_parent,
+    how_ended,
+    shell_status,
+    suspended_together,
+    sweep,
+)
 from hvdlite.cli.job import Command, Launch, thread_settings
 from hvdlite.cli.say import say
 from hvdlite.errors import StartupError
@@ -102,7 +111,7 @@ class _Job:
     def wait(self) -> int:
         """Returns `status`."""
         orphans = Orphans()
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector, suspended_together(self._living.values):
             selector.register(self._stops.wake, selectors.EVENT_READ)
             for rank, child in self._living.items():
                 selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, rank)

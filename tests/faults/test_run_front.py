@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.cli.children import end_with_parent
+from hvdlite.processes import is_stopped
 from launching import processes_with, python_of
 
 START = """
@@ -166,6 +167,20 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, stubborn: bool
     while job.left() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert job.left() == {}
+
+
+def test_ctrl_z_stops_ranks_as_well_until_the_launcher_goes_on(tmp_path: Path) -> None:
+    """Without MPI: ranks are in process groups of their own. Else they would miss rank 0, which a terminal stops."""
+    job = Job(tmp_path, "none", "time.sleep(60)")
+    job.wait_until_started()
+    for number, stopped in ((signal.SIGTSTP, True), (signal.SIGCONT, False)):
+        job.process.send_signal(number)
+        deadline = time.monotonic() + 10
+        while any(is_stopped(pid) is not stopped for pid in job.left()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [is_stopped(pid) for pid in job.left()] == [stopped] * 3
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(30) == 130
 
 
 def test_the_doctor_runs_two_ranks() -> None:
