@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -161,13 +162,14 @@ class Runtime:
 
     # The timeline.
 
-    def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
+    def start_timeline(self, path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
         """Record a timeline of all ranks into ``path``, on rank 0's machine.
 
         Rank 0's call counts, and starts it everywhere before any operation that rank 0 submits later; on other ranks,
         whose paths may be others, a call does nothing.
 
         Raises:
+            TypeError, ValueError: ``path`` is no path, or no file can be called so.
             HorovodInternalError: hvdlite was shut down, or has failed.
         """
         self._timeline.start(path, mark_cycles)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 from hvdlite.errors import ShutDownError
@@ -20,12 +22,14 @@ def begun_timeline(world: World, worlds: ProcessWorlds) -> tuple[Timeline, int]:
     topology, config = world.topology, world.config
     if config.timeline:
         worlds.take_over()  # on all ranks before one of them begins the file anew
-    clocks = world.allgather((measure_offset(world.leaders, topology, config.tree_fanout), time.monotonic_ns()))
-    offset_ns = clocks[topology.local_ranks[0]][0]
+    path = os.path.abspath(config.timeline) if config.timeline and topology.rank == 0 else ""
+    told = world.allgather((measure_offset(world.leaders, topology, config.tree_fanout), time.monotonic_ns(), path))
+    offset_ns = told[topology.local_ranks[0]][0]
     timeline = Timeline(topology.rank, topology.node_index, topology.is_leader, world.recorder, offset_ns)
     if config.timeline:
         worlds.record(timeline.close)
-        timeline.start(config.timeline, config.timeline_mark_cycles, clocks[0][1])
+        _, origin_ns, path = told[0]  # the same file, wherever each rank works
+        timeline.start(path, config.timeline_mark_cycles, origin_ns)
     return timeline, offset_ns
 
 
@@ -43,10 +47,12 @@ class JobTimeline:
         self._is_over = threading.Event()  # nothing will be written any more
         self._timeline, self._offset_ns = begun_timeline(world, worlds)
 
-    def start(self, path: str, mark_cycles: bool) -> None:
+    def start(self, path: str | os.PathLike[str], mark_cycles: bool) -> None:
         """See `hvdlite.job_runtime.Runtime.start_timeline`."""
+        whole = _absolute(path) if self._world.topology.rank == 0 else ""
         origin_ns = time.monotonic_ns() + self._offset_ns
-        self._switch({"kind": "timeline_start", "path": path, "mark_cycles": mark_cycles, "origin_ns": origin_ns})
+        content = {"kind": "timeline_start", "path": whole, "mark_cycles": bool(mark_cycles), "origin_ns": origin_ns}
+        self._switch(content)
 
     def stop(self) -> None:
         """See `hvdlite.job_runtime.Runtime.stop_timeline`."""
@@ -91,3 +97,11 @@ class JobTimeline:
         if kind == "shutdown":
             self._is_over.set()
         self._switched.set()
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """``path`` for ranks that work in other directories. Raises TypeError or ValueError for what can be no file's."""
+    absolute = os.path.abspath(os.fsdecode(path))
+    with suppress(OSError):
+        os.lstat(absolute)  # raises ValueError
+    return absolute

@@ -9,6 +9,7 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +174,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record a timeline of all ranks into ``file_path``; see `hvdlite.Runtime.start_timeline`."""
     hvdlite.runtime().start_timeline(file_path, mark_cycles)
 

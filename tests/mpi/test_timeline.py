@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,30 @@ def test_rank_0_alone_starts_it_on_all(directory: Path) -> None:
         hvd.stop_timeline()
         names = {(event["pid"], event["name"]) for event in events_of(path)}
         assert {pid for pid, name in names if "between" in name} == set(range(hvd.size()))
+
+
+@pytest.mark.parametrize("kind", [str, Path, os.fsencode])
+def test_ranks_that_work_in_other_directories_write_into_the_same_file(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[str], Any]
+) -> None:
+    own = directory / f"rank{hvd.rank()}"
+    own.mkdir()
+    monkeypatch.chdir(own)
+    hvd.start_timeline(kind("trace.json"))
+    hvd.allreduce(torch.ones(3), name="between")
+    hvd.stop_timeline()
+    hvd.barrier()
+    assert list(own.iterdir()) == [own / "trace.json"] * (hvd.rank() == 0)
+    if hvd.rank() == 0:
+        assert {event["pid"] for event in events_of(own / "trace.json")} == set(range(hvd.size()))
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800b", None])
+def test_what_is_no_path_is_an_error_of_the_caller_alone(directory: Path, path: Any) -> None:
+    if hvd.rank() == 0:
+        with pytest.raises((ValueError, TypeError)):
+            hvd.start_timeline(path)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
 def test_one_after_the_other(directory: Path) -> None:
