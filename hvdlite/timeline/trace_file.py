@@ -22,6 +22,7 @@ import fcntl
 import json
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -134,6 +135,9 @@ class TraceFile:
 
     def _replace(self, descriptor: int, end: int, addition: bytes, room_bytes: int) -> None:
         """Put a file in place that holds the first ``end`` bytes of this one, ``addition``, and room for more."""
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(self.path).st_mode):  # /dev/null, say, for everybody on this machine
+                raise OSError(errno.EINVAL, "not a regular file, so nothing takes its place", self.path)
         unfinished = f"{self.path}.tmp"
         with suppress(FileNotFoundError):
             os.unlink(unfinished)  # of a rank that was killed, or somebody else's, who shall not read along

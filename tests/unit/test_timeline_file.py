@@ -323,6 +323,18 @@ def test_a_link_at_a_name_that_is_known_beforehand_is_not_followed(tmp_path: Pat
     assert treasure.read_text() == "mine"
 
 
+def test_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """As of /dev/null and /dev/stdout, which root could; a pipe is no more of a file than they are."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, tmp_path / "link"):
+        with pytest.raises(OSError, match="not a regular file"):
+            TraceFile(str(path), 7).write(INTRODUCTION)
+    assert pipe.is_fifo()
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_a_link_that_takes_the_place_of_the_file_while_it_is_written(tmp_path: Path) -> None:
     file = TraceFile(str(tmp_path / "trace.json"), 7)
     file.open(INTRODUCTION)
