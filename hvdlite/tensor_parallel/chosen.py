@@ -62,8 +62,12 @@ class ChosenCarrier(Carrier):
         return finish
 
     def begin_reduce_scatter(self, rows: Rows, produce: Produce) -> Finish:
-        chosen = self._for(rows, lambda carrier: carrier.reduce_scatter(rows, produce))
-        return chosen.begin_reduce_scatter(rows, produce)
+        try:
+            chosen = self._for(rows, lambda carrier: carrier.reduce_scatter(rows, produce))
+            return chosen.begin_reduce_scatter(rows, produce)
+        except BaseException:
+            self._begun = None  # nobody will ask for the gather any more
+            raise
 
     def reserve(self, nbytes: int, like: torch.Tensor) -> None:
         for carrier in self.options.values():

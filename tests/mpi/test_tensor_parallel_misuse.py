@@ -69,6 +69,26 @@ def test_ranks_that_contradict_one_another(team: tp.Team) -> None:
     )
 
 
+def test_a_backward_that_fails_half_way_is_forgotten() -> None:
+    """Only some ranks had begun to gather: by a measurement, later on, these alone would go on with it."""
+    if hvd.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    team = tp.Team(method="auto")
+    x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+    tp.all_gather_matmul(x, weight, team).sum().backward()  # so that nothing is left to measure
+    product = tp.all_gather_matmul(x, weight, team)
+
+    def call() -> None:
+        if team.rank == 0:
+            product.sum().backward()
+        else:
+            tp.matmul_all_reduce(x, weight, team)
+
+    everywhere_the_same(team, MismatchError, call, "backward of all_gather_matmul", ": matmul_all_reduce")
+    new = torch.ones(5, 4)
+    assert torch.equal(tp.matmul_all_reduce(new, weight, team), 4.0 * team.size * torch.ones(5, 4))
+
+
 def test_a_rank_that_cannot_take_part(team: tp.Team) -> None:
     wrong = team.rank == team.size - 1
     x, weight = torch.ones(team.size, 4), torch.ones(4, 4)
