@@ -43,7 +43,7 @@ def sum_over_ranks(carrier: Carrier, purpose: str, tensor: torch.Tensor) -> torc
 
 def scatter_sum(carrier: Carrier, purpose: str, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows of the sum of every rank's ``tensor``, (rows, ...), new; size divides the rows."""
-    matrix = tensor.reshape(tensor.shape[0], -1)
+    matrix = tensor.unsqueeze(-1).flatten(1)  # also of no rows, which reshape would have to guess
     scattered = carrier.reduce_scatter(_rows(purpose, tensor, matrix), _copies(matrix))
     return scattered.view(tensor.shape[0] // carrier.size, *tensor.shape[1:])
 

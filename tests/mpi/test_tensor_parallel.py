@@ -267,6 +267,7 @@ def test_an_embedding(team: tp.Team, sequence_parallel: bool) -> None:
     found.backward(own(upstream, team))
     assert whole.weight.grad is not None
     assert torch.equal(split.weight.grad, rows_of(whole.weight.grad, team))  # type: ignore[arg-type]
+    assert split(words[:0]).shape == (0, 2, 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
