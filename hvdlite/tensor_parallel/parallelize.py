@@ -38,7 +38,7 @@ def parallelize(model: M, plan: Mapping[str, Split], team: Team) -> M:
             that share a parameter only some are split. The model is as it was.
     """
     chosen: dict[str, tuple[str, Split]] = {}
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern, split in plan.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
@@ -47,7 +47,13 @@ def parallelize(model: M, plan: Mapping[str, Split], team: Team) -> M:
             if name in chosen:
                 raise ValueError(f"module {name!r} matches both {chosen[name][0]!r} and {pattern!r}; let one match")
             chosen[name] = pattern, split
-    parts = {name: split(model.get_submodule(name), team) for name, (_, split) in chosen.items()}
+    made: dict[tuple[int, Split], nn.Module] = {}  # one part of a module that has several names
+    parts: dict[str, nn.Module] = {}
+    for name, (_, split) in chosen.items():
+        module = model.get_submodule(name)
+        if (id(module), split) not in made:
+            made[id(module), split] = split(module, team)
+        parts[name] = made[id(module), split]
     _keep_ties(model, parts)
     for name, part in parts.items():
         parent, _, own = name.rpartition(".")

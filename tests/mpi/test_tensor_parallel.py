@@ -409,6 +409,23 @@ def test_shared_parameters_stay_shared(team: tp.Team) -> None:
     close(model.head.weight.grad, rows_of(whole.head.weight.grad, team))
 
 
+def test_a_block_that_is_used_again_and_again(team: tp.Team) -> None:
+    """It stands in the model under several names."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 12), nn.Linear(12, 4))
+    whole = nn.Sequential(block, nn.Tanh(), block)
+    model = copy.deepcopy(whole)
+    plan = {"*0.0": tp.ColumnParallelLinear.split, "*2.0": tp.ColumnParallelLinear.split}
+    tp.parallelize(model, plan | {"?.1": tp.RowParallelLinear.split}, team)
+    assert model[0] is model[2]
+    assert model[0][0].weight.shape == (12 // team.size, 4)
+    x = torch.ones(3, 4)
+    close(model(x), whole(x))
+    state, expected = tp.unsplit_state_dict(model), whole.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("max_norm", [0.01, 100.0])
 def test_clipping(team: tp.Team, max_norm: float) -> None:
     torch.manual_seed(0)
