@@ -260,6 +260,8 @@ class Runtime:
     def abandon_in_child(self) -> None:
         """Called in a forked child: let go of what only the parent may use."""
         self.closed = True
+        if self._metrics is not None:
+            self._metrics.abandon()
         reason = "this process was forked from one that runs hvdlite, and cannot take part; communicate in the parent"
         self.world.abandon(ShutDownError(reason))
         self.world.health.release()

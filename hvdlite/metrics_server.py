@@ -95,3 +95,7 @@ class MetricsServer:
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
+
+    def abandon(self) -> None:
+        """In a forked child, which would hold the port when its parent listens no more."""
+        self._server.socket.close()

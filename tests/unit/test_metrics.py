@@ -103,13 +103,40 @@ hvd.shutdown()
 """
 
 
-def test_a_job_with_the_setting() -> None:
+def run_with_port(program: str) -> subprocess.CompletedProcess[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HVDLITE_METRICS_PORT": port}
-    command = [sys.executable, "-c", PROGRAM, port]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
+    command = [sys.executable, "-c", program, port]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
+
+
+def test_a_job_with_the_setting() -> None:
+    done = run_with_port(PROGRAM)
     assert samples(done.stdout)["hvdlite_submissions_total"] == ({"rank": "0"}, 1.0)
+
+
+FORKING_PROGRAM = """
+import os, sys, time, urllib.request
+import hvdlite
+hvdlite.init()
+child = os.fork()  # a worker of a DataLoader, say
+if child == 0:
+    time.sleep(120)
+try:
+    hvdlite.shutdown()
+    hvdlite.init()
+    print(urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/metrics", timeout=10).read().decode())
+    hvdlite.shutdown()
+finally:
+    os.kill(child, 9)
+"""
+
+
+def test_a_forked_child_does_not_hold_the_port() -> None:
+    done = run_with_port(FORKING_PROGRAM)
+    assert samples(done.stdout)["hvdlite_submissions_total"] == ({"rank": "0"}, 0.0)
+    assert not done.stderr
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tensorboard's own imports
