@@ -32,6 +32,22 @@ def _boolean(text: str) -> bool:
 _LARGEST = 1e9  # seconds: 30 years, which every clock and wait of Python and of the kernel takes
 
 
+def _whole_up_to(most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError as error:
+            raise ValueError("must be a whole number") from error
+        if value > most:
+            raise ValueError(f"must be at most {most}")
+        return value
+
+    return parse
+
+
+_whole = _whole_up_to(10**12)  # bytes or a count: no machine has more, and queues and kernels take that
+
+
 def _number(text: str) -> float:
     value = _number_or_inf(text)
     if math.isinf(value):
@@ -49,13 +65,6 @@ def _number_or_inf(text: str) -> float:
     if math.isnan(value):
         raise ValueError("must be a number")
     return value
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise ValueError("must be a whole number") from error
 
 
 def _positive(convert: Callable[[str], T]) -> Callable[[str], T]:
@@ -134,7 +143,7 @@ class Config:
     """On one node, do blocking operations that repeat in one native call; otherwise Python does them, step by step."""
     tree_fanout: int = _setting(4, _positive(_whole), "TREE_FANOUT")
     """Children of a node leader in the negotiation tree."""
-    spin_us: int = _setting(50, _not_negative(_whole), "SPIN_MICROSECONDS")
+    spin_us: int = _setting(50, _not_negative(_whole_up_to(10**8)), "SPIN_MICROSECONDS")
     """How long a rank looks for others of its node before it sleeps; four times as long where ranks outnumber cores."""
 
     idle_s: float = _setting(5.0, _positive(_number_or_inf), "IDLE_SECONDS")
