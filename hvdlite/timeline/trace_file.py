@@ -167,10 +167,11 @@ def read_trace(path: str) -> dict[str, Any]:
     """
     with open(path, "rb") as file:
         _wait_for_writers(file.fileno())
-        try:
-            trace = json.load(file)
-        except (ValueError, RecursionError) as error:
-            raise TraceError(f"{path} is not JSON, as a timeline would be: {error}") from error
+        content = file.read()
+    try:  # which may take longer than ranks wait for the file
+        trace = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path} is not JSON, as a timeline would be: {error}") from error
     if not _is_trace(trace):
         raise TraceError(f"{path} is not a timeline of hvdlite, or of another version")
     return trace  # type: ignore[no-any-return]

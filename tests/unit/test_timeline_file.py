@@ -189,6 +189,24 @@ def test_a_reader_waits_for_the_end_of_a_write(tmp_path: Path) -> None:
         assert [event["name"] for event in reader.result(10)["traceEvents"]] == ["process_name"]
 
 
+def test_ranks_write_while_a_reader_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_file, "_LOCK_TIMEOUT_S", 0.1)
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path), 7)
+    file.open(INTRODUCTION)
+    parse = json.loads
+
+    def slowly(content: bytes) -> object:
+        file.append([span("meanwhile")])
+        return parse(content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "loads", slowly)
+        patch.setattr(json, "load", lambda file: slowly(file.read()))
+        read_trace(str(path))
+    assert names(path) == ["process_name", "meanwhile"]
+
+
 @pytest.mark.parametrize("lock", [fcntl.LOCK_EX, None], ids=["a rank that is stopped", "no locks"])
 def test_a_reader_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: int | None) -> None:
     path = tmp_path / "trace.json"
