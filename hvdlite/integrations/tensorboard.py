@@ -39,5 +39,7 @@ class StatisticsWriter:
         """Write what was counted since the last call, or since this object was made."""
         now = hvd.statistics(self._process_set)
         for name, value in now.items():
-            self._writer.add_scalar(f"hvdlite/{name}", float(value - self._before.get(name, 0)), step)
+            before = self._before.get(name, 0)
+            grown = value - before if value >= before else value  # it began anew, by hvd.init()
+            self._writer.add_scalar(f"hvdlite/{name}", float(grown), step)
         self._before = now
