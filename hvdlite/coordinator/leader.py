@@ -76,7 +76,7 @@ class Leader:
             own=[(rank,) for rank in topology.local_ranks],
             bursts=readiness.bursts if config.prepared_operations else None,
         )
-        self._last_words: list[Message] = []  # of the root: the end, which waits for that of a plan that runs free
+        self._to_place: list[Message] = []  # of the root: notices that wait for the end of a plan that runs free
         self._spread: deque[bytes] = deque()  # of the log, what this node may not have yet
         self._node_outbox = bytearray()  # of the log, what the page has no room for yet
         self._published = 0  # bytes of the log that this node's other ranks can read, and this rank may act upon
@@ -106,8 +106,8 @@ class Leader:
             self._pass_on(self._plan.ready(self._page.ready(self._plan.number)))
         if self._has_claims:
             self._negotiate(now_s)
-        if self._last_words:
-            self._end()
+        if self._to_place:
+            self._place()
         self._flush()
         log = self._log()
         return busy or bool(log), log
@@ -213,7 +213,7 @@ class Leader:
             self._has_claims = True
             self._negotiation.add(message, sender_ranks, now_s)
         elif isinstance(message, PlanMessage):
-            claimed = self._negotiation.claimed if self._is_alone and not self._last_words else tuple
+            claimed = self._negotiation.claimed if self._is_alone and not self._to_place else tuple
             said = self._plan.hear(message, sender_ranks, self._negotiation.is_idle, claimed)
             if said is not None and said.verb is Verb.REOPEN:
                 self._negotiation.take_back()
@@ -222,8 +222,8 @@ class Leader:
             self._pen.send(message)
         else:
             assert isinstance(message, Notice), message
-            if message.is_last:
-                self._last_words.append(message)
+            if message.has_a_place:
+                self._to_place.append(message)
             elif not self._stall.take_answer(message.content):
                 self._decree(message)
 
@@ -250,22 +250,23 @@ class Leader:
                 self._plan.saw(verdict, alone=alone)
         if verdicts:
             self._decree(EndOfBatch())
-            self._pass_on(self._plan.propose(self._negotiation.is_idle))
+            if not self._to_place:
+                self._pass_on(self._plan.propose(self._negotiation.is_idle))
         query = stall.look(self._negotiation.waiting, now_s)
         if query is not None:
             self._decree(query)
 
-    def _end(self) -> None:
-        """The root says that this is the end, after which no rank may wait for another in an operation.
+    def _place(self) -> None:
+        """The root says what has to come between the same two operations everywhere: the end, or that ranks meet.
 
-        Of a plan that runs free some ranks may be at what others, at the end, would not begin any more.
+        Of a plan that runs free some ranks may be at what others would not begin before it, and wait for them there.
         """
         if self._plan.runs_free:
             self._pass_on(self._plan.make_room())
         elif self._plan.is_in_log:
-            for message in self._last_words:
+            for message in self._to_place:
                 self._decree(message)
-            self._last_words.clear()
+            self._to_place.clear()
 
     def _decree(self, message: Message) -> None:
         """The root appends to the log."""

@@ -72,9 +72,10 @@ class Notice:
     content: dict[str, Any]
 
     @property
-    def is_last(self) -> bool:
-        """Whether nobody does anything after it."""
-        return bool(self.content["kind"] == "shutdown")
+    def has_a_place(self) -> bool:
+        """Whether all ranks have to have done the same operations before it: nobody does any after the end, and where
+        the timeline stops ranks meet."""
+        return self.content["kind"] in ("shutdown", "timeline_start", "timeline_stop")
 
 
 @dataclass(frozen=True, slots=True)

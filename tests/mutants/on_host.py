@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COORDINATOR}leader.py",
-        "if message.is_last:",
+        "if message.has_a_place:",
         "if False:",
         _ENDS,
     ),

@@ -1,4 +1,5 @@
-"""A world that ends while operations are under way: all ranks have done the same by then, since what they do blocks."""
+"""A world or a timeline that ends while operations are under way: all ranks have done the same by then, since what they
+do blocks."""
 
 from __future__ import annotations
 
@@ -81,3 +82,38 @@ def test_all_ranks_have_done_the_same(nodes: Sequence[tuple[int, ...]], state: s
             assert made.is_done
             with suppress(ShutDownError):
                 made.wait()
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("seed", range(30))
+def test_a_timeline_starts_and_stops_between_the_same_operations(nodes: Sequence[tuple[int, ...]], seed: int) -> None:
+    """Rank 0 says so wherever it is; the others may be at something that it has not begun."""
+    lab = Lab(nodes, seed, small_pages=True)
+    seen: list[list[tuple[str, int]]] = [[] for _ in lab.ranks]
+    for owner, own in zip(lab.owners, seen, strict=True):
+        owner.take_notice = lambda content, owner=owner, own=own: own.append(  # type: ignore[method-assign]
+            (content["kind"], sum(map(len, owner.buckets)))
+        )
+    job = Job(lab, at_once=seed % 2 > 0, collected=seed % 3 / 2)
+    step = [item for item in STEP if item[0] != "?"]
+    kinds = ["timeline_start", "timeline_stop"] * 3
+    job.freeze(step)
+    begin = job.begin
+
+    def announcing(rank: int, made: Submission, waits: bool) -> list[Submission | InBurst]:
+        if rank == 0 and kinds and lab.random.random() < 0.05:
+            lab.ranks[0].announce({"kind": kinds.pop(0)})
+        return begin(rank, made, waits)
+
+    job.begin = announcing  # type: ignore[method-assign]
+    while kinds:
+        job.step([step] * len(lab.ranks))
+    job.step([step] * len(lab.ranks))
+    for _ in range(20_000):
+        if all(len(own) == 6 for own in seen):
+            break
+        lab.turn()
+    assert seen == [seen[0]] * len(lab.ranks)
+    assert [kind for kind, _ in seen[0]] == ["timeline_start", "timeline_stop"] * 3
+    job.check_order()
+    job.freeze(step)  # and plans go on afterwards
