@@ -32,7 +32,7 @@ def _boolean(text: str) -> bool:
 _LARGEST = 1e9  # seconds: 30 years, which every clock and wait of Python and of the kernel takes
 
 
-def _whole_up_to(most: int) -> Callable[[str], int]:
+def _int_up_to(most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
             value = int(text)
@@ -45,7 +45,7 @@ def _whole_up_to(most: int) -> Callable[[str], int]:
     return parse
 
 
-_whole = _whole_up_to(10**12)  # bytes or a count: no machine has more, and queues and kernels take that
+_int = _int_up_to(10**12)  # bytes or a count: no machine has more, and queues and kernels take that
 
 
 def _number(text: str) -> float:
@@ -111,21 +111,21 @@ def _setting(default: T, parse: Callable[[str], T], *names: str) -> T:
 class Config:
     """The settings of a job. Build them in code, or from the environment with `Config.from_env`."""
 
-    fusion_threshold_bytes: int = _setting(128 << 20, _not_negative(_whole), "FUSION_THRESHOLD")
+    fusion_threshold_bytes: int = _setting(128 << 20, _not_negative(_int), "FUSION_THRESHOLD")
     """Most bytes that are fused into one collective; 0 disables fusion."""
-    bucket_bytes: int = _setting(0, _not_negative(_whole), "BUCKET_BYTES")
+    bucket_bytes: int = _setting(0, _not_negative(_int), "BUCKET_BYTES")
     """Size of DistributedOptimizer's gradient buckets, never above ``fusion_threshold_bytes``; 0: by what the nodes and
     the network between them are like, see `hvdlite.torch.bucketing.choose_bucket_bytes`."""
-    staging_bytes: int = _setting(32 << 20, _positive(_whole), "STAGING_BYTES")
+    staging_bytes: int = _setting(32 << 20, _positive(_int), "STAGING_BYTES")
     """Size of each rank's copy of the fusion buffer for tensors from elsewhere; touched as it is used."""
-    chunk_bytes: int = _setting(128 << 10, _positive(_whole), "CHUNK_BYTES")
+    chunk_bytes: int = _setting(128 << 10, _positive(_int), "CHUNK_BYTES")
     """On one node, tensors from elsewhere pass the fusion buffer in chunks of this size, which stay in cache."""
-    segment_bytes: int = _setting(63 << 10, _positive(_whole), "SEGMENT_BYTES")
+    segment_bytes: int = _setting(63 << 10, _positive(_int), "SEGMENT_BYTES")
     """Unit of overlap in the ring across nodes: one segment travels while the one before it is added.
 
     MPI sends messages below its eager limit, 64 KiB over TCP, without asking the receiver first, which would wait for
     the receiver's next look at MPI."""
-    small_bytes: int = _setting(32 << 10, _not_negative(_whole), "SMALL_BYTES")
+    small_bytes: int = _setting(32 << 10, _not_negative(_int), "SMALL_BYTES")
     """Up to this size an allreduce across four nodes takes recursive doubling; the sizes of other cases follow."""
     gpu_allreduce: str = _setting("auto", _one_of("auto", "hierarchical", "nccl"), "GPU_ALLREDUCE")
     """How GPUs of several nodes reduce. nccl: by NCCL over all; hierarchical: within a node, and by MPI across; auto:
@@ -133,17 +133,17 @@ class Config:
     gpu_mpi: str = _setting("auto", _one_of("auto", "pinned", "direct"), "GPU_MPI")
     """How MPI across nodes gets what is on GPUs. pinned: by way of pinned memory of the host; direct: from where it is,
     which MPI must be able to do; auto: whichever was faster, where MPI says that it can and a trial is right."""
-    rails: int = _setting(0, _not_negative(_whole), "RAILS")
+    rails: int = _setting(0, _not_negative(_int), "RAILS")
     """Most ranks of a node that speak to other nodes, each for its share of the bytes; 0: as many as there can be."""
     cycle_ms: float = _setting(0.0, _not_negative(_number), "CYCLE_TIME")
     """How long a ready tensor may wait for others to fuse with, in ms. Nothing polls, so 0 is a good default."""
-    cache_capacity: int = _setting(1024, _not_negative(_whole), "CACHE_CAPACITY")
+    cache_capacity: int = _setting(1024, _not_negative(_int), "CACHE_CAPACITY")
     """Requests that are remembered so that later submissions send their number only; 0 spells out every one."""
     prepared_operations: bool = _setting(True, _boolean, "PREPARED_OPERATIONS")
     """On one node, do blocking operations that repeat in one native call; otherwise Python does them, step by step."""
-    tree_fanout: int = _setting(4, _positive(_whole), "TREE_FANOUT")
+    tree_fanout: int = _setting(4, _positive(_int), "TREE_FANOUT")
     """Children of a node leader in the negotiation tree."""
-    spin_us: int = _setting(50, _not_negative(_whole_up_to(10**8)), "SPIN_MICROSECONDS")
+    spin_us: int = _setting(50, _not_negative(_int_up_to(10**8)), "SPIN_MICROSECONDS")
     """How long a rank looks for others of its node before it sleeps; four times as long where ranks outnumber cores."""
 
     idle_s: float = _setting(5.0, _positive(_number_or_inf), "IDLE_SECONDS")
@@ -155,13 +155,11 @@ class Config:
     """Path of the log that rank 0 writes; empty means none."""
     autotune_load: str = _setting("", str, "AUTOTUNE_LOAD")
     """Path of an earlier log on rank 0's machine, whose choice is taken."""
-    autotune_warmup_samples: int = _setting(1, _not_negative(_whole), "AUTOTUNE_WARMUP_SAMPLES")
+    autotune_warmup_samples: int = _setting(1, _not_negative(_int), "AUTOTUNE_WARMUP_SAMPLES")
     """Samples at the start that do not count."""
-    autotune_steps_per_sample: int = _setting(4, _positive(_whole), "AUTOTUNE_STEPS_PER_SAMPLE")
+    autotune_steps_per_sample: int = _setting(4, _positive(_int), "AUTOTUNE_STEPS_PER_SAMPLE")
     """Steps that are measured with the same settings, after some in which the job adapts to them."""
-    autotune_max_samples: int = _setting(
-        14, _positive(_whole), "AUTOTUNE_MAX_SAMPLES", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES"
-    )
+    autotune_max_samples: int = _setting(14, _positive(_int), "AUTOTUNE_MAX_SAMPLES", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES")
     """Most samples in all."""
 
     network_interfaces: str = _setting("", str, "NETWORK_INTERFACES", "$NCCL_SOCKET_IFNAME", "$GLOO_SOCKET_IFNAME")
@@ -193,7 +191,7 @@ class Config:
     """Path of the Chrome trace to write; empty means none."""
     timeline_mark_cycles: bool = _setting(False, _boolean, "TIMELINE_MARK_CYCLES")
     """Mark each cycle of the coordinator thread in the timeline."""
-    timeline_events: int = _setting(1 << 16, _positive(_whole), "TIMELINE_EVENTS")
+    timeline_events: int = _setting(1 << 16, _positive(_int), "TIMELINE_EVENTS")
     """Most events that a rank keeps until they are written; older ones are dropped and counted."""
 
     link_check_s: float = _setting(5.0, _not_negative(_number), "LINK_CHECK_SECONDS")
@@ -203,13 +201,13 @@ class Config:
     disable_nvtx_ranges: bool = _setting(False, _boolean, "DISABLE_NVTX_RANGES")
     """Show no spans to Nsight, which otherwise sees them as NVTX ranges where torch has CUDA."""
 
-    metrics_port: int = _setting(0, _not_negative(_whole), "METRICS_PORT")
+    metrics_port: int = _setting(0, _not_negative(_int), "METRICS_PORT")
     """Answer Prometheus on 127.0.0.1, each rank on this port plus its local rank; 0: do not listen."""
 
     check_numerics: str = _setting("off", _one_of("off", "warn", "raise"), "CHECK_NUMERICS")
     """Whether DistributedOptimizer looks for NaN and Inf in each rank's gradients before they are reduced: ``warn`` or
     ``raise``, with rank, parameter and step; see docs/seeing.md."""
-    check_every: int = _setting(0, _not_negative(_whole), "CHECK_EVERY")
+    check_every: int = _setting(0, _not_negative(_int), "CHECK_EVERY")
     """Compare parameters and optimizer state of DistributedOptimizer between ranks after every so many steps, and raise
     where they differ; 0: only parameters, with the first step, to warn."""
 
