@@ -1,6 +1,9 @@
 #include "gradient_snapshot.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <stdexcept>
+#include <utility>
 
 #include "tensor_attributes.h"
 
@@ -21,6 +24,19 @@ bool is_of(PyObject* gradient, const TensorKind& kind) {
          attribute(gradient, names().layout).ptr() == kind.layout &&
          attribute(gradient, names().dtype).ptr() == kind.dtype &&
          call(gradient, names().is_contiguous).ptr() == Py_True;
+}
+
+// Whether two tensors, of such a layout at these places, have some memory in common.
+bool overlap(const std::vector<std::uintptr_t>& addresses, const TensorList& layout, std::uint64_t item_bytes) {
+  std::vector<std::pair<std::uintptr_t, std::uintptr_t>> places;  // begin, end
+  places.reserve(addresses.size());
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    const std::uint64_t numel = layout.end(i) - layout.begin(i);
+    if (numel > 0) places.emplace_back(addresses[i], addresses[i] + numel * item_bytes);
+  }
+  std::sort(places.begin(), places.end());
+  return std::adjacent_find(places.begin(), places.end(),
+                            [](const auto& one, const auto& next) { return next.first < one.second; }) != places.end();
 }
 
 }  // namespace
@@ -81,6 +97,7 @@ bool GradientSnapshot::locate(TensorList& tensors, const TensorKind& kind) const
     if (number(call(gradient, names().numel)) != tensors.end(i) - tensors.begin(i)) return false;
     addresses.push_back(address_of(gradient));
   }
+  if (overlap(addresses, tensors, number(attribute(kind.dtype, names().itemsize)))) return false;
   tensors.move_to(addresses);
   return true;
 }

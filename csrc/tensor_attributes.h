@@ -38,6 +38,7 @@ struct Names {
   PyObject* is_contiguous = interned("is_contiguous");
   PyObject* is_cpu = interned("is_cpu");
   PyObject* is_neg = interned("is_neg");
+  PyObject* itemsize = interned("itemsize");
   PyObject* layout = interned("layout");
   PyObject* numel = interned("numel");
   PyObject* requires_grad = interned("requires_grad");

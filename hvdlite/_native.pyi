@@ -79,8 +79,8 @@ class GradientSnapshot:
     def locate(self, tensors: TensorList, type: type, layout: object, dtype: object) -> bool:
         """Move ``tensors`` to where the gradients lie that were taken.
 
-        False, and nothing is moved, unless each is there, of that type, layout and dtype, contiguous, and of as many
-        elements as the tensor in its place.
+        False, and nothing is moved, unless each is there, of that type, layout and dtype, contiguous, of as many
+        elements as the tensor in its place, and in memory that no other one has.
         """
     def require_grad(self) -> bool:
         """Whether any of the gradients that were taken does."""

@@ -125,11 +125,13 @@ class Slot:
     def dense(self) -> torch.Tensor:
         """The contribution as ``p.grad`` itself, where the result can be written; zeros where there is none."""
         dense = self.contribution()
-        if dense is None or dense.requires_grad or dense is not self.param.grad:
-            dense = torch.zeros_like(self.param, requires_grad=False) if dense is None else dense.detach()
-            if self.active:
-                self.param.grad = dense
-            self.version = dense._version
+        if dense is None:
+            dense = torch.zeros_like(self.param, requires_grad=False)
+        elif dense.requires_grad or _is_shared(dense):
+            dense = dense.detach().clone()
+        if self.active and dense is not self.param.grad:
+            self.param.grad = dense
+        self.version = dense._version
         return dense
 
     def note_if_changed(self) -> None:
@@ -194,6 +196,20 @@ def dense_views(slots: Sequence[Slot]) -> list[TensorView]:
         )
         for slot, gradient in zip(slots, gradients, strict=True)
     ]
+
+
+_USES = 2
+"""Of memory that one tensor has: by the tensor, and by the object that is asked for the number."""
+
+
+def _is_shared(gradient: torch.Tensor) -> bool:
+    """Whether others have the memory of ``gradient`` as well.
+
+    Of ``h + p.unsqueeze(0)`` autograd makes the gradient of ``p`` a view of that of ``h``, of which a backward pass
+    that still runs makes others; and so of ``p[None] + q[None]`` two gradients in one place.
+    """
+    uses: int = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return uses > _USES
 
 
 def _same_layout(tensor: torch.Tensor, strides: Sequence[int]) -> bool:

@@ -301,6 +301,50 @@ def test_channels_last() -> None:
             assert torch.allclose(p.grad, q.grad, rtol=1e-5)
 
 
+@pytest.mark.parametrize("numel", [100, 300_000])
+def test_gradients_in_one_place(numel: int) -> None:
+    """Autograd makes both gradients of ``p[None] + q[None]`` views of one; here on the first rank only."""
+    p, q = (torch.nn.Parameter(torch.zeros(numel)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=0.0), op=hvd.Sum)
+    for _ in range(4):
+        optimizer.zero_grad()
+        both = p[None] + q[None] if hvd.rank() == 0 else p[None] * 2 + q[None] * 3
+        (both * torch.ones(1, numel)).sum().backward()
+        optimizer.step()
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, torch.full((numel,), 1.0 + 2 * (hvd.size() - 1)))
+        assert torch.equal(q.grad, torch.full((numel,), 1.0 + 3 * (hvd.size() - 1)))
+
+
+class ReducedBelow(torch.autograd.Function):
+    """The identity; what was submitted before is reduced when its backward pass goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        hvd.barrier()
+        return gradient * 1
+
+
+def test_a_gradient_that_backward_is_not_done_with() -> None:
+    """With a batch of one, that of ``p.unsqueeze(0)`` in a sum is a view of what goes on to layers below."""
+    numel = 300_000
+    below, p = (torch.nn.Parameter(torch.ones(numel)) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([below, p], lr=0.0), op=hvd.Sum, groups=[[below], [p]])
+    for _ in range(4):
+        optimizer.zero_grad()
+        hidden = ReducedBelow.apply(below * torch.ones(1, numel))  # type: ignore[no-untyped-call]
+        ((hidden + p.unsqueeze(0)) * torch.full((1, numel), hvd.rank() + 1.0)).sum().backward()
+        optimizer.step()
+        for gradient in (below.grad, p.grad):
+            assert gradient is not None
+            assert torch.equal(gradient, torch.full((numel,), total()))
+
+
 def test_ranks_with_weights_in_another_order_are_told() -> None:
     needs_two()
     conv = torch.nn.Conv2d(3, 4, 2)

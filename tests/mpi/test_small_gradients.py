@@ -67,6 +67,17 @@ def test_a_new_gradient_stays_where_autograd_has_made_it() -> None:
     check(parameters)
 
 
+def test_so_does_a_large_one_that_shares_its_memory_with_nobody() -> None:
+    p = torch.nn.Parameter(torch.ones(300_000))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.0))
+    for _ in range(4):
+        optimizer.zero_grad()
+        p.sum().backward()
+        before = p.grad
+        optimizer.step()
+        assert p.grad is before
+
+
 def test_a_gradient_that_stays_becomes_a_part_of_a_block() -> None:
     if hvd.size() == 1:
         pytest.skip("alone nothing is moved")

@@ -124,6 +124,26 @@ def test_those_of_another_type_or_size_are_refused() -> None:
     assert located(doubles) is None
 
 
+@pytest.mark.parametrize("shift", [0, 1, 5])
+def test_those_that_share_memory_are_refused(shift: int) -> None:
+    """As autograd makes them of ``p[None] + q[None]``: to write one would change the other."""
+    some = parameters()
+    memory = torch.arange(20.0)
+    some[0].grad = memory[shift : shift + 6].view(2, 3)
+    some[2].grad = memory[:6].view(2, 3)
+    assert located(some) is None
+    some[0].grad = memory[6:12].view(2, 3)  # side by side
+    assert located(some) == [6.0, 1.0, 0.0]
+
+
+def test_gradients_without_elements_share_nothing() -> None:
+    some = [torch.nn.Parameter(torch.zeros(0)) for _ in range(3)]
+    for parameter in some:
+        parameter.grad = torch.zeros(0)
+    tensors = _native.TensorList([0] * 3, [0] * 3, [0] * 3)
+    assert taken(some).locate(tensors, torch.Tensor, torch.strided, torch.float32)
+
+
 def test_a_gradient_with_a_graph_is_seen() -> None:
     some = parameters()
     assert not taken(some).require_grad()
