@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from hvdlite.dtypes import ReduceOp, Reduction
 from hvdlite.errors import MismatchError
 from hvdlite.group import Group
+from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.torch.allreduce import allreduce_
 from hvdlite.torch.arrival import Arrival
 from hvdlite.torch.bucket_maker import BucketMaker, GradientOptions
@@ -30,6 +32,7 @@ from hvdlite.torch.buckets import DenseBucket, SparseBucket
 from hvdlite.torch.gradients import Bucket, Slot
 from hvdlite.torch.reduce_options import Max
 from hvdlite.torch.start import start_broadcast
+from hvdlite.torch.tensor_view import views_of
 
 
 class Assignment:
@@ -73,6 +76,28 @@ class Assignment:
         self.number = self._group.next_number()
         self._bucketing = Bucketing(BUCKET_BYTES, False, self._registration_order())
         self._assign(is_guess=True)
+
+    def are_all_here(self) -> bool:
+        """Whether no rank has joined, which would hear of no agreement. Collective."""
+        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        views = views_of((here,))
+        try:
+            allreduce_async(
+                self._group, views, views, Reduction(ReduceOp.MAX), name=f"{self._prefix}.here", needs_all=True
+            ).wait()
+        except MismatchError:
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Have nothing agreed on in this step, so that ranks that have joined can go on like this one."""
+        is_guess = self.phase is Phase.BY_REGISTRATION
+        for slot in self._arrival.slots:
+            if is_guess or slot.bucket is None:
+                slot.is_sparse = False
+        if is_guess:
+            self._made = 0
+            self._assign(is_guess=True)
 
     def agree_on_order(self) -> Bucketing:
         """Have the first rank choose a bucketing, by the order in which its gradients have come. Collective.

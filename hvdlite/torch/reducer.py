@@ -297,8 +297,10 @@ class GradientReducer:
             # As counted at the end of the last step: a rank cannot know what others have seen of this step's switches.
             live = [bucket for bucket in self._assignment.buckets if bucket.active]
             self._finish([*live, *self._assignment.late_buckets(late)])
-            if agrees:
+            if agrees and self._assignment.are_all_here():
                 self._agree_on_order()
+            elif agrees:
+                self._assignment.forget()
         finally:
             for slot in {*switched, *late}:
                 if slot.param.requires_grad:

@@ -36,6 +36,9 @@ class StateCheck:
         self._group = group
         self._process_set = process_set
         self._steps = 0
+        self._joins = group.world.joins
+        self._alike_after = 0  # the last step after which all ranks were
+        self._left = every  # steps before the next comparison
 
     @classmethod
     def wanted(cls, group: Group, process_set: ProcessSet) -> StateCheck | None:
@@ -57,12 +60,18 @@ class StateCheck:
             DivergenceError: on every rank, if something differs; names it, and who.
         """
         self._steps += 1
-        if self._steps % self._every:
+        if self._joins != self._group.world.joins:  # some ranks have taken more steps than others
+            self._joins = self._group.world.joins
+            self._left = self._every
+        self._left -= 1
+        if self._left:
             return
+        self._left = self._every
         records = [] if optimizer is None else _records(named, optimizer)
         own = torch.cat([checksums([parameter for _, parameter in named]), _digests([record for _, record in records])])
         found = find_differences(own, label, self._group, self._process_set)
         if found is None:
+            self._alike_after = self._steps
             return
         first = found.places[0]
         what, values = f"parameter '{named[first][0]}'" if first < len(named) else "", found.values[0]
@@ -78,7 +87,7 @@ class StateCheck:
         )
 
     def _since(self) -> str:
-        before = self._steps - self._every
+        before = self._alike_after
         return f"after step {before} all ranks had the same" if before else "no step before that was looked at"
 
     def _differing_entry(

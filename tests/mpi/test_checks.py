@@ -126,6 +126,23 @@ def test_ranks_that_are_alike_go_on(make: Callable[..., torch.optim.Optimizer], 
         assert not torch.equal(module[0].weight, before)
 
 
+def test_ranks_that_have_joined_count_from_there() -> None:
+    with running(CHECK_EVERY="3"):
+        module = model()
+        optimizer = wrap(module, torch.optim.SGD)
+        for _ in range(4 if is_last() else 5):
+            step(module, optimizer)
+        hvd.join()
+        hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+        for _ in range(2):
+            step(module, optimizer)
+        if is_last():
+            module[0].weight.data.add_(1.0)
+        own = 7 if is_last() else 8
+        with pytest.raises(DivergenceError, match=rf"after step {own} .* after step 3 all ranks had the same"):
+            step(module, optimizer)
+
+
 def test_adasum() -> None:
     with running(CHECK_EVERY="3", CHECK_NUMERICS="warn"):
         if hvd.size() != 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +101,36 @@ def test_gradients_in_their_slots() -> None:
     hvd.join()
     hvd.broadcast_parameters([("p", parameter)], root_rank=size - 1)
     assert parameter.tolist() == [-3 * sum(range(1, size + 1)) - sum(r * (1 + r) for r in range(size))] * 50
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("short", [0, -1])
+def test_who_has_joined_hears_of_no_agreement_about_gradients(short: int, steps: int, sparse: bool) -> None:
+    """Others put it off: the order of gradients, their homes, and which are sparse, are settled by the first steps."""
+    size, me = hvd.size(), hvd.rank()
+    table = torch.nn.Embedding.from_pretrained(torch.zeros(3, 2), freeze=False, sparse=sparse)
+    large = torch.nn.Parameter(torch.zeros(200_000))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, large], lr=0.0), op=hvd.Sum)
+    for k in range(steps if me == short % size else 4):
+        there = [rank for rank in range(size) if rank != short % size or k < steps]
+        step_of_all(optimizer, table, large, there)
+    hvd.join()
+    for _ in range(3):
+        step_of_all(optimizer, table, large, list(range(size)))
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse is sparse or size == 1
+    hvd.join()
+
+
+def step_of_all(optimizer: Any, table: torch.nn.Embedding, large: torch.nn.Parameter, there: list[int]) -> None:
+    optimizer.zero_grad()
+    ((table(torch.tensor([1])).sum() + large.sum()) * (1 + hvd.rank())).backward()
+    optimizer.step()
+    expected = float(sum(1 + rank for rank in there))
+    for parameter, row in [(table.weight, 1), (large, 7)]:
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad.to_dense()[row], torch.full_like(parameter[row], expected))
 
 
 def test_what_needs_all() -> None:
