@@ -33,9 +33,8 @@ class LooseBucket(DenseBucket):
         self.loaded = views, views
 
     def deliver(self) -> None:
-        for slot in self.slots:
-            if slot.active:
-                slot.note_if_changed()
+        for slot, view in zip(self.slots, self.loaded[1], strict=True):
+            slot.deliver_in_place(view.owner)
 
 
 class CompressedBucket(DenseBucket):
@@ -44,22 +43,21 @@ class CompressedBucket(DenseBucket):
     def __init__(self, name: str, slots: Sequence[Slot], compression: AnyCompressor) -> None:
         super().__init__(name, slots)
         self._compression = compression
-        self._compressed: list[tuple[torch.Tensor, Any]] = []
+        self._compressed: list[tuple[torch.Tensor, torch.Tensor, Any]] = []  # each with its gradient
 
     def load(self) -> None:
         self._compressed = []
         for slot in self.slots:
-            tensor, ctx = self._compression.compress(slot.dense())
-            self._compressed.append((tensor.contiguous(), ctx))
-        views = views_of(tensor for tensor, _ in self._compressed)
+            gradient = slot.dense()
+            tensor, ctx = self._compression.compress(gradient)
+            self._compressed.append((gradient, tensor.contiguous(), ctx))
+        views = views_of(tensor for _, tensor, _ in self._compressed)
         self.loaded = views, views
 
     def deliver(self) -> None:
-        for slot, (tensor, ctx) in zip(self.slots, self._compressed, strict=True):
-            if slot.active:
-                assert slot.param.grad is not None
-                slot.note_if_changed()
-                slot.param.grad.copy_(self._compression.decompress(tensor, ctx))
+        for slot, (gradient, tensor, ctx) in zip(self.slots, self._compressed, strict=True):
+            slot.deliver_in_place(gradient)
+            gradient.copy_(self._compression.decompress(tensor, ctx))
         self._compressed = []
 
 

@@ -134,11 +134,23 @@ class Slot:
         self.version = dense._version
         return dense
 
-    def note_if_changed(self) -> None:
-        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks."""
+    def note_if_changed(self, loaded: torch.Tensor | None = None) -> None:
+        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks.
+
+        Args:
+            loaded: what it was, if that is known.
+        """
         gradient = self.param.grad
-        if gradient is not None and gradient._version != self.version:
+        is_other = loaded is not None and gradient is not loaded
+        if gradient is not None and (is_other or gradient._version != self.version):
             self.changed.append(self)
+
+    def deliver_in_place(self, reduced: torch.Tensor) -> None:
+        """Make ``reduced``, in which the gradient was reduced where it was, ``p.grad``, should that be another now."""
+        if self.active:
+            self.note_if_changed(reduced)
+            if self.param.grad is not reduced:
+                self.param.grad = reduced
 
     def deliver_view(self) -> None:
         """Make `view`, if there is one, ``p.grad``."""
@@ -232,7 +244,7 @@ class Bucket(ABC):
         home: where all these tensors live, if they live in one place.
         active: how many slots the bucket counts on.
         missing: how many of the active slots have no complete gradient yet; kept by `Arrival`.
-        loaded: the gradients as `load` found them, until the bucket is submitted.
+        loaded: the gradients as `load` found them, until the end of the step.
         loads_views: whether these are (inputs, outputs), and the inputs have the elements of all gradients.
         pending: the operation, from submission to the end of the step.
         submitted_ns: when, while a timeline is recorded.

@@ -53,8 +53,11 @@ class BlockBucket(DenseBucket):
         return views, views
 
     def deliver(self) -> None:
-        for slot in self._large:
-            slot.deliver_view()
+        for slot, view in zip(self._large, self.loaded[1], strict=False):  # behind these is the block
+            if slot.view is None:
+                slot.deliver_in_place(view.owner)
+            else:
+                slot.deliver_view()
         if self._block is not None:
             self._block.deliver()
 

@@ -146,7 +146,6 @@ class GradientReducer:
                 bucket.pending = SparseReduction(bucket.loaded, bucket.name, self.options.reduce)
             else:
                 bucket.pending = self._allreduce(bucket, background=background)
-            bucket.loaded = None
             if self.recorder.enabled:
                 bucket.submitted_ns = time.monotonic_ns()
         except HorovodInternalError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -343,6 +344,37 @@ def test_a_gradient_that_backward_is_not_done_with() -> None:
         for gradient in (below.grad, p.grad):
             assert gradient is not None
             assert torch.equal(gradient, torch.full((numel,), total()))
+
+
+class Halved(hvd.Compressor):
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor / 2, None
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor * 2
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, Halved])
+@pytest.mark.parametrize("how", ["replaced", "dropped"])
+def test_the_result_is_that_of_what_backward_has_made(how: str, compression: Any) -> None:
+    """Not of what the program puts in its place before the step; else ranks would go on with different ones."""
+    needs_two()
+    model = Scales()
+    optimizer = wrap(model, op=hvd.Sum, compression=compression)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model.loss(hvd.rank() + 1).backward()
+        for p in model.p:
+            assert p.grad is not None
+            p.grad = p.grad * 2 if how == "replaced" else None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        check(model, lambda _: total())
+        told = [str(warning.message) for warning in caught]
+        assert any("the gradient of 'p.7' was changed between" in text for text in told) is (how == "replaced")
 
 
 def test_ranks_with_weights_in_another_order_are_told() -> None:
