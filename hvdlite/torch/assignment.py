@@ -128,8 +128,7 @@ class Assignment:
             slot.leave_view()
         self._assign(is_guess=False)
         for slot in slots:
-            if slot.view is not None and slot.param.grad is not None and slot.active:
-                slot.param.grad = slot.view.copy_(slot.param.grad)
+            slot.enter_view()
 
     def settle(self) -> None:
         """The end of an agreement: see next time whether large gradients stay where they are, if homes are of use."""

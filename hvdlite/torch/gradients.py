@@ -127,7 +127,7 @@ class Slot:
         dense = self.contribution()
         if dense is None:
             dense = torch.zeros_like(self.param, requires_grad=False)
-        elif dense.requires_grad or _is_shared(dense):
+        elif dense.requires_grad or (_is_shared(dense) and not _is_placed(dense)):
             dense = dense.detach().clone()
         if self.active and dense is not self.param.grad:
             self.param.grad = dense
@@ -141,8 +141,11 @@ class Slot:
             loaded: what it was, if that is known.
         """
         gradient = self.param.grad
+        if gradient is None:
+            return
         is_other = loaded is not None and gradient is not loaded
-        if gradient is not None and (is_other or gradient._version != self.version):
+        # Views of one buffer have one version, which the gradients of others change.
+        if is_other or (gradient._version != self.version and not _is_placed(gradient)):
             self.changed.append(self)
 
     def deliver_in_place(self, reduced: torch.Tensor) -> None:
@@ -153,14 +156,24 @@ class Slot:
                 self.param.grad = reduced
 
     def deliver_view(self) -> None:
-        """Make `view`, if there is one, ``p.grad``."""
+        """Make `view`, if there is one, ``p.grad``, or the contents of that where the program has chosen its place."""
         if not self.active:
             return
         gradient = self.param.grad
         if gradient is None or gradient._version != self.version:
             self.note_if_changed()
-        if self.view is not None and gradient is not self.view:
+        if self.view is None or gradient is self.view:
+            return
+        if gradient is not None and _is_placed(gradient):
+            gradient.copy_(self.view)
+        else:
             self.param.grad = self.view
+
+    def enter_view(self) -> None:
+        """Have a gradient live in `view`, if there is one, unless the program has chosen its place."""
+        gradient = self.param.grad
+        if self.active and self.view is not None and gradient is not None and not _is_placed(gradient):
+            self.param.grad = self.view.copy_(gradient)
 
     def leave_view(self) -> None:
         """Copy a gradient that lives in `view` to memory of its own; the view will hold something else."""
@@ -208,6 +221,14 @@ def dense_views(slots: Sequence[Slot]) -> list[TensorView]:
         )
         for slot, gradient in zip(slots, gradients, strict=True)
     ]
+
+
+def _is_placed(gradient: torch.Tensor) -> bool:
+    """Whether the program has made ``gradient`` a view of a buffer of its own: there it looks for the result.
+
+    What autograd leaves is no view, unless it has a graph.
+    """
+    return gradient._is_view() and not gradient.requires_grad
 
 
 _USES = 2
