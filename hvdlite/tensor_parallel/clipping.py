@@ -32,7 +32,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, team: Team) -> torch.Tens
         (own if id(parameter) in split else common).add_(square)
     norm = (sum_over_ranks(team.carrier_for(own), "clip_grad_norm_", own) + common).sqrt().squeeze(0)
     factor = max_norm / (norm + 1e-6)  # as torch does
-    if factor < 1:
+    if not factor >= 1:  # also where it is NaN, which all gradients then are, as torch's
         for parameter in with_gradient:
             assert parameter.grad is not None
             parameter.grad.mul_(factor.to(parameter.grad.dtype))

@@ -187,4 +187,9 @@ class GradientOptimizer(WrappedOptimizer):
         """`torch.optim.Optimizer.add_param_group`; the new gradients are reduced as well."""
         super().add_param_group(param_group)
         first = len(self.param_groups) - 1
-        self._hvd_reducer.add(parameters_of(self.param_groups[first:], self._hvd_arguments["named_parameters"], first))
+        try:
+            added = parameters_of(self.param_groups[first:], self._hvd_arguments["named_parameters"], first)
+        except ValueError:
+            del self.param_groups[first]  # which would be stepped without being reduced
+            raise
+        self._hvd_reducer.add(added)

@@ -441,6 +441,16 @@ def test_clipping(team: tp.Team, max_norm: float) -> None:
     close(model.head.weight.grad, rows_of(whole.head.weight.grad, team))
 
 
+def test_clipping_where_a_part_of_one_rank_is_nan(team: tp.Team) -> None:
+    torch.manual_seed(0)
+    model = Transformer().double().split(team, sequence_parallel=True)
+    model(*batch(0, 0)).backward()
+    if team.rank == 0:
+        model.head.weight.grad[0, 0] = torch.nan
+    assert tp.clip_grad_norm_(model, 1.0, team).isnan()
+    assert all(p.grad.isnan().all() for p in model.parameters() if p.grad is not None)
+
+
 def test_a_grid_is_made_once() -> None:
     for tp_size in (1, hvd.size()):
         first, second = tp.init(tp_size), tp.init(tp_size)

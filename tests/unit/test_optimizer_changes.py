@@ -143,6 +143,7 @@ def test_added_groups(world: FakeWorld) -> None:
         assert reduced(model)[:2] == [FACTOR, 2 * FACTOR]
     with pytest.raises(ValueError, match="parameter 0 of group 2"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    assert len(optimizer.param_groups) == 2
 
 
 # Several, and the end.
