@@ -108,7 +108,7 @@ def keepers(data: bytes) -> None:
     known = (*OF_RANKS, Word.HOLDS, Word.TAKE)
     heard = said[: next((place for place, (word, _) in enumerate(said) if word not in known), len(said))]
     one = KeeperOfHost("host", mock.Mock(), 0.0)
-    with said_to(data) as (own, other), mock.patch("hvdlite.cli.keepers.print", create=True) as told:
+    with said_to(data) as (own, other), mock.patch("hvdlite.cli.keepers.say") as told:
         _keepers()._hear(one, own)
         answered = sum(word == Word.CLAIM for word, _ in heard) * MESSAGE.size
         assert len(answers_to(other)) == answered
