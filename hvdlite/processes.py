@@ -57,17 +57,18 @@ def state_of(pid: int) -> list[str]:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP, and will not go on by itself."""
-    try:
-        return state_of(pid)[0] == "T"
-    except OSError:  # it has ended
-        return False
+    return _is_in_state(pid, "T")
 
 
 def is_zombie(pid: int) -> bool:
     """Whether a process has ended, and its parent has not asked for its exit status."""
+    return _is_in_state(pid, "Z")
+
+
+def _is_in_state(pid: int, letter: str) -> bool:
     try:
-        return state_of(pid)[0] == "Z"
-    except OSError:  # it has
+        return state_of(pid)[0] == letter
+    except OSError:  # there is no such process any more
         return False
 
 

@@ -159,9 +159,8 @@ class Slot:
         """Make `view`, if there is one, ``p.grad``, or the contents of that where the program has chosen its place."""
         if not self.active:
             return
+        self.note_if_changed()
         gradient = self.param.grad
-        if gradient is None or gradient._version != self.version:
-            self.note_if_changed()
         if self.view is None or gradient is self.view:
             return
         if gradient is not None and _is_placed(gradient):
