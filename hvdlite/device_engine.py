@@ -19,6 +19,7 @@ from hvdlite.everybody import Everybody
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.layout import align_up
 from hvdlite.memory.views import Buffer, TensorView
+from hvdlite.nccl_library import NcclLibrary
 from hvdlite.node import Node, discover
 from hvdlite.topology import Topology
 
@@ -93,12 +94,12 @@ class _Card(NamedTuple):
 
     Attributes:
         problem: why it cannot be used with others; empty if it can.
-        nccl: the version of NCCL; 0: none.
+        nccl: None: there is none.
     """
 
     uuid: str = ""
     name: str = ""
-    nccl: int = 0
+    nccl: NcclLibrary | None = None
     problem: str = ""
 
 
@@ -134,7 +135,7 @@ def build(
             shared = _shared_memory(everybody, node, ordinal, config)
         except StartupError as error:
             problem = str(error)
-    has_nccl = all(card.nccl for card in cards) and len({card.uuid for card in cards}) == len(cards)
+    has_nccl = _connected_by_nccl(cards)
     if shared is None and not has_nccl:
         if topology.rank == topology.ranks[0]:
             _LOG.warning("tensors on GPUs pass through memory of the host: %s", problem)
@@ -199,10 +200,16 @@ def _card(ordinal: int) -> _Card:
     except RuntimeError as error:
         return _Card(problem=str(error))
     try:
-        nccl = nccl_library.load().version
+        nccl = nccl_library.load()
     except RuntimeError:
-        nccl = 0
+        nccl = None
     return _Card(uuid, name, nccl)
+
+
+def _connected_by_nccl(cards: Sequence[_Card]) -> bool:
+    """Whether NCCL is everywhere, and may connect these GPUs."""
+    have_one_each = len({card.uuid for card in cards}) == len(cards)
+    return all(card.nccl is not None and (have_one_each or card.nccl.shares_gpus) for card in cards)
 
 
 def _warn_of_shared_gpus(topology: Topology, cards: Sequence[_Card]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from hvdlite import _native
+
+_SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SHARES_GPUS_SINCE = 23000
 
 
 class NcclLibrary(NamedTuple):
@@ -19,6 +23,11 @@ class NcclLibrary(NamedTuple):
 
     path: str
     version: int
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether it connects ranks that have one GPU, as it does if its own setting says so."""
+        return self.version >= _SHARES_GPUS_SINCE and os.environ.get(_SHARES_GPUS) == "1"
 
     def __str__(self) -> str:
         return f"{version_name(self.version)}, {self.path}"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpu_lab import IS_HERE, IS_SIMULATED, Gpu, SimulatedGpu
+from hvdlite import _native
+from hvdlite.config import NCCL_LIBRARY, other_variable
 
 if IS_HERE:  # else nothing shall start MPI
     _of_ranks = Path(__file__).parents[1] / "mpi"
@@ -19,6 +21,8 @@ if IS_HERE:  # else nothing shall start MPI
     _spec.loader.exec_module(_hooks)
     globals().update({name: value for name, value in vars(_hooks).items() if name.startswith("pytest_")})
     running, comm = _hooks.running, _hooks.comm
+    if not IS_SIMULATED:  # else the NCCL that is here stays hidden, as for tests/mpi
+        _native.use_nccl_library(other_variable(NCCL_LIBRARY))
 else:
 
     @pytest.fixture(scope="module")

