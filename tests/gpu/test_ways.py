@@ -39,7 +39,7 @@ def reached_by_nccl() -> bool:
 
 
 def ways() -> list[tuple[str, Machines]]:
-    """ "direct" and "handles": on shared memory, by descriptors of files and by CUDA IPC; "nccl": whatever NCCL can do."""
+    """On memory that ranks share by descriptors of files ("direct") or by CUDA IPC ("handles"), and by NCCL alone."""
     names = ["direct", "handles", *(["nccl"] if reached_by_nccl() else [])]
     return [*itertools.product(names, ONE_AND_SEVERAL)]
 
