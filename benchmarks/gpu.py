@@ -3,7 +3,7 @@
     python gpu.py pack step                                  # one rank
     python -m hvdlite run --mpi -np 2 gpu.py node         # 2 ranks, on one GPU or a GPU each; and with -np 4
     python -m hvdlite run --mpi -np 2 gpu.py hidden       # as if they were two nodes with a slow wire
-    python -m hvdlite run --mpi -np 8 gpu.py nccl         # beside torch's ProcessGroupNCCL; needs a GPU per rank
+    python -m hvdlite run --mpi -np 8 gpu.py nccl         # beside torch's ProcessGroupNCCL; a GPU per rank
 
 --simulate runs it on tiny sizes over the simulated driver of tests/: that proves the program and measures nothing.
 Without a GPU it ends with status 77.
@@ -26,7 +26,7 @@ import torch.distributed as dist
 import hvdlite
 import hvdlite.torch as hvd
 from gpu_device import Gpu, SimulatedGpu
-from hvdlite import _native
+from hvdlite import _native, nccl_library
 from hvdlite.collectives.direct import DirectBackend
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.device import DeviceMemory
@@ -360,7 +360,7 @@ def main() -> None:
     parser = parser_for(__doc__, rounds=10)
     parser.add_argument("parts", nargs="+", choices=["pack", "step", "node", "hidden", "nccl"])
     parser.add_argument("--simulate", action="store_true", help="on tiny sizes, over the simulated driver")
-    parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 64, 256], help="default: 1 16 64 256")
+    parser.add_argument("--mib", type=float, nargs="+", default=[1 / 256, 1, 16, 64, 256], help="and 4 KiB by default")
     parser.add_argument("--gbit", type=float, default=10.0, help="of the slow wire (default: %(default)s)")
     options = parser.parse_args()
     simulate = options.simulate
@@ -378,7 +378,8 @@ def main() -> None:
         hvd.init()
     gpu = SimulatedGpu() if simulate else Gpu()
     comm = _communicator(parser, options.parts)
-    if "nccl" in options.parts and not simulate and gpu.count < hvd.local_size():
+    has_nccl = simulate or gpu.count >= hvd.local_size() or nccl_library.load().shares_gpus
+    if "nccl" in options.parts and not has_nccl:
         print(f"gpu.py: NCCL needs a GPU per rank, and here are {gpu.count} for {hvd.local_size()}", file=sys.stderr)
         sys.exit(SKIPPED)
     keep_collector_out()

@@ -30,6 +30,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -157,6 +158,14 @@ class TorchOnGpu(SimulatedGpus):
             self.cuda.synchronize(self.stream)
         if self._failures:
             raise self._failures.pop(0)
+
+    def hold(self, seconds: float) -> None:
+        """What is enqueued next on the current stream comes so much later."""
+        self.cuda.launch(self.stream, lambda: time.sleep(seconds))
+
+    def settle(self) -> None:
+        """Wait for the current stream, whatever it has done."""
+        self.cuda.synchronize(self.stream)
 
     def wait_stream(self, other: ctypes.c_void_p) -> None:
         """What is enqueued on the current stream comes after what ``other`` has been given."""

@@ -124,6 +124,7 @@ def test_tensors_that_torch_has_to_copy(cuda: Gpu) -> None:
     assert torch.equal(tensor.cpu(), of_rank(hvd.rank(), (1001,)))
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_stream_that_is_captured(cuda: Gpu) -> None:
     tensor = torch.ones(10, device=cuda.where)
     hvd.allreduce_(tensor, op=hvd.Sum)

@@ -238,12 +238,18 @@ def shared_path(comm: MPI.Intracomm, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def everything_on_gpus() -> Iterator[None]:
-    """Every tensor is on a simulated GPU, as if torch's default device were one.
+    """Every tensor is on a simulated GPU, as if torch's default device were one; on this machine's, see one_gpu.py.
 
     With two ranks only: with their number backends differ, which test_device_runtime.py has with every number.
     """
     if WORLD.size != 2:
         pytest.skip("with two ranks")
+    from one_gpu import IS_SIMULATED, one_gpu
+
+    if not IS_SIMULATED:
+        with one_gpu(WORLD.rank, everywhere=True):
+            yield
+        return
     from cuda_lab import simulated
     from cuda_torch import TorchOnGpu
 

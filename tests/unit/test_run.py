@@ -276,7 +276,7 @@ class TestBuilding:
         monkeypatch.setattr(mpirun, "_INFINIBAND", Path("/nonexistent"))
         common = "-np 4 --oversubscribe --bind-to none --mca mpi_yield_when_idle 1"
         assert self.line(OPEN_MPI_5) == f"/opt/5/bin/mpirun {common} --mca osc '^ucx' python train.py"
-        assert self.line(OPEN_MPI_4) == f"/opt/4/bin/mpirun {common} python train.py"
+        assert self.line(OPEN_MPI_4) == f"/opt/4/bin/mpirun --noprefix {common} python train.py"
         assert self.line(MPICH) == "/opt/m/bin/mpirun -np 4 -print-all-exitcodes python train.py"
 
     def test_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +289,7 @@ class TestBuilding:
     def test_several_hosts(self) -> None:
         five, four = self.line(OPEN_MPI_5, hosts=TWO_HOSTS), self.line(OPEN_MPI_4, hosts=TWO_HOSTS)
         assert "--host a:2,b:2" in five and "--mca coll '^han'" in five
+        assert "--noprefix" not in four  # there it finds its own daemon by it
         assert "--prtemca oob_tcp_keepalive_time 15" in five and "--mca oob_tcp_keepalive_time 15" in four
         patient = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "120"}  # no longer than the ranks have Open MPI to be patient
         assert "--prtemca oob_tcp_keepalive_time 60" in self.line(OPEN_MPI_5, patient, hosts=TWO_HOSTS)

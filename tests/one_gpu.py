@@ -1,0 +1,49 @@
+"""A GPU for tests: the simulated one, or this machine's, where HVDLITE_TEST_CUDA_LIBRARY names its driver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+IS_SIMULATED = "HVDLITE_TEST_CUDA_LIBRARY" not in os.environ
+
+
+class OneGpu:
+    """torch's, by rank modulo how many there are; "cuda" is where it is."""
+
+    def __init__(self, rank: int) -> None:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+    def hold(self, seconds: float) -> None:
+        """What is enqueued next on the current stream comes so much later, or later still."""
+        torch.cuda._sleep(int(seconds * 2e9))  # cycles
+
+    def settle(self) -> None:
+        """Wait for the current stream, whatever it has done."""
+        torch.cuda.current_stream().synchronize()
+
+    def synchronize(self) -> None:
+        self.settle()
+
+
+@contextmanager
+def one_gpu(rank: int, *, everywhere: bool = False) -> Iterator[OneGpu]:
+    """In the ``with`` block hvdlite and torch work on it; ``everywhere``: new tensors of process groups are there."""
+    if not IS_SIMULATED:
+        found = OneGpu(rank)
+        with torch.device("cuda" if everywhere else "cpu"):
+            yield found
+    elif everywhere:
+        from cuda_distributed import on_gpu
+
+        with on_gpu(late=0.0, everywhere=True) as simulated_gpu:
+            yield simulated_gpu
+    else:
+        from cuda_lab import simulated
+        from cuda_torch import TorchOnGpu
+
+        with TorchOnGpu(simulated(), late=0.0).in_hvdlite() as simulated_gpu:
+            yield simulated_gpu
