@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from typing import Protocol
 
 from hvdlite.coordinator.control_page import ControlPage
@@ -66,6 +67,7 @@ class Worker:
         """Held by whoever is."""
         self.heard = 0
         """The count of rings that the last cycle began with: a ring that came since has yet to be followed."""
+        self._looks_at_s = -math.inf  # when the thread will have slept enough, if it sleeps
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -141,7 +143,10 @@ class Worker:
     def _is_unfinished(self) -> bool:
         """Whether the thread has to look, or to sleep less than it may be about to; or to end."""
         work = self._work
-        return work.has_ended or work.has_news or work.patience_s() < self._idle_s
+        if work.has_ended or work.has_news:
+            return True
+        patience_s = work.patience_s()
+        return patience_s < self._idle_s and time.monotonic() + patience_s < self._looks_at_s
 
     def _run(self) -> None:
         page, work = self._page, self._work
@@ -152,6 +157,7 @@ class Worker:
                 rings = self.heard = page.rings()
                 busy = work.cycle() or work.look(rings)
                 patience_s = min(work.patience_s(), self._idle_s)
+                self._looks_at_s = time.monotonic() + patience_s
             if not busy and not work.has_ended:
                 page.sleep(rings, patience_s)
 

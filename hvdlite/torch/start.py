@@ -183,13 +183,14 @@ def start_alltoall(
             return view_of(results[0])
 
     pending = alltoall_async(group, view_of(source), counts, allocate, name=name, background=background)
-    return Handle(pending, group.recorder, label, lambda: (results[0], _as_tensor(pending.wait())))
+    return Handle(pending, group.recorder, label, lambda: (results[0], _as_tensor(pending.wait(), splits)))
 
 
-def _as_tensor(counts: Sequence[int]) -> torch.Tensor:
-    """Of int32, as Horovod's, where they fit."""
+def _as_tensor(counts: Sequence[int], splits: object) -> torch.Tensor:
+    """Of int32, as Horovod's, where they fit; in the memory that has ``splits``."""
     fits = max(counts) <= torch.iinfo(torch.int32).max
-    return torch.tensor(counts, dtype=torch.int32 if fits else torch.int64)
+    where = splits.device if isinstance(splits, torch.Tensor) else "cpu"
+    return torch.tensor(counts, dtype=torch.int32 if fits else torch.int64, device=where)
 
 
 def _each_once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

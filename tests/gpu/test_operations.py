@@ -94,6 +94,7 @@ def test_alltoall(gpu: Gpu) -> None:
     result, received = hvd.alltoall(gpu.late(mine((3 * size, 2))), splits=torch.full((size,), 3))
     check(gpu, result, of_all((3 * size, 2))[:, 3 * rank : 3 * rank + 3].reshape(-1, 2))
     assert received.tolist() == [3] * size
+    assert received.is_cpu
 
 
 def test_reducescatter(gpu: Gpu) -> None:

@@ -124,6 +124,14 @@ def test_tensors_that_torch_has_to_copy(cuda: Gpu) -> None:
     assert torch.equal(tensor.cpu(), of_rank(hvd.rank(), (1001,)))
 
 
+def test_splits_on_the_gpu(cuda: Gpu) -> None:
+    """So is what was received."""
+    splits = torch.full((hvd.size(),), 2, device=cuda.where)
+    result, received = hvd.alltoall(torch.ones(2 * hvd.size(), device=cuda.where), splits)
+    assert result.tolist() == [1.0] * 2 * hvd.size()
+    assert (received.device, received.tolist()) == (cuda.where, [2] * hvd.size())
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_stream_that_is_captured(cuda: Gpu) -> None:
     tensor = torch.ones(10, device=cuda.where)
