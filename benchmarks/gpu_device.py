@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Gpu:
         return {
             "gpu": _native.cuda_device_name(self.ordinal),
             "gpus": self.count,
+            "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
             "driver_cuda": f"{version // 1000}.{version % 1000 // 10}",
             "torch_cuda": torch.version.cuda,
             "kernels": _native.kernel_image(),
