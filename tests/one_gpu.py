@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
 
 import torch
 
@@ -31,10 +33,13 @@ class OneGpu:
 
 @contextmanager
 def one_gpu(rank: int, *, everywhere: bool = False) -> Iterator[OneGpu]:
-    """In the ``with`` block hvdlite and torch work on it; ``everywhere``: new tensors of process groups are there."""
+    """In the ``with`` block hvdlite and torch work on it; ``everywhere``: so are tensors and generators that are made."""
     if not IS_SIMULATED:
         found = OneGpu(rank)
-        with torch.device("cuda" if everywhere else "cpu"):
+        if not everywhere:
+            yield found
+            return
+        with torch.device("cuda"), patch.object(torch, "Generator", partial(torch.Generator, device="cuda")):
             yield found
     elif everywhere:
         from cuda_distributed import on_gpu
