@@ -33,7 +33,7 @@ class OneGpu:
 
 @contextmanager
 def one_gpu(rank: int, *, everywhere: bool = False) -> Iterator[OneGpu]:
-    """In the ``with`` block hvdlite and torch work on it; ``everywhere``: so are tensors and generators that are made."""
+    """In the ``with`` block hvdlite and torch work on it; ``everywhere``: so are new tensors and generators."""
     if not IS_SIMULATED:
         found = OneGpu(rank)
         if not everywhere:
