@@ -168,9 +168,7 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
     if os.geteuid() == 0 and not given.option("allow-run-as-root") and "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM" not in environ:
         arguments.append("--allow-run-as-root")
     if not (new or launch.uses_network or given.option("prefix", "noprefix")):
-        arguments.append(
-            "--noprefix"
-        )  # called by its path, it would put its directory first in PATH
+        arguments.append("--noprefix")  # called by its path, it would put its directory first in PATH
     arguments += ["-np", str(launch.ranks)]
     if launch.hosts:
         arguments += ["--host", _host_list(launch.hosts)]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite import nccl_library
+from hvdlite.device_engine import _Card, _connected_by_nccl
+from hvdlite.nccl_library import NcclLibrary
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = (ROOT / "csrc" / "nccl_library.h").read_text()
@@ -143,6 +145,19 @@ def test_wheels_are_where_pip_puts_them(tmp_path: Path) -> None:
     (tmp_path / "a" / "nvidia").mkdir(parents=True)
     library = make(tmp_path / "b" / "nvidia" / "nccl" / "lib", 22809)
     assert nccl_library.wheels([str(tmp_path / "a"), "", str(tmp_path / "b")]) == [str(library)]
+
+
+@pytest.mark.parametrize(
+    ("setting", "version", "shared"), [("1", 23003, True), ("1", 22907, False), ("0", 23003, False)]
+)
+def test_ranks_on_one_gpu_are_connected_where_nccl_says_that_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch, setting: str, version: int, shared: bool
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", setting)
+    library = NcclLibrary("libnccl.so.2", version)
+    assert _connected_by_nccl([_Card("a", nccl=library), _Card("a", nccl=library)]) == shared
+    assert _connected_by_nccl([_Card("a", nccl=library), _Card("b", nccl=library)])
+    assert not _connected_by_nccl([_Card("a", nccl=library), _Card("b")])
 
 
 def test_check_build_says_which(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ class Work:
         self.has_ended = self.has_news = False
         self.workers: list[threading.Thread] = []
         self.cycled = threading.Semaphore(0)
+        self.patience = math.inf
 
     def cycle(self) -> bool:
         self.workers.append(threading.current_thread())
@@ -79,7 +80,7 @@ class Work:
         return False
 
     def patience_s(self) -> float:
-        return math.inf
+        return self.patience
 
 
 class Stage:
@@ -175,6 +176,21 @@ def test_who_leaves_passes_on_what_came_meanwhile(what: str) -> None:
     assert stage.work.cycled.acquire(timeout=PATIENCE_S), "the thread has slept on"
     assert stage.work.workers[-1] is not threading.main_thread()
     stage.work.has_news = False
+    stage.end()
+
+
+@pytest.mark.parametrize(
+    ("sleeps_s", "left_s", "is_woken"), [(1e3, 1e3, False), (math.inf, 1e3, True), (1e3, 5e2, True)]
+)
+def test_the_thread_is_woken_where_it_would_sleep_too_long(sleeps_s: float, left_s: float, is_woken: bool) -> None:
+    """As after what a GPU was given, which somebody has to watch: once, and not after each operation."""
+    stage = Stage()
+    stage.page.wait_for_sleep()
+    stage.work.patience = sleeps_s
+    assert stage.thread_works()
+    rings = stage.page.rings()
+    assisted(stage, lambda: setattr(stage.work, "patience", left_s))
+    assert stage.page.rings() == rings + is_woken
     stage.end()
 
 
