@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 BUCKET_BYTES = 8 << 20  # where nothing is known
+_GPU_BUCKET_BYTES = 32 << 20  # GPUs of a node reduce so much in the time that a bucket takes the host, some 150 us
 _EDGE_FRACTION = 8  # the first and the last bucket have at most this part of a full one
 _LEAST_BUCKET_BYTES = 1 << 20
 _BUCKET_S = 8e-3  # on the wire: far more than a bucket costs beside its bytes, and soon over when backward is
@@ -70,14 +71,17 @@ def choose_bucket_bytes(nodes: int, cores: int, threads: int, bytes_per_s: float
 
     Where every core of the only node computes, reducing while backward runs takes from it what waiting would, and more,
     for changes of threads and for what the two push out of each other's cache. Across nodes waiting for the network
-    takes no core, and the smaller buckets are, the less is left to reduce when backward is over.
+    takes no core, and the smaller buckets are, the less is left to reduce when backward is over. GPUs of a node are so
+    fast that what a bucket costs beside its bytes counts.
 
     Args:
         nodes: of the ranks that reduce.
         cores: of a node.
-        threads: that compute on these cores, all ranks together.
+        threads: that compute on these cores, all ranks together; 0: GPUs do.
         bytes_per_s: that an allreduce across nodes has been seen to do; 0: not seen.
     """
+    if nodes == 1 and threads == 0:
+        return _GPU_BUCKET_BYTES
     if nodes == 1:
         return None if threads >= cores else BUCKET_BYTES
     if bytes_per_s == 0:
