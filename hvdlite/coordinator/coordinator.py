@@ -145,8 +145,6 @@ class Coordinator:
         Raises:
             HorovodInternalError: it came to nothing.
         """
-        if submission.device is not None:
-            return False  # what a GPU does is for the coordinator
         awaited = Awaited(submission, self._meeting, self._execute_alone)
         try:
             return self.at_once.run(awaited, submission.sequence, None, None) is not False
@@ -159,6 +157,8 @@ class Coordinator:
         if self._owner.recorder.enabled:
             self._record_negotiation(request, submission.label, submission.submitted_ns, time.monotonic_ns())
         submission.succeed(self._owner.execute([(Response(request, submission.sequence), submission)]))
+        if submission.device is not None:
+            self._worker.see_to_the_rest()
 
     def take_over(self, made: Sequence[Submission | Burst]) -> None:
         """What was collected; with the lock of what is in flight."""

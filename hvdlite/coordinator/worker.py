@@ -136,6 +136,10 @@ class Worker:
         while busy and not self._work.has_ended:
             self.heard = self._page.rings()
             busy = self._work.cycle()
+        self.see_to_the_rest()
+
+    def see_to_the_rest(self) -> None:
+        """Of who is at work, and leaves something under way: the thread looks for it soon enough."""
         if self._is_unfinished:
             self._page.ring_self()
 

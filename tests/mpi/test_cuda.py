@@ -6,6 +6,7 @@ missing shows.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+import hvdlite
 import hvdlite.errors
 import hvdlite.torch as hvd
 from cuda_lab import SimulatedGpus, simulated
@@ -77,6 +79,29 @@ def test_allreduce_in_place(gpus: SimulatedGpus, dtype: torch.dtype) -> None:
     tensor = late(gpus, ramp(501, hvd.rank() + 1, dtype))
     assert hvd.allreduce_(tensor, op=hvd.Sum) is tensor
     assert same(gpus, tensor, total(501, dtype))
+
+
+def test_who_waits_does_it_and_the_thread_watches_the_gpu(
+    gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what repeats: the thread, which would sleep for ever, is told that a GPU has something to do."""
+    if not Operation.runs_on_device:
+        pytest.skip("what passes through the host is done when the call returns")
+    world = hvdlite.runtime().group.world
+    tensor = late(gpus, ramp(1000))
+    for _ in range(12):
+        hvd.allreduce_(tensor, name="watched")
+    gpus.cuda.synchronize(gpus.stream)
+    monkeypatch.setattr(world.coordinator._worker, "_idle_s", math.inf)
+    assert soon(lambda: not world.is_under_way and world.coordinator._worker._looks_at_s == math.inf)
+    watched, queued = threading.Event(), []
+    monkeypatch.setattr(world, "watch", watched.set)
+    monkeypatch.setattr(world.coordinator, "submit", lambda *_, **__: queued.append(True))
+    gpus.later(lambda: watched.wait(20), 0)
+    hvd.allreduce_(tensor, name="watched")
+    assert watched.wait(20)
+    assert not queued
+    assert same(gpus, tensor, ramp(1000))
 
 
 def test_a_result_waits_for_the_last_use_of_its_memory(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
