@@ -153,6 +153,9 @@ class Reception:
     def __init__(self, listeners: Sequence[socket.socket], secret: Secret, admit: Admit) -> None:
         self._hearing = Hearing(listeners, secret, admit)
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()  # here, so that a shortage of descriptors is the caller's to hear
+        self._selector.register(self._hearing, selectors.EVENT_READ)
+        self._selector.register(self._stop, selectors.EVENT_READ)
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="hvdlite-reception", daemon=True)
         self._thread.start()
@@ -165,13 +168,11 @@ class Reception:
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         self._hearing.close()
+        self._selector.close()
         os.close(self._stop)
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._hearing, selectors.EVENT_READ)
-            selector.register(self._stop, selectors.EVENT_READ)
-            while not self._is_closed:
-                due_s = self._hearing.due_s
-                selector.select(None if math.isinf(due_s) else max(0.0, due_s - time.monotonic()))
-                self._hearing.serve()
+        while not self._is_closed:
+            due_s = self._hearing.due_s
+            self._selector.select(None if math.isinf(due_s) else max(0.0, due_s - time.monotonic()))
+            self._hearing.serve()

@@ -87,14 +87,14 @@ def run_elastic(
     with Stops() as stops, closing(_Arrivals()) as arrivals, closing(MeetingPoint(arrivals.put_worker)) as point:
         inherited = {**without_launcher(environ), **point.environment}
 
-        def start(worker: int, seat: int) -> subprocess.Popen[bytes]:
+        def start(worker: int, seat: int) -> ranks.Started:
             return ranks.start(argv, seat, count, {**inherited, WORKER: str(worker)})
 
         with ExitStack() as on_failure:
             on_failure.callback(sweep, lambda: True)
             job = _ElasticJob(start, count, elasticity, config, point, arrivals, stops)
+            point.open()
             on_failure.pop_all()
-        point.open()
         with ExitStack() as on_end:
             if elasticity.look is not None:
                 discovery = on_end.enter_context(closing(Discovery(elasticity.look, arrivals.put)))
@@ -148,7 +148,7 @@ class _ElasticJob:
 
     def __init__(
         self,
-        start: Callable[[int, int], subprocess.Popen[bytes]],
+        start: Callable[[int, int], ranks.Started],
         count: int,
         elasticity: Elasticity,
         config: Config,
@@ -207,10 +207,9 @@ class _ElasticJob:
     def _launch(self, seat: int) -> None:
         worker = self._started
         self._started += 1
-        child = self._start(worker, seat)
+        child, ended = self._start(worker, seat)
         self._workers[worker] = _Worker(seat, child)
         self._roster.add(worker, seat)
-        ended = os.pidfd_open(child.pid)
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._note_end(worker, ended))
 
     def _take_arrival(self) -> None:

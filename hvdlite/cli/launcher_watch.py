@@ -19,7 +19,7 @@ from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
 from hvdlite.cli.say import say
 from hvdlite.connections import Connection
-from hvdlite.processes import shares_network, state_of
+from hvdlite.processes import end_of, shares_network, state_of
 
 OUTLIVES_S = 3.0  # a launcher its ranks
 _LOOK_S = 0.5
@@ -112,9 +112,10 @@ class LauncherWatch:
             return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"
         if not self._running:
             for pid in self._find_ranks():
-                self._running.add(pid)
-                self.suspicion = ""
-                self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                if (end := end_of(pid)) is not None:
+                    self._running.add(pid)
+                    self.suspicion = ""
+                    self._selector.register(end, selectors.EVENT_READ, pid)
         if self._running:
             self.next_look_s = now + min(math.inf if words is None else _WORDS_S, self._look_for_calls())
             return None

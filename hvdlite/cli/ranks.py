@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from typing import NamedTuple
 
 from hvdlite.cli.children import (
     Ending,
@@ -55,10 +56,11 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
     with Stops() as stops, closing(MeetingPoint()) as point, ExitStack() as on_failure:
         on_failure.callback(sweep, lambda: True)
         inherited = {**without_launcher(environ), **point.environment}
-        children = [start(argv, rank, count, inherited) for rank in range(count)]
-        on_failure.pop_all()
+        started = [start(argv, rank, count, inherited) for rank in range(count)]
         point.open()
-        status = _Job(children, point, stops, grace_s).wait()
+        job = _Job(started, point, stops, grace_s)
+        on_failure.pop_all()
+        status = job.wait()
         if stops:
             status = stops.status
         if status != 0:
@@ -66,7 +68,14 @@ def run_ranks(argv: Sequence[str], count: int, environ: Mapping[str, str], grace
         return status
 
 
-def start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+class Started(NamedTuple):
+    """A process, and a pidfd of it, which whoever has it closes."""
+
+    child: subprocess.Popen[bytes]
+    end: int
+
+
+def start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]) -> Started:
     """A process for rank ``rank`` of ``count``, which ends with this one.
 
     Raises:
@@ -84,9 +93,15 @@ def start(argv: Sequence[str], rank: int, count: int, environ: Mapping[str, str]
 
     variables = {**environ, **told(rank, count)}
     try:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             argv, env=variables, stdin=None if rank == 0 else subprocess.DEVNULL, preexec_fn=prepare
         )
+        try:
+            return Started(child, os.pidfd_open(child.pid))
+        except OSError:
+            child.kill()
+            child.wait()
+            raise
     except (OSError, subprocess.SubprocessError) as error:
         raise StartupError(f"rank {rank} cannot be started: {argv[0]}: {error}") from error
 
@@ -98,23 +113,22 @@ class _Job:
         status: of the rank that failed first; 0 as long as none has.
     """
 
-    def __init__(
-        self, children: Sequence[subprocess.Popen[bytes]], point: MeetingPoint, stops: Stops, grace_s: float
-    ) -> None:
+    def __init__(self, started: Sequence[Started], point: MeetingPoint, stops: Stops, grace_s: float) -> None:
         self.status = 0
-        self._living = dict(enumerate(children))
+        self._living = {rank: child for rank, (child, _) in enumerate(started)}
         self._point = point
         self._stops = stops
         self._grace_s = grace_s
         self._ending = Ending(stops, self._living.values)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(stops.wake, selectors.EVENT_READ)
+        for rank, (_, end) in enumerate(started):
+            self._selector.register(end, selectors.EVENT_READ, rank)
 
     def wait(self) -> int:
         """Returns `status`."""
         orphans = Orphans()
-        with selectors.DefaultSelector() as selector, suspended_together(self._living.values):
-            selector.register(self._stops.wake, selectors.EVENT_READ)
-            for rank, child in self._living.items():
-                selector.register(os.pidfd_open(child.pid), selectors.EVENT_READ, rank)
+        with self._selector as selector, suspended_together(self._living.values):
             while self._living:
                 timeout = max(0.0, min(self._ending.due_s, orphans.due_s) - time.monotonic())
                 ended = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -197,6 +198,11 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
         return _run_again(once, arguments.restarts or 0)
     except StartupError as error:
         say(f"hvdlite run: {error}")
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        say(f"hvdlite run: {error.strerror}: raise the limit (ulimit -n) of the shell that starts it")
         return 2
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO, TextIO
 
@@ -73,7 +74,10 @@ def supervise(
             *([_Stream(child.stderr, sys.stderr, search.feed)] if child.stderr else []),
         ]
         run = _Run(child, stops, streams)
-        status = run.wait(expected)
+        with ExitStack() as on_failure:
+            on_failure.callback(sweep, lambda: True, spared())
+            status = run.wait(expected)
+            on_failure.pop_all()
         if stops:
             status = stops.status
         if status != 0 or search.found or run.lost:
