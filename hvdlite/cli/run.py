@@ -26,7 +26,7 @@ from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.rank_words import RankWords
-from hvdlite.cli.say import say
+from hvdlite.cli.say import finish, say
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.doctor import before_mpi
@@ -140,7 +140,12 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
     Args:
         announce: whether to print the command.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    status = _main(sys.argv[1:] if argv is None else argv, announce)
+    finish()
+    return status
+
+
+def _main(argv: Sequence[str], announce: bool) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import selectors
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from typing import IO, TextIO
 
 from hvdlite.cli.children import GRACE_S, Orphans, Stops, end_with_parent, shell_status, sweep
 from hvdlite.cli.launcher_watch import Expected, LauncherWatch
-from hvdlite.cli.say import put, say
+from hvdlite.cli.say import push, say
 
 _LOST_GRACE_S = 2.0  # for a launcher that is not waited for any longer
+_LOOK_S = 0.1  # between two looks at whether there is time to wait for who reads
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def supervise(
         if status != 0 or search.found or run.lost:
             sweep(lambda: len(stops) > 1, spared())
         for stream in streams:
-            stream.finish()
+            stream.finish(lambda: len(stops) > 1)
         return Ending(status, search.found, run.lost, was_stopped=bool(stops))
 
 
@@ -105,43 +107,73 @@ class _Search:
 
 
 class _Stream:
-    """An output of the child, on its way to ours, which is None where it is closed."""
+    """An output of the child, on its way to ours, which is None where it is closed.
+
+    Nothing more is read while ours takes nothing: the child waits then, as where it writes there itself.
+    """
 
     def __init__(self, source: IO[bytes], sink: TextIO | None, pass_through: Filter) -> None:
         self.source = source
         self._sink = None if sink is None else sink.fileno()
         self._pass_through = pass_through
+        self._unwritten = b""
+        self._has_ended = False
         self._has_lost = False
         os.set_blocking(source.fileno(), False)
 
-    def pass_on(self) -> bool:
-        """Pass on what is there; False where nothing more is there now."""
-        try:
-            piece = os.read(self.source.fileno(), 1 << 16)
-        except BlockingIOError:
-            return False
-        if piece:
-            self._write(self._pass_through(piece))
-        return bool(piece) and not self.source.closed
+    @property
+    def awaits(self) -> tuple[int, int] | None:
+        """The descriptor, and what it has to be ready for, before `pass_on` has something to do; None: it never has."""
+        if self._unwritten and self._sink is not None:
+            return self._sink, selectors.EVENT_WRITE
+        return None if self._has_ended else (self.source.fileno(), selectors.EVENT_READ)
 
-    def finish(self) -> None:
-        """Pass on the rest, once everything has ended."""
-        while not self.source.closed and self.pass_on():
-            pass
-        self._write(self._pass_through(b""))
+    def pass_on(self) -> bool:
+        """Pass on what is there, as far as it is taken; False where nothing more is there now."""
+        if not self._unwritten:
+            try:
+                piece = os.read(self.source.fileno(), 1 << 16)
+            except BlockingIOError:
+                return False
+            self._has_ended = not piece
+            self._unwritten = self._pass_through(piece) if piece else b""
+        self._write()
+        return not self._has_ended
+
+    def finish(self, hurry: Callable[[], bool]) -> None:
+        """Pass on the rest, once everything has ended: all of it, unless there is no time for what nobody takes."""
+        self._clear(hurry)
+        while not self._has_ended and self.pass_on():
+            self._clear(hurry)
+        self._unwritten = self._pass_through(b"")
+        self._clear(hurry)
         self.source.close()
 
-    def _write(self, piece: bytes) -> None:
+    def _clear(self, hurry: Callable[[], bool]) -> None:
+        self._write()
+        while self._unwritten and self._sink is not None and not hurry():
+            select.select([], [self._sink], [], _LOOK_S)
+            self._write()
+        self._unwritten = b""
+
+    def _write(self) -> None:
+        piece, self._unwritten = self._unwritten, b""
         if self._sink is None:
             return
         try:
-            put(self._sink, piece)
+            self._unwritten = push(self._sink, piece)
         except BrokenPipeError:
+            self._has_ended = True
             self.source.close()  # so that the launcher finds a broken pipe, as where it writes to ours itself
         except OSError as error:  # a full disk, or a terminal that was closed
             if not self._has_lost:
                 say(f"hvdlite run: output of ranks is lost: {error}")
             self._has_lost = True
+
+
+def _watch(selector: selectors.BaseSelector, stream: _Stream) -> None:
+    if (awaited := stream.awaits) is not None:
+        selector.register(*awaited, stream)
 
 
 @dataclass
@@ -169,7 +201,7 @@ class _Run:
             selector.register(ended, selectors.EVENT_READ, "ended")
             selector.register(self.stops.wake, selectors.EVENT_READ, "signal")
             for stream in self.streams:
-                selector.register(stream.source, selectors.EVENT_READ, stream)
+                _watch(selector, stream)
             watch = LauncherWatch(self.child.pid, expected, selector)
             self._statuses = watch.statuses
             while self.child.returncode is None:
@@ -181,8 +213,9 @@ class _Run:
                     elif key.data == "ended":
                         self.child.wait()
                     elif isinstance(key.data, _Stream):
-                        if not key.data.pass_on():
-                            selector.unregister(key.fileobj)
+                        selector.unregister(key.fd)
+                        key.data.pass_on()
+                        _watch(selector, key.data)
                     else:
                         watch.rank_ended(key)
                 self._heed_stops()

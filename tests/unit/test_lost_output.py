@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -57,3 +63,71 @@ def test_a_reader_that_has_gone_ends_the_launcher(mpirun: Path) -> None:
         job.stdout.close()
         said = job.stderr.read()
         assert job.wait(60) != 0 and "Traceback" not in said, said
+
+
+@pytest.fixture
+def unread() -> Iterator[tuple[int, int]]:
+    """A pipe that is full: the end to read, and the one to write."""
+    ends = os.pipe()
+    os.set_blocking(ends[1], False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(ends[1], bytes(4096))
+    os.set_blocking(ends[1], True)
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def wait_for(path: Path, job: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + 30.0
+    while not path.exists():
+        if job.poll() is not None or time.monotonic() > deadline_s:
+            job.kill()
+            raise AssertionError(f"{path} is not there")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("options", [["--elastic", "--restarts", "1"], ["--restarts", "1"]])
+def test_a_job_goes_on_where_nobody_reads_its_stderr(
+    options: list[str], unread: tuple[int, int], tmp_path: Path
+) -> None:
+    """It does what it has to say a rank has failed for; once somebody reads, all is there."""
+    reader, writer = unread
+    tries, done = tmp_path / "tries", tmp_path / "done"
+    program = executable(
+        tmp_path / "program", f"echo >>{tries}; [ $(wc -l <{tries}) = 2 ] && touch {done} && kill -9 $$; exit 3"
+    )
+    with subprocess.Popen([*RUN, *options, "-np", "1", str(program)], stderr=writer) as job:
+        wait_for(done, job)
+        said = b""
+        while job.poll() is None or select.select([reader], [], [], 0.0)[0]:
+            if select.select([reader], [], [], 0.1)[0]:
+                said += os.read(reader, 1 << 16)
+    assert job.returncode in (3, 128 + signal.SIGKILL)  # of an elastic job that of the first failure
+    assert b"ended with exit status 3" in said and b"was killed by signal 9" in said
+
+
+@pytest.mark.parametrize("by", ["", "--elastic", "--mpirun"])
+def test_ctrl_c_ends_a_job_whose_stderr_nobody_reads(
+    by: str, unread: tuple[int, int], mpirun: Path, tmp_path: Path
+) -> None:
+    started = tmp_path / "started"
+    options = {"": [], "--elastic": [by], "--mpirun": [by, str(mpirun)]}[by]
+    program = executable(tmp_path / "program", f"trap 'exit 0' TERM; touch {started}; while :; do sleep 0.05; done")
+    with subprocess.Popen([*RUN, *options, "-np", "1", str(program)], stderr=unread[1]) as job:
+        wait_for(started, job)
+        while job.poll() is None:  # the first ends the ranks, another one does not wait for who reads
+            job.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+    assert job.returncode in (128 + signal.SIGINT, -signal.SIGINT)
+
+
+def test_all_output_of_a_launcher_arrives_however_late_it_is_read(mpirun: Path) -> None:
+    count = 3 << 16
+    command = [*RUN, "--mpirun", str(mpirun), "-np", "1", "sh", f"yes | head -c {count}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as job:
+        assert job.stdout is not None
+        time.sleep(1.0)
+        assert len(job.stdout.read()) == count
+    assert job.returncode == 0
