@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _LOG = logging.getLogger("hvdlite")
-_ELASTIC_STARTS = 3  # in a row that may fail
+_ELASTIC_STARTS = 3  # of the same ranks that may fail in a row; of those that die hvdliterun keeps count
 
 _FORKED = (
     "this process was forked from one that runs hvdlite (a DataLoader worker, for example) and cannot take part; "
@@ -87,10 +87,11 @@ def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: 
     config = Config.from_env()
     member = membership()
     is_new = member is None or member.generation is None
-    tries_left = 1 if member is None else _ELASTIC_STARTS
-    while tries_left:
-        tries_left -= 1
-        _hooks.peers.meet_anew(failed, follows_rank_0=follows_rank_0)
+    failures, workers = 0, None
+    while True:
+        generation = _hooks.peers.meet_anew(failed, follows_rank_0=follows_rank_0)
+        if generation is not None and generation.workers != workers:
+            failures, workers = 0, generation.workers
         shutdown()  # a world that has ended serves until there is a next one: who saves a checkpoint asks for its rank
         try:
             _build(arguments, config)
@@ -98,7 +99,8 @@ def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: 
         except (StartupError, CollectiveError) as error:
             # A rank may end while it starts, or not fit the others; those that live meet once more.
             own_fault = isinstance(error, ConfigError) or (is_new and isinstance(error, HorovodVersionMismatchError))
-            if own_fault or not tries_left:
+            failures += 1
+            if own_fault or generation is None or failures == _ELASTIC_STARTS:
                 raise
             _LOG.warning("a start has failed, and is tried again: %s", error)
             failed = None

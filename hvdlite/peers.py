@@ -17,6 +17,7 @@ from hvdlite.launched import Launched, Meeting
 from hvdlite.meeting_point import AtMeetingPoint
 from hvdlite.membership import Membership
 from hvdlite.rendezvous import Place, RendezvousRanks
+from hvdlite.roster import Generation
 from hvdlite.safekeeping import Safekeeping
 from hvdlite.survivors import Survivors
 
@@ -70,17 +71,21 @@ class Peers:
         with suppress(OSError):
             self.keeper.say_started(start, process.rank)
 
-    def meet_anew(self, failed: int | None, *, follows_rank_0: bool) -> None:
+    def meet_anew(self, failed: int | None, *, follows_rank_0: bool) -> Generation | None:
         """In an elastic job, become a rank of its next generation, which waits for all that live; see `Membership`.
+
+        Returns that; None in other jobs.
 
         Raises:
             StartupError: there is none; says why.
         """
         membership = self.membership
-        if membership is not None:
-            generation = membership.join(failed, follows_rank_0=follows_rank_0)
-            if isinstance(membership, Membership):
-                environment.add(launched.told(membership.rank, len(generation.workers)))
+        if membership is None:
+            return None
+        generation = membership.join(failed, follows_rank_0=follows_rank_0)
+        if isinstance(membership, Membership):
+            environment.add(launched.told(membership.rank, len(generation.workers)))
+        return generation
 
     @contextmanager
     def of(self, comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Iterator[Bootstrap | None]:

@@ -331,6 +331,21 @@ def test_who_dies_outside_of_the_training_function_is_no_more_than_replaced(mome
     assert "trained 5 as 0" in result.stdout, result
 
 
+DIE_WHILE_STARTING = """
+import os
+from hvdlite import default_runtime
+if 2 <= int(os.environ["HVDLITE_WORKER"]) < 6:
+    default_runtime._build = lambda *arguments: os._exit(7)
+"""
+
+
+def test_as_many_may_die_while_ranks_start_as_hvdliterun_restarts() -> None:
+    """The one that has the state waits for each of them in the same start."""
+    script = DIE_WHILE_STARTING + DIES_OUTSIDE.replace("{moment!r}", "'in sync'")
+    result = launch(2, script, mpi="none", options=["--elastic", "--min-np", "2"], timeout=200).check()
+    assert "trained 5 as 0" in result.stdout and result.launcher_output.count("ended with exit status 7") == 5, result
+
+
 FAILS_TWICE = """
 import pathlib, sys
 tries = pathlib.Path(sys.argv[1])
