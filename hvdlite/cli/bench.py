@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite.cli.reader import ends_with_reader
 
 _PERIOD = 5  # of the input, whose sums over ranks stay exact in 16-bit floats up to 16 ranks
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
@@ -83,29 +85,46 @@ class Row:
     wrong: int
 
 
+@ends_with_reader
 def main(argv: Sequence[str]) -> int:
     """Print the table on rank 0; returns 1 where a result was wrong."""
     options = _parser().parse_args(argv)
     hvd.init()
     operation = OPERATIONS[options.operation]
     rows = []
-    if hvd.rank() == 0 and not options.json:
-        ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
-        print(f"{options.operation}, {options.dtype} on {options.device}, {ranks}")
-        print(f"{'bytes':>12} {'count':>12} {'time us':>10} {'algbw GB/s':>11} {'busbw GB/s':>11} {'wrong':>8}")
+    ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
+    _say(
+        options,
+        f"{options.operation}, {options.dtype} on {options.device}, {ranks}\n"
+        f"{'bytes':>12} {'count':>12} {'time us':>10} {'algbw GB/s':>11} {'busbw GB/s':>11} {'wrong':>8}",
+    )
     for nbytes in _sizes(options.min_bytes, options.max_bytes, options.factor):
         row = measure(operation, nbytes, getattr(torch, options.dtype), options.device, options.calls, options.rounds)
         rows.append(row)
-        if hvd.rank() == 0 and not options.json:
-            print(
-                f"{row.bytes:12} {row.count:12} {row.time_us:10.1f} {row.algbw_gbps:11.3f} {row.busbw_gbps:11.3f} "
-                f"{row.wrong:8}",
-                flush=True,
-            )
-    if hvd.rank() == 0 and options.json:
-        print(json.dumps({**vars(options), "ranks": hvd.size(), "rows": [asdict(row) for row in rows]}, indent=2))
+        _say(
+            options,
+            f"{row.bytes:12} {row.count:12} {row.time_us:10.1f} {row.algbw_gbps:11.3f} {row.busbw_gbps:11.3f} "
+            f"{row.wrong:8}",
+        )
+    found = {**vars(options), "ranks": hvd.size(), "rows": [asdict(row) for row in rows]}
+    is_told = hvd.rank() == 0 and options.json
     hvd.shutdown()
+    if is_told:
+        print(json.dumps(found, indent=2))
     return 1 if any(row.wrong for row in rows) else 0
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    """On rank 0; where nobody reads it, all ranks end."""
+    failure: OSError | None = None
+    if hvd.rank() == 0 and not options.json:
+        try:
+            print(text, flush=True)
+        except OSError as error:
+            failure = error
+    if hvd.broadcast_object(failure is not None, 0):
+        hvd.shutdown()
+        raise failure or SystemExit(128 + signal.SIGPIPE)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,11 +10,13 @@ from typing import Any
 
 from hvdlite import launched
 from hvdlite.cli import check_build
+from hvdlite.cli.reader import ends_with_reader
 from hvdlite.config import Config
 from hvdlite.doctor import before_mpi, job, machine, report
 from hvdlite.errors import StartupError
 
 
+@ends_with_reader
 def main(argv: Sequence[str]) -> int:
     """Print what was found, on the first rank where there are several; returns 1 there if something is wrong."""
     parser = argparse.ArgumentParser(

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hvdlite.cli import horovod_install
+from hvdlite.cli.reader import ends_with_reader
 
 USAGE = """\
 usage: python -m hvdlite horovod script.py [arguments]
@@ -28,8 +29,7 @@ installed. With several ranks: hvdliterun -np 2 python -m hvdlite horovod script
 def main(argv: Sequence[str]) -> int:
     """Run the program that ``argv`` names; returns 0, or what it raises goes on."""
     if not argv or list(argv) in (["-h"], ["--help"], ["-m"]):
-        print(USAGE, end="")
-        return 0 if argv and argv[0] != "-m" else 2
+        return _explain(0 if argv and argv[0] != "-m" else 2)
     if argv[0] in ("--install", "--uninstall") and len(argv) == 1:
         return horovod_install.install() if argv[0] == "--install" else horovod_install.uninstall()
     if not argv[0].endswith(".py") and argv[0] != "-m" and not Path(argv[0]).is_file():
@@ -46,6 +46,12 @@ def main(argv: Sequence[str]) -> int:
         sys.argv = list(argv)
         _run_script(argv[0])
     return 0
+
+
+@ends_with_reader
+def _explain(status: int) -> int:
+    print(USAGE, end="")
+    return status
 
 
 def _run_script(path: str) -> None:

@@ -26,6 +26,7 @@ from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.rank_words import RankWords
+from hvdlite.cli.reader import ends_with_reader
 from hvdlite.cli.say import finish, say
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
@@ -134,6 +135,7 @@ class Arguments:
         return "elastic" in self.switches or self.least is not None or bool(self.discovery)
 
 
+@ends_with_reader
 def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
     """Run ``argv``, the words after ``python -m hvdlite run``, by default this process's; returns the exit status.
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from hvdlite.cli.reader import ends_with_reader
 from hvdlite.timeline.page import PlotlyMissingError, page
 from hvdlite.timeline.report import Bucket, Report, Step, build_report
 from hvdlite.timeline.trace_file import TraceError, merge_traces, read_trace
@@ -30,6 +31,7 @@ Times are means over ranks. algbw = bytes / time. Open the file itself at https:
 """
 
 
+@ends_with_reader
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return its exit status."""
     options = _parser().parse_args(argv)
