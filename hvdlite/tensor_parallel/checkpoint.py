@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,8 @@ def unsplit_state_dict(model: nn.Module) -> dict[str, Any]:
         MismatchError, CollectiveError: as `all_gather_matmul`.
     """
     splits = split_parameters(model)
-    state: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
+    state = model.state_dict()  # with the versions of its modules, which torch keeps beside the tensors
+    for name, value in state.items():
         if name in splits:
             team, part = splits[name]
             state[name] = part.join(gather_shares(team.carrier_for(value), f"state_dict of {name}", value))
@@ -40,7 +41,9 @@ def load_unsplit_state_dict(model: nn.Module, state: Mapping[str, Any], strict: 
         RuntimeError: as of `torch.nn.Module.load_state_dict`.
     """
     splits = split_parameters(model)
-    parts = dict(state)
+    parts = OrderedDict(state)
+    if (versions := getattr(state, "_metadata", None)) is not None:
+        parts._metadata = versions  # type: ignore[attr-defined]
     for name in splits.keys() & state.keys():
         team, part = splits[name]
         parts[name] = part.of(state[name], team.rank, team.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -424,6 +425,26 @@ def test_a_block_that_is_used_again_and_again(team: tp.Team) -> None:
     state, expected = tp.unsplit_state_dict(model), whole.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+class OfVersionTwo(nn.Module):
+    """Notes which version the state was of that it has loaded."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *others: Any) -> None:
+        self.loaded = metadata.get("version")
+
+
+def test_versions_of_modules_go_into_the_checkpoint_and_out(team: tp.Team, tmp_path: Path) -> None:
+    whole = nn.Sequential(nn.Linear(4, 12), nn.BatchNorm1d(12), OfVersionTwo())
+    model = tp.parallelize(copy.deepcopy(whole), {"0": tp.ColumnParallelLinear.split}, team)
+    torch.save(tp.unsplit_state_dict(model), tmp_path / "checkpoint.pt")
+    state = torch.load(tmp_path / "checkpoint.pt")
+    assert state._metadata == whole.state_dict()._metadata
+    whole.load_state_dict(state)
+    tp.load_unsplit_state_dict(model, state)
+    assert whole[2].loaded == model[2].loaded == 2
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 100.0])
