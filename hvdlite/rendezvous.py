@@ -39,11 +39,11 @@ class MissingError(StartupError):
         return cls(f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} {how}")
 
     @classmethod
-    def late(cls, missing: Sequence[int], timeout_s: float) -> MissingError:
-        return cls.of(
-            missing,
-            f"did not come within {timeout_s:.1f} s; if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds)",
-        )
+    def late(
+        cls, missing: Sequence[int], timeout_s: float, limit: str = "HVDLITE_START_TIMEOUT (seconds)"
+    ) -> MissingError:
+        """``limit`` says what ``timeout_s`` comes from."""
+        return cls.of(missing, f"did not come within {timeout_s:.1f} s; if the start is only slow, raise {limit}")
 
 
 def read(told: Sequence[bytes]) -> list[Any]:

@@ -21,11 +21,13 @@ class InGivenStore:
 
     Args:
         key: proves which values are of these ranks; empty: they have none, and believe whoever reaches the store.
+        limit: what sets the time that ranks have to come, for errors.
     """
 
-    def __init__(self, store: Any, key: bytes = b"") -> None:
+    def __init__(self, store: Any, key: bytes = b"", limit: str = "HVDLITE_START_TIMEOUT (seconds)") -> None:
         self._store = store
         self._key = key
+        self._limit = limit
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.rendezvous.Place`."""
@@ -37,7 +39,7 @@ class InGivenStore:
             except RuntimeError:
                 missing = [other for other in ranks if not self._store.check([names[other]])]
                 if missing:
-                    raise MissingError.late(missing, timeout_s) from None
+                    raise MissingError.late(missing, timeout_s, self._limit) from None
             return [self._proven(name, self._store.get(name)) for name in names.values()]  # few have multi_get
         except StartupError:
             raise

@@ -22,7 +22,7 @@ from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.errors import StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
-from hvdlite.rendezvous import RendezvousRanks, read
+from hvdlite.rendezvous import MissingError, RendezvousRanks, read
 from hvdlite.torch_store import InGivenStore
 from hvdlite.world import World
 
@@ -52,7 +52,7 @@ def _created(options: Any) -> HvdliteProcessGroup:
     settings = default_runtime.runtime().config if default_runtime.is_initialized() else Config.from_env()
     config = replace(settings, collective_timeout_s=timeout_s)
     configure_logging(config, ranks[rank])
-    bootstrap = None if size == 1 else _meet(options.store, name, rank, size, timeout_s, config)
+    bootstrap = None if size == 1 else _meet(options.store, name, rank, ranks, timeout_s, config)
     if bootstrap is not None and bootstrap.comm is not None:
         config = replace(config, collective_timeout_s=_NEVER_S)
     entrance = Entrance(
@@ -112,21 +112,25 @@ class _Where(NamedTuple):
     world_rank: int | None
 
 
-def _meet(store: Any, name: str, rank: int, size: int, timeout_s: float, config: Config) -> Bootstrap:
-    """The ranks of a group. By the store, which takes milliseconds; by MPI where they need it to reach one another."""
+def _meet(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: float, config: Config) -> Bootstrap:
+    """``ranks``, those of a group. By the store, which takes milliseconds; by MPI where they need that to meet."""
+    size, own = len(ranks), ranks[rank]
     # A store may outlive a group, whose name another one gets then, which may be of another size.
     turn = f"{size}.{(store.add(f'hvdlite/members/{size}', 1) - 1) // size}"
-    place = _place(store)
+    waits_in = f"the start of process group {name}"
+    users = InGivenStore(store, default_runtime.peers().store_key, "the timeout that the process group was given")
     by_mpi = _was_started_by_mpi()
 
     def gather(key: str, told: _Where) -> list[_Where]:
-        return read(place.gather(f"hvdlite/{turn}/{key}", range(size), rank, plain.dumps(told), timeout_s))
+        try:
+            return read(users.gather(f"hvdlite/{turn}/{key}", ranks, own, plain.dumps(told), timeout_s))
+        except MissingError as error:
+            raise StartupError(f"rank {own} has waited in {waits_in}, but {error}") from None
 
     where = gather("where", _Where(machine(), by_mpi, mpi.world_rank()))
     if len({each.machine for each in where}) == 1 or not all(each.by_mpi for each in where):
         start_s = config.start_timeout_s
-        waits_in = f"the start of process group {name}"
-        return RendezvousRanks(place, f"hvdlite/{turn}", range(size), rank, start_s, waits_in=waits_in)
+        return RendezvousRanks(_place(store), f"hvdlite/{turn}", ranks, own, start_s, waits_in=waits_in)
     world = mpi.world(config, launched.this_process())
     assert world is not None
     numbers = [each.world_rank for each in gather("MPI", _Where(machine(), by_mpi, world.rank))]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distributed_lab import NODES, RANK, SIZE, process_group, told
 from hvdlite.distributed import late_watch
 from hvdlite.distributed.pump import Pump
+from hvdlite.errors import StartupError
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -32,6 +33,19 @@ def test_who_is_late_is_named(nodes: tuple[int, ...]) -> None:
             with pytest.raises(RuntimeError, match=f"rank {LAST} did not come within the timeout of 1 s"):
                 dist.all_reduce(torch.ones(3))
             told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+def test_who_does_not_come_to_a_new_group_is_named_with_the_timeout_that_the_group_was_given() -> None:
+    ranks = list(range(1, SIZE)) if SIZE > 2 else [0, 1]
+    with process_group((0,) * SIZE):
+        if RANK in ranks and RANK != LAST:
+            late = (
+                f"start of process group .*, but rank {LAST} did not come within 0.5 s; .* raise the timeout that the"
+            )
+            with pytest.raises(StartupError, match=late):
+                dist.new_group(ranks, timeout=timedelta(seconds=0.5))
+        told(None)
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
