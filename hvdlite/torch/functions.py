@@ -67,7 +67,8 @@ def broadcast_optimizer_state(
     """Give ``optimizer`` the state and the options (lr, ...) of rank ``root_rank``'s.
 
     State is created where a rank has none; no optimizer step is taken, so weights and step counts stay as they are.
-    With a `DistributedOptimizer` a parameter without gradient then has one of zeros, which Horovod's programs read.
+    With a `DistributedOptimizer` a parameter without gradient then has one of zeros, which Horovod's programs read,
+    unless it is a SparseAdam, which takes no dense gradients.
 
     Args:
         optimizer: wrapped or not; with the same parameter groups on every rank.
@@ -101,7 +102,7 @@ def broadcast_optimizer_state(
     if tensors:
         names = [str(i) for i in range(len(tensors))]
         _broadcast_now(tensors, root_rank, "broadcast_optimizer_state", names, process_set)
-    if isinstance(optimizer, DistributedOptimizer):
+    if isinstance(optimizer, DistributedOptimizer) and not isinstance(optimizer, torch.optim.SparseAdam):
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -141,6 +141,15 @@ def test_gradients_of_a_wrapped_optimizer_are_zeros() -> None:
     assert not optimizer.state
 
 
+def test_sparse_adam_steps_without_zero_grad_after_it() -> None:
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(model.parameters()), model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    model(torch.tensor([1, hvd.rank() % 4])).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight]["step"] == 1
+
+
 def test_optimizer_state_of_a_wrapped_optimizer() -> None:
     model, optimizer = stepped("Adam", hvd.rank(), 2, wrapped=True)
     for group in optimizer.param_groups:
