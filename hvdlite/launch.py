@@ -59,6 +59,7 @@ def run(
             the rank and its traceback.
     """
     from hvdlite.cli import run as front
+    from hvdlite.cli.arguments import parse
 
     process = launched.this_process()
     if process is not None and process.size > 1:
@@ -71,7 +72,7 @@ def run(
     environ = {**environment.variables(), **variables}
     words = [*(["-np", str(num_proc)] if num_proc is not None else []), *(["-H", hosts] if hosts else []), *options]
     # Parsed here too, so that a mistake is an exception.
-    arguments = front.parse([*words, "--", sys.executable])
+    arguments = parse([*words, "--", sys.executable])
     if arguments.is_elastic:
         raise ConfigError(
             "hvdlite.run returns what each rank returns, so no rank can be replaced: leave out --elastic, --min-np and "

@@ -215,7 +215,7 @@ class _ElasticJob:
     def _take_arrival(self) -> None:
         arrival = self._arrivals.take()
         if isinstance(arrival, ConfigError):
-            self._say(f"{arrival}; the job goes on with the ranks that it has")
+            self._report(f"{arrival}; the job goes on with the ranks that it has")
         elif isinstance(arrival, int):
             self._note_slots(arrival)
         else:
@@ -312,7 +312,7 @@ class _ElasticJob:
             return
         if was_rank or self._generation is None:  # else the ranks that there are go on, and may come to their end
             self._status = self._status or shell_status(status)
-        self._say(f"{name} (pid {worker.child.pid}) {how_ended(status)}")
+        self._report(f"{name} (pid {worker.child.pid}) {how_ended(status)}")
         if self._end_reason:
             self._ending.within(self._config.failure_grace_s)
             return
@@ -342,7 +342,7 @@ class _ElasticJob:
             try:
                 self._launch(seat)
             except StartupError as error:  # the machine is short of processes or memory
-                self._say(str(error))
+                self._report(str(error))
                 self._due[seat] = now + self._pause_s(seat, was_rank=False)
         self._ending.send_if_due()
         self._orphans.reap_if_due()
@@ -365,7 +365,7 @@ class _ElasticJob:
                 send(self._links[number], answer)
         if generation.number > 1:
             count = len(generation.workers)
-            self._say(f"goes on with {count} rank{'s' * (count != 1)}")
+            self._report(f"goes on with {count} rank{'s' * (count != 1)}")
 
     def _set_limits(self, now: float) -> None:
         """How long some wait for others."""
@@ -374,7 +374,7 @@ class _ElasticJob:
         self._note_stopped(now)
         for number in [number for number, limit_s in self._limits.items() if limit_s <= now]:
             why = "is stopped, and does not" if number in self._stopped else "did not"
-            self._say(f"{self._name(number)} {why} come to the others after a failure, and is ended")
+            self._report(f"{self._name(number)} {why} come to the others after a failure, and is ended")
             self._limits[number] = math.inf
             self._kill(number)
         if not self._roster.is_short:
@@ -411,7 +411,7 @@ class _ElasticJob:
         self._end_reason = reason
         self._due.clear()
         if self._status != 0:
-            self._say(f"the job ends: {reason}")
+            self._report(f"the job ends: {reason}")
             self._ending.within(self._config.failure_grace_s)
         self._refuse(list(self._roster.waiting), reason)
         for number in self._roster.newcomers:
@@ -441,6 +441,6 @@ class _ElasticJob:
             return f"rank {self._generation.workers.index(number)}"
         return f"worker {number}, which is no rank yet,"
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if not self._stops:
-            say(f"hvdlite run: {text}")
+            say(text)

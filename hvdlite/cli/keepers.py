@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from hvdlite.cli.children import end_with_parent
 from hvdlite.cli.job import Host, Launch, is_this_machine
@@ -311,14 +310,16 @@ class Keepers:
 
     def _serve_copy(self, keeper: _Keeper, link: socket.socket) -> None:
         # A keeper that was given up may have ranks that go on: their commits are not of this job any more.
-        self._copy.serve(link, lambda: self._living.get(keeper.host) is keeper, partial(_say, keeper))
+        self._copy.serve(
+            link, lambda: self._living.get(keeper.host) is keeper, lambda text: say(f"{text} ({keeper.host})")
+        )
 
     def _hear(self, keeper: _Keeper, link: socket.socket) -> None:
         with link, suppress(OSError):
             while True:
                 word, number = MESSAGE.unpack(read_exactly(link, MESSAGE.size))
                 if word not in (Word.HOLDS, Word.TAKE, *OF_RANKS):
-                    _say(keeper, f"a keeper has sent word {word}, which no keeper sends, and is given up")
+                    say(f"a keeper has sent word {word}, which no keeper sends, and is given up ({keeper.host})")
                     break
                 if word in OF_RANKS:
                     answer = self._on_word(Word(word), number)
@@ -342,7 +343,3 @@ class Keepers:
             self._started = {number: other for number, other in self._started.items() if other is not keeper}
             self._changed.notify_all()
         keeper.end()
-
-
-def _say(keeper: _Keeper, complaint: str) -> None:
-    say(f"hvdlite run: {complaint} ({keeper.host})")

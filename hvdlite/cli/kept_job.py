@@ -103,7 +103,7 @@ class KeptJob:
                 if stops:
                     return stops.status
                 if self._words.anew:
-                    self._say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
+                    say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
                     continue
                 if status == 0 and self._words.is_at_work:
                     status = 1  # mpirun does not mind ranks that were killed
@@ -118,7 +118,7 @@ class KeptJob:
                 committed = newest
                 where = f"commit {newest}, which is kept in memory" if newest else _FROM_THE_BEGINNING
                 what = f"{', '.join(lost)} did not answer" if lost else f"ranks have failed (exit status {status})"
-                self._say(f"{what}; goes on from {where} ({failures} of {self._limits.restarts} restarts)")
+                say(f"{what}; goes on from {where} ({failures} of {self._limits.restarts} restarts)")
                 if idle:
                     self._sleep(growing_pause_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, idle - 1), stops)
 
@@ -135,7 +135,7 @@ class KeptJob:
             if time.monotonic() >= deadline_s:
                 return []
             if not waits:
-                self._say(
+                say(
                     f"waits for hosts, up to {timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT): there are {slots} slots on "
                     f"those that answer, and --min-np is {least}"
                 )
@@ -164,11 +164,11 @@ class KeptJob:
 
     def _end(self, why: str, keepers: Keepers) -> None:
         """Say why the job ends; ranks that had no time to save the last commit are started once more to do so."""
-        self._say(f"the job ends: {why}")
+        say(f"the job ends: {why}")
         newest = keepers.newest
         had_time = self._limits.leaves_time and self._words.have_failed
         if newest and not had_time and (chosen := self._choose(keepers)):
-            self._say(f"ranks are started once more, only to save commit {newest}, which is kept in memory")
+            say(f"ranks are started once more, only to save commit {newest}, which is kept in memory")
             self._run_generation(keepers, chosen, why)
 
     def _run_generation(self, keepers: Keepers, chosen: Sequence[Host], to_save: str = "") -> int:
@@ -194,7 +194,7 @@ class KeptJob:
             return 0
         answer = self._words.hear(word, number)
         if word == Word.CLAIM and answer:
-            self._say(f"ranks have failed; {self._words.left} go on from the last commit")
+            say(f"ranks have failed; {self._words.left} go on from the last commit")
         return answer
 
     def _watch(self, keepers: Keepers, chosen: Sequence[Host], is_over: threading.Event) -> None:
@@ -254,7 +254,7 @@ class KeptJob:
         except ConfigError as error:
             if str(error) != self._said:
                 self._said = str(error)
-                self._say(f"{error}; the job goes on with the hosts that it has")
+                say(f"{error}; the job goes on with the hosts that it has")
 
     def _note_late(self, names: Sequence[str]) -> None:
         """No keeper could be started on these hosts."""
@@ -265,12 +265,9 @@ class KeptJob:
         now_s = time.monotonic()
         for host in self._avoided.usable([Host(name, 1) for name in names], now_s):  # others have been named already
             pause_s = self._avoided.avoid(host.name, now_s)
-            self._say(f"{host.name} does not answer, and is left alone for {pause_s:g} s")
+            say(f"{host.name} does not answer, and is left alone for {pause_s:g} s")
 
     def _sleep(self, seconds: float, stops: Stops) -> None:
         end_s = time.monotonic() + seconds
         while not stops and time.monotonic() < end_s:
             time.sleep(min(0.2, seconds))
-
-    def _say(self, text: str) -> None:
-        say(f"hvdlite run: {text}")

@@ -154,7 +154,7 @@ class LauncherWatch:
             self._said_that_it_waits = True
             where = f"ranks on {', '.join(self._others)} still" if self._others else "others still"
             say(
-                f"hvdlite run: the ranks on this machine ended {since_s:.0f} s ago, and mpirun has not: {where} work, "
+                f"the ranks on this machine ended {since_s:.0f} s ago, and mpirun has not: {where} work, "
                 "or mpirun does not see their end. Look there (ps, top); Ctrl-C ends the job."
             )
         return None

@@ -154,7 +154,7 @@ class _Job:
         if status != 0 and self.status == 0:
             self.status = shell_status(status)
             if not self._stops:
-                say(f"hvdlite run: rank {rank} (pid {child.pid}) {how}")
+                say(f"rank {rank} (pid {child.pid}) {how}")
             self._ending.within(self._grace_s)
         elif self.status != 0 and rank == 0:
             self._ending.within(_LAST_WORDS_S)

@@ -10,24 +10,25 @@ import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 from hvdlite import environment
-from hvdlite.cli import elastic, horovodrun, kept_job, lost_frames, mpirun, ranks
+from hvdlite.cli import elastic, kept_job, lost_frames, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
+from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
-from hvdlite.cli.job import Command, Host, Launch, is_this_machine, parse_hosts, read_hostfile
+from hvdlite.cli.job import Command, Host, Launch, is_this_machine
 from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.reader import ends_with_reader
-from hvdlite.cli.say import finish, say
+from hvdlite.cli.say import finish, say, show
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.doctor import before_mpi
@@ -35,47 +36,6 @@ from hvdlite.end_notice import EndNotices
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.mpi import MPICH_SHARED_FILES
 from hvdlite.version import __version__
-
-USAGE = """\
-usage: python -m hvdlite run -np N [options] [any option of mpirun] program [arguments]
-
-The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and every option of mpirun's take mpirun.
-  -np N, -n N, --num-proc N   number of ranks; by default all slots of the hosts
-  -H, --host a:2,b:2          hosts and their slots; by default those of Slurm, LSF, PBS or an MPIJob, or this machine
-  --hostfile FILE             the same, a host a line: "a slots=2" or "a:2"
-  --network-interfaces SPEC   interfaces to use, as NCCL_SOCKET_IFNAME: eth0,eth1 or ^docker or =eth0
-                              (default: HVDLITE_NETWORK_INTERFACES, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)
-  --ssh-port, -p N; --ssh-identity-file, -i FILE     for the ssh by which mpirun reaches hosts
-  --output-filename DIR       each rank's output into DIR/rank.N/stdout and DIR/rank.N/stderr, and not here
-  --mpi                       start the ranks of one machine by mpirun too, for programs that use MPI themselves
-  --mpirun PATH               the mpirun to use; by default the one beside this Python, then the one in PATH
-  --elastic                   the others go on when ranks die, or all begin anew from the last commit (docs/elastic.md)
-  --min-np N, --max-np N      the same, and how many ranks there are at least (1), and at most
-  --host-discovery-script S   the same; S prints hosts and their slots, a host a line: a:4
-  --restarts K                start the whole job again if it fails, up to K times; with --elastic, its ranks (10)
-  --dry-run; --verbose        print the command and stop; print the settings that the ranks see as well
-  --doctor [--json]           examine the hosts and the network between them, and stop
-  --check-build; --version    print what this hvdlite has, or its version, and stop
-  --                          what follows is the program
-
-horovodrun's options (--fusion-threshold-mb --timeline-filename --no-stall-check --config-file ...) make hvdlite's
-settings; others get a sentence. A program that ends in .py is run by this Python. The exit status is that of the rank
-that failed first, or mpirun's.
-"""
-
-# mpirun's options that take no argument, and those that take two; all others take one. Of Open MPI 4, 5 and MPICH.
-_FLAGS = frozenset(
-    """
-    allow-run-as-root bind-to-core bind-to-socket bycore bynode byslot continuous debug debug-daemons debug-daemons-file
-    debug-devel d disable-auto-cleanup disable-hostname-propagation disable-recovery disable-x display-allocation
-    display-devel-map display-map display-topo do-not-launch do-not-resolve enable-recovery enable-x envall envnone
-    genvall genvnone get-stack-traces hybrid-hosts info leave-session-attached l merge-stderr-to-stdout no-app-prefix
-    nolocal nooversubscribe noprefix oversubscribe pernode pmi-port preload-binary s prepend-rank print-all-exitcodes
-    profile quiet q report-bindings report-child-jobs-separately report-state-on-timeout set-cwd-to-session-dir set-sid
-    show-progress skip-launch-node tag-output timestamp-output tv use-hwthread-cpus v verbose V version xml
-    """.split()
-)
-_PAIRS = frozenset("mca gmca prtemca pmixmca gpmixmca omca gomca env genv append-env prepend-env".split())
 
 # What Open MPI's mpirun says when a host is lost. Its exit status may be 0 all the same.
 _LOST_HOST = (
@@ -92,15 +52,6 @@ _NOT_KEPT = (
 _ELASTIC_RESTARTS = 10
 # Of elastic jobs, to which it does little harm if a host is given up that would have come back.
 _SHORT_HEARTBEATS = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6"}
-_QUESTIONS = frozenset({"check-build", "cb", "version"})
-_SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json", "elastic"}) | _QUESTIONS
-_WITH_ARGUMENT = frozenset(
-    """
-    np n num-proc H host hosts hostfile machinefile f network-interfaces network-interface mpirun output-filename
-    config-file min-np min-num-proc max-np max-num-proc restarts host-discovery-script slots-per-host
-    """.split()
-)
-
 _SHARE_CORES = "{} ranks are more than that: they share cores"
 
 # Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
@@ -109,30 +60,6 @@ d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}"
 if [ "$HVDLITE_WORKER$HVDLITE_KEEPER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; \
 else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
 """
-
-
-@dataclass
-class Arguments:
-    """What `parse` has understood."""
-
-    ranks: int | None = None
-    hosts: tuple[Host, ...] = ()
-    interfaces: str = ""
-    mpirun: str = ""
-    output: str = ""
-    least: int | None = None
-    most: int | None = None
-    discovery: str = ""
-    slots_per_host: int = 1
-    restarts: int | None = None
-    switches: set[str] = field(default_factory=set)  # those given of _SWITCHES
-    options: list[str] = field(default_factory=list)
-    program: list[str] = field(default_factory=list)
-    effects: horovodrun.Effects = field(default_factory=horovodrun.Effects)
-
-    @property
-    def is_elastic(self) -> bool:
-        return "elastic" in self.switches or self.least is not None or bool(self.discovery)
 
 
 @ends_with_reader
@@ -153,7 +80,7 @@ def _main(argv: Sequence[str], announce: bool) -> int:
         return 0 if argv else 2
     try:
         arguments = parse(argv)
-        if arguments.switches & _QUESTIONS:
+        if arguments.switches & QUESTIONS:
             return _answer(arguments.switches)
         if arguments.discovery and not arguments.hosts:
             found = hosts_of(arguments.discovery, arguments.slots_per_host)
@@ -176,10 +103,10 @@ def _main(argv: Sequence[str], announce: bool) -> int:
         chosen = _mpirun(arguments, launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:
-            say(f"hvdlite run: {note}")
+            say(note)
         if announce:
-            say(_description(chosen, launch, command.notes))
-            say(_shell_line({**settings, **command.environment}, command.argv))
+            show(_description(chosen, launch, command.notes))
+            show(_shell_line({**settings, **command.environment}, command.argv))
         environ |= command.environment
         if "verbose" in arguments.switches:
             shown = [
@@ -187,7 +114,7 @@ def _main(argv: Sequence[str], announce: bool) -> int:
                 for name in sorted(environ)
                 if name.startswith(("HVDLITE_", "HOROVOD_")) and name not in (CALL_KEY, DOCTOR)
             ]
-            say("\n".join(f"  {name}={environ[name]}" for name in shown))
+            show("\n".join(f"  {name}={environ[name]}" for name in shown))
         if "dry-run" in arguments.switches:
             return 0
         config = Config.from_env(environ)
@@ -204,12 +131,12 @@ def _main(argv: Sequence[str], announce: bool) -> int:
 
         return _run_again(once, arguments.restarts or 0)
     except StartupError as error:
-        say(f"hvdlite run: {error}")
+        say(str(error))
         return 2
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        say(f"hvdlite run: {error.strerror}: raise the limit (ulimit -n) of the shell that starts it")
+        say(f"{error.strerror}: raise the limit (ulimit -n) of the shell that starts it")
         return 2
 
 
@@ -261,7 +188,7 @@ def _run_again(once: Callable[[], int], restarts: int) -> int:
             status = once()
             if status == 0 or stops:
                 return status
-            say(f"hvdlite run: starts the job again ({number} of {restarts} times)")
+            say(f"starts the job again ({number} of {restarts} times)")
         return once()
 
 
@@ -327,13 +254,13 @@ def _run_mpirun(
     if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)
     if ending.lost:
-        say(f"hvdlite run: ended: {ending.lost}")
+        say(f"ended: {ending.lost}")
     elif ending.status != 0 and not launch.outlives_ranks and not ending.was_stopped:
         others = [host.name for host in launch.hosts if not is_this_machine(host)]
         for text in lost_frames.complaints(others):
-            say(f"hvdlite run: {text}")
+            say(text)
     elif ending.found and ending.status == 0 and not expected.is_over:
-        say(f"hvdlite run: failed: mpirun's exit status is 0, but it said {ending.found!r} above")
+        say(f"failed: mpirun's exit status is 0, but it said {ending.found!r} above")
         return 1
     if codes is not None and 0 < ending.status < 128:
         return _status_of(codes.codes, ending.status)
@@ -346,7 +273,7 @@ def _status_of(codes: Sequence[int], otherwise: int) -> int:
     if rank is None:
         return otherwise
     if is_telling(codes[rank]):
-        say(f"hvdlite run: rank {rank} {how_ended(codes[rank])}")
+        say(f"rank {rank} {how_ended(codes[rank])}")
     return shell_status(codes[rank])
 
 
@@ -370,97 +297,6 @@ def _maps(pid: str) -> str:
         return Path(f"/proc/{pid}/maps").read_text()
     except OSError:  # the process has ended, or belongs to another user
         return ""
-
-
-def parse(argv: Sequence[str]) -> Arguments:
-    """Tell our options, horovodrun's, mpirun's and the program apart.
-
-    Raises:
-        ConfigError: an option lacks its argument or makes no sense; there is no program.
-    """
-    arguments = Arguments()
-    given = horovodrun.Effects()
-    words = list(argv)
-    while words and words[0].startswith("-"):
-        word = words.pop(0)
-        if word == "--":
-            break
-        option, joined, value = word.partition("=")
-        name = option.lstrip("-")
-        of_horovodrun = horovodrun.BY_NAME.get(name)
-        arity = of_horovodrun.arity if of_horovodrun is not None else 1 if name in _WITH_ARGUMENT else 0
-        if not joined and arity > 0:
-            if len(words) < arity:
-                raise ConfigError(f"{word} needs {'an argument' if arity == 1 else f'{arity} arguments'}")
-            value, words = " ".join(words[:arity]), words[arity:]
-        if name in _SWITCHES:
-            arguments.switches.add(name)
-        elif name in _WITH_ARGUMENT:
-            _take(arguments, name, option, value)
-        elif of_horovodrun is not None:
-            given.add(of_horovodrun, value)
-        else:
-            arguments.options.append(word)
-            for _ in range(0 if joined else _arity(name, words)):
-                arguments.options.append(words.pop(0))
-    if "doctor" in arguments.switches:
-        as_json = ["--json"] if "json" in arguments.switches else []
-        words = [sys.executable, "-m", "hvdlite", "doctor", *as_json, *words]
-    arguments.program = words
-    if not words and not arguments.switches & _QUESTIONS:
-        raise ConfigError("no program to run; see python -m hvdlite run --help")
-    arguments.options += given.mpirun
-    # What is given here wins over what stands in a --config-file.
-    arguments.effects.settings.update(given.settings)
-    arguments.effects.ssh.update(given.ssh)
-    arguments.effects.notes += given.notes
-    arguments.effects.forces_mpi |= given.forces_mpi
-    return arguments
-
-
-def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
-    if name in ("np", "n", "num-proc"):
-        arguments.ranks = _count(option, value)
-    elif name in ("H", "host", "hosts"):
-        arguments.hosts = parse_hosts(value)
-    elif name in ("hostfile", "machinefile", "f"):
-        arguments.hosts = read_hostfile(value)
-    elif name == "network-interfaces":
-        arguments.interfaces = value
-    elif name == "network-interface":  # may be repeated
-        arguments.interfaces = ",".join(filter(None, [arguments.interfaces, value]))
-    elif name in ("min-np", "min-num-proc"):
-        arguments.least = _count(option, value)
-    elif name in ("max-np", "max-num-proc"):
-        arguments.most = _count(option, value)
-    elif name == "slots-per-host":
-        arguments.slots_per_host = _count(option, value)
-    elif name == "host-discovery-script":
-        arguments.discovery = os.path.abspath(value)
-    elif name == "restarts":
-        arguments.restarts = _count(option, value, least=0)
-    elif name == "output-filename":
-        arguments.output = os.path.abspath(value)
-    elif name == "config-file":
-        arguments.effects = horovodrun.read_config_file(value)
-    else:
-        arguments.mpirun = value
-
-
-def _count(option: str, value: str, least: int = 1) -> int:
-    if not value.isdigit() or int(value) < least:
-        raise ConfigError(f"{option} {value}: must be a number{' of ranks above 0' if least else ', 0 or more'}")
-    return int(value)
-
-
-def _arity(name: str, words: Sequence[str]) -> int:
-    """How many of ``words`` belong to mpirun's option ``name``."""
-    if name in _FLAGS:
-        return 0
-    if name in _PAIRS:
-        return min(2, len(words))
-    # An option that is unknown here may be a flag; then what follows is another option, or the program.
-    return 0 if not words or words[0].startswith("-") or words[0].endswith(".py") else 1
 
 
 def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:

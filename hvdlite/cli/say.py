@@ -10,6 +10,11 @@ from contextlib import suppress
 
 
 def say(text: str) -> None:
+    """A line of which the reader sees that it is hvdliterun's, see `show`."""
+    show(f"hvdlite run: {text}")
+
+
+def show(text: str) -> None:
     """A line. Where nobody can take it, as on a full disk or a terminal that was closed, the job goes on.
 
     So it does where nobody takes it yet, as of a pipe that is full: a thread waits for that.

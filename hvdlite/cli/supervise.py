@@ -167,7 +167,7 @@ class _Stream:
             self.source.close()  # so that the launcher finds a broken pipe, as where it writes to ours itself
         except OSError as error:  # a full disk, or a terminal that was closed
             if not self._has_lost:
-                say(f"hvdlite run: output of ranks is lost: {error}")
+                say(f"output of ranks is lost: {error}")
             self._has_lost = True
 
 

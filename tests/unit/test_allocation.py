@@ -10,6 +10,7 @@ import pytest
 
 from hvdlite.cli import run
 from hvdlite.cli.allocation import Allocation, expand_nodes, find_allocation
+from hvdlite.cli.arguments import parse
 from hvdlite.cli.job import Host, Launch
 from hvdlite.errors import ConfigError
 
@@ -101,7 +102,7 @@ def test_hosts_that_ranks_fill(ranks: int, hosts: tuple[Host, ...]) -> None:
 
 
 def launch(words: str, environ: dict[str, str]) -> Launch:
-    return run.launch_of(run.parse([*words.split(), "train.py"]), environ)
+    return run.launch_of(parse([*words.split(), "train.py"]), environ)
 
 
 LSF = {"LSB_MCPU_HOSTS": "a 2 b 1"}

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdlite.cli import run
+from hvdlite.cli import arguments as front, run
 from hvdlite.cli.horovodrun import BY_NAME, OPTIONS
 from hvdlite.cli.job import Host
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError
 
 
-def parse(*words: str) -> run.Arguments:
-    return run.parse(["-np", "2", *words, "train.py", "--epochs", "3"])
+def parse(*words: str) -> front.Arguments:
+    return front.parse(["-np", "2", *words, "train.py", "--epochs", "3"])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_every_option_does_or_says_something() -> None:
 def test_no_name_stands_twice() -> None:
     names = [name for option in OPTIONS for name in option.names.split()]
     assert len(names) == len(BY_NAME)
-    assert not BY_NAME.keys() & (run._SWITCHES | run._WITH_ARGUMENT)
+    assert not BY_NAME.keys() & (front._SWITCHES | front._WITH_ARGUMENT)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_mistakes_name_the_option(words: str, text: str) -> None:
 
 def test_a_missing_argument() -> None:
     with pytest.raises(ConfigError, match="--cycle-time-ms needs an argument"):
-        run.parse(["-np", "2", "--cycle-time-ms"])
+        front.parse(["-np", "2", "--cycle-time-ms"])
     with pytest.raises(ConfigError, match="--blacklist-cooldown-range needs 2 arguments"):
-        run.parse(["-np", "2", "--blacklist-cooldown-range", "1"])
+        front.parse(["-np", "2", "--blacklist-cooldown-range", "1"])
 
 
 def test_words_for_mpirun() -> None:
@@ -134,7 +134,9 @@ def test_words_for_mpirun() -> None:
 
 
 def test_what_horovodrun_and_we_call_differently() -> None:
-    arguments = run.parse("--num-proc 3 --hosts a:2,b:1 --network-interface eth0 --network-interface ib0 t.py".split())
+    arguments = front.parse(
+        "--num-proc 3 --hosts a:2,b:1 --network-interface eth0 --network-interface ib0 t.py".split()
+    )
     assert (arguments.ranks, arguments.hosts, arguments.interfaces) == (3, (Host("a", 2), Host("b", 1)), "eth0,ib0")
 
 

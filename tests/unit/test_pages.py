@@ -20,7 +20,7 @@ import torch
 import hvdlite
 import hvdlite.torch as hvd
 from hvdlite import errors
-from hvdlite.cli import run
+from hvdlite.cli import arguments
 from hvdlite.cli.horovodrun import BY_NAME
 from hvdlite.compat import common, frameworkless, runner, threads
 from hvdlite.config import Config
@@ -93,7 +93,8 @@ VARIABLES = {
     for prefix in ("HVDLITE", "HOROVOD")
 }
 # Those that change nothing are known as well.
-EFFECTIVE = {name for name, option in BY_NAME.items() if not option.note} | run._WITH_ARGUMENT | run._SWITCHES
+OURS = arguments._WITH_ARGUMENT | arguments._SWITCHES
+EFFECTIVE = {name for name, option in BY_NAME.items() if not option.note} | OURS
 
 
 def of(thing: object, *parameters_of: Callable[..., object]) -> Callable[[str], bool]:
@@ -169,7 +170,7 @@ def test_every_name_is_on_the_page(mirrors: dict[str, list[str]]) -> None:
     assert not missing("Errors", defined_in(errors, inspect.isclass))
     assert not missing("Modules", set(mirrors))
     assert not missing("horovod.run", set(inspect.signature(runner.run).parameters))
-    assert not (BY_NAME.keys() | run._WITH_ARGUMENT | run._SWITCHES) - {name.lstrip("-") for name in spans(TEXT)}
+    assert not (BY_NAME.keys() | OURS) - {name.lstrip("-") for name in spans(TEXT)}
     assert not {f"HVDLITE_{item.metadata['names'][0]}" for item in fields(Config)} - set(spans(TEXT))
 
 
@@ -193,15 +194,13 @@ def test_remarks_on_modules_name_what_they_have(mirrors: dict[str, list[str]]) -
 def test_whatever_else_the_page_names_exists() -> None:
     not_here = {name for row in ROWS if row.word == "not here" for name in row.names}
     build = {"HOROVOD_WITH_PYTORCH", "HOROVOD_GPU_OPERATIONS"}
-    mpiruns = run._FLAGS | run._PAIRS
+    mpiruns = arguments._FLAGS | arguments._PAIRS
     for span in spans(TEXT):
         variable = re.match(r"(HVDLITE|HOROVOD)_[A-Z_0-9]+\b", span)
         if variable and variable[0] not in ("HVDLITE_X", "HOROVOD_X"):
             assert variable[0] in VARIABLES | not_here | build, span
         for option in re.findall(r"(?:^| )(-{1,2}[a-zA-Z][\w-]*)", span):
-            known = (
-                BY_NAME.keys() | run._WITH_ARGUMENT | run._SWITCHES | mpiruns | {"m", "epochs", "install", "uninstall"}
-            )
+            known = BY_NAME.keys() | OURS | mpiruns | {"m", "epochs", "install", "uninstall"}
             assert option.lstrip("-") in known, span
         path = re.match(r"(hvd|hvdlite)((?:\.\w+)+)", span)
         if path:

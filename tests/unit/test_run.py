@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.cli import mpirun, run
+from hvdlite.cli.arguments import parse
 from hvdlite.cli.job import Host, Launch, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun, build, find_mpirun, identify
 from hvdlite.errors import ConfigError, StartupError
@@ -89,14 +90,14 @@ class TestParsing:
         ],
     )
     def test_tells_options_and_program_apart(self, words: str, options: str, program: str) -> None:
-        arguments = run.parse(words.split())
+        arguments = parse(words.split())
         assert (arguments.ranks, arguments.options, arguments.program) == (4, options.split(), program.split())
 
     @pytest.mark.parametrize(
         "words", ["-np 4 -H a:2,b train.py", "--np 4 --host=a:2,b train.py", "-n 4 -hosts a:2,b train.py"]
     )
     def test_hosts(self, words: str) -> None:
-        assert run.parse(words.split()).hosts == (Host("a", 2), Host("b", 1))
+        assert parse(words.split()).hosts == (Host("a", 2), Host("b", 1))
 
     @pytest.mark.parametrize(
         ("words", "notes"),
@@ -108,7 +109,7 @@ class TestParsing:
         ],
     )
     def test_more_ranks_than_slots_are_said(self, words: str, notes: tuple[str, ...]) -> None:
-        assert run.launch_of(run.parse([*words.split(), "train.py"]), {}).notes == notes
+        assert run.launch_of(parse([*words.split(), "train.py"]), {}).notes == notes
 
     @pytest.mark.parametrize(
         "text", ["a slots=2  # comment\n\nb\n", "a:2\n# comment\nb:1\n", "a   slots = 2\nb slots=1"]
@@ -116,7 +117,7 @@ class TestParsing:
     def test_hostfile(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "hosts"
         path.write_text(text)
-        assert run.parse(["--hostfile", str(path), "train.py"]).hosts == (Host("a", 2), Host("b", 1))
+        assert parse(["--hostfile", str(path), "train.py"]).hosts == (Host("a", 2), Host("b", 1))
 
     @pytest.mark.parametrize(
         "text", ["a:2,b:x", "a:2:3", "a:0", "a:00", "a b", ":2", "a:9999999", "ü", *OPTIONS_TO_SSH]
@@ -184,7 +185,7 @@ class TestParsing:
     )
     def test_how_many_ranks_there_are_by_default(self, words: str, ranks: int) -> None:
         """All slots, as many as there may be at most, or at least: for the last ones they share cores, or wait."""
-        assert run.launch_of(run.parse([*words.split(), "train.py"]), {}).ranks == ranks
+        assert run.launch_of(parse([*words.split(), "train.py"]), {}).ranks == ranks
 
 
 class TestChoosing:
@@ -205,7 +206,7 @@ class TestChoosing:
         self, words: str, takes_mpirun: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(mpirun, "find_mpirun", lambda: OPEN_MPI_5)
-        arguments = run.parse([*words.split(), "train.py"])
+        arguments = parse([*words.split(), "train.py"])
         chosen = run._mpirun(arguments, run.launch_of(arguments, {}))
         assert chosen == (OPEN_MPI_5 if takes_mpirun else None)
 
