@@ -113,6 +113,8 @@ class ProcessHooks:
 
     def started(self, runtime: Runtime, arguments: InitArguments) -> None:
         """init() has succeeded, perhaps after an error that the program has caught."""
+        if self.runtime is not None and self.runtime.failure is not None:
+            self.runtime.failure.with_traceback(None)  # whose frames refer to all that the world before has had
         self.runtime = runtime
         self.arguments = arguments
         self._failed = False

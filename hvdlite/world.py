@@ -85,8 +85,8 @@ class World:
         has_ended: no operation will be done any more, as the world was closed or has failed.
         check: raises the reason once the job has failed.
 
-    Nothing that it owns keeps it alive once it has ended in order: a process set's memory, and the descriptors behind
-    it, go with whoever used them last, not when garbage is collected.
+    Nothing that it owns keeps it alive once it has ended: a process set's memory, and the descriptors behind it, go
+    with whoever used them last, not when garbage is collected. After a failure that is also the error's traceback.
     """
 
     def __init__(
@@ -282,8 +282,16 @@ class World:
         if has_ended_in_order:
             self.coordinator.refuse(ShutDownError(own_text))  # whoever was the first to end the world
         self.release()
-        if has_ended_in_order:
-            self.coordinator.retire()
+        if not self.is_stuck:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Refer to nothing that refers to this, once all threads have ended; see the class."""
+        for subset in self.subsets.values():
+            if subset.coordinator.join(self.config.failure_grace_s):
+                subset._retire()
+        self._shared.pop_all()  # after a failure nobody releases it
+        self.coordinator.retire()
 
     def end(self) -> None:
         """End on this rank alone, of a world that was never started: whoever calls its backend has stopped doing so."""

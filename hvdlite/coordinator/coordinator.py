@@ -219,11 +219,11 @@ class Coordinator:
         self.collector.end()
 
     def retire(self) -> None:
-        """Once it has ended in order: refer to nothing that refers to it, so that all goes with its last user."""
+        """Once it has ended: refer to nothing that refers to it, so that all goes with its last user."""
         del self._owner
         self._worker.retire()
         self.at_once.forget()
-        if self._in_flight.closed is not None:
+        if isinstance(self._in_flight.closed, ShutDownError):
             self._in_flight.closed.with_traceback(None)  # frames of who was refused
 
     def refuse(self, error: HorovodInternalError) -> None:

@@ -346,6 +346,44 @@ def test_as_many_may_die_while_ranks_start_as_hvdliterun_restarts() -> None:
     assert "trained 5 as 0" in result.stdout and result.launcher_output.count("ended with exit status 7") == 5, result
 
 
+WITHOUT_COLLECTIONS = """
+import gc, os, weakref
+import torch
+import hvdlite
+import hvdlite.torch as hvd
+
+hvd.init()
+me = int(os.environ["HVDLITE_WORKER"])
+model = torch.nn.Linear(100, 100)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+state = hvd.elastic.TorchState(model, optimizer, batch=0)
+hvd.add_process_set([0, 1])
+worlds = []
+
+@hvd.elastic.run
+def train(state):
+    gc.disable()
+    worlds.append(weakref.ref(hvdlite.runtime().world))
+    while state.batch < 6:
+        hvd.allreduce(torch.ones(10), name="sum")
+        model(torch.ones(2, 100)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.batch += 1
+        state.commit()
+        if (state.batch, me) in [(2, 2), (4, 1)]:
+            os._exit(7)
+    print("living worlds:", [world() is not None for world in worlds], flush=True)
+
+train(state)
+"""
+
+
+def test_memory_of_ranks_that_went_on_is_free_before_garbage_is_collected() -> None:
+    result = launch(3, WITHOUT_COLLECTIONS, mpi="none", options=["--elastic", "--restarts", "0"], timeout=200).check()
+    assert "living worlds: [False, False, True]" in result.stdout, result
+
+
 FAILS_TWICE = """
 import pathlib, sys
 tries = pathlib.Path(sys.argv[1])
