@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -279,13 +279,16 @@ def _status_of(codes: Sequence[int], otherwise: int) -> int:
 
 def _remove_shared_memory(started: float) -> None:
     """Remove what ranks that were killed could not: MPICH's files in /dev/shm, some MB of memory each."""
-    new = [
-        entry.path
-        for entry in os.scandir("/dev/shm")
-        if entry.name.startswith(MPICH_SHARED_FILES)
-        and entry.stat().st_uid == os.geteuid()
-        and entry.stat().st_ctime >= started
-    ]
+    new = []
+    with suppress(OSError):  # there is no /dev/shm
+        for entry in os.scandir("/dev/shm"):
+            with suppress(FileNotFoundError):  # it has gone meanwhile
+                if (
+                    entry.name.startswith(MPICH_SHARED_FILES)
+                    and entry.stat().st_uid == os.geteuid()
+                    and entry.stat().st_ctime >= started
+                ):
+                    new.append(entry.path)
     mapped = "".join(_maps(pid) for pid in os.listdir("/proc") if pid.isdigit()) if new else ""
     for path in new:
         if path not in mapped:  # a mapped file belongs to another job that started meanwhile

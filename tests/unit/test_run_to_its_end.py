@@ -175,3 +175,25 @@ class TestRunning:
         job.communicate(timeout=30)
         assert time.monotonic() - start < 4
         assert gone(pids)
+
+
+class Gone:
+    """A file of another job's, which has ended between two looks."""
+
+    name = path = "mpich_shm_of_another_job"
+
+    def stat(self) -> os.stat_result:
+        raise FileNotFoundError
+
+
+@pytest.mark.parametrize("found", [[Gone()], FileNotFoundError("/dev/shm")], ids=["gone", "no /dev/shm"])
+def test_files_in_shared_memory_that_are_not_there_are_no_error(
+    found: list[Gone] | OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scandir(path: str) -> list[Gone]:
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    run._remove_shared_memory(0.0)
