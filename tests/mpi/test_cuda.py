@@ -81,9 +81,7 @@ def test_allreduce_in_place(gpus: SimulatedGpus, dtype: torch.dtype) -> None:
     assert same(gpus, tensor, total(501, dtype))
 
 
-def test_who_waits_does_it_and_the_thread_watches_the_gpu(
-    gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_does_it_and_the_thread_watches_the_gpu(gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what repeats: the thread, which would sleep for ever, is told that a GPU has something to do."""
     if not Operation.runs_on_device:
         pytest.skip("what passes through the host is done when the call returns")
