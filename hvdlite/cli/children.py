@@ -111,9 +111,10 @@ def _descendants(spared: Collection[int]) -> list[int]:
 def children_of(pid: int) -> list[int]:
     """The processes that ``pid`` has started and that have not been waited for; none where it has ended."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the process has ended
-            found += [int(word) for word in task.read_text().split()]
+    with suppress(OSError):  # the process has ended; Path.glob would raise that too
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):  # the thread has
+                found += [int(word) for word in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
     return found
 
 

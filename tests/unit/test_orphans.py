@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hvdlite.cli import children
-from hvdlite.cli.children import Orphans
+from hvdlite.cli.children import Orphans, children_of
 from run_lab import executable
 
 # It has 20 children that end at once, and leaves them to hvdliterun; then it counts those that are still there.
@@ -54,3 +55,17 @@ def test_who_has_just_ended_is_left_to_those_that_wait_for_it(monkeypatch: pytes
     orphans.reap_if_due()
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, 0)
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_no_children() -> None:
+    """Its directory in /proc goes at any moment; here, some hundred times a second."""
+    parent = subprocess.Popen(["sh", "-c", "while :; do /bin/true; done"])
+    try:
+        end_s = time.monotonic() + 1.0
+        while time.monotonic() < end_s:
+            for pid in children_of(parent.pid):
+                while os.path.exists(f"/proc/{pid}"):
+                    assert children_of(pid) == []
+    finally:
+        parent.kill()
+        parent.wait()
