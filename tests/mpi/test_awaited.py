@@ -130,8 +130,23 @@ def test_all_of_them_between_allreduces(ends: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
 def test_who_waits_for_a_late_rank_hears_of_other_things(operation: Callable[[int], None], ends: list[Outcome]) -> None:
-    """Another thread submits something that is not of the plan, while this one waits: the coordinator goes on."""
+    """Another thread submits something that is not of the plan, while this one waits: the coordinator goes on.
+
+    The coordinator does the operation where it is at work just when the operation is called, or ends the plan before.
+    So there are more tries.
+    """
+    for _ in range(20):
+        freeze(operation)
+        del ends[:]
+        wait_for_a_late_rank(operation)
+        if hvd.broadcast_object(Outcome.NOT_YET in ends, root_rank=0):
+            break
+    else:
+        raise AssertionError("no caller waited")
     freeze(operation)
+
+
+def wait_for_a_late_rank(operation: Callable[[int], None]) -> None:
     gathered: list[int] = []
     other = threading.Thread(
         target=lambda: gathered.extend(hvd.allgather(torch.tensor([hvd.rank()]), name="other").tolist())
@@ -147,9 +162,6 @@ def test_who_waits_for_a_late_rank_hears_of_other_things(operation: Callable[[in
         operation(1)
     other.join()
     assert gathered == list(range(hvd.size()))
-    if hvd.rank() == 0:
-        assert Outcome.NOT_YET in ends
-    freeze(operation)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
