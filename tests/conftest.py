@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # print writes words and ends of lines apart then, and ranks' lines mingle
+
+
+gc.disable()  # until all tests are collected, each of which would be looked at again and again
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--outcomes")
     if path and _rank() == 0 and not hasattr(config, "workerinput"):  # pytest-xdist's workers tell the first process
         config.pluginmanager.register(_Outcomes(Path(path)), "hvdlite-outcomes")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # what is imported: tests that collect what they leave would look through torch each time
+    gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -11,7 +11,6 @@ Under mpirun MPI runs from the start. Under hvdliterun without MPI only tests th
 from __future__ import annotations
 
 import faulthandler
-import gc
 import math
 import os
 import signal
@@ -119,8 +118,6 @@ _RANKS = pytest.StashKey[_Ranks]()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.collect()
-    gc.freeze()  # what is imported: tests that collect what they leave would look through torch each time
     names = "\n".join(item.nodeid for item in session.items) + f"\n{session.testsfailed}"
     if len(set(session.config.stash[_RANKS].exchange(zlib.crc32(names.encode())))) > 1:
         session.config.stash[_RANKS].say(f"collected {len(session.items)} tests, {session.testsfailed} errors")
