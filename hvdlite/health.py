@@ -77,14 +77,18 @@ class Health:
             if mortal in self._mortals:
                 self._mortals.remove(mortal)
 
-    def check(self, node: Node) -> None:
-        """Raise the reason once the job has failed; ``node`` may know before this rank."""
+    def reason(self, node: Node) -> HorovodInternalError | None:
+        """Of the job's failure, once there is one; ``node`` may know before this rank, which waits to hear it then."""
         if self.failure is None and node.aborted:
             self._is_known.wait(_REASON_S)
-            if self.failure is None:
-                raise CollectiveError("another rank of this node has failed; its output says why")
-        if self.failure is not None:
-            raise self.failure.with_traceback(None)  # several threads raise it, each from its own place
+            return self.failure or CollectiveError("another rank of this node has failed; its output says why")
+        return self.failure
+
+    def check(self, node: Node) -> None:
+        """Raise the reason once the job has failed."""
+        reason = self.reason(node)
+        if reason is not None:
+            raise reason.with_traceback(None)  # several threads raise it, each from its own place
 
     def wait_until_said(self, patience_s: float) -> None:
         """Returns once the log has said what `was_logged` promises, or after ``patience_s``: stderr may be blocked."""

@@ -252,6 +252,16 @@ class World:
         """The ranks that have not failed, as far as this one knows."""
         return tuple(rank for rank in self.topology.ranks if rank != self.health.failed_rank)
 
+    @property
+    def has_failed(self) -> bool:
+        """Also where another rank of the node knows it before this one."""
+        return self.health.failure is not None or self.node.aborted
+
+    @property
+    def failure(self) -> HorovodInternalError | None:
+        """Why it `has_failed`, if it has."""
+        return self.health.reason(self.node)
+
     def fail(self, reason: HorovodInternalError) -> None:
         """End every wait, and every operation now and later, with ``reason``; called on any thread."""
         self.node.abort()

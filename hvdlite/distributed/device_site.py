@@ -51,7 +51,7 @@ class DeviceSite:
         self._group = group
         self._ordinal = ordinal
         self._stream = _native.DeviceStream(ordinal)
-        self._watch = DeviceWatch(name, ranks, world.health)
+        self._watch = DeviceWatch(name, ranks, world)
         carrier = DeviceCarrier(world, host, ordinal, self._stream, self._watch)
         self.collectives = Collectives(carrier, world.engine, world.engine.rank, world.engine.size)
         self._messages = DeviceMessages(ordinal, world.check)

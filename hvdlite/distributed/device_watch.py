@@ -8,18 +8,26 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
 from hvdlite.errors import CollectiveError, StallError
-from hvdlite.health import Health
 from hvdlite.rank_list import rank_list
+from hvdlite.world import World
 
 _LOG = logging.getLogger("hvdlite")
 _LOOK_S = 0.1
 _CLOSING_LOOK_S = 1e-3
 _SETTLE_S = 5.0
+
+
+class Fallible(Protocol):
+    """A group, or its world."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether streams may have been let go, by whichever rank has learnt of the failure first."""
 
 
 class Enqueued:
@@ -40,9 +48,9 @@ class Enqueued:
         self.since_s = time.monotonic()
         self._is_done = False
 
-    def is_done(self, health: Health) -> bool:
+    def is_done(self, group: Fallible) -> bool:
         """Whether its end was reached before the group failed, which lets streams go that have not done their work."""
-        if not self._is_done and self.moment.is_reached and health.failure is None:
+        if not self._is_done and self.moment.is_reached and not group.has_failed:
             self._is_done = True
         return self._is_done
 
@@ -67,10 +75,11 @@ class DeviceWatch:
         ranks: what errors call the ranks of the group.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], health: Health) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], world: World) -> None:
         self._name = name
         self._ranks = tuple(ranks)
-        self._health = health
+        self._world = world
+        self._health = world.health
         self._backend: Backend | None = None
         self._lock = threading.Lock()  # guards _enqueued
         self._enqueued: deque[Enqueued] = deque()
@@ -127,7 +136,7 @@ class DeviceWatch:
         """The first that is not done; those before it are forgotten."""
         with self._lock:
             while self._enqueued and self._enqueued[0].moment.is_reached:
-                self._enqueued[0].is_done(self._health)
+                self._enqueued[0].is_done(self._world)
                 self._enqueued.popleft()
             return self._enqueued[0] if self._enqueued else None
 

@@ -11,20 +11,20 @@ import torch
 from torch.futures import Future
 
 from hvdlite.distributed import streams
-from hvdlite.distributed.device_watch import Enqueued
+from hvdlite.distributed.device_watch import Enqueued, Fallible
 from hvdlite.distributed.untraced import untraced
 from hvdlite.distributed.work import GroupWork, Waited
-from hvdlite.health import Health
 from hvdlite.memory.views import OnDevice
 
 _NAP_S = 1e-3
 
 
-class WaitedOnDevice(Waited, Protocol):
+class WaitedOnDevice(Waited, Fallible, Protocol):
     """A group whose ranks have GPUs."""
 
     @property
-    def health(self) -> Health: ...
+    def failure(self) -> BaseException | None:
+        """Why the group failed, if it did."""
 
     def check(self) -> None:
         """Raise the reason once the group is of no use any more."""
@@ -72,13 +72,13 @@ class DeviceWork(GroupWork):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return self._error or (None if self.enqueued is None or self._is_good() else self._of.health.failure)
+        return self._error or (None if self.enqueued is None or self._is_good() else self._of.failure)
 
     def _is_on_device(self) -> bool:
         return self.enqueued is not None and self.enqueued.moment.is_reached
 
     def _is_good(self) -> bool:
-        return self.enqueued is not None and self.enqueued.is_done(self._of.health)
+        return self.enqueued is not None and self.enqueued.is_done(self._of)
 
     def _await_device(self, seconds: float) -> None:
         deadline_s = time.monotonic() + seconds

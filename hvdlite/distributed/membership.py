@@ -144,14 +144,19 @@ class Membership:
     # The end.
 
     @property
+    def has_failed(self) -> bool:
+        """See `hvdlite.distributed.device_watch.Fallible`."""
+        return self.world.has_failed
+
+    @property
     def health(self) -> Health:
-        """See `hvdlite.distributed.device_work.WaitedOnDevice`."""
+        """See `hvdlite.distributed.monitored_barrier.Watched`."""
         return self.world.health
 
     @property
     def failure(self) -> HorovodInternalError | None:
         """Why the group failed, if it did."""
-        return self.world.health.failure
+        return self.world.failure
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks what has ended this one."""

@@ -19,7 +19,8 @@ import test_distributed as calls
 from cuda_distributed import BucketsOnGpu, on_gpu
 from cuda_torch import TorchOnGpu
 from distributed_lab import NODES, RANK, SIZE, net, of_rank, process_group, told, total, trained
-from hvdlite.errors import CollectiveError, HorovodInternalError, MismatchError
+from hvdlite.errors import CollectiveError, HorovodInternalError, MismatchError, StallError
+from hvdlite.health import Health
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -271,6 +272,39 @@ def test_a_gpu_that_does_not_come(gpu: TorchOnGpu) -> None:
             told(None)
     assert not work.is_success()
     assert work.exception() is not None
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody to hear it from")
+def test_a_stream_that_was_let_go_by_a_rank_which_knew_of_the_failure_first(
+    gpu: TorchOnGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank hears of it after its stream has gone on."""
+    may_hear, learn = threading.Event(), Health._learn
+
+    def late(health: Health, rank: int, text: str) -> None:
+        if RANK == LAST:
+            may_hear.wait(60)
+        learn(health, rank, text)
+
+    monkeypatch.setattr(Health, "_learn", late)
+    with process_group() as group:
+        dist.all_reduce(torch.ones(3))
+        told(None)
+        with held(gpu) if RANK == 0 else nullcontext():
+            work = dist.all_reduce(torch.ones(300), async_op=True)
+            assert work is not None
+            work.wait()  # it is enqueued
+            told(None)
+            if RANK == 0:
+                group.membership.health.report(StallError("a rank is late"))  # type: ignore[attr-defined]
+            else:
+                gpu.synchronize()  # streams are let go
+            threading.Timer(0.2, may_hear.set).start()
+            with pytest.raises(HorovodInternalError, match="a rank is late"):
+                work.wait()
+            assert not work.is_success()
+            assert work.exception() is not None
+            told(None)
 
 
 @pytest.mark.skipif(len(NODES) == 1, reason="one node")

@@ -95,7 +95,7 @@ MUTANTS = [
     ),
     Mutant(
         f"{_GROUPS}device_watch.py",
-        " and health.failure is None",
+        " and not group.has_failed",
         "",
         "2 mpi/test_cuda_distributed.py",
     ),
