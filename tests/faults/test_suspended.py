@@ -17,7 +17,7 @@ from hvdlite.operations.allgather import allgather_async
 
 victims = [int(word) for word in sys.argv[1].split(",")]
 stop = "import os, sys, time; pids = list(map(int, sys.argv[1:])); [os.kill(pid, 19) for pid in pids]; time.sleep(5)"
-wake = "[(os.kill(pid, 18), time.sleep(0.3)) for pid in pids]"
+wake = "[(os.kill(pid, 18), time.sleep(0.2)) for pid in pids]"
 hvdlite.init()
 step()
 pids = np.zeros(hvdlite.size(), np.int64)
@@ -25,13 +25,16 @@ pids[hvdlite.rank()] = os.getpid()
 reduce("pids", TensorView.of_numpy(pids)).wait()
 if hvdlite.rank() == 0:
     subprocess.Popen([sys.executable, "-c", f"{stop}; {wake}", *[str(pids[rank]) for rank in victims]])
-began = time.monotonic()
+began = last = time.monotonic()
 slept_s = 0.0
+have_slept = np.zeros(1, np.float32)
 try:
-    while slept_s < 2.0 and time.monotonic() - began < 30.0:  # it takes a while to start on a busy machine
-        before = time.monotonic()
+    while have_slept[0] < hvdlite.size():  # agreed on: some are stopped in one step, others in the next
         step()
-        slept_s = max(slept_s, time.monotonic() - before)
+        now = time.monotonic()
+        slept_s, last = max(slept_s, now - last), now
+        have_slept[0] = slept_s > 2.0 or now - began > 30.0  # it takes a while to start on a busy machine
+        reduce("have slept", TensorView.of_numpy(have_slept)).wait()
     for _ in range(20):
         time.sleep(0.1)
         step()
