@@ -55,8 +55,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402 (the line above makes it importable)
 
-# Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait.
-AT_ONCE = {"unit": 2, "sanitizers": 2, "fuzz": 2, "faults": 6, "hosts": 6, "examples": 3, "docs": 2}
+# Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait, and
+# those of unit half of the time.
+AT_ONCE = {"unit": 3, "sanitizers": 2, "fuzz": 2, "faults": 6, "hosts": 6, "examples": 3, "docs": 2}
 # Those of which each file builds something first: by one process each.
 BUILT_ONCE = ("sanitizers", "docs")
 SUITES = (
