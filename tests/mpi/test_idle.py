@@ -13,7 +13,7 @@ from hvdlite.config import Config
 from hvdlite.dtypes import DType
 from runtime_lab import LAYOUTS, Machines, Tensor, agree, allreduce, running
 
-WINDOW_S = 0.8
+WINDOW_S = 0.5
 MOST_OF_A_CORE = 0.2  # coarse: what is measured is 0.1 %
 
 
@@ -24,6 +24,7 @@ def used_s() -> float:
 
 
 @pytest.mark.any_mpi
+@pytest.mark.not_with_three_ranks
 @pytest.mark.parametrize("machine_of", LAYOUTS, ids=lambda machine_of: "".join(map(str, machine_of)))
 def test_waiting_costs_next_to_nothing(comm: MPI.Intracomm, machine_of: Machines) -> None:
     with running(comm, Config(), machine_of) as runtime:

@@ -16,7 +16,7 @@ from hvdlite.lifeline import GoneError
 from hvdlite.survivor_meeting import SurvivorMeeting, call_to
 
 NUMBER = 2
-SILENCE_S, QUIET_S, PATIENCE_S = 0.3, 2.0, 40.0
+SILENCE_S, QUIET_S, PATIENCE_S = 0.3, 1.0, 40.0
 CALL_S = 0.05
 REFUSED = "others go on"
 
