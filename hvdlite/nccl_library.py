@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdlite import _native
+from hvdlite import _native, environment
 
 _SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SHARES_GPUS_SINCE = 23000
@@ -27,7 +26,7 @@ class NcclLibrary(NamedTuple):
     @property
     def shares_gpus(self) -> bool:
         """Whether it connects ranks that have one GPU, as it does if its own setting says so."""
-        return self.version >= _SHARES_GPUS_SINCE and os.environ.get(_SHARES_GPUS) == "1"
+        return self.version >= _SHARES_GPUS_SINCE and environment.variables().get(_SHARES_GPUS) == "1"
 
     def __str__(self) -> str:
         return f"{version_name(self.version)}, {self.path}"
