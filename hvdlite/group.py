@@ -7,7 +7,6 @@ in a result or in an error. They raise `HorovodInternalError` where hvdlite was 
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -37,8 +36,10 @@ class Group:
         self.rank = self.ranks.index(world.topology.rank)
         """This process's place among `ranks`."""
         self.memory = world.engine.memory
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards _unnamed
+        self._lock = threading.Lock()  # guards what follows
+        self.numbered = 0
+        """How many numbers are taken here, or by other ranks."""
+        self._missed: list[tuple[int, int]] = []  # by this rank, and before which join
         self._unnamed: defaultdict[str, Count] = defaultdict(Count)
         self._joins = world.joins
         self.requests: Remembered[Request] = Remembered()
@@ -59,9 +60,32 @@ class Group:
     def recorder(self) -> Recorder:
         return self.world.recorder
 
-    def next_number(self) -> int:
-        """0, 1, 2, ...: for names of what every rank makes in the same order."""
-        return next(self._numbers)
+    @property
+    def joins(self) -> int:
+        """How often all ranks have joined."""
+        return self.world.joins
+
+    def next_number(self, made_after: int) -> int:
+        """0, 1, 2, ...: for names of what every rank uses in the same order.
+
+        Args:
+            made_after: `joins` when that was made. A rank that had joined has not used what the others have, and gives
+                it the numbers that it has missed.
+        """
+        with self._lock:
+            for missed in self._missed:
+                before, number = missed
+                if made_after < before:
+                    self._missed.remove(missed)
+                    return number
+            self.numbered += 1
+            return self.numbered - 1
+
+    def have_joined(self, numbered: int) -> None:
+        """All ranks have, of which one has taken so many numbers."""
+        with self._lock:
+            self._missed += [(self.joins, number) for number in range(self.numbered, numbered)]
+            self.numbered = numbered
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done here so far; see `hvdlite.statistics`."""

@@ -52,6 +52,7 @@ class Assignment:
     ) -> None:
         self.buckets: list[Bucket] = []
         self.number = 0
+        self._made_after = group.joins
         self.phase = Phase.UNASSIGNED
         self._group = group
         self._arrival = arrival
@@ -73,7 +74,7 @@ class Assignment:
     def guess(self) -> None:
         """Assign the gradients for the first step."""
         self.phase = Phase.BY_REGISTRATION
-        self.number = self._group.next_number()
+        self.number = self._group.next_number(self._made_after)
         self._bucketing = Bucketing(BUCKET_BYTES, False, self._registration_order())
         self._assign(is_guess=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdlite.operations.join import join_async
+from hvdlite.operations import join as operations
 from hvdlite.recorder import Lane
 from hvdlite.torch.process_set import global_process_set
 
@@ -22,5 +22,4 @@ def join(device: int = -1) -> int:
     """
     group = global_process_set.group()
     with group.recorder.span(Lane.WAIT, "join"):
-        last: int = join_async(group).wait()
-    return last
+        return operations.join(group)

@@ -129,9 +129,14 @@ class ProcessSet:
             self._process_group = (dist.group.WORLD, group)
         return group
 
-    def next_number(self) -> int:
-        """0, 1, 2, ...: for names of what every member makes in the same order."""
-        return self.group().next_number()
+    def joins(self) -> int:
+        """How often all members have joined, for `next_number`; 0 while hvdlite does not run, and of who is none."""
+        group = self.group_of_members() if hvdlite.is_initialized() and self.is_registered() else None
+        return 0 if group is None else group.joins
+
+    def next_number(self, made_after: int) -> int:
+        """See `hvdlite.group.Group.next_number`."""
+        return self.group().next_number(made_after)
 
     def size(self) -> int:
         return len(self.ranks)

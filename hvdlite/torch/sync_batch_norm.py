@@ -49,6 +49,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = check_process_set(process_set)
+        self._made_after = self.process_set.joins()
         self._name: str | None = None  # of the operations; given when all ranks first come to this layer
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -75,7 +76,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         if self._name is None:
-            self._name = f"sync_batch_norm{self.process_set.next_number()}"
+            self._name = f"sync_batch_norm{self.process_set.next_number(self._made_after)}"
         with torch.no_grad():
             own = local_statistics(input).unsqueeze(0).cpu()  # a few numbers per channel travel by way of the CPU
             name = f"{self._name}.forward"

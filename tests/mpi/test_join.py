@@ -179,3 +179,34 @@ def test_a_rank_that_has_joined_submits_nothing() -> None:
         thread.join()
         assert len(errors) == 1
         assert "'late': this rank has called join()" in errors[0]
+
+
+@pytest.mark.parametrize("kind", ["linear", "batch norm"])
+def test_what_only_others_have_used_is_told_from_what_comes_later(kind: str) -> None:
+    """The first rank has no data to begin with: its first step is of a second optimizer, and then comes the first."""
+
+    class Trained:
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            norm = hvd.SyncBatchNorm(3) if kind == "batch norm" else torch.nn.Identity()
+            self.model = torch.nn.Sequential(norm, torch.nn.Linear(3, 2))
+            inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.optimizer = hvd.DistributedOptimizer(inner, self.model.named_parameters())
+
+        def step(self) -> None:
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, 3)).square().mean().backward()
+            self.optimizer.step()
+
+    first = Trained()
+    for _ in range(2 if hvd.rank() else 0):
+        first.step()
+    hvd.join()
+    hvd.broadcast_parameters(first.model.state_dict(), root_rank=hvd.size() - 1)
+    second = Trained()
+    for trained in (second, first, second, first):
+        trained.step()
+    for trained in (first, second):
+        for parameter in trained.model.parameters():
+            assert hvd.broadcast(parameter.detach(), 0).equal(parameter)
+    hvd.join()
