@@ -31,10 +31,8 @@ import ctypes
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -44,11 +42,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import hvdlite.torch.device
+from cuda_heap import heap_of
 from cuda_lab import Cuda, SimulatedGpus
+from torch_operations import alias_of, as_meta, is_tensor, is_view, tensors_of, written
 
 _aten = torch.ops.aten
-_UNIT = 512  # bytes; what is freed serves requests of as many units, as torch's does
-_UNMARKED_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default}
 _TAKE_HOST_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 # torch itself makes arguments of these, on the device where it believes that it is.
 _MOVE_ARGUMENTS = {
@@ -57,51 +55,6 @@ _MOVE_ARGUMENTS = {
     "aten::_sparse_coo_tensor_with_dims_and_tensors",
     "aten::_sparse_coo_tensor_unsafe",
 }
-
-
-class Heap:
-    """Memory of the device, cached as torch does: what a stream is done with is there at once for the same stream."""
-
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self._free: dict[tuple[int, int], list[int]] = {}  # addresses, by stream and bytes
-        self._late: deque[tuple[int, int, ctypes.c_void_p]] = deque()
-
-    def take(self, nbytes: int, stream: ctypes.c_void_p) -> ctypes.Array[ctypes.c_char]:
-        """NaN when ``stream`` comes to what is enqueued afterwards; freed when nobody has it any more."""
-        self.settle()
-        size = max(1, -(-nbytes // _UNIT)) * _UNIT
-        free = self._free.get((_number(stream), size))
-        address = free.pop() if free else self._cuda.allocate(size)
-        memory = (ctypes.c_char * size).from_address(address)
-        memory.block = _Block(self, address, size, stream)  # type: ignore[attr-defined]
-        return memory
-
-    def give(self, address: int, size: int, stream: ctypes.c_void_p) -> None:
-        self._late.append((address, size, stream))
-        if not self._cuda.is_in_kernel():  # where Python's garbage collector may come along
-            self.settle()
-
-    def settle(self) -> None:
-        """Free what kernels have left."""
-        while True:
-            try:
-                address, size, stream = self._late.popleft()
-            except IndexError:
-                return
-            with self._cuda.current():
-                self._cuda.fill(address, 0xFF, size, stream)
-            self._free.setdefault((_number(stream), size), []).append(address)
-
-
-class _Block:
-    """Memory that is freed with this."""
-
-    def __init__(self, heap: Heap, address: int, size: int, stream: ctypes.c_void_p) -> None:
-        self._heap, self._place = heap, (address, size, stream)
-
-    def __del__(self) -> None:
-        self._heap.give(*self._place)
 
 
 class TorchOnGpu(SimulatedGpus):
@@ -117,7 +70,7 @@ class TorchOnGpu(SimulatedGpus):
         super().__init__(cuda)
         self.default = self.stream
         self.everywhere = everywhere
-        self.heap = _heap(cuda)
+        self.heap = heap_of(cuda)
         self._late = late
         self._random = random.Random(seed)
         self._failures: list[BaseException] = []
@@ -259,7 +212,7 @@ class TorchOnGpu(SimulatedGpus):
                 return self._sparse(tensor, self._upload)
             source = tensor.detach().clone()
             target = self.empty(tuple(source.shape), source.dtype, source.stride())
-            alias = _alias(target)
+            alias = alias_of(target)
             self.launch(lambda: alias.copy_(source))
             return target
 
@@ -268,7 +221,7 @@ class TorchOnGpu(SimulatedGpus):
         with self._plain():
             if tensor.layout is torch.sparse_coo:
                 return self._sparse(tensor, self._download)
-            return _alias(tensor).clone()
+            return alias_of(tensor).clone()
 
     def _sparse(self, tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         return torch.sparse_coo_tensor(
@@ -310,9 +263,9 @@ class TorchOnGpu(SimulatedGpus):
 
     def run(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``operation``, of which at least one tensor is on the device."""
-        if _is_view(operation):
+        if is_view(operation):
             return operation(*args, **kwargs)
-        if operation is _aten.copy_.default and all(x.layout is torch.strided for x in _tensors(args, ())):
+        if operation is _aten.copy_.default and all(x.layout is torch.strided for x in tensors_of(args, ())):
             return self._copy(*args)
         if operation._schema.name in _MOVE_ARGUMENTS:
             args = self._here(args)
@@ -321,18 +274,18 @@ class TorchOnGpu(SimulatedGpus):
         if planned is None:
             self.synchronize()
             return self._here(operation(*args, **kwargs))
-        targets = [_alias(made) for made in _tensors(planned, ())]
+        targets = [alias_of(made) for made in tensors_of(planned, ())]
         aliased_args, aliased_kwargs = tree_map(self._argument, (args, kwargs))
 
         def kernel() -> None:
             made = operation(*aliased_args, **aliased_kwargs)
             if targets:
-                for target, result in zip(targets, _tensors(made, ()), strict=True):
+                for target, result in zip(targets, tensors_of(made, ()), strict=True):
                     if result.numel():  # on the CPU, batch_norm in eval() saves nothing for backward
                         target.copy_(result)
 
         self.launch(kernel)
-        return _written(operation._schema, args, kwargs) if operation._schema.is_mutable else planned
+        return written(operation._schema, args, kwargs) if operation._schema.is_mutable else planned
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, _: bool = False) -> torch.Tensor:
         alias, other = self._argument(target), self._argument(source)
@@ -345,13 +298,13 @@ class TorchOnGpu(SimulatedGpus):
 
     def _argument(self, value: Any) -> Any:
         """What a kernel gets for it."""
-        if not _is_tensor(value):
+        if not is_tensor(value):
             return value
-        return _alias(value) if self.has(value) else value.detach().clone()
+        return alias_of(value) if self.has(value) else value.detach().clone()
 
     def _check_devices(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = operation._schema.name
-        for value in _tensors(args, kwargs):
+        for value in tensors_of(args, kwargs):
             if not self.has(value) and value.dim() and name not in _TAKE_HOST_INDICES:
                 raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
 
@@ -361,7 +314,7 @@ class TorchOnGpu(SimulatedGpus):
         return (
             not {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}.isdisjoint(operation.tags)
             or schema.name in _MOVE_ARGUMENTS
-            or any(value.layout is not torch.strided for value in _tensors(args, kwargs))
+            or any(value.layout is not torch.strided for value in tensors_of(args, kwargs))
             or (not schema.is_mutable and not any("Tensor" in str(made.type) for made in schema.returns))
         )
 
@@ -370,18 +323,18 @@ class TorchOnGpu(SimulatedGpus):
         schema = operation._schema
         if schema.is_mutable:
             return () if all(made.alias_info is not None for made in schema.returns) else None
-        meta_args, meta_kwargs = tree_map(_as_meta, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+        meta_args, meta_kwargs = tree_map(as_meta, (args, {k: v for k, v in kwargs.items() if k != "device"}))
         try:
             made = operation(*meta_args, **meta_kwargs)
         except (NotImplementedError, RuntimeError):
             return None
-        if not all(value is None or _is_tensor(value) for value in tree_leaves(made)):
+        if not all(value is None or is_tensor(value) for value in tree_leaves(made)):
             return None
         return tree_map(lambda x: x if x is None else self.empty(tuple(x.shape), x.dtype, x.stride()), made)
 
     def _here(self, made: Any) -> Any:
         """The result of what was done at once, on the device."""
-        return tree_map(lambda x: self._upload(x) if _is_tensor(x) and not self.has(x) else x, made)
+        return tree_map(lambda x: self._upload(x) if is_tensor(x) and not self.has(x) else x, made)
 
 
 class _Operations(TorchDispatchMode):
@@ -396,7 +349,7 @@ class _Operations(TorchDispatchMode):
             return NotImplemented
         gpu, kwargs = self._gpu, kwargs or {}
         to_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
-        if gpu.is_plain or to_meta or not any(gpu.has(value) for value in _tensors(args, kwargs)):
+        if gpu.is_plain or to_meta or not any(gpu.has(value) for value in tensors_of(args, kwargs)):
             return func(*args, **kwargs)
         with gpu._plain():
             return gpu.run(func, args, kwargs)
@@ -440,7 +393,7 @@ class _Functions(TorchFunctionMode):
         if kind == "cuda":
             kwargs["device"] = "cpu"
             return self._put(func(*args, **kwargs), func, kwargs)
-        if kind == "cpu" and any(gpu.has(value) for value in _tensors(args, {})):
+        if kind == "cpu" and any(gpu.has(value) for value in tensors_of(args, {})):
             del kwargs["device"]
             return self._to(func(*args, **kwargs), "cpu")
         return func(*args, **kwargs)
@@ -503,54 +456,6 @@ def _of_cpu(plain: Callable[..., Any], kind: str = "cuda", *args: Any, **kwargs:
     return plain("cpu" if kind == "cuda" else kind, *args, **kwargs)
 
 
-def _number(stream: ctypes.c_void_p) -> int:
-    return stream.value or 0
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves((args, kwargs)) if _is_tensor(value)]
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, which it does not keep alive."""
-    storage = tensor.untyped_storage()
-    memory = (ctypes.c_char * max(storage.nbytes(), 1)).from_address(storage.data_ptr())
-    bytes_there = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    with torch.no_grad():
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return torch.empty(0, dtype=tensor.dtype).set_(bytes_there, *place)
-
-
-def _as_meta(value: Any) -> Any:
-    if not _is_tensor(value):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def _is_view(operation: Any) -> bool:
-    made = operation._schema.returns
-    return (
-        operation in _UNMARKED_VIEWS
-        or torch.Tag.inplace_view in operation.tags
-        or (bool(made) and all(x.alias_info is not None and not x.alias_info.is_write for x in made))
-    )
-
-
-def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation returns that writes to its arguments."""
-    named = dict(zip([argument.name for argument in schema.arguments], args, strict=False)) | kwargs
-    written = tuple(
-        named[argument.name]
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    return None if not schema.returns else written[0] if len(schema.returns) == 1 else written
-
-
 def _refuse_numpy(*_: Any, **__: Any) -> None:
     raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
 
@@ -568,8 +473,3 @@ def _deepcopy(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
             copy.grad = _deepcopy(tensor.grad, memo)
         memo[id(tensor)] = copy
     return memo[id(tensor)]  # type: ignore[no-any-return]
-
-
-@cache
-def _heap(cuda: Cuda) -> Heap:
-    return Heap(cuda)
