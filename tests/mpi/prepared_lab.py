@@ -1,0 +1,54 @@
+"""Operations that repeat until they are one native call each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import hvdlite
+import hvdlite.torch as hvd
+from hvdlite.operations.prepared import PreparedAllreduce
+
+SMALL = 8 << 10  # bytes that pass at once, wherever they are
+REPEATS = 20
+"""More than it takes until an order is frozen."""
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The operations that were done, or left to the coordinator, by a native call: how each ended."""
+    ends: list[int] = []
+    run = PreparedAllreduce.run
+
+    def counted(*args: object) -> int:
+        ends.append(run(*args))  # type: ignore[arg-type]
+        return ends[-1]
+
+    monkeypatch.setattr(PreparedAllreduce, "run", counted)
+    return ends
+
+
+def total(rank_value: Callable[[int], float]) -> float:
+    return sum(rank_value(rank) for rank in range(hvd.size()))
+
+
+def freeze(step: Callable[[int], object]) -> None:
+    """Repeat ``step`` until its order is frozen on all ranks."""
+    for number in range(200):
+        step(number)
+        if hvd.allreduce(torch.tensor([float(coordinator_runs_free())]), op=hvd.Min, name="free").item():
+            return
+    raise AssertionError("nothing was frozen")
+
+
+def coordinator_runs_free() -> bool:
+    return hvdlite.runtime().group.world.coordinator.runs_free
+
+
+def early_bytes() -> int:
+    """Of an operation that runs free across nodes, at most."""
+    early = hvdlite.runtime().group.world.engine.early
+    assert early is not None
+    return early.most_bytes
