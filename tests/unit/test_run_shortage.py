@@ -29,7 +29,8 @@ def test_open_files_run_out(by: str, tmp_path: Path) -> None:
         done = subprocess.run(limited, stderr=subprocess.PIPE, text=True, timeout=60)
         statuses.append(done.returncode)
         assert "Traceback" not in done.stderr, (most, done.stderr)
-        last = done.stderr.splitlines()[-1]
-        assert done.returncode == 0 or (done.returncode == 2 and last.startswith("hvdlite run: ")), (most, done.stderr)
+        said = done.stderr.rpartition("hvdlite run: ")[2]  # in the middle of a rank's words, perhaps
+        is_told = "open files" in said or "is not the mpirun of" in said
+        assert done.returncode == 0 or (done.returncode == 2 and is_told), (most, done.stderr)
     assert statuses[0] == 2 and statuses[-1] == 0, statuses
     assert gone(tmp_path / "pids")
