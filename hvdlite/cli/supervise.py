@@ -60,7 +60,7 @@ def supervise(
     Args:
         watch_for: texts to look for in the command's stderr, which then passes through here unchanged.
         stdout_filter: gets every piece of the command's stdout and an empty one at its end; returns what passes.
-        spared: children of this process that are not the command's, and live on.
+        spared: children of this process that are not the command's, and live on; asked once that has ended.
     """
     search = _Search(watch_for)
     with Stops() as stops:
@@ -77,7 +77,7 @@ def supervise(
         ]
         run = _Run(child, stops, streams)
         with ExitStack() as on_failure:
-            on_failure.callback(sweep, lambda: True, spared())
+            on_failure.callback(lambda: sweep(lambda: True, spared()))
             status = run.wait(expected)
             on_failure.pop_all()
         if stops:
