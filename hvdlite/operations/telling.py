@@ -85,6 +85,10 @@ class Telling(OneAllreduce):
         packets = self._packets(engine)
         return None if packets is None else packets.layout
 
+    def early_layout(self, engine: Engine) -> Layout | None:
+        """None: where there is no room for what they give, ranks wait inside for others, which have to be at it."""
+        return None
+
     def sources(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
         packets = self._packets(engine)
         assert packets is not None, self
