@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
+
+from hvdlite.errors import StartupError
 
 IS_SIMULATED = "HVDLITE_TEST_CUDA_LIBRARY" not in os.environ
 
@@ -29,6 +33,18 @@ class OneGpu:
 
     def synchronize(self) -> None:
         self.settle()
+
+
+def not_at_first(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make``, whose first call fails on all ranks: that for memory of the node, before that for a rank's own."""
+    calls = itertools.count()
+
+    def make_later(*arguments: Any) -> Any:
+        if next(calls) == 0:
+            raise StartupError("GPUs share no memory in this test")
+        return make(*arguments)
+
+    return make_later
 
 
 @contextmanager

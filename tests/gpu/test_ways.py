@@ -6,7 +6,7 @@ NCCL connects ranks on one GPU from 2.30 on, with NCCL_MULTI_RANK_GPU_ENABLE=1; 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from hvdlite.collectives.by_size import BySizeBackend
 from hvdlite.collectives.direct import DirectBackend
 from hvdlite.collectives.hierarchical import HierarchicalBackend
 from hvdlite.collectives.nccl import NcclBackend
-from hvdlite.errors import StartupError
+from one_gpu import not_at_first
 from test_with_torch import batches, exact, new_model, same_on_all_ranks, same_parameters
 
 if IS_HERE:
@@ -46,18 +46,6 @@ def ways() -> list[tuple[str, Machines]]:
 
 def refuse(*_: object) -> None:
     raise RuntimeError("not in this test")
-
-
-def not_at_first(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``make``, whose first call fails on all ranks: that for memory of the node, before that for a rank's own."""
-    calls = itertools.count()
-
-    def make_later(*arguments: Any) -> Any:
-        if next(calls) == 0:
-            raise StartupError("GPUs share no memory in this test")
-        return make(*arguments)
-
-    return make_later
 
 
 @pytest.fixture(scope="module", params=ways() if IS_HERE else [None], ids=str)

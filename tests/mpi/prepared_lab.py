@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,19 @@ REPEATS = 20
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The operations that were done, or left to the coordinator, by a native call: how each ended."""
-    ends: list[int] = []
-    run = PreparedAllreduce.run
+    return ends_of(PreparedAllreduce, monkeypatch)
 
-    def counted(*args: object) -> int:
-        ends.append(run(*args))  # type: ignore[arg-type]
+
+def ends_of(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """How each `run` of a ``kind`` of operation ends from here on."""
+    ends: list[Any] = []
+    run = kind.run
+
+    def counted(*args: object) -> Any:
+        ends.append(run(*args))
         return ends[-1]
 
-    monkeypatch.setattr(PreparedAllreduce, "run", counted)
+    monkeypatch.setattr(kind, "run", counted)
     return ends
 
 

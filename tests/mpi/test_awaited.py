@@ -20,7 +20,8 @@ from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.worker import Worker
 from machines_lab import ONE_AND_SEVERAL, ONE_MACHINE, WORLD, Machines, running_on
-from test_prepared import freeze, interrupt_while_waiting
+from prepared_lab import ends_of, freeze
+from test_prepared import interrupt_while_waiting
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -42,15 +43,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[Machines]:
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
     """How each operation that a caller has done, or begun, ended."""
-    found: list[Outcome] = []
-    run = Awaited.run
-
-    def counted(*arguments: object) -> Outcome:
-        found.append(run(*arguments))  # type: ignore[arg-type]
-        return found[-1]
-
-    monkeypatch.setattr(Awaited, "run", counted)
-    return found
+    return ends_of(Awaited, monkeypatch)
 
 
 def broadcast(number: int) -> None:

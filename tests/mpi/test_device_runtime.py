@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +26,14 @@ from hvdlite.collectives.nccl import NcclBackend
 from hvdlite.collectives.pinned import PinnedBackend
 from hvdlite.collectives.ring import RingBackend
 from hvdlite.dtypes import DType, ReduceOp, Reduction
-from hvdlite.errors import MismatchError, StartupError
+from hvdlite.errors import MismatchError
 from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.allgather import allgather_async
 from hvdlite.operations.allocate import allocate_on_device
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.broadcast import broadcast_async
+from one_gpu import not_at_first
 from runtime_lab import LAYOUTS, REDUCING, TINY, agree, running
 
 pytestmark = pytest.mark.any_mpi
@@ -65,18 +66,6 @@ def no_nccl() -> None:
 
 def refuse_files(ordinal: int, nbytes: int) -> None:
     raise RuntimeError("no file descriptors here")
-
-
-def not_at_first(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``make``, whose first call fails on all ranks: that for memory of the node, before that for a rank's own."""
-    calls = itertools.count()
-
-    def make_later(*arguments: Any) -> Any:
-        if next(calls) == 0:
-            raise StartupError("GPUs share no memory here")
-        return make(*arguments)
-
-    return make_later
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
