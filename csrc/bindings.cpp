@@ -24,13 +24,18 @@
 #include "nccl_bindings.h"
 #include "ordered_exchange.h"
 #include "pack.h"
+#include "places_in_turn.h"
 #include "prepared_allreduce.h"
+#include "prepared_gather.h"
+#include "prepared_in_node.h"
+#include "prepared_reduce_scatter.h"
 #include "ready_counts.h"
 #include "reduce.h"
 #include "scan.h"
 #include "shortcut_bindings.h"
 #include "signal.h"
 #include "small_allreduce.h"
+#include "small_gather.h"
 #include "socket_bell.h"
 #include "staged_allreduce.h"
 
@@ -198,26 +203,47 @@ void register_signal(py::module_& m) {
           "prescale"_a, "postscale"_a, "timeout_s"_a, WithoutGil());
 }
 
-void register_small_allreduce(py::module_& m) {
-  py::class_<SmallAllreduce> small(m, "SmallAllreduce");
-  small.attr("MOST_BYTES_AT_HOME") = SmallAllreduce::kMostBytesAtHome;
-  small
+void register_places_in_turn(py::module_& m) {
+  py::class_<PlacesInTurn>(m, "PlacesInTurn")
       .def(py::init<std::uintptr_t, int, int, std::uintptr_t, int>(), "address"_a, "rank"_a, "size"_a,
            "abort_address"_a, "spin_us"_a)
-      .def_static("bytes_needed", &SmallAllreduce::bytes_needed, "size"_a)
-      .def_property_readonly("most_bytes", [](const SmallAllreduce& self) { return self.most_bytes(); })
+      .def_static("bytes_needed", &PlacesInTurn::bytes_needed, "size"_a)
+      .def_property_readonly("most_bytes", [](const PlacesInTurn& self) { return self.most_bytes(); })
+      .def("withdraw", &PlacesInTurn::withdraw)
+      .def("late", &PlacesInTurn::late)
+      .def("wake_all", &PlacesInTurn::wake_all, WithoutGil());
+
+  py::class_<SmallAllreduce> allreduce(m, "SmallAllreduce");
+  allreduce.attr("MOST_BYTES_AT_HOME") = SmallAllreduce::kMostBytesAtHome;
+  allreduce.def(py::init<PlacesInTurn&>(), "places"_a, py::keep_alive<1, 2>())
       .def(
           "run",
-          [](SmallAllreduce& self, const TensorList& inputs, const TensorList& outputs, std::uint64_t numel, int dtype,
-             int wire_dtype, int op, double prescale, double postscale, double timeout_s) {
+          [](SmallAllreduce& self, const TensorList& inputs, const TensorList& outputs, std::uint64_t numel,
+             std::pair<std::uint64_t, std::uint64_t> wanted, int dtype, int wire_dtype, int op, double prescale,
+             double postscale, double timeout_s) {
             const auto job = reduction_of(inputs, outputs, numel, dtype, wire_dtype, op, prescale, postscale);
-            return static_cast<int>(self.run(job, timeout_s));
+            return static_cast<int>(self.run(job, {wanted.first, wanted.second}, timeout_s));
           },
-          "inputs"_a, "outputs"_a, "numel"_a, "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a,
-          "timeout_s"_a, WithoutGil())
-      .def("withdraw", &SmallAllreduce::withdraw)
-      .def("late", &SmallAllreduce::late)
-      .def("wake_all", &SmallAllreduce::wake_all, WithoutGil());
+          "inputs"_a, "outputs"_a, "numel"_a, "wanted"_a, "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a,
+          "postscale"_a, "timeout_s"_a, WithoutGil());
+
+  using Pieces = std::vector<SmallGather::Piece>;
+  py::class_<SmallGather>(m, "SmallGather")
+      .def(py::init<PlacesInTurn&>(), "places"_a, py::keep_alive<1, 2>())
+      .def_property_readonly("most_numbers", &SmallGather::most_numbers)
+      .def("room", &SmallGather::room, "width"_a)
+      .def(
+          "run",
+          [](SmallGather& self, const std::vector<std::int64_t>& numbers, const Pieces& pieces, double timeout_s) {
+            const WaitStatus status = self.run(numbers, pieces, timeout_s);
+            std::vector<std::vector<std::int64_t>> told;
+            for (std::uint32_t rank = 0; status == WaitStatus::kOk && rank < self.size(); ++rank) {
+              told.emplace_back(self.numbers(rank), self.numbers(rank) + numbers.size());
+            }
+            return std::make_pair(static_cast<int>(status), told);
+          },
+          "numbers"_a, "pieces"_a, "timeout_s"_a, WithoutGil())
+      .def("read", &SmallGather::read, "target"_a, "parts"_a, WithoutGil());
 }
 
 void register_plans(py::module_& m) {
@@ -256,6 +282,7 @@ void register_plans(py::module_& m) {
   direct.attr("ABORTED") = static_cast<int>(Result::kAborted);
   direct.attr("BEGUN") = static_cast<int>(Result::kBegun);
   direct.def_property_readonly("can_run", &DirectCall::can_run)
+      .def_property_readonly("result_rows", &DirectCall::result_rows)
       .def(
           "run",
           [](DirectCall& self, const Addresses& inputs, const Addresses& outputs, std::uint64_t plan,
@@ -267,10 +294,20 @@ void register_plans(py::module_& m) {
         return std::make_tuple(last.plan, last.count, static_cast<int>(last.result));
       });
 
-  py::class_<PreparedAllreduce, DirectCall>(m, "PreparedAllreduce")
+  py::class_<Patience>(m, "Patience")
+      .def(py::init([](int spin_us, double patience_s, double timeout_s) {
+             return Patience{std::chrono::microseconds(spin_us), patience_s, timeout_s};
+           }),
+           "spin_us"_a, "patience_s"_a, "timeout_s"_a);
+
+  py::class_<PreparedInNode, DirectCall>(m, "PreparedInNode").def("ready_ns", [](const PreparedInNode& self) {
+    return nanoseconds_of(self.ready());
+  });
+
+  py::class_<PreparedAllreduce, PreparedInNode>(m, "PreparedAllreduce")
       .def(py::init([](Barrier& barrier, SmallAllreduce& small, ReadyCounts& counts, Counts numels, Counts offsets,
                        std::uint64_t numel, Addresses memory, std::uint64_t window_numel, int dtype, int wire_dtype,
-                       int op, double prescale, double postscale, int spin_us, double patience_s, double timeout_s) {
+                       int op, double prescale, double postscale, Patience patience) {
              AllreduceShape shape{std::move(numels),
                                   std::move(offsets),
                                   numel,
@@ -281,14 +318,39 @@ void register_plans(py::module_& m) {
                                   static_cast<Op>(op),
                                   prescale,
                                   postscale};
-             const std::chrono::microseconds spin(spin_us);
-             return std::make_unique<PreparedAllreduce>(barrier, small, counts, std::move(shape), spin, patience_s,
-                                                        timeout_s);
+             return std::make_unique<PreparedAllreduce>(barrier, small, counts, std::move(shape), patience);
            }),
            "barrier"_a, "small"_a, "counts"_a, "numels"_a, "offsets"_a, "numel"_a, "memory"_a, "window_numel"_a,
-           "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "spin_us"_a, "patience_s"_a, "timeout_s"_a,
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
-      .def("ready_ns", [](const PreparedAllreduce& self) { return nanoseconds_of(self.ready()); });
+           "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "patience"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
+
+  py::class_<PreparedReduceScatter, PreparedInNode>(m, "PreparedReduceScatter")
+      .def(py::init([](SmallAllreduce& small, ReadyCounts& counts, std::uint64_t numel,
+                       std::pair<std::uint64_t, std::uint64_t> wanted, int dtype, int wire_dtype, int op,
+                       double prescale, double postscale, Patience patience) {
+             const ReduceScatterShape shape{numel,
+                                            {wanted.first, wanted.second},
+                                            static_cast<DType>(dtype),
+                                            static_cast<DType>(wire_dtype),
+                                            static_cast<Op>(op),
+                                            prescale,
+                                            postscale};
+             return std::make_unique<PreparedReduceScatter>(small, counts, shape, patience);
+           }),
+           "small"_a, "counts"_a, "numel"_a, "wanted"_a, "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a,
+           "patience"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>());
+
+  py::class_<PreparedGather, PreparedInNode>(m, "PreparedGather")
+      .def(py::init([](SmallGather& gather, ReadyCounts& counts, std::vector<std::int64_t> numbers, std::size_t column,
+                       std::uint64_t row_bytes, Patience patience) {
+             GatherShape shape{std::move(numbers), column, row_bytes};
+             return std::make_unique<PreparedGather>(gather, counts, std::move(shape), patience);
+           }),
+           "gather"_a, "counts"_a, "numbers"_a, "column"_a, "row_bytes"_a, "patience"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>());
+
+  py::class_<PreparedBarrier, PreparedInNode>(m, "PreparedBarrier")
+      .def(py::init<ReadyCounts&, Patience>(), "counts"_a, "patience"_a, py::keep_alive<1, 2>());
 }
 
 void register_file_mapping(py::module_& m) {
@@ -406,7 +468,7 @@ PYBIND11_MODULE(_native, m) {
   hvdlite::register_gradient_snapshot(m);
   hvdlite::register_scan(m);
   hvdlite::register_signal(m);
-  hvdlite::register_small_allreduce(m);
+  hvdlite::register_places_in_turn(m);
   hvdlite::register_plans(m);
   hvdlite::register_shortcut(m);
   hvdlite::register_messages(m);

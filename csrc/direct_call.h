@@ -26,6 +26,8 @@ class DirectCall {
 
   // Whether `run` may be called now.
   virtual bool can_run() const { return true; }
+  // Rows of the result for which callers have to make room, where that is not always the same.
+  virtual std::uint64_t result_rows() const { return 0; }
 
   // Says that this rank is ready for operation `count` of `plan`, counted from 1, and does it once all ranks are.
   // `heard`: how many rings this rank has followed; any more end its waits, as late ranks do.

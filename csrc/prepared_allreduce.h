@@ -4,11 +4,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "direct_call.h"
 #include "elements.h"
 #include "pack.h"
-#include "ready_counts.h"
-#include "signal.h"
+#include "prepared_in_node.h"
 #include "small_allreduce.h"
 
 namespace hvdlite {
@@ -28,36 +26,27 @@ struct AllreduceShape {
   double postscale;
 };
 
-class PreparedAllreduce : public DirectCall {
+class PreparedAllreduce : public PreparedInNode {
  public:
-  // `barrier`, `small` and `counts` have to live as long. `timeout_s`: the longest wait inside of the allreduce.
-  // `patience_s`: the longest wait for all ranks to be ready, of which `spin` without sleep.
+  // `barrier`, `small` and `counts` have to live as long.
   PreparedAllreduce(Barrier& barrier, SmallAllreduce& small, ReadyCounts& counts, AllreduceShape shape,
-                    std::chrono::microseconds spin, double patience_s, double timeout_s);
+                    Patience patience);
 
-  // Never kBegun. For `heard` and kDoneAndRung see ReadyCounts::await.
-  Result run(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,
-             std::uint64_t count, std::uint32_t heard) override;
-
-  // When all ranks were ready for the last that was done.
-  Clock::time_point ready() const { return ready_; }
+ protected:
+  void begin(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs) override;
+  Result finish() override { return result_of(reduce()); }
 
  private:
-  ReadyCounts::Outcome await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard);
-  WaitStatus reduce();
+  static bool is_small(const AllreduceShape& shape, const SmallAllreduce& small);
   TensorReduction job() const;
+  WaitStatus reduce();
 
   Barrier& barrier_;
   SmallAllreduce& small_;
-  ReadyCounts& counts_;
   AllreduceShape shape_;
   TensorList inputs_;
   TensorList outputs_;
-  std::chrono::microseconds spin_;
-  double patience_s_;
-  double timeout_s_;
   bool is_small_;
-  Clock::time_point ready_{};
 };
 
 }  // namespace hvdlite

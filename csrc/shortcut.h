@@ -29,13 +29,15 @@ class Shortcut {
   // A plan begins. Whether what was learned is known still, as another one of this `serial` was followed before.
   bool follow(std::uint64_t plan, std::size_t period, std::uint64_t serial);
 
-  // An operation of a plan. `prepared`: does it, by `call`, which lives as long. `gives`: whether the caller's tensor is
-  // what this rank contributes; else zeros are. `unnamed`: counts it, null where it has a name. `sequence`: its number
-  // in the first period; in each one after that it is `stride` larger.
+  // An operation of a plan. `prepared`: does it, by `call`, which lives as long. `new_result`: makes a result, of the
+  // tensor and of as many rows as `call` says; None where it is like the tensor. `gives`: whether the caller's tensor
+  // is what this rank contributes; else zeros are. `unnamed`: counts it, null where it has a name. `sequence`: its
+  // number in the first period; in each one after that it is `stride` larger.
   struct Operation {
     std::shared_ptr<const Signature> signature;
     pybind11::object prepared;
     DirectCall* call = nullptr;
+    pybind11::object new_result;
     bool gives = true;
     std::shared_ptr<Count> unnamed;
     std::int64_t sequence = 0;

@@ -27,7 +27,7 @@ py::object function_of(PyMethodDef& definition, T closure) {
 // (tensor, name, op, prescale, postscale, in_place)
 constexpr Py_ssize_t kArguments = 6;
 
-// `attempt` of a T and of such arguments, whose result is None where it is null.
+// `attempt` of a T, which says of which `kind` it is, and of such arguments; its result is None where it is null.
 template <class T, class Attempt>
 PyObject* attempted(PyObject* self, PyObject* const* given, Py_ssize_t count, Attempt attempt) {
   if (count != kArguments) {
@@ -36,8 +36,8 @@ PyObject* attempted(PyObject* self, PyObject* const* given, Py_ssize_t count, At
   }
   try {
     T& closure = *static_cast<T*>(PyCapsule_GetPointer(self, nullptr));
-    py::object result =
-        attempt(closure, Arguments{given[0], given[1], given[2], given[3], given[4]}, given[5] == Py_True);
+    py::object result = attempt(
+        closure, Arguments{closure.kind.ptr(), given[0], given[1], given[2], given[3], given[4]}, given[5] == Py_True);
     return result ? result.release().ptr() : py::none().release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
@@ -48,11 +48,13 @@ PyObject* attempted(PyObject* self, PyObject* const* given, Py_ssize_t count, At
 }
 
 struct Repeater {
+  py::object kind;
   std::shared_ptr<Shortcut> shortcut;
   py::object new_like;
 };
 
 struct Collector {
+  py::object kind;
   std::shared_ptr<Collecting> collecting;
   Collecting::Maker maker;
 };
@@ -87,12 +89,12 @@ void register_shortcut(py::module_& m) {
       .def("restart", [](Count& self) { self.next = 0; });
 
   py::class_<Signature, std::shared_ptr<Signature>>(m, "Signature")
-      .def(py::init([](const py::object& tensor, const py::object& name, const py::object& op,
+      .def(py::init([](const py::object& kind, const py::object& tensor, const py::object& name, const py::object& op,
                        const py::object& prescale, const py::object& postscale, bool is_empty, py::object home) {
-             const Arguments arguments{tensor.ptr(), name.ptr(), op.ptr(), prescale.ptr(), postscale.ptr()};
+             const Arguments arguments{kind.ptr(), tensor.ptr(), name.ptr(), op.ptr(), prescale.ptr(), postscale.ptr()};
              return std::make_shared<Signature>(arguments, is_empty, std::move(home));
            }),
-           "tensor"_a, "name"_a, "op"_a, "prescale"_a, "postscale"_a, "is_empty"_a, "home"_a);
+           "kind"_a, "tensor"_a, "name"_a, "op"_a, "prescale"_a, "postscale"_a, "is_empty"_a, "home"_a);
 
   py::class_<Signatures, std::shared_ptr<Signatures>>(m, "Signatures")
       .def(py::init([](std::size_t count) {
@@ -118,12 +120,13 @@ void register_shortcut(py::module_& m) {
       .def(
           "learn",
           [](Shortcut& self, std::size_t position, std::shared_ptr<Signature> signature, py::object prepared,
-             DirectCall& call, bool gives, std::shared_ptr<Count> unnamed, std::int64_t sequence,
+             DirectCall& call, py::object new_result, bool gives, std::shared_ptr<Count> unnamed, std::int64_t sequence,
              std::int64_t stride) {
-            self.learn(position,
-                       {std::move(signature), std::move(prepared), &call, gives, std::move(unnamed), sequence, stride});
+            self.learn(position, {std::move(signature), std::move(prepared), &call, std::move(new_result), gives,
+                                  std::move(unnamed), sequence, stride});
           },
-          "position"_a, "signature"_a, "prepared"_a, "call"_a, "gives"_a, "unnamed"_a, "sequence"_a, "stride"_a)
+          "position"_a, "signature"_a, "prepared"_a, "call"_a, "new_result"_a, "gives"_a, "unnamed"_a, "sequence"_a,
+          "stride"_a)
       .def("open", &Shortcut::open, "done"_a, "heard"_a, "closings"_a)
       .def("close", &Shortcut::close)
       .def_property_readonly("closings", &Shortcut::closings)
@@ -132,10 +135,10 @@ void register_shortcut(py::module_& m) {
       .def_property_readonly("untold", &Shortcut::untold)
       .def(
           "function",
-          [](std::shared_ptr<Shortcut> self, py::object new_like) {
-            return function_of(repeat_definition, Repeater{std::move(self), std::move(new_like)});
+          [](std::shared_ptr<Shortcut> self, py::object kind, py::object new_like) {
+            return function_of(repeat_definition, Repeater{std::move(kind), std::move(self), std::move(new_like)});
           },
-          "new_like"_a);
+          "kind"_a, "new_like"_a);
 
   py::class_<Collecting, std::shared_ptr<Collecting>>(m, "Collecting")
       .def(py::init<>())
@@ -143,12 +146,12 @@ void register_shortcut(py::module_& m) {
       .def("end", &Collecting::end)
       .def(
           "function",
-          [](std::shared_ptr<Collecting> self, py::object make_handle, py::object new_like, std::int64_t named,
-             std::shared_ptr<Count> unnamed) {
+          [](std::shared_ptr<Collecting> self, py::object kind, py::object make_handle, py::object new_like,
+             std::int64_t named, std::shared_ptr<Count> unnamed) {
             Collecting::Maker maker{std::move(make_handle), std::move(new_like), named, std::move(unnamed)};
-            return function_of(collect_definition, Collector{std::move(self), std::move(maker)});
+            return function_of(collect_definition, Collector{std::move(kind), std::move(self), std::move(maker)});
           },
-          "make_handle"_a, "new_like"_a, "named"_a, "unnamed"_a);
+          "kind"_a, "make_handle"_a, "new_like"_a, "named"_a, "unnamed"_a);
 }
 
 }  // namespace hvdlite

@@ -32,7 +32,8 @@ py::object owned(PyObject* borrowed) { return py::reinterpret_borrow<py::object>
 }  // namespace
 
 Signature::Signature(const Arguments& arguments, bool is_empty, py::object home)
-    : name_(owned(arguments.name)),
+    : kind_(owned(arguments.kind)),
+      name_(owned(arguments.name)),
       op_(owned(arguments.op)),
       prescale_(owned(arguments.prescale)),
       postscale_(owned(arguments.postscale)),
@@ -47,6 +48,7 @@ Signature::Signature(const Arguments& arguments, bool is_empty, py::object home)
 
 bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) const {
   PyObject* tensor = arguments.tensor;
+  if (arguments.kind != kind_.ptr()) return false;
   if (reinterpret_cast<PyObject*>(Py_TYPE(tensor)) != type_.ptr() || arguments.op != op_.ptr()) return false;
   if (!same_text(arguments.name, name_.ptr()) || !same_number(arguments.prescale, prescale_.ptr())) return false;
   if (!same_number(arguments.postscale, postscale_.ptr())) return false;

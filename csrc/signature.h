@@ -9,8 +9,9 @@
 
 namespace hvdlite {
 
-// Of a call: the tensor and how it is reduced; borrowed.
+// Of a call: which operation, the tensor, and what else there is to say; borrowed.
 struct Arguments {
+  PyObject* kind;
   PyObject* tensor;
   PyObject* name;
   PyObject* op;
@@ -33,6 +34,7 @@ class Signature {
   bool is_named() const { return !name_.is_none(); }
 
  private:
+  pybind11::object kind_;
   pybind11::object name_;
   pybind11::object op_;
   pybind11::object prescale_;

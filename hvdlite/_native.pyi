@@ -146,25 +146,37 @@ class Barrier:
         ``staging[r]`` is the address of rank r's windows. Source: csrc/staged_allreduce.cpp.
         """
 
-class SmallAllreduce:
-    """Allreduce of at most `most_bytes` by way of zeroed shared memory. Source: csrc/small_allreduce.cpp."""
-
-    MOST_BYTES_AT_HOME: ClassVar[int]
-    """More than that is reduced in less time where it lies, if that is memory which all ranks can reach."""
+class PlacesInTurn:
+    """Where the ranks of a node put few bytes for one another. Source: csrc/places_in_turn.h."""
 
     @property
     def most_bytes(self) -> int:
-        """Fewer for more than two ranks."""
+        """Of a rank; fewer for more than two ranks."""
 
     def __init__(self, address: int, rank: int, size: int, abort_address: int, spin_us: int) -> None:
         """``address``: of `bytes_needed(size)` bytes; ``abort_address``: a 32-bit word, non-zero ends every wait."""
     @staticmethod
     def bytes_needed(size: int) -> int: ...
+    def withdraw(self) -> None:
+        """What a `PreparedInNode` has begun on some ranks will not be done; all ranks call it at one place."""
+    def late(self) -> list[int]:
+        """The ranks for which the last operation here has waited in vain."""
+    def wake_all(self) -> None:
+        """Make every sleeper look at its abort word."""
+
+class SmallAllreduce:
+    """Allreduce of at most `PlacesInTurn.most_bytes`, by way of ``places``. Source: csrc/small_allreduce.cpp."""
+
+    MOST_BYTES_AT_HOME: ClassVar[int]
+    """More than that is reduced in less time where it lies, if that is memory which all ranks can reach."""
+
+    def __init__(self, places: PlacesInTurn) -> None: ...
     def run(
         self,
         inputs: TensorList,
         outputs: TensorList,
         numel: int,
+        wanted: tuple[int, int],
         dtype: int,
         wire_dtype: int,
         op: int,
@@ -172,13 +184,28 @@ class SmallAllreduce:
         postscale: float,
         timeout_s: float,
     ) -> int:
-        """The same as `Barrier.staged_allreduce`, with the same results."""
-    def withdraw(self) -> None:
-        """What a `PreparedAllreduce` has begun on some ranks will not be done; all ranks call it at one place."""
-    def late(self) -> list[int]:
-        """The ranks that the last `run` has waited for in vain."""
-    def wake_all(self) -> None:
-        """Make every sleeper look at its abort word."""
+        """The same as `Barrier.staged_allreduce`, with the same results, of elements [begin, end) that this rank
+        wants; ``outputs`` lie there."""
+
+class SmallGather:
+    """Numbers that each rank tells all, and bytes that it gives them. Source: csrc/small_gather.cpp."""
+
+    most_numbers: int
+    """For which there is room in a place."""
+
+    def __init__(self, places: PlacesInTurn) -> None: ...
+    def room(self, width: int) -> int:
+        """Bytes beside so many numbers, of which there are at most `most_numbers`."""
+    def run(
+        self, numbers: Sequence[int], pieces: Sequence[tuple[int, int]], timeout_s: float
+    ) -> tuple[int, list[list[int]]]:
+        """What the wait ended with, as of `Barrier.wait`; and everybody's ``numbers``, of which all have as many.
+
+        ``pieces``: (address, bytes) of what this rank gives, if there is room for all of it.
+        """
+    def read(self, target: int, parts: Sequence[tuple[int, int]]) -> None:
+        """What all have given in the last `run`: of each rank a part of it, as (where it begins, bytes), one after the
+        other to ``target``."""
 
 class OrderedExchange:
     """Collectives of the ranks of a node that make the same calls in the same order. Source: csrc/ordered_exchange.cpp.
@@ -291,6 +318,9 @@ class DirectCall:
     @property
     def can_run(self) -> bool:
         """Whether `run` may be called now."""
+    @property
+    def result_rows(self) -> int:
+        """Of the result for which there has to be room, where that is not always the same."""
     def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
         """Say to be ready for operation ``count`` of ``plan``, from 1, wait for all, and do it.
 
@@ -299,8 +329,21 @@ class DirectCall:
     def last(self) -> tuple[int, int, int]:
         """Plan, count and result of the last `run`, if it has said so; else those of the one before."""
 
-class PreparedAllreduce(DirectCall):
-    """An allreduce of the ranks of a node. Source: csrc/prepared_allreduce.cpp."""
+class Patience:
+    """How long a `PreparedInNode` waits."""
+
+    def __init__(self, spin_us: int, patience_s: float, timeout_s: float) -> None:
+        """``patience_s``: the longest wait until all ranks are ready, of which ``spin_us`` without sleep;
+        ``timeout_s``: inside."""
+
+class PreparedInNode(DirectCall):
+    """An operation of the ranks of a node. Source: csrc/prepared_in_node.cpp."""
+
+    def ready_ns(self) -> int:
+        """When all were ready for the last that was done, in the time of `time.monotonic_ns`."""
+
+class PreparedAllreduce(PreparedInNode):
+    """Source: csrc/prepared_allreduce.cpp."""
 
     def __init__(
         self,
@@ -317,22 +360,50 @@ class PreparedAllreduce(DirectCall):
         op: int,
         prescale: float,
         postscale: float,
-        spin_us: int,
-        patience_s: float,
-        timeout_s: float,
+        patience: Patience,
     ) -> None:
         """``memory``: per rank, what `Barrier.staged_allreduce` calls staging; or, with ``window_numel`` 0, where the
-        tensors live, ``numel`` elements. ``patience_s``: the longest wait until all ranks are ready, of which
-        ``spin_us`` without sleep; ``timeout_s``: inside of the allreduce."""
-    def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
-        """Say to be ready for operation ``count`` of ``plan``, from 1, wait for all, and do it.
+        tensors live, ``numel`` elements."""
 
-        ``heard``: the rings that were followed; any more end the wait.
-        """
-    def last(self) -> tuple[int, int, int]:
-        """Plan, count and result of the last `run`, if it has said so; else those of the one before."""
-    def ready_ns(self) -> int:
-        """When all were ready for the last that was done, in the time of `time.monotonic_ns`."""
+class PreparedReduceScatter(PreparedInNode):
+    """Of one tensor of few bytes. Source: csrc/prepared_reduce_scatter.cpp."""
+
+    def __init__(
+        self,
+        small: SmallAllreduce,
+        counts: ReadyCounts,
+        numel: int,
+        wanted: tuple[int, int],
+        dtype: int,
+        wire_dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        patience: Patience,
+    ) -> None:
+        """``wanted``: elements [begin, end) that this rank gets."""
+
+class PreparedGather(PreparedInNode):
+    """An allgather or alltoall of few bytes. Source: csrc/prepared_gather.h.
+
+    It is `BEGUN` where ranks give something else than was expected, which they are expected to give from then on:
+    `SmallGather.run` has all of it then.
+    """
+
+    def __init__(
+        self,
+        gather: SmallGather,
+        counts: ReadyCounts,
+        numbers: Sequence[int],
+        column: int,
+        row_bytes: int,
+        patience: Patience,
+    ) -> None:
+        """``numbers``: of rows that this rank gives, one after the other; it gets those of ``column``, of each rank.
+        At first all are expected to give what this one does."""
+
+class PreparedBarrier(PreparedInNode):
+    def __init__(self, counts: ReadyCounts, patience: Patience) -> None: ...
 
 class Count:
     """Numbers of the unnamed operations of a kind: 0, 1, 2, ..."""
@@ -348,6 +419,7 @@ class Signature:
 
     def __init__(
         self,
+        kind: object,
         tensor: object,
         name: str | None,
         op: object,
@@ -356,7 +428,8 @@ class Signature:
         is_empty: bool,
         home: weakref.ref[Any] | None,
     ) -> None:
-        """``is_empty``: so that ``tensor`` may have no address. ``home``: memory that it lives in, and has to."""
+        """``kind``: of the operation. ``is_empty``: so that ``tensor`` may have no address. ``home``: memory that it
+        lives in, and has to."""
 
 class Signatures:
     """Of the operations of a burst, by their places."""
@@ -393,14 +466,16 @@ class Shortcut:
         signature: Signature,
         prepared: object,
         call: DirectCall,
+        new_result: Callable[[Any, int], Any] | None,
         gives: bool,
         unnamed: Count | None,
         sequence: int,
         stride: int,
     ) -> None:
-        """What comes at ``position`` of the period: ``prepared``, which ``call`` does. ``gives``: whether the tensor is
-        what this rank contributes; else zeros are. ``unnamed`` gives it the number
-        ``sequence`` in the first period, and one that is ``stride`` larger in each one after that."""
+        """What comes at ``position`` of the period: ``prepared``, which ``call`` does. ``new_result``: makes a result,
+        of the tensor and so many rows; None where it is like the tensor. ``gives``: whether the tensor is what this
+        rank contributes; else zeros are. ``unnamed`` gives it the number ``sequence`` in the first period, and one that
+        is ``stride`` larger in each one after that."""
     def open(self, done: int, heard: int, closings: int) -> None:
         """``done`` operations of the plan are, and so many rings were followed. Nothing happens if it was closed since
         there were ``closings``."""
@@ -410,8 +485,9 @@ class Shortcut:
         """Refer to no operation any more."""
     def take(self) -> list[tuple[Any, int]]:
         """(prepared, how often it was done) since the last time, the one that was done last at the end."""
-    def function(self, new_like: Callable[[Any], Any]) -> Callable[..., Any]:
-        """(tensor, name, op, prescale, postscale, in_place) -> the result, or None where nothing was done."""
+    def function(self, kind: object, new_like: Callable[[Any], Any]) -> Callable[..., Any]:
+        """Of operations of ``kind``: (tensor, name, op, prescale, postscale, in_place) -> the result, or None where
+        nothing was done."""
 
 class Collecting:
     """What is submitted of a burst between its first operation and its last. Source: csrc/collecting.cpp."""
@@ -421,13 +497,15 @@ class Collecting:
     def end(self) -> None: ...
     def function(
         self,
+        kind: object,
         make_handle: Callable[[Any, int, Any, Any], Any],
         new_like: Callable[[Any], Any],
         named: int,
         unnamed: Count,
     ) -> Callable[..., Any]:
-        """(tensor, name, op, prescale, postscale, in_place) -> ``make_handle(burst, place, result, name)``, or None
-        where nothing was done. ``named`` is the sequence of what has a name, ``unnamed`` counts what has none."""
+        """Of operations of ``kind``: (tensor, name, op, prescale, postscale, in_place) ->
+        ``make_handle(burst, place, result, name)``, or None where nothing was done. ``named`` is the
+        sequence of what has a name, ``unnamed`` counts what has none."""
 
 class PoliteLook:
     """How long one looks for what others bring, before one leaves them the core. Source: csrc/polite_look.h."""

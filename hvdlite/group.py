@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from hvdlite._native import Count
@@ -44,8 +44,8 @@ class Group:
         self._joins = world.joins
         self.requests: Remembered[Request] = Remembered()
         """Of operations that are collected, by whatever tells one from another."""
-        self.shortcuts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        """Of the functions for tensors, which make them; see hvdlite/torch/repeated.py."""
+        self.shortcuts: Any = None
+        """Of the functions for tensors, which make them; see hvdlite/torch/shortcuts.py."""
 
     @property
     def device_memory(self) -> Memory | None:

@@ -35,6 +35,7 @@ from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 if TYPE_CHECKING:
     from hvdlite._native import DirectCall, ReadyCounts, TensorList
+    from hvdlite.collectives.node_gather import NodeGather
     from hvdlite.config import Config
 
 LARGEST_MESSAGE_BYTES = 1 << 30  # MPI counts are 32-bit before MPI 4
@@ -127,6 +128,8 @@ class Backend(ABC):
     recorder: Recorder
     small_bytes: int = 0
     """Up to so many it takes `allreduce_tensors` less time than `allreduce`, wherever the tensors are."""
+    gather: NodeGather | None = None
+    """By which the ranks of a node tell one another how much they give."""
 
     @abstractmethod
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
@@ -165,6 +168,41 @@ class Backend(ABC):
             home: of tensors as they lie in ``layout``; None where they live elsewhere.
             patience_s: how long the call waits for ranks to be ready, before it returns.
         """
+        return None
+
+    def prepare_gather(
+        self,
+        counts: ReadyCounts,
+        numbers: Sequence[int],
+        column: int,
+        row_bytes: int,
+        patience_s: float,
+        label: str,
+    ) -> PreparedCall | None:
+        """Likewise what `gather` tells and gives, where that is expected to be what it was the last time.
+
+        Args:
+            numbers: of rows that this rank gives, one after the other.
+            column: of the numbers of each rank, whose rows this rank gets.
+            row_bytes: of a row.
+        """
+        return None
+
+    def prepare_reduce_scatter(
+        self,
+        counts: ReadyCounts,
+        numels: Sequence[int],
+        dtype: DType,
+        wire_dtype: DType,
+        reduction: Reduction,
+        patience_s: float,
+        label: str,
+    ) -> PreparedCall | None:
+        """Likewise `reduce_scatter_tensors` of one tensor, of which each rank gets so many elements."""
+        return None
+
+    def prepare_barrier(self, counts: ReadyCounts, patience_s: float, label: str) -> PreparedCall | None:
+        """Likewise of nothing: it is done once all ranks are ready."""
         return None
 
     @abstractmethod

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hvdlite import _native
 from hvdlite.errors import CollectiveError
 
-WaitedIn = _native.Barrier | _native.SmallAllreduce | _native.OrderedExchange
+WaitedIn = _native.Barrier | _native.PlacesInTurn | _native.OrderedExchange
 
 
 class NodeWaits:

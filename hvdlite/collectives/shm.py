@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 from hvdlite import _native
 from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, ScatterReduction, TensorReduction
-from hvdlite.collectives.node_waits import NodeWaits
+from hvdlite.collectives.node_gather import NodeGather
+from hvdlite.collectives.node_waits import NodeWaits, WaitedIn
 from hvdlite.collectives.schedule import scaling
 from hvdlite.collectives.shm_exchange import ShmExchange
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
@@ -54,18 +56,18 @@ class ShmBackend(Backend):
         self.recorder = recorder
         self._waits = NodeWaits(node.ranks, timeout_s, check)
         self._spin_us = spin_us
-        self._window_bytes = align_up(window_bytes) if self.size > 1 else 0
-        if self.size > 1:
-            barrier_bytes = align_up(_native.Barrier.bytes_needed(self.size))
-            self._page = node.share(barrier_bytes + _native.SmallAllreduce.bytes_needed(self.size))
-            here = self.rank, self.size, node.abort_address, spin_us
-            self._barrier = _native.Barrier(self._page.address, *here)
-            self._small = _native.SmallAllreduce(self._page.address + barrier_bytes, *here)
-            self.small_bytes = _native.SmallAllreduce.MOST_BYTES_AT_HOME
+        self._window_bytes = align_up(window_bytes)
+        barrier_bytes = align_up(_native.Barrier.bytes_needed(self.size))
+        self._page = node.share(barrier_bytes + _native.PlacesInTurn.bytes_needed(self.size))
+        here = self.rank, self.size, node.abort_address, spin_us
+        self._barrier = _native.Barrier(self._page.address, *here)
+        self._places = _native.PlacesInTurn(self._page.address + barrier_bytes, *here)
+        self._small = _native.SmallAllreduce(self._places)
+        self.small_bytes = _native.SmallAllreduce.MOST_BYTES_AT_HOME
         self.exchange: ShmExchange | None = None
         if window_bytes:
             self.exchange = ShmExchange(node, self._waits, spin_us, recorder)
-        if self._window_bytes:
+            self.gather = NodeGather(self._places, self._waits)
             self._windows = memory.allocate(_native.Barrier.STAGING_WINDOWS * self._window_bytes)
 
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
@@ -93,11 +95,12 @@ class ShmBackend(Backend):
         inputs, outputs, layout, reduction = job
         wire_dtype = layout.wire_dtype
         with self._span(Lane.NODE_ALLREDUCE, layout.nbytes, wire_dtype, label):
-            if layout.nbytes <= self._small.most_bytes:
+            if layout.nbytes <= self._places.most_bytes:
+                everything = 0, layout.end
                 status = self._small.run(
-                    inputs, outputs, layout.end, layout.dtype, wire_dtype, *reduction, self._waits.timeout_s
+                    inputs, outputs, layout.end, everything, layout.dtype, wire_dtype, *reduction, self._waits.timeout_s
                 )
-                self._waits.expect_ok(status, "allreduce", label, self._small)
+                self._waits.expect_ok(status, "allreduce", label, self._places)
                 return DONE
             status = self._barrier.staged_allreduce(
                 inputs,
@@ -122,7 +125,7 @@ class ShmBackend(Backend):
         patience_s: float,
         label: str,
     ) -> PreparedCall | None:
-        if not self._window_bytes:
+        if not self._window_bytes or (home is not None and self.size == 1):  # which has it all, where it is
             return None
         wire_dtype = layout.wire_dtype
         native = _native.PreparedAllreduce(
@@ -137,14 +140,70 @@ class ShmBackend(Backend):
             layout.dtype,
             wire_dtype,
             *reduction,
-            self._spin_us,
-            patience_s,
-            self._waits.timeout_s,
+            self._patience(patience_s),
         )
-        most_bytes = self._small.most_bytes if home is None else self.small_bytes
-        waits_in = self._small if layout.nbytes <= most_bytes else self._barrier
-        expect_ok = partial(self._waits.expect_ok, operation="allreduce", label=label, waited_in=waits_in)
+        most_bytes = self._places.most_bytes if home is None else self.small_bytes
+        waits_in = self._places if layout.nbytes <= most_bytes else self._barrier
+        return self._prepared(native, "allreduce", label, waits_in)
+
+    def prepare_gather(
+        self,
+        counts: _native.ReadyCounts,
+        numbers: Sequence[int],
+        column: int,
+        row_bytes: int,
+        patience_s: float,
+        label: str,
+    ) -> PreparedCall | None:
+        gather = self.gather
+        if gather is None or not gather.takes(len(numbers)) or sum(numbers) * row_bytes > gather.room(len(numbers)):
+            return None
+        patience = self._patience(patience_s)
+        native = _native.PreparedGather(gather.native, counts, numbers, column, row_bytes, patience)
+        return self._prepared(native, "exchange of sizes", label, self._places)
+
+    def prepare_reduce_scatter(
+        self,
+        counts: _native.ReadyCounts,
+        numels: Sequence[int],
+        dtype: DType,
+        wire_dtype: DType,
+        reduction: Reduction,
+        patience_s: float,
+        label: str,
+    ) -> PreparedCall | None:
+        if not self._scatters_at_once(numels, wire_dtype):
+            return None
+        native = _native.PreparedReduceScatter(
+            self._small,
+            counts,
+            sum(numels),
+            self._own_part(numels),
+            dtype,
+            wire_dtype,
+            *reduction,
+            self._patience(patience_s),
+        )
+        return self._prepared(native, "reduce_scatter", label, self._places)
+
+    def prepare_barrier(self, counts: _native.ReadyCounts, patience_s: float, label: str) -> PreparedCall | None:
+        native = _native.PreparedBarrier(counts, self._patience(patience_s))
+        return self._prepared(native, "barrier", label, self._places)
+
+    def _patience(self, patience_s: float) -> _native.Patience:
+        return _native.Patience(self._spin_us, patience_s, self._waits.timeout_s)
+
+    def _prepared(self, native: _native.PreparedInNode, operation: str, label: str, waits_in: WaitedIn) -> PreparedCall:
+        expect_ok = partial(self._waits.expect_ok, operation=operation, label=label, waited_in=waits_in)
         return _PreparedCall(native, expect_ok)
+
+    def _scatters_at_once(self, numels: Sequence[int], wire_dtype: DType) -> bool:
+        """Whether it takes less time if each rank reads all, than in windows."""
+        return bool(self._window_bytes) and sum(numels) * wire_dtype.itemsize <= self._places.most_bytes
+
+    def _own_part(self, numels: Sequence[int]) -> Range:
+        before = sum(numels[: self.rank])
+        return before, before + numels[self.rank]
 
     def reduce_scatter(
         self,
@@ -212,22 +271,32 @@ class ShmBackend(Backend):
         return self.exchange.allgather(source, targets, nbytes, label)
 
     def reduce_scatter_tensors(self, job: ScatterReduction, *, staging: Buffer, label: str = "") -> None:
+        if self._scatters_at_once(job.numels, staging.dtype):
+            return self._scatter_at_once(job, staging.dtype, label)
         if self.exchange is None or staging.dtype is not job.dtype:
             return super().reduce_scatter_tensors(job, staging=staging, label=label)
         return self.exchange.reduce_scatter(job, label)
+
+    def _scatter_at_once(self, job: ScatterReduction, wire_dtype: DType, label: str) -> None:
+        inputs, output, numels, dtype, reduction = job
+        offsets = [*accumulate(numels, initial=0)]
+        numel, own = offsets.pop(), self._own_part(numels)
+        sources = self.memory.tensors(inputs, numels, offsets)
+        target = self.memory.tensors([output], [numels[self.rank]], own[:1])
+        with self._span(Lane.NODE_REDUCE_SCATTER, numel * wire_dtype.itemsize, wire_dtype, label):
+            status = self._small.run(sources, target, numel, own, dtype, wire_dtype, *reduction, self._waits.timeout_s)
+            self._waits.expect_ok(status, "reduce_scatter", label, self._places)
 
     def barrier(self) -> None:
         if self.size > 1:
             self.meet("barrier")
 
     def withdraw(self) -> None:
-        if self.size > 1:
-            self._small.withdraw()
+        self._places.withdraw()
 
     def wake(self) -> None:
-        if self.size > 1:
-            _native.wake_all(self._page.address)
-            self._small.wake_all()
+        _native.wake_all(self._page.address)
+        self._places.wake_all()
         if self.exchange is not None:
             self.exchange.native.wake_all()
 
@@ -259,9 +328,9 @@ class ShmBackend(Backend):
 
 
 class _PreparedCall:
-    """What `ShmBackend.prepare_allreduce` returns."""
+    """What the methods of `ShmBackend` that prepare return."""
 
-    def __init__(self, native: _native.PreparedAllreduce, expect_ok: Callable[[int], None]) -> None:
+    def __init__(self, native: _native.PreparedInNode, expect_ok: Callable[[int], None]) -> None:
         self.direct = native
         self.run, self.last, self.ready_ns = native.run, native.last, native.ready_ns
         self._expect_ok = expect_ok

@@ -38,6 +38,7 @@ class AtOnce:
         is_idle: whether nothing is submitted that the coordinator has yet to look at.
         change: to another plan, which a request begins; whether all ranks have.
         end: of the world, by what has failed.
+        check: raises what all ranks hear of that.
         clock: in seconds.
 
     Attributes:
@@ -56,6 +57,7 @@ class AtOnce:
         is_idle: Callable[[], bool],
         change: Callable[[Request], bool],
         end: Callable[[BaseException], None],
+        check: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         own = weakref.proxy(self)
@@ -70,6 +72,7 @@ class AtOnce:
         self._is_idle = is_idle
         self._change = change
         self._end = end
+        self._check = check
         self._clock = clock
 
     def run(self, prepared: Prepared[T], sequence: int, tensors: T, unnamed: Count | None) -> bool | Submission:
@@ -206,7 +209,7 @@ class AtOnce:
             raise
         count = plan.ready
         try:
-            left = self._finish(plan, native, sequence, tensors, native.ended(result))
+            left = self._finish(plan, native, sequence, tensors, native.ended(result, tensors))
         except BaseException as error:
             self._interrupted(plan, number, count, native, sequence, tensors, error)
             raise
@@ -236,7 +239,8 @@ class AtOnce:
         """The shortcut where ``native`` comes in the period."""
         assert native.signature is not None and native.direct is not None
         for place, first, stride in plan.alone(native.request):
-            self.shortcut.learn(place, native.signature, native, native.direct, native.gives, unnamed, first, stride)
+            known = native.signature, native, native.direct, native.new_result, native.gives
+            self.shortcut.learn(place, *known, unnamed, first, stride)
 
     def _leave(self, plan: FrozenPlan, prepared: Prepared[T], sequence: int, tensors: T) -> Submission:
         """What this rank has said to be ready for waits for other ranks."""
@@ -264,6 +268,8 @@ class AtOnce:
         outcome = prepared.outcome(number, count)
         if isinstance(error, HorovodInternalError) or outcome is Outcome.FAILED:
             self._end(error)
+            if isinstance(error, Exception):
+                self._check()
         elif outcome is None:
             plan.cancel_next(prepared.request)
         else:

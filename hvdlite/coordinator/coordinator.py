@@ -107,6 +107,7 @@ class Coordinator:
             lambda: not own._queue and not own.collector.is_open,
             lambda request: own._change_plan(request),
             lambda error: own._end(error),
+            lambda: own._owner.check(),
             clock,
         )
 
@@ -146,11 +147,7 @@ class Coordinator:
             HorovodInternalError: it came to nothing.
         """
         awaited = Awaited(submission, self._meeting, self._execute_alone)
-        try:
-            return self.at_once.run(awaited, submission.sequence, None, None) is not False
-        except Exception:
-            self._owner.check()  # raises what all others hear of it
-            raise
+        return self.at_once.run(awaited, submission.sequence, None, None) is not False
 
     def _execute_alone(self, submission: Submission) -> None:
         request = submission.request

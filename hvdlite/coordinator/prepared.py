@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
@@ -76,15 +77,17 @@ class Native(Prepared[T], Protocol[T]):
     Attributes:
         signature: what a caller passes.
         direct: that call.
+        new_result: makes a result, of what is passed and of as many rows as `direct` says; None where it is like that.
         gives: whether what is passed is what this rank contributes; else zeros are.
     """
 
     signature: Signature | None
     direct: DirectCall | None
+    new_result: Callable[[Any, int], Any] | None
     gives: bool
 
-    def ended(self, result: int) -> Outcome:
-        """What `direct` has returned, as `run` does; raises likewise."""
+    def ended(self, result: int, tensors: T) -> Outcome:
+        """What `direct` has returned for ``tensors``, as `run` does; raises likewise."""
 
     def count_done(self, times: int) -> None:
         """So often `direct` was called by somebody else, and has done it."""

@@ -17,6 +17,7 @@ from hvdlite.memory.packets import Piece
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.operation import Work
 from hvdlite.operations.telling import Telling
+from hvdlite.recorder import Lane
 
 
 def allgather_async(
@@ -48,6 +49,7 @@ class Allgather(Telling):
     needs_all: bool = False
 
     label = "allgather"
+    lane = Lane.ALLGATHER
 
     def absentee(self, response: Response, memory: Memory) -> Submission:
         inputs = [TensorView(0, (0, *spec.shape), spec.dtype, None) for spec in self.tensors]
@@ -72,6 +74,9 @@ class Allgather(Telling):
 
     def nbytes(self, numbers: Sequence[int]) -> int:
         return sum(map(mul, numbers, self.row_bytes))
+
+    def column(self, rank: int) -> int:
+        return 0
 
     def run(self, engine: Engine, work: Work, label: str) -> None:
         ((_, submission),) = work

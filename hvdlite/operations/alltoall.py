@@ -12,6 +12,7 @@ from hvdlite.memory.packets import Piece
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.operation import Work
 from hvdlite.operations.telling import Telling
+from hvdlite.recorder import Lane
 
 
 def alltoall_async(
@@ -43,6 +44,7 @@ class Alltoall(Telling):
     """What ranks agree on; their splits they tell one another when they do it."""
 
     label = "alltoall"
+    lane = Lane.ALLTOALL
     needs_all = True
     runs_on_device = False
 
@@ -58,6 +60,9 @@ class Alltoall(Telling):
 
     def nbytes(self, numbers: Sequence[int]) -> int:
         return sum(numbers) * self.row_bytes[0]
+
+    def column(self, rank: int) -> int:
+        return rank
 
     def run(self, engine: Engine, work: Work, label: str) -> tuple[int, ...]:
         ((_, submission),) = work

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
-from hvdlite.collectives.base import ScatterReduction
+from hvdlite.collectives.base import PreparedCall, ScatterReduction
 from hvdlite.coordinator.messages import KNOWN_REQUESTS
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, DType, Reduction
@@ -19,7 +19,9 @@ from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.one_allreduce import OneAllreduce
 from hvdlite.operations.operation import Work
+from hvdlite.operations.prepared import PreparedOperation, Tensors
 from hvdlite.operations.reducing import ReducingOperation
+from hvdlite.recorder import Lane
 
 if TYPE_CHECKING:
     from hvdlite._native import TensorList
@@ -104,6 +106,41 @@ def _layout_of(request: Reducescatter, size: int) -> Layout | None:
     dtype = types.pop()
     numels = [numel for spec in request.tensors for numel in part_numels(spec.shape, size)]
     return Layout.of(numels, dtype, request.travels_as(dtype))
+
+
+class PreparedReducescatter(PreparedOperation):
+    """``request`` of one tensor, which a program repeats and waits for."""
+
+    lane = Lane.NODE_REDUCE_SCATTER
+
+    def __init__(self, group: Group, request: Reducescatter, call: PreparedCall, nbytes: int, rows: int) -> None:
+        super().__init__(group, request, call, nbytes, request.travels_as(request.tensors[0].dtype).label)
+        self.rows = rows
+        """Of the result."""
+
+    @classmethod
+    def of(cls, group: Group, request: Reducescatter) -> PreparedReducescatter | None:
+        """None where there is no such call."""
+        world, spec = group.world, request.tensors[0]
+        wire_dtype, numels = request.travels_as(spec.dtype), part_numels(spec.shape, group.size)
+        bounds = row_bounds(spec.shape[0], group.size)
+        call = world.engine.backend.prepare_reduce_scatter(
+            world.coordinator.counts,
+            numels,
+            spec.dtype,
+            wire_dtype,
+            world.engine.resolved(request.reduction, wire_dtype),
+            world.config.caller_patience_s,
+            request.name,
+        )
+        rows = bounds[group.rank + 1] - bounds[group.rank]
+        return None if call is None else cls(group, request, call, sum(numels) * wire_dtype.itemsize, rows)
+
+    def submission(self, sequence: int, tensors: Tensors) -> Submission:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        shape, dtype = (self.rows, *self.request.tensors[0].shape[1:]), self.request.tensors[0].dtype
+        outputs = [TensorView(tensors.outputs[0], shape, dtype, tensors.owner)]
+        return Submission(self.request, sequence, self._views(tensors.inputs, tensors.owner), outputs)
 
 
 def part_numels(shape: Sequence[int], size: int) -> list[int]:

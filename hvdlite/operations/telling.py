@@ -1,6 +1,7 @@
-"""Operations of which ranks tell one another how much they give; between nodes they give it with that if it is little.
+"""Operations of which ranks tell one another how much they give, and give it with that if it is little.
 
-In a node it would be the exchange of sizes that is saved, 2.4 us, for 7 us of Python.
+Where a program repeats one within a node, and waits for it, it is one native call as long as ranks give as much as
+the last time (prepared_telling.py).
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from hvdlite.collectives.node_gather import NodeGather
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, Reduction
 from hvdlite.engine import Engine
 from hvdlite.memory.layout import Layout, align_up
 from hvdlite.memory.packets import Packets, Piece
 from hvdlite.operations.one_allreduce import OneAllreduce
+from hvdlite.recorder import Lane
 
 if TYPE_CHECKING:
     from hvdlite._native import TensorList
@@ -35,7 +38,7 @@ class Told(NamedTuple):
     """
 
     numbers: Sequence[Sequence[int]]
-    packets: Packets | None
+    packets: Packets | NodeGather | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,8 @@ class Telling(OneAllreduce):
 
     is_ragged = True
     repeats = True
+    lane: ClassVar[Lane]
+    """In which the timeline shows it."""
 
     @abstractmethod
     def packet(self, size: int) -> tuple[int, int]:
@@ -61,6 +66,10 @@ class Telling(OneAllreduce):
     def nbytes(self, numbers: Sequence[int]) -> int:
         """How much a rank gives that tells ``numbers``."""
 
+    @abstractmethod
+    def column(self, rank: int) -> int:
+        """Of the numbers of each rank, which counts the rows for ``rank``; of one tensor."""
+
     @cached_property
     def row_bytes(self) -> Sequence[int]:
         """Of each tensor."""
@@ -68,9 +77,13 @@ class Telling(OneAllreduce):
 
     def tell(self, engine: Engine, submission: Submission, label: str) -> Told:
         """What all ranks tell, this one by ``submission``."""
-        packets = self._packets(engine)
+        packets, own, gather = self._packets(engine), self.numbers(submission), engine.backend.gather
+        if gather is not None and gather.takes(len(own)):
+            with engine.recorder.span(self.lane, label, self.nbytes(own)):
+                numbers = gather.tell(own, self.pieces(submission), label)
+            return Told(numbers, gather if max(map(self.nbytes, numbers)) <= gather.room(len(own)) else None)
         if packets is None:
-            return Told(engine.exchange.tell(self.numbers(submission), label), None)
+            return Told(engine.exchange.tell(own, label), None)
         self.reduce(engine, submission, packets.layout, label)
         numbers = packets.numbers
         return Told(numbers, packets if max(map(self.nbytes, numbers)) <= packets.room else None)

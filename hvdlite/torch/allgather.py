@@ -12,6 +12,7 @@ from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
+from hvdlite.torch.repeated_rows import gathered_at_once
 from hvdlite.torch.start import start_allgather
 
 
@@ -51,6 +52,10 @@ def allgather(
     Returns:
         (rows of all ranks, ...), new.
     """
+    if not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+        done = gathered_at_once(tensor, name, process_set)
+        if done is not None:
+            return done
     gathered: torch.Tensor = _Allgather.apply(name, False, process_set, tensor)[0]  # type: ignore[no-untyped-call]
     return gathered
 

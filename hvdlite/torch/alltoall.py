@@ -9,6 +9,7 @@ import torch
 from hvdlite.torch.arrays import takes_arrays
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.repeated_rows import exchanged_at_once
 from hvdlite.torch.start import start_alltoall
 
 
@@ -66,6 +67,10 @@ def alltoall(
     Raises:
         ValueError: ``splits`` makes no sense, or the rows do not divide into equal parts.
     """
+    if splits is None and not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+        done = exchanged_at_once(tensor, name, process_set)
+        if done is not None:
+            return done
     output, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)
 

@@ -14,6 +14,8 @@ from hvdlite.group import Group
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hvdlite.torch.shortcuts import Shortcuts
+
 
 class ProcessSet:
     """A set of ranks. Register it with `add_process_set`, or by init(process_sets=...), on all ranks of the job.
@@ -32,8 +34,7 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
         self.process_set_id: int | None = None
-        self.shortcuts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-        """See `hvdlite.torch.repeated.again`."""
+        self.shortcuts: Shortcuts | None = None
         self.mpi_comm: MPI.Comm | None = None
         self._ranks: list[int] | None = None
         self._process_group: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None

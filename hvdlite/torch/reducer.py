@@ -21,7 +21,7 @@ from hvdlite.autotune.tuner import Tuner, start_tuning
 from hvdlite.errors import HorovodInternalError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
-from hvdlite.operations.prepared import allreduce_now
+from hvdlite.operations.prepared_allreduce import allreduce_now
 from hvdlite.recorder import NO_SPAN, Lane
 from hvdlite.torch.alike import compare_parameters
 from hvdlite.torch.arrival import Arrival

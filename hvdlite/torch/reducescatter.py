@@ -15,6 +15,7 @@ from hvdlite.torch.compression import AnyCompressor, Compression
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum, check_op, reduce_options
+from hvdlite.torch.repeated_rows import scattered_at_once
 from hvdlite.torch.start import start_reducescatter
 
 
@@ -68,9 +69,17 @@ def reducescatter(
         ValueError: ``tensor`` is a scalar.
         HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
-    return _reducescatter(
-        [tensor], name, compression, op, process_set, prescale_factor, postscale_factor, grouped=False
-    )[0]
+    shortcuts = getattr(process_set, "shortcuts", None)
+    if shortcuts is not None and compression is Compression.none:
+        done: torch.Tensor | None = shortcuts.reducescatter(tensor, name, op, prescale_factor, postscale_factor, False)
+        if done is not None:
+            return done
+    options = _checked(op, prescale_factor, postscale_factor, process_set, compression)
+    if not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+        done = scattered_at_once(tensor, name, op, prescale_factor, postscale_factor, options, compression)
+        if done is not None:
+            return done
+    return reduce_compressed(_Reducescatter, [tensor], name, options, compression, grouped=False)[0]
 
 
 @takes_arrays()
@@ -98,7 +107,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """`reducescatter` of several tensors, which are reduced together or not at all."""
-    return _reducescatter(tensors, name, compression, op, process_set, prescale_factor, postscale_factor, grouped=True)
+    options = _checked(op, prescale_factor, postscale_factor, process_set, compression)
+    return reduce_compressed(_Reducescatter, tensors, name, options, compression, grouped=True)
 
 
 @takes_groups_of_arrays()
@@ -113,21 +123,6 @@ def grouped_reducescatter_async(
     """`grouped_reducescatter` as one handle."""
     options = _checked(op, prescale_factor, postscale_factor, process_set)
     return start_reducescatter(tensors, name, options, grouped=True)
-
-
-def _reducescatter(
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    compression: AnyCompressor,
-    op: int,
-    process_set: ProcessSet,
-    prescale: float,
-    postscale: float,
-    *,
-    grouped: bool,
-) -> list[torch.Tensor]:
-    options = _checked(op, prescale, postscale, process_set, compression)
-    return reduce_compressed(_Reducescatter, tensors, name, options, compression, grouped=grouped)
 
 
 def _checked(

@@ -15,7 +15,7 @@ from hvdlite.operations.allgather import allgather_async
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.alltoall import alltoall_async
 from hvdlite.operations.broadcast import broadcast_async
-from hvdlite.operations.prepared import allreduce_now
+from hvdlite.operations.prepared_allreduce import allreduce_now
 from hvdlite.operations.reducescatter import reducescatter_async, row_bounds
 from hvdlite.torch.device import Now, is_on_device, new_empty, streaming_like
 from hvdlite.torch.handle import Handle, label_of

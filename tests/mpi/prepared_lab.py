@@ -10,7 +10,7 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from hvdlite.operations.prepared import PreparedAllreduce
+from hvdlite.operations.prepared_allreduce import PreparedAllreduce
 
 SMALL = 8 << 10  # bytes that pass at once, wherever they are
 REPEATS = 20
@@ -23,9 +23,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ends_of(PreparedAllreduce, monkeypatch)
 
 
-def ends_of(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """How each `run` of a ``kind`` of operation ends from here on."""
-    ends: list[Any] = []
+def ends_of(kind: type[Any], monkeypatch: pytest.MonkeyPatch, known: list[Any] | None = None) -> list[Any]:
+    """How each `run` of a ``kind`` of operation ends from here on; added to ``known``, where that is given."""
+    ends: list[Any] = [] if known is None else known
     run = kind.run
 
     def counted(*args: object) -> Any:

@@ -1,4 +1,7 @@
-"""Blocking operations besides allreduce that repeat: done by their callers once all are ready, and right."""
+"""Blocking operations besides allreduce that repeat: done by their callers once all are ready, and right.
+
+By one call where there is one, else step by step; native code is not asked before.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from hvdlite.coordinator.awaited import Awaited
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.worker import Worker
+from hvdlite.operations.prepared import PreparedOperation
 from machines_lab import ONE_AND_SEVERAL, ONE_MACHINE, WORLD, Machines, running_on
 from prepared_lab import ends_of, freeze
 from test_prepared import interrupt_while_waiting
@@ -43,7 +47,15 @@ def running(request: pytest.FixtureRequest) -> Iterator[Machines]:
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[Outcome]:
     """How each operation that a caller has done, or begun, ended."""
-    return ends_of(Awaited, monkeypatch)
+    known: list[Outcome] = []
+    for kind in (Awaited, PreparedOperation):
+        ends_of(kind, monkeypatch, known)
+    return known
+
+
+def ask_python() -> None:
+    """What comes next is not left to native code."""
+    hvdlite.runtime().group.world.coordinator.at_once.shortcut.close()
 
 
 def broadcast(number: int) -> None:
@@ -95,6 +107,7 @@ def test_what_repeats_is_done_by_its_caller(operation: Callable[[int], None], en
     del ends[:]
     before = hvdlite.statistics()
     for number in range(30):
+        ask_python()
         operation(number)
     after = hvdlite.statistics()
     assert len(ends) == 30
@@ -131,6 +144,7 @@ def test_who_waits_for_a_late_rank_hears_of_other_things(operation: Callable[[in
     for _ in range(20):
         freeze(operation)
         del ends[:]
+        ask_python()
         wait_for_a_late_rank(operation)
         if hvd.broadcast_object(Outcome.NOT_YET in ends, root_rank=0):
             break
@@ -242,6 +256,7 @@ def test_what_fails_in_the_middle_is_known_to_all(monkeypatch: pytest.MonkeyPatc
 
     if hvd.rank() == 0:
         monkeypatch.setattr("hvdlite.torch.start._new_result", refuse)
+        monkeypatch.setattr(torch.Tensor, "resize_", refuse)
     with pytest.raises(hvd.HorovodInternalError, match="no more of it|rank 0"):
         for number in range(3):
             allgather(number)

@@ -157,7 +157,7 @@ def test_contradictions_and_alltoall(runtime: Runtime, world: MPI.Intracomm) -> 
         handle = allreduce(runtime, Tensor.input(2 + (RANK > 0), DType.FLOAT32), name="contradiction")
         with pytest.raises(hvd.HorovodInternalError) if SIZE > 1 else nullcontext():
             handle.wait()
-        rows = 100  # more than goes with the numbers of rows
+        rows = 10_000  # more than goes with the numbers of rows
         source, target = np.arange(rows * SIZE, dtype=np.int32), np.empty(rows * SIZE, np.int32)
         alltoall_async(
             runtime.group, TensorView.of_numpy(source), [rows] * SIZE, lambda *_: TensorView.of_numpy(target)

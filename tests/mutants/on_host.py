@@ -205,14 +205,14 @@ MUTANTS = [
         _PLANS,
     ),
     Mutant(
-        "csrc/small_allreduce.cpp",
+        "csrc/places_in_turn.cpp",
         "turn_ % kSets * size_",
         "0 * size_",
         _THREADS,
     ),
-    Mutant("csrc/small_allreduce.cpp", "turn_ += has_begun_ ? 1 : 2;", "turn_ += 2;", _THREADS),
+    Mutant("csrc/places_in_turn.cpp", "turn_ += has_begun_ ? 1 : 2;", "turn_ += 2;", _THREADS),
     Mutant(
-        "csrc/small_allreduce.cpp",
+        "csrc/places_in_turn.cpp",
         "own.turn.store(turn_, std::memory_order_seq_cst);",
         "own.turn.store(turn_, std::memory_order_relaxed);",
         _THREADS,

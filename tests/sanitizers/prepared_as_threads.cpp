@@ -1,29 +1,39 @@
 #include "prepared_as_threads.h"
 
 #include <chrono>
-#include <deque>
+#include <memory>
 #include <random>
 #include <utility>
 
 #include "pack.h"
+#include "places_in_turn.h"
 #include "prepared_allreduce.h"
+#include "prepared_gather.h"
+#include "prepared_reduce_scatter.h"
 #include "ready_counts.h"
 #include "small_allreduce.h"
+#include "small_gather.h"
 #include "staged_allreduce.h"
 
 namespace hvdlite {
 namespace {
 
-using Result = PreparedAllreduce::Result;
+using Result = DirectCall::Result;
+
+enum class Kind { kAllreduce, kReduceScatter, kGather, kBarrier };
 
 struct Operation {
-  std::uint64_t numel;
-  bool is_at_home;  // in memory that all ranks share, where results go as well
+  Kind kind;
+  std::uint64_t numel;  // of a gather the most that a rank gives
+  bool is_at_home;      // in memory that all ranks share, where results go as well
 };
 
 // A plan: small and large, at home and not.
-constexpr Operation kPlan[] = {{100, false}, {9000, false}, {3000, true}, {10, true}};
-constexpr std::uint64_t kPeriod = 4;
+constexpr Operation kPlan[] = {{Kind::kAllreduce, 100, false},  {Kind::kGather, 20, false},
+                               {Kind::kAllreduce, 9000, false}, {Kind::kReduceScatter, 50, false},
+                               {Kind::kAllreduce, 3000, true},  {Kind::kBarrier, 0, false},
+                               {Kind::kAllreduce, 10, true}};
+constexpr std::uint64_t kPeriod = 7;
 constexpr std::uint64_t kWindowNumel = 1024;
 constexpr double kPatienceS = 2e-3;
 
@@ -32,7 +42,7 @@ struct Node {
   explicit Node(int size)
       : page(size),
         agreement(size),
-        small(SmallAllreduce::bytes_needed(size)),
+        small(PlacesInTurn::bytes_needed(size)),
         counts(size * kCacheLine),
         bells(size * kCacheLine),
         letters(2, std::vector<int>(size)) {
@@ -62,16 +72,13 @@ class Rank {
         size_(size),
         barrier_(node.page.barrier(rank, spin_us)),
         agreement_(node.agreement.barrier(rank, 0)),
-        small_(node.small.address(), rank, size, node.page.abort_address(), spin_us),
+        places_(node.small.address(), rank, size, node.page.abort_address(), spin_us),
+        small_(places_),
+        gather_(places_),
         counts_(node.counts.address(), node.bells.address(), rank, size) {
-    for (std::uint64_t i = 0; i < kPeriod; ++i) {
-      const auto [numel, is_at_home] = kPlan[i];
-      AllreduceShape shape{
-          {numel},  {0}, numel, node.places(i), is_at_home ? 0 : kWindowNumel, DType::kFloat32, DType::kFloat32,
-          Op::kSum, 1.0, 2.0};
-      calls_.emplace_back(barrier_, small_, counts_, std::move(shape), std::chrono::microseconds(spin_us), kPatienceS,
-                          kLongS);
-    }
+    const Patience patience{std::chrono::microseconds(spin_us), kPatienceS, kLongS};
+    for (std::uint64_t i = 0; i < kPeriod; ++i) calls_.push_back(prepared(i, patience));
+    more_rows_ = prepared_gather(rows(5), patience);
   }
 
   // The next operation of the plan. Where others are late it is left to what the coordinator does.
@@ -85,12 +92,15 @@ class Rank {
              ReadyCounts::Outcome::kNotYet) {
         continue;
       }
-      check_letters(turn);
+      check_letters();
+      execute();
+    } else if (result == Result::kBegun) {
+      REQUIRE(operation().kind == Kind::kGather);
       execute();
     } else {
       REQUIRE(result == Result::kDone || result == Result::kDoneAndRung);
     }
-    check(turn);
+    check();
   }
 
   // The next operation, for which rank 0 does not come: all agree that the plan has ended before it, and do it all the
@@ -99,20 +109,50 @@ class Rank {
     begin(turn);
     if (rank_ != 0) REQUIRE(run(bell(rank_).count.load()) == Result::kNotYet);
     REQUIRE(agreement_.wait(kLongS) == WaitStatus::kOk);
-    small_.withdraw();
+    places_.withdraw();
     execute();
-    check(turn);
+    check();
     ++plan_;
     count_ = 0;
   }
 
  private:
+  std::unique_ptr<PreparedInNode> prepared(std::uint64_t i, const Patience& patience) {
+    const auto [kind, numel, is_at_home] = kPlan[i];
+    const DType dtype = DType::kFloat32;
+    if (kind == Kind::kBarrier) return std::make_unique<PreparedBarrier>(counts_, patience);
+    if (kind == Kind::kGather) return prepared_gather(rows(1), patience);
+    if (kind == Kind::kReduceScatter) {
+      const ReduceScatterShape shape{numel, wanted(numel), dtype, dtype, Op::kSum, 1.0, 2.0};
+      return std::make_unique<PreparedReduceScatter>(small_, counts_, shape, patience);
+    }
+    const std::uint64_t window = is_at_home ? 0 : kWindowNumel;
+    AllreduceShape shape{{numel}, {0}, numel, node_.places(i), window, dtype, dtype, Op::kSum, 1.0, 2.0};
+    return std::make_unique<PreparedAllreduce>(barrier_, small_, counts_, std::move(shape), patience);
+  }
+
+  std::unique_ptr<PreparedInNode> prepared_gather(std::uint64_t given, const Patience& patience) {
+    GatherShape shape{{static_cast<std::int64_t>(given)}, 0, sizeof(float)};
+    return std::make_unique<PreparedGather>(gather_, counts_, std::move(shape), patience);
+  }
+
+  // Given to a gather, by `rank`. Every fifth turn the first rank gives more, so that others expect something else.
+  static std::uint64_t rows_of(int rank, int turn) { return 3 + rank + (rank == 0 && turn % 5 == 0 ? 8 : 0); }
+  std::uint64_t rows(int turn) const { return rows_of(rank_, turn); }
+
+  // Of a reduce-scatter.
+  SmallAllreduce::Part wanted(std::uint64_t numel) const {
+    return {numel * rank_ / size_, numel * (rank_ + 1) / size_};
+  }
+
   void begin(int turn) {
+    turn_ = turn;
     const std::uint64_t i = count_++ % kPeriod;
     inputs_.resize(kPlan[i].numel);
-    results_.assign(kPlan[i].numel, 0);
+    results_.assign(kPlan[i].numel * (kPlan[i].kind == Kind::kGather ? size_ : 1), 0);
+    const bool is_allreduce = kPlan[i].kind == Kind::kAllreduce;
     from_ = kPlan[i].is_at_home ? node_.memory[rank_][1 + i].data() : inputs_.data();
-    to_ = kPlan[i].is_at_home || turn % 3 == 0 ? from_ : results_.data();
+    to_ = kPlan[i].is_at_home || (is_allreduce && turn % 3 == 0) ? from_ : results_.data();
     for (std::uint64_t k = 0; k < kPlan[i].numel; ++k) from_[k] = value_of(rank_, k + turn);
     node_.letters[turn % 2][rank_] = turn;
   }
@@ -125,47 +165,79 @@ class Rank {
 
   // As the coordinator's backend does it.
   void execute() {
-    const std::uint64_t i = (count_ - 1) % kPeriod, numel = kPlan[i].numel, bytes = numel * sizeof(float);
-    const TensorList from({address_of(from_)}, {numel}, {0}), to({address_of(to_)}, {numel}, {0});
+    const auto [kind, numel, is_at_home] = operation();
+    if (kind == Kind::kBarrier) return;
+    if (kind == Kind::kGather) return execute_gather();
+    const std::uint64_t bytes = numel * sizeof(float);
+    const SmallAllreduce::Part part = kind == Kind::kReduceScatter ? wanted(numel) : SmallAllreduce::Part{0, numel};
+    const TensorList from({address_of(from_)}, {numel}, {0});
+    const TensorList to({address_of(to_)}, {part.end - part.begin}, {part.begin});
     const TensorReduction job{from, to, numel, DType::kFloat32, DType::kFloat32, Op::kSum, 1.0, 2.0};
     WaitStatus status;
-    if (bytes <= (kPlan[i].is_at_home ? SmallAllreduce::kMostBytesAtHome : small_.most_bytes())) {
-      status = small_.run(job, kLongS);
-    } else if (kPlan[i].is_at_home) {
-      status = barrier_.allreduce(node_.places(i), numel, DType::kFloat32, Op::kSum, 1.0, 2.0, kLongS);
+    if (bytes <= (is_at_home ? SmallAllreduce::kMostBytesAtHome : small_.most_bytes())) {
+      status = small_.run(job, part, kLongS);
+    } else if (is_at_home) {
+      status = barrier_.allreduce(places(), numel, DType::kFloat32, Op::kSum, 1.0, 2.0, kLongS);
     } else {
-      status = staged_allreduce(barrier_, {job, node_.places(i), kWindowNumel}, kLongS);
+      status = staged_allreduce(barrier_, {job, places(), kWindowNumel}, kLongS);
     }
     REQUIRE(status == WaitStatus::kOk);
   }
 
-  void check(int turn) const {
-    const std::uint64_t numel = kPlan[(count_ - 1) % kPeriod].numel;
-    for (std::uint64_t k = 0; k < numel; ++k) REQUIRE(to_[k] == 2 * sum_of(size_, k + turn));
-    check_letters(turn);
+  void execute_gather() {
+    const std::uint64_t given = rows(turn_);
+    const std::vector<SmallGather::Piece> pieces{{address_of(from_), given * sizeof(float)}};
+    REQUIRE(gather_.run({static_cast<std::int64_t>(given)}, pieces, kLongS) == WaitStatus::kOk);
+    std::vector<SmallGather::Part> parts;
+    for (int rank = 0; rank < size_; ++rank) parts.emplace_back(0, *gather_.numbers(rank) * sizeof(float));
+    gather_.read(address_of(to_), parts);
+  }
+
+  void check() const {
+    const auto [kind, numel, is_at_home] = operation();
+    if (kind == Kind::kGather) {
+      const float* at = to_;
+      for (int rank = 0; rank < size_; ++rank) {
+        for (std::uint64_t k = 0; k < rows_of(rank, turn_); ++k) REQUIRE(*at++ == value_of(rank, k + turn_));
+      }
+    } else {
+      const SmallAllreduce::Part part = kind == Kind::kReduceScatter ? wanted(numel) : SmallAllreduce::Part{0, numel};
+      for (std::uint64_t k = part.begin; k < part.end; ++k)
+        REQUIRE(to_[k - part.begin] == 2 * sum_of(size_, k + turn_));
+    }
+    check_letters();
   }
 
   // What a rank has written before it said that it is ready, all have seen who know of that.
-  void check_letters(int turn) const {
-    for (const int letter : node_.letters[turn % 2]) REQUIRE(letter == turn);
+  void check_letters() const {
+    for (const int letter : node_.letters[turn_ % 2]) REQUIRE(letter == turn_);
   }
 
   Doorbell& bell(int rank) const {
     return *reinterpret_cast<Doorbell*>(node_.bells.address() + kCacheLine * static_cast<std::uintptr_t>(rank));
   }
-  PreparedAllreduce& call() { return calls_[(count_ - 1) % kPeriod]; }
+  const Operation& operation() const { return kPlan[(count_ - 1) % kPeriod]; }
+  std::vector<std::uintptr_t> places() const { return node_.places((count_ - 1) % kPeriod); }
+  PreparedInNode& call() {
+    const bool gives_more = operation().kind == Kind::kGather && rows(turn_) != rows(1);
+    return gives_more ? *more_rows_ : *calls_[(count_ - 1) % kPeriod];
+  }
 
   Node& node_;
   int rank_;
   int size_;
   Barrier barrier_, agreement_;
+  PlacesInTurn places_;
   SmallAllreduce small_;
+  SmallGather gather_;
   ReadyCounts counts_;
-  std::deque<PreparedAllreduce> calls_;
+  std::vector<std::unique_ptr<PreparedInNode>> calls_;
+  std::unique_ptr<PreparedInNode> more_rows_;  // the gather, where this rank gives more
   std::uint64_t plan_ = 1;
   std::uint64_t count_ = 0;  // of operations that were begun in it
   std::vector<float> inputs_, results_;
-  float* from_ = nullptr;  // of the operation that was begun last
+  int turn_ = 0;  // of the operation that was begun last, as what follows
+  float* from_ = nullptr;
   float* to_ = nullptr;
 };
 
@@ -220,11 +292,11 @@ Cases cases_of_plans() {
       {"changes of 2 spinning", [] { changes(2, 1000); }},
       {"changes of 3 asleep", [] { changes(3, 0); }},
       {"changes of 3 spinning", [] { changes(3, 1000); }},
-      {"prepared allreduces of 1", [] { prepared(1, 5); }},
-      {"prepared allreduces of 2 asleep", [] { prepared(2, 0); }},
-      {"prepared allreduces of 2 spinning", [] { prepared(2, 1000); }},
-      {"prepared allreduces of 3 asleep", [] { prepared(3, 0); }},
-      {"prepared allreduces of 3 spinning", [] { prepared(3, 1000); }},
+      {"prepared operations of 1", [] { prepared(1, 5); }},
+      {"prepared operations of 2 asleep", [] { prepared(2, 0); }},
+      {"prepared operations of 2 spinning", [] { prepared(2, 1000); }},
+      {"prepared operations of 3 asleep", [] { prepared(3, 0); }},
+      {"prepared operations of 3 spinning", [] { prepared(3, 1000); }},
   };
 }
 

@@ -295,13 +295,14 @@ void staged(int size) {
 // some have begun is withdrawn.
 void small(int size, int spin_us) {
   const Page page(size);
-  const Lines lines(SmallAllreduce::bytes_needed(size));
+  const Lines lines(PlacesInTurn::bytes_needed(size));
   on_ranks(size, [&](int rank) {
-    SmallAllreduce reduction(lines.address(), rank, size, page.abort_address(), spin_us);
+    PlacesInTurn places(lines.address(), rank, size, page.abort_address(), spin_us);
+    SmallAllreduce reduction(places);
     Barrier barrier = page.barrier(rank, 0);
     for (int turn = 0; turn < 300; ++turn) {
       const std::uint64_t numel =
-          SmallAllreduce::most_bytes(size) / sizeof(float) * static_cast<std::uint64_t>(turn) / 299;
+          PlacesInTurn::most_bytes(size) / sizeof(float) * static_cast<std::uint64_t>(turn) / 299;
       const DType wire = turn % 2 == 0 ? DType::kFloat32 : DType::kFloat16;
       std::vector<float> inputs(numel), results(numel);
       for (std::uint64_t i = 0; i < numel; ++i) inputs[i] = value_of(rank, i);
@@ -317,36 +318,37 @@ void small(int size, int spin_us) {
       if (turn % 50 == 49) {
         if (rank > 0) reduction.begin(job);
         REQUIRE(barrier.wait(kLongS) == WaitStatus::kOk);
-        reduction.withdraw();
+        places.withdraw();
       } else if (turn % 4 == 3) {
         reduction.begin(job);
       }
       REQUIRE(reduction.run(job, kLongS) == WaitStatus::kOk);
       for (std::uint64_t i = 0; i < numel; ++i) REQUIRE(outputs[i] == sum_of(size, i));
     }
-    REQUIRE(reduction.late().empty());
+    REQUIRE(places.late().empty());
   });
 }
 
 void small_without_a_rank() {
   constexpr int kSize = 3;
   const Page page(kSize);
-  const Lines lines(SmallAllreduce::bytes_needed(kSize));
+  const Lines lines(PlacesInTurn::bytes_needed(kSize));
   float value = 0;
   on_ranks(kSize, [&](int rank) {
     float own = 1;
     const TensorList list({address_of(&own)}, {1}, {0});
     const TensorReduction job{list, list, 1, DType::kFloat32, DType::kFloat32, Op::kSum, 1.0, 1.0};
-    SmallAllreduce reduction(lines.address(), rank, kSize, page.abort_address(), 0);
+    PlacesInTurn places(lines.address(), rank, kSize, page.abort_address(), 0);
+    SmallAllreduce reduction(places);
     REQUIRE(reduction.run(job, kLongS) == WaitStatus::kOk);
     if (rank == 0) {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       value = 1;
       store<std::uint32_t>(page.abort_address(), 1);
-      reduction.wake_all();
+      places.wake_all();
     } else if (rank == 1) {
       REQUIRE(reduction.run(job, 0.05) == WaitStatus::kTimeout);
-      REQUIRE(reduction.late().front() == 0);
+      REQUIRE(places.late().front() == 0);
     } else {
       REQUIRE(reduction.run(job, kLongS) == WaitStatus::kAborted);
       REQUIRE(value == 1);

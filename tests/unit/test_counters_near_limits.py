@@ -47,18 +47,19 @@ def on_threads(ranks: int, work: Callable[[int], None]) -> None:
 @pytest.mark.parametrize("first", [0xFFFFFFFC, 0x7FFFFFFD, 0])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_small_allreduces(first: int, ranks: int) -> None:
-    memory = lines(_native.SmallAllreduce.bytes_needed(ranks), ranks, first)
+    memory = lines(_native.PlacesInTurn.bytes_needed(ranks), ranks, first)
     abort = np.zeros(1, np.uint32)
     results = [np.zeros((TURNS, 5), np.float32) for _ in range(ranks)]
 
     def work(rank: int) -> None:
-        small = _native.SmallAllreduce(memory.ctypes.data, rank, ranks, abort.ctypes.data, 50)
+        places = _native.PlacesInTurn(memory.ctypes.data, rank, ranks, abort.ctypes.data, 50)
+        small = _native.SmallAllreduce(places)
         for turn in range(TURNS):
             result = results[rank][turn]
             result[:] = np.arange(5) + rank + 10 * turn
             tensors = _native.TensorList([result.ctypes.data], [5], [0])
             float32 = DType.FLOAT32
-            assert small.run(tensors, tensors, 5, float32, float32, ReduceOp.SUM, 1.0, 1.0, LONG_S) == 0
+            assert small.run(tensors, tensors, 5, (0, 5), float32, float32, ReduceOp.SUM, 1.0, 1.0, LONG_S) == 0
 
     on_threads(ranks, work)
     expected = [[sum(i + rank + 10 * turn for rank in range(ranks)) for i in range(5)] for turn in range(TURNS)]

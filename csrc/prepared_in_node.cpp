@@ -1,0 +1,44 @@
+#include "prepared_in_node.h"
+
+#include <algorithm>
+
+#include "spin.h"
+
+namespace hvdlite {
+
+PreparedInNode::Result PreparedInNode::run(const std::vector<std::uintptr_t>& inputs,
+                                           const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,
+                                           std::uint64_t count, std::uint32_t heard) {
+  last_ = {plan, count, Result::kNotYet};
+  ready_ = {};
+  begin(inputs, outputs);
+  counts_.want_ring(false);
+  counts_.set(plan, count);
+  const auto ready = await(plan, count, heard);
+  if (ready == ReadyCounts::Outcome::kNotYet) return Result::kNotYet;
+  ready_ = Clock::now();
+  last_.result = finish();
+  if (last_.result == Result::kDone && ready == ReadyCounts::Outcome::kAllReadyAndRung) {
+    last_.result = Result::kDoneAndRung;
+  }
+  return last_.result;
+}
+
+ReadyCounts::Outcome PreparedInNode::await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard) {
+  const auto until = time_after(patience_.patience_s);
+  if (places_ == nullptr) return counts_.await(plan, count, heard, until, patience_.spin);
+  // Whoever has begun has said that it is ready, or does so next, whatever comes (`run`). So once all have begun there
+  // is nothing more to wait for; what they have written is seen by the counts of the places.
+  const auto all_have_begun = [&] { return places_->all_have_begun(); };
+  spin_until(std::min(Clock::now() + patience_.spin, until),
+             [&] { return all_have_begun() || counts_.has_news(heard); });
+  if (all_have_begun()) return ReadyCounts::Outcome::kAllReady;
+  return counts_.await(plan, count, heard, until, std::chrono::microseconds(0));
+}
+
+PreparedInNode::Result PreparedInNode::result_of(WaitStatus status) {
+  if (status == WaitStatus::kOk) return Result::kDone;
+  return status == WaitStatus::kTimeout ? Result::kTimeout : Result::kAborted;
+}
+
+}  // namespace hvdlite

@@ -1,0 +1,63 @@
+// Operations of a frozen plan that come again and again between the ranks of a node, each in one call.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "direct_call.h"
+#include "places_in_turn.h"
+#include "ready_counts.h"
+#include "signal.h"
+
+namespace hvdlite {
+
+// How long they wait: for all ranks to be ready `patience_s`, of which `spin` without sleep; `timeout_s` inside.
+struct Patience {
+  std::chrono::microseconds spin;
+  double patience_s;
+  double timeout_s;
+};
+
+// For `heard` and kDoneAndRung see ReadyCounts::await.
+class PreparedInNode : public DirectCall {
+ public:
+  Result run(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,
+             std::uint64_t count, std::uint32_t heard) final;
+
+  // When all ranks were ready for the last that was done.
+  Clock::time_point ready() const { return ready_; }
+
+ protected:
+  // `counts` and `places` have to live as long. `places`: in which `begin` begins a turn; null where it does not.
+  PreparedInNode(ReadyCounts& counts, const PlacesInTurn* places, Patience patience)
+      : patience_(patience), counts_(counts), places_(places) {}
+
+  // What this rank does before the others are ready; it may be withdrawn.
+  virtual void begin(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs) = 0;
+  // All ranks are ready: kDone, kBegun, kTimeout or kAborted.
+  virtual Result finish() = 0;
+
+  static Result result_of(WaitStatus status);
+
+  const Patience patience_;
+
+ private:
+  ReadyCounts::Outcome await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard);
+
+  ReadyCounts& counts_;
+  const PlacesInTurn* places_;
+  Clock::time_point ready_{};
+};
+
+// It is done once all are ready.
+class PreparedBarrier : public PreparedInNode {
+ public:
+  PreparedBarrier(ReadyCounts& counts, Patience patience) : PreparedInNode(counts, nullptr, patience) {}
+
+ protected:
+  void begin(const std::vector<std::uintptr_t>&, const std::vector<std::uintptr_t>&) override {}
+  Result finish() override { return Result::kDone; }
+};
+
+}  // namespace hvdlite

@@ -1,0 +1,78 @@
+"""A blocking operation of which ranks tell how much they give, again and again, and give as much as the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvdlite._native import DirectCall
+from hvdlite.collectives.base import PreparedCall
+from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.prepared import Outcome
+from hvdlite.coordinator.request import NAMED
+from hvdlite.coordinator.submission import Submission
+from hvdlite.group import Group
+from hvdlite.memory.views import TensorView
+from hvdlite.operations.prepared import PreparedOperation, Tensors
+from hvdlite.operations.telling import Telling
+
+Resize = Callable[[Any, tuple[int, ...]], TensorView]
+"""Gives an object that was made for a result another shape; returns its memory."""
+
+
+class PreparedTelling(PreparedOperation):
+    """``request`` of one tensor.
+
+    Args:
+        numbers: of this rank; see `Telling.numbers`.
+        resize: what `new_result` has made, where ranks give something else.
+    """
+
+    request: Telling
+
+    def __init__(
+        self, group: Group, request: Telling, call: PreparedCall, numbers: Sequence[int], resize: Resize
+    ) -> None:
+        super().__init__(group, request, call, request.nbytes(numbers), request.tensors[0].dtype.label)
+        self.lane = request.lane
+        self._engine = group.world.engine
+        self._numbers = numbers
+        self._resize = resize
+        self._finished = 0, 0  # operation of a plan, the last that was done step by step
+
+    @classmethod
+    def of(cls, group: Group, request: Telling, numbers: Sequence[int], resize: Resize) -> PreparedTelling | None:
+        """None where there is no such call."""
+        world = group.world
+        counts, patience_s = world.coordinator.counts, world.config.caller_patience_s
+        column, (row_bytes,) = request.column(group.rank), request.row_bytes
+        call = world.engine.backend.prepare_gather(counts, numbers, column, row_bytes, patience_s, request.name)
+        return None if call is None else cls(group, request, call, numbers, resize)
+
+    def ended(self, result: int, tensors: Tensors) -> Outcome:
+        """See `hvdlite.coordinator.prepared.Native`."""
+        if result != DirectCall.BEGUN:
+            return super().ended(result, tensors)
+        plan, count, _ = self._call.last()
+        response = Response(self.request, NAMED)
+        self.request.run(self._engine, [(response, self.submission(NAMED, tensors))], self.label)
+        self._count(1)
+        self._finished = plan, count
+        return Outcome.DONE_AND_RUNG  # perhaps it was
+
+    def outcome(self, plan: int, count: int) -> Outcome | None:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        return Outcome.DONE if self._finished == (plan, count) else super().outcome(plan, count)
+
+    def submission(self, sequence: int, tensors: Tensors) -> Submission:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        spec, result = self.request.tensors[0], tensors.owner[-1]
+        rows = sum(self._numbers)
+        given = TensorView(tensors.inputs[0], (rows, *spec.shape), spec.dtype, tensors.owner)
+        return Submission(
+            self.request,
+            sequence,
+            [given],
+            splits=self._numbers,
+            allocate=lambda _, shape: self._resize(result, shape),
+        )
