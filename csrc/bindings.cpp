@@ -26,6 +26,7 @@
 #include "pack.h"
 #include "places_in_turn.h"
 #include "prepared_allreduce.h"
+#include "prepared_broadcast.h"
 #include "prepared_gather.h"
 #include "prepared_in_node.h"
 #include "prepared_reduce_scatter.h"
@@ -300,6 +301,10 @@ void register_plans(py::module_& m) {
            }),
            "spin_us"_a, "patience_s"_a, "timeout_s"_a);
 
+  py::class_<Windows>(m, "Windows")
+      .def(py::init([](OrderedExchange& exchange, std::uint64_t card) { return Windows{exchange, card}; }),
+           "exchange"_a, "card"_a, py::keep_alive<1, 2>());
+
   py::class_<PreparedInNode, DirectCall>(m, "PreparedInNode").def("ready_ns", [](const PreparedInNode& self) {
     return nanoseconds_of(self.ready());
   });
@@ -325,29 +330,31 @@ void register_plans(py::module_& m) {
            py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
 
   py::class_<PreparedReduceScatter, PreparedInNode>(m, "PreparedReduceScatter")
-      .def(py::init([](SmallAllreduce& small, ReadyCounts& counts, std::uint64_t numel,
-                       std::pair<std::uint64_t, std::uint64_t> wanted, int dtype, int wire_dtype, int op,
-                       double prescale, double postscale, Patience patience) {
-             const ReduceScatterShape shape{numel,
-                                            {wanted.first, wanted.second},
-                                            static_cast<DType>(dtype),
-                                            static_cast<DType>(wire_dtype),
-                                            static_cast<Op>(op),
-                                            prescale,
-                                            postscale};
-             return std::make_unique<PreparedReduceScatter>(small, counts, shape, patience);
+      .def(py::init([](SmallAllreduce& small, Windows& windows, ReadyCounts& counts, Counts numels, int dtype,
+                       int wire_dtype, int op, double prescale, double postscale, Patience patience) {
+             ReduceScatterShape shape{std::move(numels),
+                                      static_cast<DType>(dtype),
+                                      static_cast<DType>(wire_dtype),
+                                      static_cast<Op>(op),
+                                      prescale,
+                                      postscale};
+             return std::make_unique<PreparedReduceScatter>(small, windows, counts, std::move(shape), patience);
            }),
-           "small"_a, "counts"_a, "numel"_a, "wanted"_a, "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a,
-           "patience"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>());
+           "small"_a, "windows"_a, "counts"_a, "numels"_a, "dtype"_a, "wire_dtype"_a, "op"_a, "prescale"_a,
+           "postscale"_a, "patience"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
 
   py::class_<PreparedGather, PreparedInNode>(m, "PreparedGather")
-      .def(py::init([](SmallGather& gather, ReadyCounts& counts, std::vector<std::int64_t> numbers, std::size_t column,
-                       std::uint64_t row_bytes, Patience patience) {
-             GatherShape shape{std::move(numbers), column, row_bytes};
-             return std::make_unique<PreparedGather>(gather, counts, std::move(shape), patience);
+      .def(py::init([](SmallGather& gather, Windows& windows, ReadyCounts& counts, std::vector<std::int64_t> numbers,
+                       std::size_t column, std::uint64_t row_bytes, bool is_alltoall, Patience patience) {
+             GatherShape shape{std::move(numbers), column, row_bytes, is_alltoall};
+             return std::make_unique<PreparedGather>(gather, windows, counts, std::move(shape), patience);
            }),
-           "gather"_a, "counts"_a, "numbers"_a, "column"_a, "row_bytes"_a, "patience"_a, py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>());
+           "gather"_a, "windows"_a, "counts"_a, "numbers"_a, "column"_a, "row_bytes"_a, "is_alltoall"_a, "patience"_a,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
+
+  py::class_<PreparedBroadcast, PreparedInNode>(m, "PreparedBroadcast")
+      .def(py::init<Windows&, ReadyCounts&, std::uint64_t, std::uint32_t, Patience>(), "windows"_a, "counts"_a,
+           "bytes"_a, "root"_a, "patience"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>());
 
   py::class_<PreparedBarrier, PreparedInNode>(m, "PreparedBarrier")
       .def(py::init<ReadyCounts&, Patience>(), "counts"_a, "patience"_a, py::keep_alive<1, 2>());
@@ -422,6 +429,12 @@ void register_ordered_exchange(py::module_& m) {
           },
           "card"_a, "inputs"_a, "numels"_a, "output"_a, "dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "timeout_s"_a,
           WithoutGil())
+      .def_property_readonly("traffic",
+                             [](const OrderedExchange& self) {
+                               const auto& counts = self.traffic();
+                               return std::make_tuple(counts.messages_sent, counts.bytes_sent, counts.messages_received,
+                                                      counts.bytes_received);
+                             })
       .def("leave", &OrderedExchange::leave)
       .def("late", &OrderedExchange::late)
       .def("departed", &OrderedExchange::departed)

@@ -217,7 +217,20 @@ OrderedExchange::Result OrderedExchange::alltoall(std::uint64_t card, const std:
     }
     return true;
   };
-  return pieces(card, std::max(longest_of(departures), longest_of(arrivals)), slot, timeout_s, fill, read);
+  const Result result =
+      pieces(card, std::max(longest_of(departures), longest_of(arrivals)), slot, timeout_s, fill, read);
+  if (result == Result::kOk) count(departures, arrivals);
+  return result;
+}
+
+void OrderedExchange::count(const std::vector<Part>& departures, const std::vector<Part>& arrivals) {
+  for (std::uint32_t rank = 0; rank < size_; ++rank) {
+    if (rank == rank_) continue;
+    traffic_.messages_sent += departures[rank].second != 0;
+    traffic_.bytes_sent += departures[rank].second;
+    traffic_.messages_received += arrivals[rank].second != 0;
+    traffic_.bytes_received += arrivals[rank].second;
+  }
 }
 
 OrderedExchange::Result OrderedExchange::spread(std::uint64_t card, Part departure, const std::vector<Part>& arrivals,

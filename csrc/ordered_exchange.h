@@ -62,6 +62,15 @@ class OrderedExchange {
                         const std::vector<std::uint64_t>& numels, std::uintptr_t output, DType dtype,
                         const Reducer& reducer, double timeout_s);
 
+  // What `alltoall` has sent to other ranks, and received from them, so far: a message is what one has for another.
+  struct Traffic {
+    std::uint64_t messages_sent = 0;
+    std::uint64_t bytes_sent = 0;
+    std::uint64_t messages_received = 0;
+    std::uint64_t bytes_received = 0;
+  };
+  const Traffic& traffic() const { return traffic_; }
+
   // From here on whoever waits for this rank learns that it will not come.
   void leave();
   // The ranks for which the last call has waited in vain, or the one under way waits; of these, those that have left.
@@ -85,6 +94,7 @@ class OrderedExchange {
   template <class Fill>
   Result step(std::uint64_t card, std::uint64_t longest, Clock::time_point until, Fill fill);
   Copy copy_of(std::uint64_t bytes) const;
+  void count(const std::vector<Part>& departures, const std::vector<Part>& arrivals);
   template <class Fill, class Read>
   Result pieces(std::uint64_t card, std::uint64_t longest, std::uint64_t piece_bytes, double timeout_s, Fill fill,
                 Read read);
@@ -102,6 +112,7 @@ class OrderedExchange {
   Word turn_{0};
   bool counted_ = false;     // for step `turn_`, whose wait a timeout has ended
   std::uint64_t piece_ = 0;  // of the collective that a timeout has ended
+  Traffic traffic_;
 };
 
 }  // namespace hvdlite

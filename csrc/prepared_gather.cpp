@@ -8,14 +8,14 @@
 
 namespace hvdlite {
 
-PreparedGather::PreparedGather(SmallGather& gather, ReadyCounts& counts, GatherShape shape, Patience patience)
-    : PreparedInNode(counts, &gather.places(), patience), gather_(gather), shape_(std::move(shape)) {
+PreparedGather::PreparedGather(SmallGather& gather, Windows windows, ReadyCounts& counts, GatherShape shape,
+                               Patience patience)
+    : PreparedInNode(counts, &gather.places(), patience), gather_(gather), windows_(windows), shape_(std::move(shape)) {
   const auto& own = shape_.numbers;
-  if (own.size() > gather.most_numbers() || bytes_of(own.data(), own.size()) > gather.room(own.size())) {
-    throw std::invalid_argument("PreparedGather: too much for one place");
-  }
-  for (std::uint32_t rank = 0; rank < gather.size(); ++rank) expected_.insert(expected_.end(), own.begin(), own.end());
-  rows_ = gather.size() * static_cast<std::uint64_t>(own.at(shape_.column));
+  if (own.size() > gather.most_numbers()) throw std::invalid_argument("PreparedGather: too many numbers");
+  std::vector<std::int64_t> all;
+  for (std::uint32_t rank = 0; rank < gather.size(); ++rank) all.insert(all.end(), own.begin(), own.end());
+  expect(std::move(all));
 }
 
 void PreparedGather::begin(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs) {
@@ -34,8 +34,9 @@ PreparedGather::Result PreparedGather::finish() {
     expect_the_same();
     return Result::kBegun;
   }
-  read();
   gather_.end();
+  if (!fits_) return result_of(exchange());
+  read();
   return Result::kDone;
 }
 
@@ -53,16 +54,23 @@ bool PreparedGather::is_as_expected() const {
   return true;
 }
 
-// Unless some rank had no room for all of it: such calls have to be done otherwise each time.
 void PreparedGather::expect_the_same() {
-  const std::size_t width = shape_.numbers.size();
+  std::vector<std::int64_t> told;
   for (std::uint32_t rank = 0; rank < gather_.size(); ++rank) {
-    if (bytes_of(gather_.numbers(rank), width) > gather_.room(width)) return;
+    const std::int64_t* const numbers = gather_.numbers(rank);
+    told.insert(told.end(), numbers, numbers + shape_.numbers.size());
   }
+  expect(std::move(told));
+}
+
+void PreparedGather::expect(std::vector<std::int64_t> numbers) {
+  const std::size_t width = shape_.numbers.size();
+  expected_ = std::move(numbers);
   rows_ = 0;
-  for (std::uint32_t rank = 0; rank < gather_.size(); ++rank) {
-    std::copy_n(gather_.numbers(rank), width, &expected_[rank * width]);
-    rows_ += static_cast<std::uint64_t>(expected_[rank * width + shape_.column]);
+  fits_ = true;
+  for (std::size_t i = 0; i < expected_.size(); i += width) {
+    rows_ += static_cast<std::uint64_t>(expected_[i + shape_.column]);
+    fits_ = fits_ && bytes_of(&expected_[i], width) <= gather_.room(width);
   }
 }
 
@@ -76,6 +84,23 @@ void PreparedGather::read() const {
     ascending_copy(at, bytes + bytes_of(numbers, shape_.column), taken);
     at += taken;
   }
+}
+
+OrderedExchange::Result PreparedGather::exchange() const {
+  const std::size_t width = shape_.numbers.size();
+  std::vector<OrderedExchange::Part> departures, arrivals;
+  std::uintptr_t from = source_, to = target_;
+  for (std::uint32_t rank = 0; rank < gather_.size(); ++rank) {
+    const std::int64_t sent = shape_.numbers[shape_.is_alltoall ? rank : 0];
+    departures.emplace_back(from, static_cast<std::uint64_t>(sent) * shape_.row_bytes);
+    from += departures.back().second;
+    const std::int64_t received = expected_[rank * width + shape_.column];
+    arrivals.emplace_back(to, static_cast<std::uint64_t>(received) * shape_.row_bytes);
+    to += arrivals.back().second;
+  }
+  OrderedExchange& exchange = windows_.exchange;
+  if (shape_.is_alltoall) return exchange.alltoall(windows_.card, departures, arrivals, patience_.timeout_s);
+  return exchange.spread(windows_.card, departures[0], arrivals, patience_.timeout_s);
 }
 
 }  // namespace hvdlite

@@ -1,4 +1,4 @@
-// An allgather, or alltoall, of few bytes that comes again and again as an operation of a frozen plan, in one call.
+// An allgather, or alltoall, that comes again and again as an operation of a frozen plan, in one call.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +15,16 @@ struct GatherShape {
   std::vector<std::int64_t> numbers;
   std::size_t column;
   std::uint64_t row_bytes;
+  bool is_alltoall;  // so that there is a number for each rank; else the rows are for all
 };
 
 // Callers make room for what the ranks gave the last time. Where they give something else `run` ends with kBegun: all
-// have told, and nothing was read (see SmallGather::run, which has it all then). The next time this is expected.
+// have told, and nothing was read (see SmallGather::run, which has it all then). The next time this is expected. Rows
+// for which there is no room beside the numbers go through windows.
 class PreparedGather : public PreparedInNode {
  public:
-  // `gather` and `counts` have to live as long. At first all ranks are expected to give what this one does, for which
-  // there has to be room.
-  PreparedGather(SmallGather& gather, ReadyCounts& counts, GatherShape shape, Patience patience);
+  // `gather`, `windows` and `counts` have to live as long. At first all ranks are expected to give what this one does.
+  PreparedGather(SmallGather& gather, Windows windows, ReadyCounts& counts, GatherShape shape, Patience patience);
 
   // Of the expected result.
   std::uint64_t result_rows() const override { return rows_; }
@@ -35,13 +36,17 @@ class PreparedGather : public PreparedInNode {
  private:
   bool is_as_expected() const;
   void expect_the_same();
+  void expect(std::vector<std::int64_t> numbers);
   void read() const;
+  OrderedExchange::Result exchange() const;
   std::uint64_t bytes_of(const std::int64_t* numbers, std::size_t columns) const;
 
   SmallGather& gather_;
+  Windows windows_;
   GatherShape shape_;
   std::vector<std::int64_t> expected_;  // rank by rank
   std::uint64_t rows_ = 0;
+  bool fits_ = false;  // there is room for what all are expected to give
   std::uintptr_t source_ = 0;
   std::uintptr_t target_ = 0;
 };

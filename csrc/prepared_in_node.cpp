@@ -36,6 +36,11 @@ ReadyCounts::Outcome PreparedInNode::await(std::uint64_t plan, std::uint64_t cou
   return counts_.await(plan, count, heard, until, std::chrono::microseconds(0));
 }
 
+PreparedInNode::Result PreparedInNode::result_of(OrderedExchange::Result result) {
+  if (result == OrderedExchange::Result::kOk) return Result::kDone;
+  return result == OrderedExchange::Result::kTimeout ? Result::kTimeout : Result::kAborted;
+}
+
 PreparedInNode::Result PreparedInNode::result_of(WaitStatus status) {
   if (status == WaitStatus::kOk) return Result::kDone;
   return status == WaitStatus::kTimeout ? Result::kTimeout : Result::kAborted;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "direct_call.h"
+#include "ordered_exchange.h"
 #include "places_in_turn.h"
 #include "ready_counts.h"
 #include "signal.h"
@@ -17,6 +18,12 @@ struct Patience {
   std::chrono::microseconds spin;
   double patience_s;
   double timeout_s;
+};
+
+// Windows for what is not small; `card`: what all ranks show there.
+struct Windows {
+  OrderedExchange& exchange;
+  std::uint64_t card;
 };
 
 // For `heard` and kDoneAndRung see ReadyCounts::await.
@@ -39,6 +46,7 @@ class PreparedInNode : public DirectCall {
   virtual Result finish() = 0;
 
   static Result result_of(WaitStatus status);
+  static Result result_of(OrderedExchange::Result result);
 
   const Patience patience_;
 

@@ -1,4 +1,4 @@
-// A reduce-scatter of few bytes that comes again and again as an operation of a frozen plan, in one call.
+// A reduce-scatter that comes again and again as an operation of a frozen plan, in one call.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,9 @@
 
 namespace hvdlite {
 
-// One tensor, of which this rank wants a part.
+// One tensor, of which each rank wants so many elements, in the order of ranks.
 struct ReduceScatterShape {
-  std::uint64_t numel;
-  SmallAllreduce::Part wanted;
+  std::vector<std::uint64_t> numels;
   DType dtype;       // of the tensor
   DType wire_dtype;  // in which it travels
   Op op;
@@ -24,20 +23,27 @@ struct ReduceScatterShape {
 
 class PreparedReduceScatter : public PreparedInNode {
  public:
-  // `small` and `counts` have to live as long.
-  PreparedReduceScatter(SmallAllreduce& small, ReadyCounts& counts, ReduceScatterShape shape, Patience patience);
+  // `small`, `windows` and `counts` have to live as long. What is not small travels as it is.
+  PreparedReduceScatter(SmallAllreduce& small, Windows windows, ReadyCounts& counts, ReduceScatterShape shape,
+                        Patience patience);
 
  protected:
   void begin(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs) override;
   Result finish() override;
 
  private:
+  static bool is_small(const ReduceScatterShape& shape, const SmallAllreduce& small);
   TensorReduction job() const;
+  OrderedExchange::Result exchange() const;
 
   SmallAllreduce& small_;
+  Windows windows_;
   ReduceScatterShape shape_;
+  std::uint64_t numel_;
+  SmallAllreduce::Part wanted_;
   TensorList input_;
   TensorList output_;
+  bool is_small_;
 };
 
 }  // namespace hvdlite

@@ -267,6 +267,9 @@ class OrderedExchange:
     ) -> int:
         """numels[r] elements at inputs[r] are this rank's part of what rank r gets at ``output``. Address 0 stands for
         zeros that nobody stored, and for a result that nobody wants."""
+    @property
+    def traffic(self) -> tuple[int, int, int, int]:
+        """What `alltoall` has moved between this rank and others so far, as `hvdlite.counters.Traffic` has it."""
     def leave(self) -> None:
         """From here on whoever waits for this rank learns that it will not come."""
     def late(self) -> list[int]:
@@ -336,6 +339,11 @@ class Patience:
         """``patience_s``: the longest wait until all ranks are ready, of which ``spin_us`` without sleep;
         ``timeout_s``: inside."""
 
+class Windows:
+    """For what is more than few bytes; ``card`` as of the methods of ``exchange``."""
+
+    def __init__(self, exchange: OrderedExchange, card: int) -> None: ...
+
 class PreparedInNode(DirectCall):
     """An operation of the ranks of a node. Source: csrc/prepared_in_node.cpp."""
 
@@ -366,14 +374,14 @@ class PreparedAllreduce(PreparedInNode):
         tensors live, ``numel`` elements."""
 
 class PreparedReduceScatter(PreparedInNode):
-    """Of one tensor of few bytes. Source: csrc/prepared_reduce_scatter.cpp."""
+    """Of one tensor, which travels as it is unless it is of few bytes. Source: csrc/prepared_reduce_scatter.cpp."""
 
     def __init__(
         self,
         small: SmallAllreduce,
+        windows: Windows,
         counts: ReadyCounts,
-        numel: int,
-        wanted: tuple[int, int],
+        numels: Sequence[int],
         dtype: int,
         wire_dtype: int,
         op: int,
@@ -381,10 +389,10 @@ class PreparedReduceScatter(PreparedInNode):
         postscale: float,
         patience: Patience,
     ) -> None:
-        """``wanted``: elements [begin, end) that this rank gets."""
+        """``numels``: elements that each rank gets."""
 
 class PreparedGather(PreparedInNode):
-    """An allgather or alltoall of few bytes. Source: csrc/prepared_gather.h.
+    """An allgather or alltoall. Source: csrc/prepared_gather.h.
 
     It is `BEGUN` where ranks give something else than was expected, which they are expected to give from then on:
     `SmallGather.run` has all of it then.
@@ -393,14 +401,22 @@ class PreparedGather(PreparedInNode):
     def __init__(
         self,
         gather: SmallGather,
+        windows: Windows,
         counts: ReadyCounts,
         numbers: Sequence[int],
         column: int,
         row_bytes: int,
+        is_alltoall: bool,
         patience: Patience,
     ) -> None:
         """``numbers``: of rows that this rank gives, one after the other; it gets those of ``column``, of each rank.
-        At first all are expected to give what this one does."""
+        At first all are expected to give what this one does. ``is_alltoall``: there is a number for each rank."""
+
+class PreparedBroadcast(PreparedInNode):
+    """Of one tensor, of more than few bytes. Source: csrc/prepared_broadcast.cpp."""
+
+    def __init__(self, windows: Windows, counts: ReadyCounts, bytes: int, root: int, patience: Patience) -> None:
+        """``root``: of the node. Input 0: this rank gives nothing."""
 
 class PreparedBarrier(PreparedInNode):
     def __init__(self, counts: ReadyCounts, patience: Patience) -> None: ...

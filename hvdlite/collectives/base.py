@@ -176,6 +176,7 @@ class Backend(ABC):
         numbers: Sequence[int],
         column: int,
         row_bytes: int,
+        is_alltoall: bool,
         patience_s: float,
         label: str,
     ) -> PreparedCall | None:
@@ -185,6 +186,7 @@ class Backend(ABC):
             numbers: of rows that this rank gives, one after the other.
             column: of the numbers of each rank, whose rows this rank gets.
             row_bytes: of a row.
+            is_alltoall: there is a number for each rank; else all get the same rows.
         """
         return None
 
@@ -199,6 +201,12 @@ class Backend(ABC):
         label: str,
     ) -> PreparedCall | None:
         """Likewise `reduce_scatter_tensors` of one tensor, of which each rank gets so many elements."""
+        return None
+
+    def prepare_broadcast(
+        self, counts: ReadyCounts, nbytes: int, root: int, patience_s: float, label: str
+    ) -> PreparedCall | None:
+        """Likewise `broadcast_tensors` of one tensor of rank ``root`` of this backend; other ranks give address 0."""
         return None
 
     def prepare_barrier(self, counts: ReadyCounts, patience_s: float, label: str) -> PreparedCall | None:

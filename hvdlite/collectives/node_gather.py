@@ -12,13 +12,17 @@ from hvdlite.memory.packets import Piece
 class NodeGather:
     """By way of ``places``, one of each rank, which other operations use as well.
 
+    Args:
+        exchange: by which the ranks give each other what is more.
+
     Attributes:
         native: for what does the same without Python.
     """
 
-    def __init__(self, places: _native.PlacesInTurn, waits: NodeWaits) -> None:
+    def __init__(self, places: _native.PlacesInTurn, exchange: _native.OrderedExchange, waits: NodeWaits) -> None:
         self.native = _native.SmallGather(places)
         self._places = places
+        self._exchange = exchange
         self._waits = waits
 
     def takes(self, width: int) -> bool:
@@ -28,6 +32,10 @@ class NodeGather:
     def room(self, width: int) -> int:
         """Bytes for which there is room beside them."""
         return self.native.room(width)
+
+    def late(self) -> list[int]:
+        """Ranks of the node for which this one has waited in vain, here or in what followed."""
+        return self._places.late() or self._exchange.late()
 
     def tell(self, numbers: Sequence[int], pieces: Sequence[Piece], label: str) -> list[list[int]]:
         """The ``numbers`` of all ranks, by rank; each has as many.

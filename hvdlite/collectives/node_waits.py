@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from hvdlite import _native
 from hvdlite.errors import CollectiveError
 
-WaitedIn = _native.Barrier | _native.PlacesInTurn | _native.OrderedExchange
+
+class WaitedIn(Protocol):
+    """Where a rank waits for others."""
+
+    def late(self) -> list[int]:
+        """Those of the node for which the last wait was in vain."""
 
 
 class NodeWaits:

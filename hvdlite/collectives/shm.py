@@ -67,7 +67,7 @@ class ShmBackend(Backend):
         self.exchange: ShmExchange | None = None
         if window_bytes:
             self.exchange = ShmExchange(node, self._waits, spin_us, recorder)
-            self.gather = NodeGather(self._places, self._waits)
+            self.gather = NodeGather(self._places, self.exchange.native, self._waits)
             self._windows = memory.allocate(_native.Barrier.STAGING_WINDOWS * self._window_bytes)
 
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
@@ -152,15 +152,18 @@ class ShmBackend(Backend):
         numbers: Sequence[int],
         column: int,
         row_bytes: int,
+        is_alltoall: bool,
         patience_s: float,
         label: str,
     ) -> PreparedCall | None:
-        gather = self.gather
-        if gather is None or not gather.takes(len(numbers)) or sum(numbers) * row_bytes > gather.room(len(numbers)):
+        gather, exchange = self.gather, self.exchange
+        if gather is None or exchange is None or not gather.takes(len(numbers)):
             return None
         patience = self._patience(patience_s)
-        native = _native.PreparedGather(gather.native, counts, numbers, column, row_bytes, patience)
-        return self._prepared(native, "exchange of sizes", label, self._places)
+        native = _native.PreparedGather(
+            gather.native, exchange.windows, counts, numbers, column, row_bytes, is_alltoall, patience
+        )
+        return self._prepared(native, "exchange of rows", label, gather)
 
     def prepare_reduce_scatter(
         self,
@@ -172,19 +175,23 @@ class ShmBackend(Backend):
         patience_s: float,
         label: str,
     ) -> PreparedCall | None:
-        if not self._scatters_at_once(numels, wire_dtype):
+        exchange, is_small = self.exchange, self._scatters_at_once(numels, wire_dtype)
+        if exchange is None or not (is_small or dtype is wire_dtype):
             return None
+        patience = self._patience(patience_s)
         native = _native.PreparedReduceScatter(
-            self._small,
-            counts,
-            sum(numels),
-            self._own_part(numels),
-            dtype,
-            wire_dtype,
-            *reduction,
-            self._patience(patience_s),
+            self._small, exchange.windows, counts, numels, dtype, wire_dtype, *reduction, patience
         )
-        return self._prepared(native, "reduce_scatter", label, self._places)
+        return self._prepared(native, "reduce_scatter", label, self._places if is_small else exchange.native)
+
+    def prepare_broadcast(
+        self, counts: _native.ReadyCounts, nbytes: int, root: int, patience_s: float, label: str
+    ) -> PreparedCall | None:
+        if self.exchange is None:
+            return None
+        patience = self._patience(patience_s)
+        native = _native.PreparedBroadcast(self.exchange.windows, counts, nbytes, root, patience)
+        return self._prepared(native, "broadcast", label, self.exchange.native)
 
     def prepare_barrier(self, counts: _native.ReadyCounts, patience_s: float, label: str) -> PreparedCall | None:
         native = _native.PreparedBarrier(counts, self._patience(patience_s))

@@ -23,10 +23,10 @@ class ShmExchange:
 
     Attributes:
         native: for who sees for itself that all ranks do the same.
+        windows: for calls that are prepared.
     """
 
     def __init__(self, node: Node, waits: NodeWaits, spin_us: int, recorder: Recorder) -> None:
-        self.traffic = Traffic()
         self._rank, self._size = node.local_rank, node.local_size
         self._waits = waits
         self._recorder = recorder
@@ -41,6 +41,12 @@ class ShmExchange:
             nbytes,
             _STREAMED_BYTES,
         )
+        self.windows = _native.Windows(self.native, _CARD)
+
+    @property
+    def traffic(self) -> Traffic:
+        """See `hvdlite.collectives.exchange.Exchange`."""
+        return Traffic(*self.native.traffic)
 
     def tell(self, numbers: Sequence[int], label: str) -> Sequence[Sequence[int]]:
         """See `hvdlite.collectives.exchange.Exchange`."""
@@ -57,11 +63,6 @@ class ShmExchange:
         arrivals = [*zip(accumulate(received, initial=target), received, strict=False)]
         with self._recorder.span(Lane.ALLTOALL, label, sum(sent)):
             self._expect_ok(self.native.alltoall(_CARD, departures, arrivals, self._waits.timeout_s), "alltoall", label)
-        for rank in range(self._size):
-            if rank != self._rank and sent[rank]:
-                self.traffic.sent(sent[rank])
-            if rank != self._rank and received[rank]:
-                self.traffic.received(received[rank])
 
     def _expect_ok(self, status: int, operation: str, label: str) -> None:
         self._waits.expect_ok(status, operation, label, self.native)

@@ -45,6 +45,7 @@ class Alltoall(Telling):
 
     label = "alltoall"
     lane = Lane.ALLTOALL
+    is_alltoall = True
     needs_all = True
     runs_on_device = False
 

@@ -21,6 +21,8 @@ from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.one_allreduce import OfTensors
 from hvdlite.operations.operation import MUST_TAKE_PART, Work, nothing
+from hvdlite.operations.prepared import PreparedOperation, Tensors
+from hvdlite.recorder import Lane
 
 
 def broadcast_async(
@@ -78,14 +80,19 @@ class Broadcast(OfTensors):
         if engine.rank == root and submission.inputs is not submission.outputs:  # it was prepared while that was little
             for given, wanted in zip(submission.inputs, submission.outputs, strict=True):
                 engine.memory.copy(wanted.address, given.address, given.nbytes)
-        tensors, nbytes = self.targets(engine, submission, self._layout), self._layout.end
-        engine.backend.broadcast_tensors(tensors, nbytes, root, staging=engine.staging(byte), label=label)
+        tensors = self.targets(engine, submission, self._layout)
+        engine.backend.broadcast_tensors(tensors, self.nbytes, root, staging=engine.staging(byte), label=label)
 
     @cached_property
     def _layout(self) -> Layout:
         """Of all tensors, as bytes: a broadcast does not care for types."""
         nbytes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in self.tensors]
         return Layout.of(nbytes, DType.UINT8, DType.UINT8)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors, as they lie one after the other."""
+        return self._layout.end
 
     def layout_in(self, engine: Engine) -> Layout | None:
         return self._layout if 0 < self._layout.nbytes <= engine.backend.small_bytes else None
@@ -95,3 +102,27 @@ class Broadcast(OfTensors):
 
     def reduced_by(self, engine: Engine, layout: Layout) -> Reduction:
         return SUM
+
+
+class PreparedBroadcast(PreparedOperation):
+    """``request`` of one tensor which is not small, as few bytes are an allreduce."""
+
+    lane = Lane.BROADCAST
+
+    @classmethod
+    def of(cls, group: Group, request: Broadcast) -> PreparedBroadcast | None:
+        """None where there is no such call."""
+        world, root = group.world, group.ranks.index(request.root_rank)
+        counts, patience_s = world.coordinator.counts, world.config.caller_patience_s
+        call = world.engine.backend.prepare_broadcast(counts, request.nbytes, root, patience_s, request.name)
+        if call is None:
+            return None
+        prepared = cls(group, request, call, request.nbytes)
+        prepared.gives = group.rank == root
+        return prepared
+
+    def submission(self, sequence: int, tensors: Tensors) -> Submission:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        inputs = self._views(tensors.inputs, tensors.owner)
+        outputs = inputs if tensors.outputs is tensors.inputs else self._views(tensors.outputs, tensors.owner)
+        return Submission(self.request, sequence, inputs, outputs)

@@ -45,8 +45,10 @@ class PreparedTelling(PreparedOperation):
         """None where there is no such call."""
         world = group.world
         counts, patience_s = world.coordinator.counts, world.config.caller_patience_s
-        column, (row_bytes,) = request.column(group.rank), request.row_bytes
-        call = world.engine.backend.prepare_gather(counts, numbers, column, row_bytes, patience_s, request.name)
+        (row_bytes,) = request.row_bytes
+        call = world.engine.backend.prepare_gather(
+            counts, numbers, request.column(group.rank), row_bytes, request.is_alltoall, patience_s, request.name
+        )
         return None if call is None else cls(group, request, call, numbers, resize)
 
     def ended(self, result: int, tensors: Tensors) -> Outcome:

@@ -47,6 +47,8 @@ class Telling(OneAllreduce):
 
     is_ragged = True
     repeats = True
+    is_alltoall: ClassVar[bool] = False
+    """Each rank gets other rows, and is told a number of its own."""
     lane: ClassVar[Lane]
     """In which the timeline shows it."""
 

@@ -14,8 +14,6 @@ from hvdlite.group import Group
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hvdlite.torch.shortcuts import Shortcuts
-
 
 class ProcessSet:
     """A set of ranks. Register it with `add_process_set`, or by init(process_sets=...), on all ranks of the job.
@@ -34,7 +32,8 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
         self.process_set_id: int | None = None
-        self.shortcuts: Shortcuts | None = None
+        self.shortcuts: Any = None
+        """See hvdlite/torch/shortcuts.py."""
         self.mpi_comm: MPI.Comm | None = None
         self._ranks: list[int] | None = None
         self._process_group: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] | None = None

@@ -1,4 +1,4 @@
-"""Allreduces and small broadcasts that a program does again and again, once ranks have agreed on their order.
+"""Allreduces and broadcasts that a program does again and again, once ranks have agreed on their order.
 
 Who waits for one has it done in one call; others are collected into bursts. Both look whether all is as it was before,
 and usual; what is not, or is a mistake, is for the ways of any other operation. What is as it was in the last period of
@@ -15,8 +15,8 @@ import torch
 
 from hvdlite.memory.base import Home
 from hvdlite.operations.allreduce import Allreduce
-from hvdlite.operations.broadcast import Broadcast
-from hvdlite.operations.prepared import prepared_once
+from hvdlite.operations.broadcast import Broadcast, PreparedBroadcast
+from hvdlite.operations.prepared import PreparedOperation, prepared_once
 from hvdlite.operations.prepared_allreduce import PreparedAllreduce
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.handle import Handle, HandleInBurst, label_of
@@ -101,9 +101,10 @@ def broadcast_at_once(
     if group is None or address is None or type(root_rank) is not int or root_rank not in group.ranks:
         return None
 
-    def prepare() -> PreparedAllreduce | None:
+    def prepare() -> PreparedOperation | None:
         view = view_of(contiguous_block(tensor, label_of("broadcast", name)))
-        return PreparedAllreduce.of(group, Broadcast.of(name, [view], root_rank, True), None)
+        request = Broadcast.of(name, [view], root_rank, True)
+        return PreparedAllreduce.of(group, request, None) or PreparedBroadcast.of(group, request)
 
     prepared = prepared_once(group, (Broadcast, name, root_rank, tensor.dtype, tensor.shape), prepare)
     if prepared is None:

@@ -1,5 +1,4 @@
-"""Likewise, as repeated.py has it of allreduces, operations within a node that move few rows between ranks; and
-barriers.
+"""Likewise, as repeated.py has it of allreduces, operations within a node that move rows between ranks; and barriers.
 
 Each returns None where nothing was done, and the operation must be started as any other.
 """
@@ -24,6 +23,7 @@ from hvdlite.torch.handle import label_of
 from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.reduce_options import ReduceOptions
 from hvdlite.torch.shortcuts import number, performed, preparing_group, show, usual_address
+from hvdlite.torch.start import new_result, will_be_written
 from hvdlite.torch.tensor_view import contiguous_block, view_of
 
 _NO_TENSOR = torch.empty(0, device="cpu")
@@ -92,7 +92,7 @@ def _told_at_once(
         rest = source.shape[1:]
         prepared = PreparedTelling.of(group, request(view_of(source)), given, _resized)
         if prepared is not None:
-            prepared.new_result = lambda tensor, rows: tensor.new_empty((rows, *rest))
+            prepared.new_result = lambda tensor, rows: new_result(tensor, (rows, *rest))
         return prepared
 
     prepared = prepared_once(group, (kind, name, tensor.dtype, tensor.shape), prepare)
@@ -107,6 +107,7 @@ def _told_at_once(
 def _resized(result: torch.Tensor, shape: tuple[int, ...]) -> TensorView:
     with torch.inference_mode(result.is_inference()):  # as that of the thread which has made it
         result.resize_(shape)
+    will_be_written(result)
     return view_of(result)
 
 
@@ -131,7 +132,7 @@ def scattered_at_once(
         prepared = PreparedReducescatter.of(group, Reducescatter.of(name, [view], reduction, wire_dtype))
         if prepared is not None:
             shape = prepared.rows, *tensor.shape[1:]
-            prepared.new_result = lambda tensor, _: tensor.new_empty(shape)
+            prepared.new_result = lambda tensor, _: new_result(tensor, shape)
         return prepared
 
     prepared = prepared_once(group, (Reducescatter, name, reduction, wire_dtype, tensor.dtype, tensor.shape), prepare)

@@ -38,7 +38,7 @@ def start_allreduce(
     sources = [contiguous_block(tensor, label) for tensor in tensors]
     if in_place and grouped:
         sources = _each_once(sources)
-    results = sources if in_place else [_new_result(source, tuple(source.shape)) for source in sources]
+    results = sources if in_place else [new_result(source, tuple(source.shape)) for source in sources]
     now = Now()
     inputs = views_of(sources, now)
     group = options.process_set.group()
@@ -79,7 +79,7 @@ def start_allgather(
 
     def allocate(index: int, shape: tuple[int, ...]) -> TensorView:
         with streaming[index]():
-            results[index] = _new_result(sources[index], shape)
+            results[index] = new_result(sources[index], shape)
             return view_of(results[index])
 
     group = check_process_set(process_set).group()
@@ -145,7 +145,7 @@ def start_reducescatter(
     for source in sources:
         bounds = row_bounds(source.shape[0], group.size)
         rows = bounds[group.rank + 1] - bounds[group.rank]
-        results.append(_new_result(source, (rows, *source.shape[1:])))
+        results.append(new_result(source, (rows, *source.shape[1:])))
     now = Now()
     pending = reducescatter_async(
         group,
@@ -179,7 +179,7 @@ def start_alltoall(
 
     def allocate(_: int, shape: tuple[int, ...]) -> TensorView:
         with streaming():
-            results.append(_new_result(source, shape))
+            results.append(new_result(source, shape))
             return view_of(results[0])
 
     pending = alltoall_async(group, view_of(source), counts, allocate, name=name, background=background)
@@ -204,12 +204,17 @@ def _each_once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return result
 
 
-def _new_result(source: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def new_result(source: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor beside ``source``, of its element type, that will be written."""
     result = new_empty(source, shape)
+    will_be_written(result)
+    return result
+
+
+def will_be_written(result: torch.Tensor) -> None:
+    """All of it, by an operation that gives it its first contents."""
     if result.nbytes >= LEAST_BYTES and not is_on_device(result):
         prefer_large_pages(result.data_ptr(), result.nbytes)
-    return result
 
 
 def _checked_splits(source: torch.Tensor, splits: torch.Tensor | None, size: int, label: str) -> list[int]:

@@ -255,7 +255,7 @@ def test_what_fails_in_the_middle_is_known_to_all(monkeypatch: pytest.MonkeyPatc
         raise MemoryError("no more of it")
 
     if hvd.rank() == 0:
-        monkeypatch.setattr("hvdlite.torch.start._new_result", refuse)
+        monkeypatch.setattr("hvdlite.torch.start.new_result", refuse)
         monkeypatch.setattr(torch.Tensor, "resize_", refuse)
     with pytest.raises(hvd.HorovodInternalError, match="no more of it|rank 0"):
         for number in range(3):
