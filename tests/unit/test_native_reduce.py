@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -210,6 +211,19 @@ def test_int64_is_exact_beyond_fp64() -> None:
     big = np.full(77, 2**53 + 1, np.int64)
     np.testing.assert_array_equal(reduced([big, big, big], DType.INT64), 3 * big)
     np.testing.assert_array_equal(reduced([big, -big, big], DType.INT64, ReduceOp.MAX), big)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("value", [2**53 + 1, -(2**53) - 1, 2**60 + 7])
+def test_the_average_of_int64_is_exact_beyond_fp64(count: int, value: int) -> None:
+    sources = [np.full(77, value + i, np.int64) for i in range(count)]
+    average = int(sum(int(source[0]) for source in sources) / Fraction(count))  # which truncates
+    np.testing.assert_array_equal(reduced(sources, DType.INT64, postscale=1 / count), np.full(77, average))
+
+
+def test_int64_is_exact_until_it_is_scaled() -> None:
+    sources = [np.full(77, value, np.int64) for value in (2**53 + 1, -(2**53))]
+    np.testing.assert_array_equal(reduced(sources, DType.INT64, postscale=2.5), np.full(77, 2))
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: dtype.label)
