@@ -62,9 +62,8 @@ class GradientCheck:
         """What ``config`` asks for; None: nothing."""
         if config.check_numerics == "off":
             return None
-        limit = math.inf
-        if reduce is not None and reduce.wire_dtype is DType.FLOAT16:
-            limit = _FLOAT16_LIMIT / abs(reduce.reduction.prescale or 1.0)
+        is_cast = reduce is not None and reduce.wire_dtype is DType.FLOAT16  # before it is scaled
+        limit = _FLOAT16_LIMIT if is_cast else math.inf
         return cls(raises=config.check_numerics == "raise", rank=rank, limit=limit)
 
     def end_step(self) -> None:
