@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "scaled_integer.h"
+#include "with_subnormals.h"
 
 namespace hvdlite {
 
@@ -73,6 +74,7 @@ Reducer::Reducer(DType dtype, Op op, double prescale, double postscale)
 
 void Reducer::reduce(const std::vector<std::uintptr_t>& destinations, const std::vector<std::uintptr_t>& sources,
                      std::uint64_t begin, std::uint64_t end) const {
+  const WithSubnormals computed;
   const auto* from = reinterpret_cast<const char* const*>(sources.data());
   const auto* to = reinterpret_cast<char* const*>(destinations.data());
   kernel_({from, sources.size(), to, destinations.size(), begin * item_bytes_, end * item_bytes_, prescale_, postscale_,

@@ -257,6 +257,18 @@ def test_every_half_rounds_like_torch(dtype: DType, op: ReduceOp) -> None:
         assert torch.equal(result.view(torch.int16)[number], expected.view(torch.int16)[number])
 
 
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: dtype.label)
+def test_subnormal_numbers_count_where_the_program_flushes_them(dtype: DType) -> None:
+    """Else two ranks that add up the same numbers could come to two results."""
+    smallest = np.full(33, 1, f"u{dtype.itemsize}").view(storage(dtype))  # by its bits
+    torch.set_flush_denormal(True)
+    try:
+        total = reduced([smallest] * 3, dtype)
+    finally:
+        torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(total.view(f"u{dtype.itemsize}"), np.full(33, 3))
+
+
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda dtype: dtype.label)
 def test_halves_round_once(dtype: DType) -> None:
     large = 2048.0 if dtype is DType.FLOAT16 else 256.0  # the next number is two away
