@@ -9,6 +9,10 @@
 namespace hvdlite {
 
 DeviceSegment::~DeviceSegment() {
+  if (getpid() != holding_->owner) {
+    static_cast<void>(holding_.release());
+    return;
+  }
   if (!holding_->is_in_use) return;
   // No stream is known here, and a thread that waited for all of them could be the one that others wait for.
   const Holding* holding = holding_.release();

@@ -1,6 +1,8 @@
 // Memory of a GPU with a copy per rank of a node, all of them mapped by every rank.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -16,7 +18,7 @@ namespace hvdlite {
 // This rank's allocation, and the others' beside it.
 //
 // Whoever drops it last need not wait for what is still enqueued on it: the memory goes when the device has done all
-// that it was given until then.
+// that it was given until then. A forked child has nothing of it: what the child drops is the parent's.
 class DeviceSegment {
  public:
   virtual ~DeviceSegment();
@@ -45,6 +47,7 @@ class DeviceSegment {
   struct Holding {
     virtual ~Holding() = default;
 
+    const pid_t owner = getpid();
     cuda::Context context = nullptr;
     std::size_t nbytes = 0;  // of a copy
     std::vector<std::uintptr_t> copies;

@@ -26,6 +26,11 @@ bool is_of(PyObject* gradient, const TensorKind& kind) {
          call(gradient, names().is_contiguous).ptr() == Py_True;
 }
 
+// Whether it reads as minus what is there, as of contiguous tensors only one of one element may.
+bool is_negated(PyObject* gradient, std::uint64_t numel) {
+  return numel == 1 && call(gradient, names().is_neg).ptr() == Py_True;
+}
+
 // Whether two tensors, of such a layout at these places, have some memory in common.
 bool overlap(const std::vector<std::uintptr_t>& addresses, const TensorList& layout, std::uint64_t item_bytes) {
   std::vector<std::pair<std::uintptr_t, std::uintptr_t>> places;  // begin, end
@@ -94,7 +99,8 @@ bool GradientSnapshot::locate(TensorList& tensors, const TensorKind& kind) const
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
     PyObject* gradient = gradients_[i].ptr();
     if (!is_of(gradient, kind)) return false;
-    if (number(call(gradient, names().numel)) != tensors.end(i) - tensors.begin(i)) return false;
+    const std::uint64_t numel = number(call(gradient, names().numel));
+    if (numel != tensors.end(i) - tensors.begin(i) || is_negated(gradient, numel)) return false;
     addresses.push_back(address_of(gradient));
   }
   if (overlap(addresses, tensors, number(attribute(kind.dtype, names().itemsize)))) return false;

@@ -35,7 +35,7 @@ class GradientSnapshot {
   bool are_unchanged(const pybind11::list& parameters) const;
 
   // Move `tensors` to where the noted gradients lie. False, and nothing is moved, unless each is of that kind, without
-  // gaps, of as many elements, and in memory that no other one has.
+  // gaps, of as many elements, not negated, and in memory that no other one has.
   bool locate(TensorList& tensors, const TensorKind& kind) const;
 
   // Whether a graph leads to one of the noted gradients.

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <glob.h>
 #include <link.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -12,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -183,7 +183,7 @@ std::string read(const Path& file) {
 void write(const Path& file, const std::string& text) {
   std::error_code ignored;
   std::filesystem::create_directories(file.parent_path(), ignored);
-  const Path own = file.string() + "." + std::to_string(getpid());
+  const Path own = file.string() + "." + std::to_string(std::random_device()());  // process ids repeat on other hosts
   std::ofstream stream(own, std::ios::binary);
   stream << text;
   stream.close();

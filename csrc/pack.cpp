@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "scaled_integer.h"
+#include "with_subnormals.h"
 
 namespace hvdlite {
 namespace {
@@ -57,6 +58,7 @@ class Mover {
     auto* to = reinterpret_cast<char*>(destination);
     const auto* from = reinterpret_cast<const char*>(source);
     if (!plain_copy_) {
+      const WithSubnormals computed;
       kernel_(to, from, numel, factor_);
     } else if (to != from) {  // else it lives at its place
       std::memcpy(to, from, numel * to_bytes_);

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "scaled_integer.h"
+#include "with_subnormals.h"
 
 namespace hvdlite {
 
@@ -46,13 +47,15 @@ ReduceKernel kernel_for(DType dtype, Op op, bool scaled) {
   }
 }
 
-// n where `factor` is 1 / n and multiplying with it would round twice; else 0.
-double divisor_of(double factor) {
+// n where `factor` is 1 / n and to multiply with it is not as good as to divide by n; else 0.
+double divisor_of(double factor, DType dtype) {
   constexpr double kAbove = 1 << 24;  // whole numbers below are exact in fp32
   const double n = std::nearbyint(1.0 / factor);
   int exponent = 0;
   const bool is_reciprocal = std::abs(n) < kAbove && 1.0 / n == factor;
-  return is_reciprocal && std::abs(std::frexp(n, &exponent)) != 0.5 ? n : 0.0;
+  const bool is_power_of_two = std::abs(std::frexp(n, &exponent)) == 0.5;
+  const bool is_as_good = is_power_of_two && (dtype != DType::kInt64 || std::abs(n) == 1.0);
+  return is_reciprocal && !is_as_good ? n : 0.0;
 }
 
 }  // namespace
@@ -61,7 +64,7 @@ Reducer::Reducer(DType dtype, Op op, double prescale, double postscale)
     : kernel_(kernel_for(dtype, op, prescale != 1.0 || postscale != 1.0)),
       prescale_(prescale),
       postscale_(postscale),
-      divisor_(divisor_of(postscale)) {
+      divisor_(divisor_of(postscale, dtype)) {
   if (kernel_ == nullptr) {
     throw std::invalid_argument("dtype " + std::to_string(static_cast<int>(dtype)) + " with op " +
                                 std::to_string(static_cast<int>(op)) + " does not reduce");
@@ -71,6 +74,7 @@ Reducer::Reducer(DType dtype, Op op, double prescale, double postscale)
 
 void Reducer::reduce(const std::vector<std::uintptr_t>& destinations, const std::vector<std::uintptr_t>& sources,
                      std::uint64_t begin, std::uint64_t end) const {
+  const WithSubnormals computed;
   const auto* from = reinterpret_cast<const char* const*>(sources.data());
   const auto* to = reinterpret_cast<char* const*>(destinations.data());
   kernel_({from, sources.size(), to, destinations.size(), begin * item_bytes_, end * item_bytes_, prescale_, postscale_,

@@ -37,6 +37,7 @@ template <class E>
 inline typename Lanes<E>::Value scale(typename Lanes<E>::Value value, double factor, double divisor = 0.0) {
   using Scalar = typename Lanes<E>::Scalar;
   if constexpr (std::is_integral<Scalar>::value) {
+    if (factor == 1.0 && divisor == 0.0) return value;  // of int64, too, which fp64 does not hold
     Scalar items[kVectorBytes / sizeof(Scalar)];
     store_unaligned(items, value);
     scale_integers(items, kVectorBytes / sizeof(Scalar), factor, divisor);

@@ -7,9 +7,11 @@
 namespace hvdlite {
 
 // value * factor in fp64, or value / divisor where that is not 0, truncated towards zero; out of range saturates, NaN
-// gives 0. Written without branches, so that loops over it become vector code.
+// gives 0. A divisor is a whole number, and neither 1 nor -1; int64, which fp64 does not hold, is divided as it is.
+// Written so that loops over it have no branches, and become vector code.
 template <class Integer>
 inline Integer scaled_integer(Integer value, double factor, double divisor = 0.0) {
+  if (sizeof(Integer) == 8 && divisor != 0.0) return value / static_cast<Integer>(divisor);
   using Limits = std::numeric_limits<Integer>;
   constexpr double kLowest = static_cast<double>(Limits::lowest());
   constexpr double kAbove = static_cast<double>(Limits::max() / 2 + 1) * 2.0;  // max() + 1, also where max() is no fp64

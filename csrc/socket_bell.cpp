@@ -52,7 +52,7 @@ void SocketBell::close() {
   if (getpid() == owner_) {
     is_stopping_ = true;
     const std::uint64_t one = 1;
-    if (write(stop_, &one, sizeof one) != sizeof one) is_robbed_ = true;
+    if (!is_robbed_ && write(stop_, &one, sizeof one) != sizeof one) is_robbed_ = true;
     pthread_join(thread_, nullptr);
   }
   if (is_robbed_) return;  // the numbers may be somebody else's by now

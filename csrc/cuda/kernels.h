@@ -91,6 +91,8 @@ HVDLITE_DEVICE_FUNCTION Integer scaled(Integer value, double factor, double divi
   constexpr Integer kLowest =
       static_cast<Integer>(-1 - kHighest) < 0 ? static_cast<Integer>(-1 - kHighest) : Integer(0);
   constexpr double kAbove = static_cast<double>(1ull << (kValueBits - 1)) * 2.0;
+  if (sizeof(Integer) == 8 && divisor != 0.0) return value / static_cast<Integer>(divisor);
+  if (factor == 1.0 && divisor == 0.0) return value;
   const double whole = static_cast<double>(value);
   const double exact = divisor == 0.0 ? whole * factor : whole / divisor;
   if (exact != exact) return 0;

@@ -10,7 +10,7 @@ A backend moves and reduces the bytes of buffers of its `memory`, between its `s
 - The result is the same to the last bit on every rank, and does not depend on timing.
 - Sizes of 0 and 1 element work. Element counts are 64-bit.
 - 16-bit floats are summed in fp32 and rounded once in a node and after every addition across nodes; integers wrap;
-  integer scales are applied in fp64 and truncated.
+  integer scales are applied in fp64 and truncated, but for the division of an average, which is exact before it is.
 - Only one thread calls a backend, but for `wake`. Where a peer does not come, the call or the wait raises
   `CollectiveError` (naming the ranks) once the world has failed or ``collective_timeout_s`` has passed; it never waits
   silently.

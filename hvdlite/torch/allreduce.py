@@ -104,7 +104,7 @@ def allreduce(
         name: the same on every rank; unnamed operations are counted, and must come in the same order on every rank.
         compression: of what travels.
         op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`. Integers are scaled in fp64 and
-            truncated, 16-bit floats are added in fp32.
+            truncated; so is their average, but by a division without fp64. 16-bit floats are added in fp32.
         prescale_factor: multiplies before.
         postscale_factor: multiplies after.
         process_set: who takes part.

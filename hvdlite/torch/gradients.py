@@ -108,6 +108,7 @@ class Slot:
             and gradient.dtype is self.dtype
             and gradient.numel() == self.numel
             and (gradient.is_contiguous() if self.is_contiguous else gradient.stride() == self.strides)
+            and not gradient.is_neg()
         ):
             return gradient
         return self._laid_out(gradient)
@@ -192,6 +193,7 @@ class Slot:
             gradient = gradient.to_dense()
         self._check(gradient)
         check_memory(gradient, f"the gradient of '{self.name}'")
+        gradient = gradient.resolve_neg()  # the imaginary part of a conjugate reads as minus what is there
         if _same_layout(gradient, self.strides):
             return gradient
         return torch.empty_strided(gradient.shape, self.strides, dtype=self.dtype, device=gradient.device).copy_(

@@ -46,12 +46,14 @@ class GradientCheck:
         raises: what is found, rather than to warn of it.
         rank: for messages.
         limit: what the gradients may not exceed on their way, besides.
+        sparse_limit: likewise of those that are reduced as sparse ones.
     """
 
-    def __init__(self, *, raises: bool, rank: int, limit: float = math.inf) -> None:
+    def __init__(self, *, raises: bool, rank: int, limit: float = math.inf, sparse_limit: float = math.inf) -> None:
         self._raises = raises
         self._rank = rank
         self._limit = limit
+        self._sparse_limit = sparse_limit
         self._step = 1
         self._first = self._last = -1  # of the latest steps in a row in which something was found
         self._was_told = False  # of these
@@ -62,10 +64,12 @@ class GradientCheck:
         """What ``config`` asks for; None: nothing."""
         if config.check_numerics == "off":
             return None
-        limit = math.inf
-        if reduce is not None and reduce.wire_dtype is DType.FLOAT16:
-            limit = _FLOAT16_LIMIT / abs(reduce.reduction.prescale or 1.0)
-        return cls(raises=config.check_numerics == "raise", rank=rank, limit=limit)
+        raises = config.check_numerics == "raise"
+        if reduce is None or reduce.wire_dtype is not DType.FLOAT16:
+            return cls(raises=raises, rank=rank)
+        # They are cast before they are scaled, and sparse ones afterwards.
+        sparse_limit = _FLOAT16_LIMIT / abs(reduce.reduction.prescale or 1.0)
+        return cls(raises=raises, rank=rank, limit=_FLOAT16_LIMIT, sparse_limit=sparse_limit)
 
     def end_step(self) -> None:
         self._step += 1
@@ -78,7 +82,8 @@ class GradientCheck:
         """
         # Small gradients are in one block by now, and to look at each would take longer than to add them up.
         if not bucket.loads_views or not self._are_fine(bucket.loaded[0]):
-            self.look_at([(slot.name, slot.param) for slot in bucket.slots if slot.active])
+            limit = self._sparse_limit if bucket.slots[0].is_sparse else self._limit
+            self._look_at([(slot.name, slot.param) for slot in bucket.slots if slot.active], limit)
 
     def _are_fine(self, views: Sequence[TensorView]) -> bool:
         """Whether all elements are; False where nobody knows."""
@@ -91,12 +96,16 @@ class GradientCheck:
 
     def look_at(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """`look`, at the gradients of parameters with their names."""
+        self._look_at(named, self._limit)
+
+    def _look_at(self, named: Sequence[tuple[str, torch.Tensor]], limit: float) -> None:
         gradients = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        found = self._first_beyond([_Gradient(name, _memory_of(gradient)) for name, gradient in gradients])
+        found = self._first_beyond([_Gradient(name, _memory_of(gradient)) for name, gradient in gradients], limit)
         if found is not None:
             self._note(found)
 
-    def _first_beyond(self, gradients: Sequence[_Gradient]) -> _Gradient | None:
+    @staticmethod
+    def _first_beyond(gradients: Sequence[_Gradient], limit: float) -> _Gradient | None:
         on_host = [gradient for gradient in gradients if gradient.tensor.is_cpu]
         for dtype in {gradient.tensor.dtype for gradient in on_host}:
             alike = [gradient for gradient in on_host if gradient.tensor.dtype is dtype]
@@ -104,7 +113,7 @@ class GradientCheck:
                 [tensor.data_ptr() for _, tensor in alike],
                 [tensor.numel() for _, tensor in alike],
                 dtype_of(dtype),
-                self._limit,
+                limit,
             )
             if place >= 0:
                 return alike[place]
@@ -112,11 +121,8 @@ class GradientCheck:
         if not elsewhere:
             return None
         # One wait for the GPU for all of them.
-        fine = torch.stack([self._is_fine(tensor).all() for _, tensor in elsewhere])
+        fine = torch.stack([_is_fine(tensor, limit).all() for _, tensor in elsewhere])
         return next((gradient for gradient, is_fine in zip(elsewhere, fine.tolist(), strict=True) if not is_fine), None)
-
-    def _is_fine(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.isfinite() if math.isinf(self._limit) else tensor.abs() <= self._limit
 
     def _note(self, found: _Gradient) -> None:
         """Once for steps in a row; of those that a GradScaler skips, once there are too many."""
@@ -149,6 +155,10 @@ class GradientCheck:
             f"step {self._step}: the gradient of '{found.name}' on rank {self._rank} has {has} among its "
             f"{values.numel():,} elements"
         )
+
+
+def _is_fine(tensor: torch.Tensor, limit: float) -> torch.Tensor:
+    return tensor.isfinite() if math.isinf(limit) else tensor.abs() <= limit
 
 
 def _memory_of(gradient: torch.Tensor) -> torch.Tensor:

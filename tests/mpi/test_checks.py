@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
-from hvdlite.errors import DivergenceError
+from hvdlite.errors import DivergenceError, NumericsError
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 
@@ -231,3 +231,26 @@ def test_every_kind_of_bucket_is_looked_at(
         last = hvd.size() - 1
         wanted = [f"step {2 + 2 * i}: the gradient of '{name}' on rank {last}" for i, name in enumerate(names)]
         assert told == (wanted if is_last() else [])
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_float16_makes_infinite_is_found_and_nothing_else(sparse: bool) -> None:
+    """Sparse gradients are divided before they are cast, and others afterwards."""
+    with running(CHECK_NUMERICS="raise"):
+        table = torch.nn.Embedding(10, 100, sparse=sparse)
+        optimizer = wrap(table, torch.optim.SGD, compression=hvd.Compression.fp16, gradient_predivide_factor=4.0)
+
+        def reduce(value: float) -> None:
+            optimizer.zero_grad()
+            (table(torch.arange(4)) * value).sum().backward()
+            optimizer.synchronize()
+            assert table.weight.grad is not None
+            assert table.weight.grad.to_dense().isfinite().all()
+
+        for _ in range(3):
+            reduce(6e4)
+        if sparse:
+            reduce(1e5)
+        else:
+            with pytest.raises(NumericsError, match="values up to 100000, which are Inf in float16"):
+                reduce(1e5)

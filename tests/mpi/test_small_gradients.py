@@ -150,3 +150,16 @@ def test_gradients_that_no_backward_has_made_may_have_gaps() -> None:
             p.grad = torch.stack([weight, -weight], dim=1)[:, 0]
         optimizer.step()
         check(parameters)
+
+
+def test_one_that_torch_has_negated_on_a_rank_counts_as_what_it_reads() -> None:
+    p = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.0), op=hvd.Sum)
+    for step in range(4):
+        optimizer.zero_grad()
+        z = torch.complex(torch.zeros(1), p)
+        (z.conj() * 1j if hvd.rank() == 0 else z * -1j).real.sum().backward()
+        assert p.grad is not None
+        assert step == 0 or p.grad.is_neg() == (hvd.rank() == 0)
+        optimizer.step()
+        assert p.grad.tolist() == [hvd.size()]

@@ -186,6 +186,22 @@ def test_the_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
         assert b"libnvrtc cannot compile them" in multicast.stderr
 
 
+def test_processes_of_one_number_that_keep_kernels_at_a_time(kernels: Path, tmp_path: Path) -> None:
+    """As those of two hosts or containers may be, which share a directory."""
+    library = nvrtc()
+    if library is None:
+        pytest.skip("there is no libnvrtc; pip install nvidia-cuda-nvrtc")
+    environment = {"LD_LIBRARY_PATH": str(library)}
+    compile_into = f'"{kernels}" compile kernels "{tmp_path}"'
+    first = subprocess.run(compile_into, shell=True, env=environment, capture_output=True)
+    (kept,) = tmp_path.iterdir()
+    other = f'mv "{kept}" "{kept}.$$" && exec {compile_into}'  # which keeps its number
+    assert subprocess.run(other, shell=True, env=environment, capture_output=True).stdout == first.stdout
+    assert kept.read_bytes() == first.stdout
+    (theirs,) = tmp_path.glob(f"{kept.name}.*")
+    assert theirs.read_bytes() == first.stdout
+
+
 def test_without_a_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
     if nvrtc() is not None and not os.environ.get("LD_LIBRARY_PATH"):
         pytest.skip("there is a libnvrtc, which cannot be hidden")

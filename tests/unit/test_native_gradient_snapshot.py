@@ -124,6 +124,14 @@ def test_those_of_another_type_or_size_are_refused() -> None:
     assert located(doubles) is None
 
 
+def test_one_that_reads_as_minus_what_is_there_is_refused() -> None:
+    one = torch.nn.Parameter(torch.zeros(1))
+    one.grad = torch.full((1,), 2j).imag
+    assert located([one], (1,)) == [2.0]
+    one.grad = torch.full((1,), 2j).conj().imag
+    assert located([one], (1,)) is None
+
+
 @pytest.mark.parametrize("shift", [0, 1, 5])
 def test_those_that_share_memory_are_refused(shift: int) -> None:
     """As autograd makes them of ``p[None] + q[None]``: to write one would change the other."""

@@ -232,3 +232,15 @@ def test_lists_must_make_sense() -> None:
         _native.TensorList([1, 2], [5, 5], [0, 4])
     with pytest.raises(ValueError, match="ascend and not overlap"):
         _native.TensorList([1, 2], [5, 5], [5, 0])
+
+
+@pytest.mark.parametrize(("source", "to"), [(DType.FLOAT64, DType.FLOAT32), (DType.BFLOAT16, DType.FLOAT64)])
+def test_casts_keep_subnormal_numbers_where_the_program_flushes_them(source: DType, to: DType) -> None:
+    tiny = torch.arange(33, dtype=torch.int64) * 2.0**-133
+    given, expected = tiny.to(TORCH[source]), tiny.to(TORCH[to])
+    torch.set_flush_denormal(True)
+    try:
+        got = cast(given, to)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(got, expected)

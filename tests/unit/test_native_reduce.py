@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -212,6 +213,19 @@ def test_int64_is_exact_beyond_fp64() -> None:
     np.testing.assert_array_equal(reduced([big, -big, big], DType.INT64, ReduceOp.MAX), big)
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("value", [2**53 + 1, -(2**53) - 1, 2**60 + 7])
+def test_the_average_of_int64_is_exact_beyond_fp64(count: int, value: int) -> None:
+    sources = [np.full(77, value + i, np.int64) for i in range(count)]
+    average = int(sum(int(source[0]) for source in sources) / Fraction(count))  # which truncates
+    np.testing.assert_array_equal(reduced(sources, DType.INT64, postscale=1 / count), np.full(77, average))
+
+
+def test_int64_is_exact_until_it_is_scaled() -> None:
+    sources = [np.full(77, value, np.int64) for value in (2**53 + 1, -(2**53))]
+    np.testing.assert_array_equal(reduced(sources, DType.INT64, postscale=2.5), np.full(77, 2))
+
+
 @pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.label)
 def test_nan_and_infinity(dtype: DType, op: ReduceOp) -> None:
@@ -241,6 +255,18 @@ def test_every_half_rounds_like_torch(dtype: DType, op: ReduceOp) -> None:
         assert torch.equal(result[number], expected[number])
     else:
         assert torch.equal(result.view(torch.int16)[number], expected.view(torch.int16)[number])
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=lambda dtype: dtype.label)
+def test_subnormal_numbers_count_where_the_program_flushes_them(dtype: DType) -> None:
+    """Else two ranks that add up the same numbers could come to two results."""
+    smallest = np.full(33, 1, f"u{dtype.itemsize}").view(storage(dtype))  # by its bits
+    torch.set_flush_denormal(True)
+    try:
+        total = reduced([smallest] * 3, dtype)
+    finally:
+        torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(total.view(f"u{dtype.itemsize}"), np.full(33, 3))
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda dtype: dtype.label)

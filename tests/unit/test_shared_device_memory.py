@@ -37,7 +37,12 @@ theirs, (file,), _, _ = socket.recv_fds(link, 64, 1)
 segment.map([theirs, b""], [file, -1], 1)
 os.close(file)
 link.send(b"mapped")
-if link.recv(6) == b"forks" and os.fork() == 0:
+word = link.recv(6)
+if word in (b"forks", b"drops") and os.fork() == 0:
+    if word == b"drops":
+        del segment
+    signal.pause()
+if word == b"drops":
     signal.pause()
 del segment
 signal.pause()
@@ -111,6 +116,20 @@ def test_it_is_freed_when_the_others_have_closed_it(cuda: Driver, word: bytes, r
     time.sleep(HOLD_S)
     assert cuda.has(own)
     peer.end(word)
+    assert goes(cuda, own)
+
+
+def test_a_forked_child_that_drops_it_has_closed_nothing(cuda: Driver, request: pytest.FixtureRequest) -> None:
+    segment = _native.HandleSegment(0, 1)
+    peer = Peer(segment)
+    request.addfinalizer(peer.close)
+    own, other = segment.copies
+    del segment
+    assert goes(cuda, other)
+    peer.end(b"drops")
+    time.sleep(HOLD_S)
+    assert cuda.has(own)
+    peer.close()
     assert goes(cuda, own)
 
 
