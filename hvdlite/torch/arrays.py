@@ -45,13 +45,14 @@ def takes_arrays(*, in_place: bool = False) -> Callable[[Callable[P, R]], Callab
 
 
 def takes_groups_of_arrays(*, in_place: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """As `takes_arrays`, of an operation whose first argument is a sequence of tensors, or of arrays, or of both."""
+    """As `takes_arrays`, of an operation whose first argument is an iterable of tensors, or of arrays, or of both."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         operation: Callable[..., Any] = function
 
         @wraps(function)
         def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = list(tensors)  # what is a generator can be read once
             if not any(map(_is_array, tensors)):
                 return operation(tensors, *args, **kwargs)
             label = partial(_label, operation, tensors, args, kwargs)
