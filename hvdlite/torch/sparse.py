@@ -152,4 +152,6 @@ def _coo(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool | None = None
 ) -> torch.Tensor:
     # Indices come from tensors, so they are valid; torch warns where nobody says whether it shall check them.
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+    return torch.sparse_coo_tensor(
+        indices, values, shape, device=values.device, check_invariants=False, is_coalesced=is_coalesced
+    )

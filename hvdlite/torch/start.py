@@ -226,7 +226,7 @@ def _checked_splits(source: torch.Tensor, splits: torch.Tensor | None, size: int
         if rows % size:
             raise ValueError(f"{label}: {rows} rows do not divide into {size} equal parts; pass splits")
         return [rows // size] * size
-    counts = torch.as_tensor(splits)
+    counts = torch.as_tensor(splits, device="cpu")
     if counts.dim() != 1 or counts.dtype.is_floating_point or counts.dtype in (torch.bool, torch.complex64):
         raise ValueError(f"{label}: splits must be a tensor of one dimension of integers, got {splits!r}")
     listed: list[int] = counts.tolist()

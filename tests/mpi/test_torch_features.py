@@ -212,6 +212,19 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+def test_another_default_device() -> None:
+    """It is for tensors of the program: results are where the tensors are that were given."""
+    size, rank = hvd.size(), hvd.rank()
+    rows, splits = torch.arange(size), torch.ones(size, dtype=torch.int32)
+    own = torch.sparse_coo_tensor([[0, rank]], torch.ones(2), (size,), check_invariants=True)
+    with torch.device("meta"):
+        total = hvd.sparse_allreduce_async(own, None, hvd.Sum)()
+        exchanged, received = hvd.alltoall(rows, splits)
+    assert total.to_dense().tolist() == [size + 1.0] + [1.0] * (size - 1)
+    assert exchanged.tolist() == [rank] * size
+    assert torch.equal(received, splits)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(use_reentrant: bool) -> None:
     model = net(Checkpointed)
