@@ -26,8 +26,16 @@ class SplitModule(nn.Module):
         """Hold this rank's part of the parameters of ``whole``, as copies.
 
         Raises:
-            ValueError: they cannot be divided among the ranks.
+            ValueError: they cannot be divided among the ranks; or ``whole`` has others than this layer, as one whose
+                weight is parametrized.
         """
+        own_names = {name for name, _ in self.named_parameters()}  # none in a layer that is being made
+        names = {name for name, _ in (*whole.named_parameters(), *whole.named_buffers())}
+        if own_names and names != own_names:
+            raise ValueError(
+                f"a {type(whole).__name__} with {', '.join(sorted(names))} cannot be split: a {type(self).__name__} "
+                f"has {', '.join(sorted(own_names))}. Remove parametrizations, pruning and adapters before."
+            )
         for name, parameter in whole.named_parameters(recurse=False):
             part = self.parts.get(name)
             own = parameter.detach().clone() if part is None else part.of(parameter, self.team.rank, self.team.size)

@@ -11,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch.compiler import disable, is_dynamo_compiling
 
 from hvdlite.torch import device
+from hvdlite.torch.eager import eager
 from hvdlite.torch.handle import Handle
 
 P = ParamSpec("P")
@@ -34,6 +36,8 @@ def takes_arrays(*, in_place: bool = False) -> Callable[[Callable[P, R]], Callab
 
         @wraps(function)
         def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():  # as `eager`, without another call
+                return disable(call)(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
             if isinstance(tensor, torch.Tensor) or not _is_array(tensor):
                 return operation(tensor, *args, **kwargs)
             imported = _Imported(tensor, partial(_label, operation, tensor, args, kwargs), in_place)
@@ -45,13 +49,15 @@ def takes_arrays(*, in_place: bool = False) -> Callable[[Callable[P, R]], Callab
 
 
 def takes_groups_of_arrays(*, in_place: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """As `takes_arrays`, of an operation whose first argument is a sequence of tensors, or of arrays, or of both."""
+    """As `takes_arrays`, of an operation whose first argument is an iterable of tensors, or of arrays, or of both."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         operation: Callable[..., Any] = function
 
+        @eager
         @wraps(function)
         def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = list(tensors)  # what is a generator can be read once
             if not any(map(_is_array, tensors)):
                 return operation(tensors, *args, **kwargs)
             label = partial(_label, operation, tensors, args, kwargs)

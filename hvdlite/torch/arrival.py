@@ -21,6 +21,7 @@ from torch.autograd import Variable
 
 from hvdlite import _native
 from hvdlite.errors import UsageError
+from hvdlite.torch.eager import eager
 from hvdlite.torch.gradients import Bucket, Slot
 from hvdlite.torch.hooks import Hook, HookForNow, hook_for_good
 
@@ -181,6 +182,7 @@ class Arrival:
 
     # In backward.
 
+    @eager
     def _on_gradient(self, slot: Slot, _: torch.Tensor) -> None:
         if self._is_paused or not (self.order or self._begin()):
             return
@@ -206,6 +208,7 @@ class Arrival:
         if bucket.missing == 0:
             self._complete(bucket)
 
+    @eager
     def _on_first(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The gradient that should come first, of the only bucket."""
         self._on_gradient(slot, parameter)
@@ -214,6 +217,7 @@ class Arrival:
             self._snapshot.take(self._inner_parameters)
             Variable._execution_engine.queue_callback(self.count_unseen)
 
+    @eager
     def _on_last(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The gradient that should come last, of the only bucket."""
         if self._is_paused:
@@ -234,6 +238,7 @@ class Arrival:
             self.count_unseen()
             self._on_gradient(slot, parameter)
 
+    @eager
     def count_unseen(self) -> None:
         """Count the gradients that have come to inner slots without hooks; unless all have come in their order."""
         if not self._inner or self._came_as_expected:

@@ -44,7 +44,7 @@ def broadcast(
     """The tensor of rank ``root_rank``, on every rank; differentiable.
 
     Args:
-        tensor: of the same shape and dtype on every rank, any dtype.
+        tensor: of the same shape and dtype on every rank; bool as well.
         root_rank: the global rank.
 
     Returns:

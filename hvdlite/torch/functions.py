@@ -14,11 +14,13 @@ import hvdlite
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.broadcast import broadcast_
 from hvdlite.torch.device import is_on_device
+from hvdlite.torch.eager import eager
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.start import start_broadcast
 
 
+@eager
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor],
     root_rank: int,
@@ -58,6 +60,7 @@ def _broadcast_now(
     start_broadcast(tensors, root_rank, name, names, process_set, background=False).synchronize()
 
 
+@eager
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,
@@ -125,6 +128,7 @@ def _check_same_groups(optimizer: torch.optim.Optimizer, process_set: ProcessSet
             )
 
 
+@eager
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -145,6 +149,7 @@ def broadcast_object(
     return obj if payload is not None else _unpickled(received, root_rank)
 
 
+@eager
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """The ``obj`` of every rank, in the order of ranks: whatever cloudpickle can pickle, of any size.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -74,8 +75,9 @@ class GradientOptimizer(WrappedOptimizer):
 
         Raises DivergenceError, on all ranks after the step, where HVDLITE_CHECK_EVERY finds that they differ.
 
-        With ``closure`` gradients are synchronized each time that it has been called, and the loss that it returns is
-        reduced like them, so that an optimizer that decides by the loss (LBFGS) decides alike on every rank.
+        With ``closure`` gradients are synchronized each time that it has been called, and the loss that it returns, a
+        tensor or a number, is reduced like them, so that an optimizer that decides by the loss (LBFGS) decides alike on
+        every rank.
         """
         if closure is not None:
             self.synchronize_pending()
@@ -114,13 +116,18 @@ class GradientOptimizer(WrappedOptimizer):
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         options = self._hvd_reducer.options.reduce
 
+        def reduced(loss: torch.Tensor) -> torch.Tensor:
+            return allreduce(loss, op=options.reduction.op, process_set=options.process_set)
+
         def synchronized_closure() -> Any:
             loss = closure()
             if self._hvd_should_synchronize:
                 self.synchronize()
-            if isinstance(loss, torch.Tensor) and self._hvd_reducer.is_distributed:
-                loss = allreduce(loss.detach(), op=options.reduction.op, process_set=options.process_set)
-            return loss
+            if not self._hvd_reducer.is_distributed:
+                return loss
+            if isinstance(loss, numbers.Real):
+                return reduced(torch.tensor(float(loss), dtype=torch.float64, device="cpu")).item()
+            return reduced(loss.detach()) if isinstance(loss, torch.Tensor) else loss
 
         return synchronized_closure
 

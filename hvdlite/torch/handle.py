@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch.compiler import disable, is_dynamo_compiling
 
 from hvdlite.coordinator.burst import Burst
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
+from hvdlite.torch.eager import eager
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -51,6 +53,7 @@ class Handle(Generic[T]):
         """Whether `synchronize` would return, or raise, at once."""
         return self._pending.poll()
 
+    @eager
     def synchronize(self) -> T:
         """Sleep until the operation is complete.
 
@@ -101,6 +104,8 @@ class HandleInBurst(Handle[torch.Tensor]):
 
     def synchronize(self) -> torch.Tensor:
         """See `Handle`."""
+        if is_dynamo_compiling():  # as `eager`, without another call
+            return disable(self.synchronize)()  # type: ignore[no-untyped-call, no-any-return]
         burst = self._burst
         if burst.has_succeeded:  # as most have that are waited for after others
             burst.ask()

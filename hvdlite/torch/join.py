@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from hvdlite.operations import join as operations
 from hvdlite.recorder import Lane
+from hvdlite.torch.eager import eager
 from hvdlite.torch.process_set import global_process_set
 
 
+@eager
 def join(device: int = -1) -> int:
     """Wait until every rank has called it, and take part meanwhile in what the others reduce, sparse gradients as well.
 

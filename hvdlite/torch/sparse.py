@@ -9,6 +9,7 @@ import torch
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import MismatchError, UsageError
 from hvdlite.rank_list import rank_list
+from hvdlite.torch.eager import eager
 from hvdlite.torch.handle import only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum, check_op, reduce_options
@@ -18,6 +19,7 @@ from hvdlite.torch.tensor_view import check_tensor, torch_dtype
 _HEADER = 4  # integers before the shape: nnz, op, sparse_dim, number of dimensions
 
 
+@eager
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
@@ -79,6 +81,7 @@ class SparseReduction:
         )
         self._result: torch.Tensor | None = None
 
+    @eager
     def wait(self) -> torch.Tensor:
         """Sleep until it is complete; its result. Raises what it ended in, when nothing of it is in flight any more."""
         if self._result is None:
@@ -149,4 +152,6 @@ def _coo(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...], is_coalesced: bool | None = None
 ) -> torch.Tensor:
     # Indices come from tensors, so they are valid; torch warns where nobody says whether it shall check them.
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False, is_coalesced=is_coalesced)
+    return torch.sparse_coo_tensor(
+        indices, values, shape, device=values.device, check_invariants=False, is_coalesced=is_coalesced
+    )

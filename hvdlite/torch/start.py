@@ -18,12 +18,14 @@ from hvdlite.operations.broadcast import broadcast_async
 from hvdlite.operations.prepared_allreduce import allreduce_now
 from hvdlite.operations.reducescatter import reducescatter_async, row_bounds
 from hvdlite.torch.device import Now, is_on_device, new_empty, streaming_like
+from hvdlite.torch.eager import eager
 from hvdlite.torch.handle import Handle, label_of
 from hvdlite.torch.process_set import ProcessSet, check_process_set
 from hvdlite.torch.reduce_options import ReduceOptions
 from hvdlite.torch.tensor_view import contiguous_block, copied_back, view_of, views_of
 
 
+@eager
 def start_allreduce(
     tensors: Sequence[torch.Tensor],
     name: str | None,
@@ -56,6 +58,7 @@ def start_allreduce(
     return Handle(pending, group.recorder, label, lambda: copied_back(kept, results) if in_place else results)
 
 
+@eager
 def start_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None,
@@ -95,6 +98,7 @@ def start_allgather(
     return Handle(pending, group.recorder, label, lambda: [results[i] for i in range(len(sources))])
 
 
+@eager
 def start_broadcast(
     tensors: Sequence[torch.Tensor],
     root_rank: int,
@@ -127,6 +131,7 @@ def start_broadcast(
     return Handle(pending, group.recorder, label, lambda: copied_back(kept, results))
 
 
+@eager
 def start_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None,
@@ -160,6 +165,7 @@ def start_reducescatter(
     return Handle(pending, group.recorder, label, lambda: results)
 
 
+@eager
 def start_alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | None,
@@ -225,7 +231,7 @@ def _checked_splits(source: torch.Tensor, splits: torch.Tensor | None, size: int
         if rows % size:
             raise ValueError(f"{label}: {rows} rows do not divide into {size} equal parts; pass splits")
         return [rows // size] * size
-    counts = torch.as_tensor(splits)
+    counts = torch.as_tensor(splits, device="cpu")
     if counts.dim() != 1 or counts.dtype.is_floating_point or counts.dtype in (torch.bool, torch.complex64):
         raise ValueError(f"{label}: splits must be a tensor of one dimension of integers, got {splits!r}")
     listed: list[int] = counts.tolist()

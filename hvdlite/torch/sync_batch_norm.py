@@ -123,7 +123,7 @@ def local_statistics(input: torch.Tensor) -> torch.Tensor:
         return torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
     running: list[torch.Tensor | None] = [None, None]
     if input.dtype in (torch.float16, torch.bfloat16):  # torch takes the type of the results from these
-        running = [torch.zeros(channels, device=input.device) for _ in range(2)]
+        running = [torch.zeros(channels, dtype=torch.float32, device=input.device) for _ in range(2)]
     mean, variance = torch.batch_norm_update_stats(input.detach(), running[0], running[1], 0.0)
     return torch.cat([torch.full((1,), float(count), device=input.device, dtype=torch.float64), mean, variance])
 

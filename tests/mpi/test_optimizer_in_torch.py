@@ -132,7 +132,8 @@ def test_every_optimizer_of_torch(name: str) -> None:
     assert_same_state(wrapped, plain)
 
 
-def test_lbfgs() -> None:
+@pytest.mark.parametrize("returned", [torch.Tensor.clone, torch.Tensor.item], ids=["tensor", "number"])
+def test_lbfgs(returned: Callable[[torch.Tensor], Any]) -> None:
     """Ranks decide alike when to stop, though each has data of its own."""
     torch.manual_seed(0)
     target = torch.randn(6, dtype=torch.float64)
@@ -147,13 +148,13 @@ def test_lbfgs() -> None:
     wrapped, plain = hvd.DistributedOptimizer(make(p)), make(q)
     evaluations = 0
 
-    def together() -> torch.Tensor:
+    def together() -> Any:
         nonlocal evaluations
         evaluations += 1
         wrapped.zero_grad()
         loss = (parts[hvd.rank()] @ (p - target)).square().mean()
         loss.backward()
-        return loss
+        return returned(loss)
 
     def alone() -> torch.Tensor:
         plain.zero_grad()
@@ -163,7 +164,7 @@ def test_lbfgs() -> None:
 
     for _ in range(3):
         loss, wanted = wrapped.step(together), plain.step(alone)
-        assert loss.item() == pytest.approx(wanted.item(), rel=1e-9)
+        assert float(loss) == pytest.approx(wanted.item(), rel=1e-9)
         assert_same_everywhere([p])
     assert len(set(everywhere(torch.tensor(evaluations)).tolist())) == 1
     assert torch.allclose(p, target, atol=1e-4)

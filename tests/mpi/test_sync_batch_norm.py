@@ -141,6 +141,18 @@ def test_a_narrow_layer() -> None:
     assert (own.grad.dtype, layer.weight.grad.dtype) == (torch.float16, torch.float16)
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_torchs_default_dtype_is_for_tensors_of_the_program(default: torch.dtype) -> None:
+    layer = hvd.SyncBatchNorm(CHANNELS, dtype=torch.float32)
+    own = part(hvd.rank(), ROWS["uneven"], (4,), torch.float16, 0)
+    expected, before = layer(own), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(layer(own), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("rest", [(4, 5), (2, 3, 4)], ids=["4D", "5D"])
 def test_channels_last(rest: tuple[int, ...]) -> None:
     memory_format = torch.channels_last if len(rest) == 2 else torch.channels_last_3d

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import l1_unstructured
 
 import hvdlite.tensor_parallel as tp
 import hvdlite.torch as hvd
@@ -155,6 +157,17 @@ def test_names_and_settings_of_transformer_engine(
         tp.initialize_userbuffers((4, 8), hvd.size(), methods="fast")
 
 
+class Adapted(nn.Linear):
+    """Whose outputs are not those of weight and bias alone."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.adapter = nn.Linear(in_features, out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.adapter(x)
+
+
 def test_a_plan_that_does_not_fit(team: tp.Team) -> None:
     model = nn.ModuleDict({"up": nn.Linear(2, 12), "down": nn.Linear(12, 2)})
     before = dict(model.named_modules())
@@ -167,4 +180,10 @@ def test_a_plan_that_does_not_fit(team: tp.Team) -> None:
             tp.parallelize(model, plan, team)
     with pytest.raises(ValueError, match="padding_idx, max_norm"):
         tp.VocabularyParallelEmbedding.split(nn.Embedding(12, 2, padding_idx=0), team)
+    for layer in (weight_norm(nn.Linear(12, 12)), l1_unstructured(nn.Linear(12, 12), "weight", 0.5), Adapted(12, 12)):
+        for kind in (tp.ColumnParallelLinear, tp.RowParallelLinear):
+            with pytest.raises(ValueError, match=r"cannot be split: a (Column|Row)ParallelLinear has bias, weight\. "):
+                kind.split(layer, team)
+    with pytest.raises(ValueError, match="cannot be split: a VocabularyParallelEmbedding has weight"):
+        tp.VocabularyParallelEmbedding.split(weight_norm(nn.Embedding(12, 2)), team)
     assert dict(model.named_modules()) == before

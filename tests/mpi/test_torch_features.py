@@ -151,6 +151,56 @@ def test_compile_the_step() -> None:
     torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch's optimizers import
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch's own making, between two graphs
+def test_compile_a_whole_step() -> None:
+    """With backward, whose hooks and gradients communicate."""
+    weights = []
+    for compiles in (True, False):
+        model = net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), groups=2)
+
+        def train(own: torch.Tensor, model: Net = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            hvd.allreduce(plain_loss(model, own), name="loss").backward()
+            optimizer.step()
+
+        step = _compiled(train) if compiles else train
+        for number in range(STEPS):
+            step(batch(number, torch.float64)[hvd.rank()])
+        weights.append(dict(model.named_parameters()))
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
+
+
+def _gather(x: torch.Tensor) -> torch.Tensor:
+    return hvd.allgather(x).sum() + x
+
+
+def _exchange(x: torch.Tensor) -> torch.Tensor:
+    return hvd.alltoall(x.repeat(hvd.size())).sum() + x
+
+
+def _know_all(x: torch.Tensor) -> torch.Tensor:
+    return "".join(hvd.allgather_object("word" * len(x))).count("word") + x
+
+
+def _add_sparse(x: torch.Tensor) -> torch.Tensor:
+    return hvd.sparse_allreduce_async(x.to_sparse(), None, hvd.Sum)().to_dense() + x
+
+
+def _wait(x: torch.Tensor) -> torch.Tensor:
+    return hvd.synchronize(hvd.reducescatter_async(x.repeat(hvd.size()), op=hvd.Sum)) + x
+
+
+@pytest.mark.parametrize("function", [_gather, _exchange, _know_all, _add_sparse, _wait])
+def test_compile_operations(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Of other sizes each time."""
+    compiled = _compiled(function)
+    for rows in (3, 4, 6, 5):
+        x = torch.full((rows,), hvd.rank() + 1.0)
+        assert torch.equal(compiled(x), function(x))
+
+
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """By a backend that needs no compiler of another language."""
     torch._dynamo.reset()
@@ -160,6 +210,19 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     except RuntimeError as error:  # not on every version of Python
         pytest.skip(f"torch {torch.__version__} cannot compile here: {error}")
     return compiled
+
+
+def test_another_default_device() -> None:
+    """It is for tensors of the program: results are where the tensors are that were given."""
+    size, rank = hvd.size(), hvd.rank()
+    rows, splits = torch.arange(size), torch.ones(size, dtype=torch.int32)
+    own = torch.sparse_coo_tensor([[0, rank]], torch.ones(2), (size,), check_invariants=True)
+    with torch.device("meta"):
+        total = hvd.sparse_allreduce_async(own, None, hvd.Sum)()
+        exchanged, received = hvd.alltoall(rows, splits)
+    assert total.to_dense().tolist() == [size + 1.0] + [1.0] * (size - 1)
+    assert exchanged.tolist() == [rank] * size
+    assert torch.equal(received, splits)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

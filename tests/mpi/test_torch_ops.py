@@ -168,6 +168,16 @@ def test_grouped(in_place: bool) -> None:
     assert hvd.grouped_allreduce([]) == []
 
 
+@pytest.mark.parametrize(
+    "operation", [hvd.grouped_allreduce, hvd.grouped_allreduce_, hvd.grouped_allgather, hvd.grouped_reducescatter]
+)
+def test_a_group_from_a_generator(operation: Callable[..., list[torch.Tensor]]) -> None:
+    tensors = [torch.ones(rows) for rows in (4, 6)]
+    by_generator = operation(tensor.clone() for tensor in tensors)
+    for result, right in zip(by_generator, operation(tensors), strict=True):
+        assert torch.equal(result, right)
+
+
 @pytest.mark.parametrize("numel", [10, 100_000])
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_group_in_place_that_has_a_tensor_twice(numel: int, step: int) -> None:
