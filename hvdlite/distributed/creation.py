@@ -65,7 +65,8 @@ def _created(options: Any) -> HvdliteProcessGroup:
     timeout_s = options.timeout.total_seconds()
     settings = default_runtime.runtime().config if default_runtime.is_initialized() else Config.from_env()
     config = replace(settings, collective_timeout_s=timeout_s)
-    configure_logging(config, ranks[rank])
+    if not default_runtime.is_initialized():
+        configure_logging(config, ranks[rank])
     bootstrap = None if size == 1 else _meet(options.store, name, rank, ranks, timeout_s, config)
     if bootstrap is not None and bootstrap.comm is not None:
         config = replace(config, collective_timeout_s=_NEVER_S)
