@@ -52,11 +52,12 @@ def test_the_exit_status_is_that_of_the_rank_that_leaves(mpi: str) -> None:
 # Rank 2 reads of it in the log when it knows already that rank 0 ends for lack of the rank that leaves.
 LATE = """
 from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.launched import launched_rank
 
 take = Coordinator._take_notice
 
 def take_late(coordinator, content):
-    if content["kind"] == "shutdown" and hvdlite.rank() == 2:
+    if content["kind"] == "shutdown" and launched_rank() == 2:
         hvdlite.runtime().wait_for_failure(30)
     take(coordinator, content)
 
