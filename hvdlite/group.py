@@ -8,6 +8,7 @@ in a result or in an error. They raise `HorovodInternalError` where hvdlite was 
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -37,8 +38,7 @@ class Group:
         """This process's place among `ranks`."""
         self.memory = world.engine.memory
         self._lock = threading.Lock()  # guards what follows
-        self.numbered = 0
-        """How many numbers are taken here, or by other ranks."""
+        self._numbered: list[int] = []  # what has each number, here or on other ranks, as a checksum
         self._missed: list[tuple[int, int]] = []  # by this rank, and before which join
         self._unnamed: defaultdict[str, Count] = defaultdict(Count)
         self._joins = world.joins
@@ -65,27 +65,36 @@ class Group:
         """How often all ranks have joined."""
         return self.world.joins
 
-    def next_number(self, made_after: int) -> int:
+    def next_number(self, made_after: int, what: str) -> int:
         """0, 1, 2, ...: for names of what every rank uses in the same order.
 
         Args:
             made_after: `joins` when that was made. A rank that had joined has not used what the others have, and gives
                 it the numbers that it has missed.
+            what: tells it from others, and is the same on all ranks.
         """
+        checksum = zlib.crc32(what.encode())
         with self._lock:
             for missed in self._missed:
                 before, number = missed
-                if made_after < before:
+                if made_after < before and self._numbered[number] == checksum:
                     self._missed.remove(missed)
                     return number
-            self.numbered += 1
-            return self.numbered - 1
+            self._numbered.append(checksum)
+            return len(self._numbered) - 1
 
-    def have_joined(self, numbered: int) -> None:
-        """All ranks have, of which one has taken so many numbers."""
+    @property
+    def numbered(self) -> tuple[int, ...]:
+        """A checksum of what has each number."""
         with self._lock:
-            self._missed += [(self.joins, number) for number in range(self.numbered, numbered)]
-            self.numbered = numbered
+            return tuple(self._numbered)
+
+    def have_joined(self, numbered: Sequence[int]) -> None:
+        """All ranks have, of which one has used what is ``numbered``, and others the first of it."""
+        with self._lock:
+            first = len(self._numbered)
+            self._missed += [(self.joins, number) for number in range(first, len(numbered))]
+            self._numbered += numbered[first:]
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done here so far; see `hvdlite.statistics`."""

@@ -10,10 +10,18 @@ from typing import Protocol
 from hvdlite import _native
 from hvdlite.config import Config
 from hvdlite.end_notice import say_end
-from hvdlite.errors import CollectiveError, HorovodInternalError, RankFailedError, StallError, is_known_everywhere
+from hvdlite.errors import (
+    CollectiveError,
+    HorovodInternalError,
+    RankFailedError,
+    ShutDownError,
+    StallError,
+    is_known_everywhere,
+)
 from hvdlite.launched import LauncherProcess
 from hvdlite.node import Node
 from hvdlite.sentinel import Sentinel
+from hvdlite.sentinel_messages import Failed
 from hvdlite.tracebacks import described
 
 _LOG = logging.getLogger("hvdlite")
@@ -105,15 +113,17 @@ class Health:
         if error is self.failure:
             return
         if isinstance(error, StallError):
-            self._sentinel.report(_STALL, str(error))
+            self._sentinel.report(Failed(_STALL, str(error)))
+        elif isinstance(error, ShutDownError) and is_known_everywhere(error):
+            self._sentinel.report(Failed(self._rank, str(error), for_lack=True, leaver=error.leaver))
         elif is_known_everywhere(error):
-            self._sentinel.report(self._rank, str(error))
+            self._sentinel.report(Failed(self._rank, str(error)))
         else:
-            self._sentinel.report(self._rank, f"rank {self._rank} raised {described(error)}")
+            self._sentinel.report(Failed(self._rank, f"rank {self._rank} raised {described(error)}"))
 
     def rank_failed(self, rank: int, text: str) -> None:
         """Tell every rank that ``rank`` has failed, as another world that it belongs to has noticed."""
-        self._sentinel.report(rank, text)
+        self._sentinel.report(Failed(rank, text))
 
     @property
     def all_live(self) -> bool:
@@ -144,14 +154,15 @@ class Health:
         """Close what a forked child has inherited."""
         self._sentinel.release()
 
-    def _learn(self, rank: int, text: str) -> None:
+    def _learn(self, failed: Failed) -> None:
         """On the sentinel's thread, or that of who reported: end every wait with the reason.
 
         The log comes last, since stderr may be a pipe that nobody reads; nothing else here waits for anybody.
         """
+        rank, text = failed.rank, failed.text
         is_news = rank != self._rank and not self._is_closing
         self.was_logged = is_news and _LOG.isEnabledFor(logging.ERROR)  # in a moment, and known before anybody asks
-        failure = StallError(text) if rank == _STALL else RankFailedError(rank, text)
+        failure = _failure(failed)
         ends = False
         with self._lock:
             self.failure = failure
@@ -181,3 +192,12 @@ class Health:
             f"itself within {grace_s:g} s ({setting}) after this failure: {text}\n",
             1,
         )
+
+
+def _failure(failed: Failed) -> HorovodInternalError:
+    """What waits end with, on every rank."""
+    if failed.rank == _STALL:
+        return StallError(failed.text)
+    if failed.for_lack:  # as where this rank had heard of it in the order of the log, of which it may be late to read
+        return ShutDownError(failed.text, leaver=failed.leaver, is_final=True)
+    return RankFailedError(failed.rank, failed.text)

@@ -22,13 +22,16 @@ class _StderrHandler(logging.Handler):
 
 
 def configure_logging(config: Config, rank: int) -> None:
-    """Set up the logger 'hvdlite', unless the program has given it a handler of its own."""
+    """Set up the logger 'hvdlite', unless the program has given it a handler of its own.
+
+    A process may have another rank in each world: the last call counts.
+    """
     logger = logging.getLogger("hvdlite")
     logger.setLevel(_LEVELS.get(config.log_level) or config.log_level.upper())
-    if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
-        return
-    handler = _StderrHandler()
+    if all(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        logger.addHandler(_StderrHandler())
+        logger.propagate = False
     stamp = "" if config.log_hide_time else "%(asctime)s "
-    handler.setFormatter(logging.Formatter(f"{stamp}hvdlite [{rank}] %(levelname)s: %(message)s"))
-    logger.addHandler(handler)
-    logger.propagate = False
+    for handler in logger.handlers:
+        if isinstance(handler, _StderrHandler):
+            handler.setFormatter(logging.Formatter(f"{stamp}hvdlite [{rank}] %(levelname)s: %(message)s"))

@@ -147,7 +147,7 @@ class ProcessHooks:
         # The exit status of the job shall be that of the other rank.
         reason = error if isinstance(error, _OF_ANOTHER) else error.__cause__  # as elastic.run says
         if isinstance(reason, ShutDownError):
-            runtime.fail(error)  # the rank that has left waits for the others at its end, in vain
+            runtime.fail(reason)  # the rank that has left waits for the others at its end, in vain
             runtime.allow_time()
             _let_end_first(reason.leaver)
         elif isinstance(reason, RankFailedError) and not gives_way and mpi.is_running():

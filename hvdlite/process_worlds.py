@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from hvdlite.errors import HorovodInternalError, RankFailedError
+from hvdlite.errors import HorovodInternalError
 from hvdlite.health import Health
 from hvdlite.recorder import Recorder
 
@@ -27,7 +27,7 @@ class _Place:
         health: Health,
         ranks: Mapping[str, int],
         statistics: Callable[[], Mapping[str, int]],
-        pass_on: Callable[[_Place, RankFailedError], None],
+        pass_on: Callable[[_Place, int, str], None],
     ) -> None:
         self.health = health
         self.ranks = ranks  # by process
@@ -35,8 +35,8 @@ class _Place:
         self._pass_on = pass_on
 
     def fail(self, reason: HorovodInternalError) -> None:
-        if isinstance(reason, RankFailedError):  # a stall concerns one world: all its ranks live
-            self._pass_on(self, reason)
+        if self.health.failed_rank is not None:  # a stall concerns one world: all its ranks live
+            self._pass_on(self, self.health.failed_rank, str(reason))
 
 
 class ProcessWorlds:
@@ -121,9 +121,9 @@ class ProcessWorlds:
                 total.update(place.statistics())
             return dict(total)
 
-    def _pass_on(self, source: _Place, reason: RankFailedError) -> None:
-        process = next((process for process, rank in source.ranks.items() if rank == reason.rank), None)
+    def _pass_on(self, source: _Place, failed: int, text: str) -> None:
+        process = next((process for process, rank in source.ranks.items() if rank == failed), None)
         with self._lock:  # whoever leaves meanwhile waits, as what it leaves must not be closed yet
             for other in list(self._places):
                 if process is not None and other is not source and process in other.ranks:
-                    other.health.rank_failed(other.ranks[process], str(reason))
+                    other.health.rank_failed(other.ranks[process], text)

@@ -31,12 +31,20 @@ class Place(Protocol):
 
 
 class MissingError(StartupError):
-    """Not all ranks have come; says which, and why."""
+    """Not all ranks have come; says which, and why.
+
+    Attributes:
+        missing: they; empty where it is not known.
+    """
+
+    def __init__(self, text: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.missing = tuple(missing)
 
     @classmethod
     def of(cls, missing: Sequence[int], how: str) -> MissingError:
         """``how`` goes on with the sentence."""
-        return cls(f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} {how}")
+        return cls(f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} {how}", missing)
 
     @classmethod
     def late(

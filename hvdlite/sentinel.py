@@ -60,7 +60,7 @@ class Sentinel:
 
     Args:
         links: (rank, where it is, connected socket) of every neighbour.
-        on_failure: called once, on the sentinel's thread, with (rank, text) of the first failure.
+        on_failure: called once, on the sentinel's thread, with the first failure.
         timeout_s: a neighbour that is silent for longer counts as failed. Time in which this process itself did not
             run does not count.
         launcher: what has started this rank, without which it shall not go on.
@@ -70,7 +70,7 @@ class Sentinel:
         self,
         rank: int,
         links: list[tuple[int, str, socket.socket]],
-        on_failure: Callable[[int, str], None],
+        on_failure: Callable[[Failed], None],
         timeout_s: float,
         launcher: LauncherProcess | None = None,
     ) -> None:
@@ -94,9 +94,9 @@ class Sentinel:
         if self._neighbours or self._launcher_end is not None:
             self._thread.start()
 
-    def report(self, rank: int, text: str) -> None:
-        """Tell every rank that ``rank`` failed, and why. From any thread; the first report wins."""
-        self._spread(rank, text, learned_from=None)
+    def report(self, failed: Failed) -> None:
+        """Tell every rank. From any thread; the first report wins."""
+        self._spread(failed, learned_from=None)
 
     def close(self) -> None:
         """Say goodbye and stop watching: from here on nobody takes this rank's silence for its death."""
@@ -160,7 +160,7 @@ class Sentinel:
             data = b""
         if not data:
             if not neighbour.said_goodbye:
-                self._spread(*self._death_of(neighbour), neighbour)
+                self._spread(self._death_of(neighbour), neighbour)
             return False
         neighbour.heard_s = time.monotonic()
         try:
@@ -168,24 +168,25 @@ class Sentinel:
                 if body != HEARTBEAT:
                     self._obey(neighbour, body)
         except DamagedError:
-            self._spread(
-                neighbour.rank,
+            damage = (
                 f"rank {neighbour.rank} ({neighbour.where}) sends what is no message of hvdlite, so whether it "
-                "lives cannot be told any more: its memory, or the network, is damaged.",
-                neighbour,
+                "lives cannot be told any more: its memory, or the network, is damaged."
             )
+            self._spread(Failed(neighbour.rank, damage), neighbour)
             return False
         return True
 
-    def _death_of(self, neighbour: _Neighbour) -> tuple[int, str]:
+    def _death_of(self, neighbour: _Neighbour) -> Failed:
         if self._slept_s > self._timeout_s:  # they have given this rank up, and ended
-            return self._rank, (
+            return Failed(
+                self._rank,
                 f"rank {self._rank} (pid {os.getpid()}) did not run for {self._slept_s:.0f} s, stopped or suspended, "
-                "which is longer than HVDLITE_HEARTBEAT_TIMEOUT_SECONDS; the others have ended meanwhile."
+                "which is longer than HVDLITE_HEARTBEAT_TIMEOUT_SECONDS; the others have ended meanwhile.",
             )
-        return neighbour.rank, (
+        return Failed(
+            neighbour.rank,
             f"rank {neighbour.rank} ({neighbour.where}) died without a word: killed, out of memory, or "
-            "crashed in native code. Look at its output and at the kernel log (dmesg)."
+            "crashed in native code. Look at its output and at the kernel log (dmesg).",
         )
 
     def _obey(self, neighbour: _Neighbour, body: bytes) -> None:
@@ -195,7 +196,7 @@ class Sentinel:
         elif isinstance(message, Goodbye):
             neighbour.said_goodbye = True
         else:
-            self._spread(message.rank, message.text, neighbour)
+            self._spread(message, neighbour)
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
@@ -203,31 +204,31 @@ class Sentinel:
             silent_s = now - neighbour.heard_s
             if silent_s > self._timeout_s and not neighbour.said_goodbye:
                 # It is told as well: should it have been stopped, it shall wake to blame nobody else.
-                self.report(
-                    neighbour.rank,
+                silence = (
                     f"rank {neighbour.rank} ({neighbour.where}) has not answered for {silent_s:.0f} s: its process is "
                     "stopped, or its host is unreachable. If it was only busy, raise "
-                    "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS.",
+                    "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS."
                 )
+                self.report(Failed(neighbour.rank, silence))
 
     def _lose_launcher(self) -> None:
         assert self._launcher is not None
-        self.report(
-            self._rank,
+        loss = (
             f"{self._launcher.name} (pid {self._launcher.pid}), which has started rank {self._rank}, ended before it: "
-            "killed, perhaps. Its ranks end too.",
+            "killed, perhaps. Its ranks end too."
         )
+        self.report(Failed(self._rank, loss))
 
-    def _spread(self, rank: int, text: str, learned_from: _Neighbour | None) -> None:
+    def _spread(self, failed: Failed, learned_from: _Neighbour | None) -> None:
         with self._lock:
             if self._failed:
                 return
             self._failed = True
-        text = shortened(text)
+        failed = failed._replace(text=shortened(failed.text))
         for neighbour in self._neighbours:
             if neighbour is not learned_from:
-                self._send(neighbour, Failed(rank, text))
-        self._on_failure(rank, text)
+                self._send(neighbour, failed)
+        self._on_failure(failed)
 
     def _send(self, neighbour: _Neighbour, message: Goodbye | Failed) -> None:
         """Never waits: a neighbour that does not read must not hold up the others, nor this thread."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from hvdlite.processes import ProcessAddress
 
 HEARTBEAT = b""
 MAX_TEXT = 20_000  # a traceback; the head and the tail of a longer one tell the story
@@ -20,10 +22,17 @@ class Goodbye(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """``rank`` has failed, for the reason ``text``."""
+    """``rank`` has failed, for the reason ``text``.
+
+    Attributes:
+        for_lack: it ends since another rank has shut hvdlite down, whose end is to be seen first.
+        leaver: the process of that one; None where it goes on.
+    """
 
     rank: int
     text: str
+    for_lack: bool = False
+    leaver: ProcessAddress | None = None
 
 
 class DamagedError(ValueError):
@@ -63,10 +72,20 @@ def read(body: bytes) -> Goodbye | Failed | None:
             return None
         if "goodbye" in message:
             return Goodbye(int(message["goodbye"]))
-        return Failed(int(message["failed"]), str(message["text"]))
+        return Failed(
+            int(message["failed"]), str(message["text"]), "leaver" in message, _process(message.get("leaver"))
+        )
     # Infinity is no int, and 100,000 brackets are too deep for the parser.
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+
+
+def _process(told: Any) -> ProcessAddress | None:
+    """Raises ValueError or TypeError where it is none."""
+    if told is None:
+        return None
+    machine, namespace, pid = told
+    return ProcessAddress(str(machine), int(namespace), int(pid))
 
 
 def written(message: Goodbye | Failed) -> bytes:
@@ -75,6 +94,8 @@ def written(message: Goodbye | Failed) -> bytes:
         told: dict[str, object] = {"goodbye": message.rank}
     else:
         told = {"failed": message.rank, "text": message.text}
+        if message.for_lack:
+            told["leaver"] = message.leaver
     return frame(json.dumps(told, ensure_ascii=False).encode(errors="replace"))
 
 

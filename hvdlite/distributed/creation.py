@@ -38,20 +38,35 @@ def create(options: Any) -> HvdliteProcessGroup:
     """
     try:
         return _created(options)
+    except MissingError as error:
+        _stay(options, error.missing)
+        raise StartupError(str(error)) from None
     except StartupError:
-        with suppress(StartupError):  # a rank that has the store stays until the others have heard why
-            everybody = range(options.group_size)
-            _place(options.store).gather("hvdlite/failed", everybody, options.group_rank, b"-", _FAREWELL_S)
+        _stay(options)
         raise
+
+
+def _stay(options: Any, missing: Sequence[int] = ()) -> None:
+    """Until the others have heard why the start fails, but for those that are missing: this rank may have the store."""
+    ranks = _ranks(options)
+    came = [rank for rank in ranks if rank not in missing]
+    with suppress(StartupError):
+        _place(options.store).gather("hvdlite/failed", came, ranks[options.group_rank], b"-", _FAREWELL_S)
+
+
+def _ranks(options: Any) -> list[int]:
+    """What the program calls the ranks of the group."""
+    return list(options.global_ranks_in_group) or list(range(options.group_size))
 
 
 def _created(options: Any) -> HvdliteProcessGroup:
     rank, size, name = options.group_rank, options.group_size, options.group_id
-    ranks = list(options.global_ranks_in_group) or list(range(size))
+    ranks = _ranks(options)
     timeout_s = options.timeout.total_seconds()
     settings = default_runtime.runtime().config if default_runtime.is_initialized() else Config.from_env()
     config = replace(settings, collective_timeout_s=timeout_s)
-    configure_logging(config, ranks[rank])
+    if not default_runtime.is_initialized():
+        configure_logging(config, ranks[rank])
     bootstrap = None if size == 1 else _meet(options.store, name, rank, ranks, timeout_s, config)
     if bootstrap is not None and bootstrap.comm is not None:
         config = replace(config, collective_timeout_s=_NEVER_S)
@@ -125,7 +140,7 @@ def _meet(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: flo
         try:
             return read(users.gather(f"hvdlite/{turn}/{key}", ranks, own, plain.dumps(told), timeout_s))
         except MissingError as error:
-            raise StartupError(f"rank {own} has waited in {waits_in}, but {error}") from None
+            raise MissingError(f"rank {own} has waited in {waits_in}, but {error}", error.missing) from None
 
     where = gather("where", _Where(machine(), by_mpi, mpi.world_rank()))
     if len({each.machine for each in where}) == 1 or not all(each.by_mpi for each in where):

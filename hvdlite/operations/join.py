@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +19,20 @@ from hvdlite.operations.operation import Operation, Work
 def join(group: Group) -> int:
     """Wait until all ranks have; returns the last of them. From here on they number alike what they use."""
     last: int = join_async(group).wait()
-    numbered = np.array([group.numbered], np.int64)
-    view = TensorView.of_numpy(numbered)
-    allreduce_async(group, [view], [view], Reduction(ReduceOp.MAX), name="join.numbered").wait()
-    group.have_joined(int(numbered[0]))
+    own = group.numbered
+    most, negative_least = _highest(group, [len(own), -len(own)])
+    if most > -negative_least:
+        group.have_joined(_highest(group, [*own, *[-1] * (most - len(own))]))
     return last
+
+
+def _highest(group: Group, numbers: Sequence[int]) -> list[int]:
+    """Of each, that of all ranks. Collective."""
+    array = np.array(numbers, np.int64)
+    view = TensorView.of_numpy(array)
+    allreduce_async(group, [view], [view], Reduction(ReduceOp.MAX), name="join.numbered").wait()
+    found: list[int] = array.tolist()
+    return found
 
 
 def join_async(group: Group) -> Submission:

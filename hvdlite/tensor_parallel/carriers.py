@@ -48,7 +48,7 @@ class Carriers:
         check_nodes(group, methods)
         self.group = group
         self._methods = methods
-        self._name = f"tensor_parallel{group.next_number(group.joins)}"
+        self._name = f"tensor_parallel{group.next_number(group.joins, 'tensor_parallel')}"
         if group.world.topology.rank == 0:
             for answer in answers():
                 _LOG.warning("%s", answer)

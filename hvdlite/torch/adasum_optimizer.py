@@ -92,7 +92,7 @@ class AdasumOptimizer(WrappedOptimizer):
         process_set = self._hvd_arguments["process_set"]
         group = process_set.group()
         if self._hvd_numbered[0] is not group:  # or hvdlite was shut down and started again
-            self._hvd_numbered = group, group.next_number(group.joins)
+            self._hvd_numbered = group, group.next_number(group.joins, "optimizer")
         return f"optimizer{self._hvd_numbered[1]}"
 
     def _hvd_watch(self, named: Sequence[tuple[str, torch.Tensor]], prefix: str, process_set: ProcessSet) -> None:

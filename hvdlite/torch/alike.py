@@ -106,5 +106,6 @@ def _message(names: Sequence[str], found: Differences, first: int) -> str:
     more = f" and {found.count - len(names)} more parameters" * (found.count > len(names))
     return (
         f"ranks begin to train with different parameters: {'; '.join(parts)}{more}, unlike rank {first}'s. Call "
-        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step, after loading checkpoints."
+        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step, after loading checkpoints; "
+        "and if there are several optimizers, step them in the same order on every rank."
     )

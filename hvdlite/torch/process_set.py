@@ -134,9 +134,9 @@ class ProcessSet:
         group = self.group_of_members() if hvdlite.is_initialized() and self.is_registered() else None
         return 0 if group is None else group.joins
 
-    def next_number(self, made_after: int) -> int:
+    def next_number(self, made_after: int, what: str) -> int:
         """See `hvdlite.group.Group.next_number`."""
-        return self.group().next_number(made_after)
+        return self.group().next_number(made_after, what)
 
     def size(self) -> int:
         return len(self.ranks)

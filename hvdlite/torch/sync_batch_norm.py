@@ -76,7 +76,8 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         if self._name is None:
-            self._name = f"sync_batch_norm{self.process_set.next_number(self._made_after)}"
+            number = self.process_set.next_number(self._made_after, f"batch norm of {self.num_features}")
+            self._name = f"sync_batch_norm{number}"
         with torch.no_grad():
             own = local_statistics(input).unsqueeze(0).cpu()  # a few numbers per channel travel by way of the CPU
             name = f"{self._name}.forward"

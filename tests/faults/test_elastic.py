@@ -34,13 +34,43 @@ except hvd.HorovodInternalError as error:
 """
 
 
+def _leaving_slowly() -> str:
+    """Rank 1 leaves with exit status 3, and takes 4 s to end."""
+    leaving = TRAINING.replace("os.kill(os.getpid(), signal.SIGKILL)", "wait_s = 4.0\n                sys.exit(3)")
+    slowly = f"import atexit\nwait_s = 0.0\natexit.register(lambda: time.sleep(wait_s))\n{leaving}"
+    return slowly.replace("def train(state):", "def train(state):\n    global wait_s")
+
+
 @pytest.mark.parametrize("mpi", ["current", "none"])
 def test_the_exit_status_is_that_of_the_rank_that_leaves(mpi: str) -> None:
     """Not that of those who cannot go on without it, though they have nothing left to do and it takes its time."""
-    leaving = TRAINING.replace("os.kill(os.getpid(), signal.SIGKILL)", "wait_s = 4.0\n                sys.exit(3)")
-    slowly = f"import atexit\nwait_s = 0.0\natexit.register(lambda: time.sleep(wait_s))\n{leaving}"
-    result = run(slowly.replace("def train(state):", "def train(state):\n    global wait_s"), n=3, mpi=mpi)
+    result = run(_leaving_slowly(), n=3, mpi=mpi)
     check_end(result, "hvd.elastic.run cannot go on: a rank has ended by itself")
+    assert result.returncode == 3, result
+
+
+# Rank 2 reads of it in the log when it knows already that rank 0 ends for lack of the rank that leaves.
+LATE = """
+from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.launched import launched_rank
+
+take = Coordinator._take_notice
+
+def take_late(coordinator, content):
+    if content["kind"] == "shutdown" and launched_rank() == 2:
+        hvdlite.runtime().wait_for_failure(30)
+    take(coordinator, content)
+
+Coordinator._take_notice = take_late
+"""
+
+
+@pytest.mark.parametrize("mpi", ["current", "none"])
+def test_also_who_hears_late_of_the_rank_that_leaves_lets_it_end_first(mpi: str) -> None:
+    """As on a busy machine, from a rank that cannot go on either."""
+    result = run(LATE + _leaving_slowly(), n=3, mpi=mpi)
+    check_end(result, "hvd.elastic.run cannot go on: a rank has ended by itself")
+    assert "a rank has ended by itself" in result.ranks[2].stderr, result
     assert result.returncode == 3, result
 
 

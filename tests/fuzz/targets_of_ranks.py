@@ -41,6 +41,7 @@ from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.node import Node
 from hvdlite.operations.barrier import Barrier
+from hvdlite.processes import ProcessAddress
 from hvdlite.proof import Caller, Host
 from hvdlite.sentinel_messages import DamagedError, Failed, Goodbye, Inbox, read, shortened, written
 from hvdlite.survivor_meeting import SurvivorMeeting
@@ -138,9 +139,10 @@ def sentinel(data: bytes) -> None:
     for body in (data, *whole):
         message = read(body)
         if isinstance(message, Failed):
-            (passed_on,) = Inbox().feed(written(Failed(message.rank, shortened(message.text))))
+            (passed_on,) = Inbox().feed(written(message._replace(text=shortened(message.text))))
             again = read(passed_on)
-            assert isinstance(again, Failed) and again.rank == message.rank
+            assert isinstance(again, Failed) and (again.rank, again.for_lack) == (message.rank, message.for_lack)
+            assert (again.leaver is None) == (message.leaver is None)
         elif isinstance(message, Goodbye):
             assert read(written(message)[4:]) == message
 
@@ -289,7 +291,12 @@ def survivors(data: bytes) -> None:
         assert 1 in members and {*members} <= {0, 1}
 
 
-_SAID_BY_SENTINEL = bytes(4) + written(Failed(3, "ValueError: \ud800 nan")) + bytes(4) + written(Goodbye(1))
+_SAID_BY_SENTINEL = b"".join(
+    [
+        *(bytes(4), written(Failed(3, "ValueError: \ud800 nan")), bytes(4), written(Goodbye(1))),
+        written(Failed(0, "rank 1 has shut down", for_lack=True, leaver=ProcessAddress("boot", 2, 3))),
+    ]
+)
 _SENT = [(0, 3, 0), (1, links._OFFERED_BYTES, 9), (2, 0, 0)]
 _CALLS = [call_on("allreduce", torch.Size([shape]), torch.float32).text for shape in (3, 4)]
 _PIECES = (struct.pack("<I", 16) + bytes(16)) * 2 + bytes(4)

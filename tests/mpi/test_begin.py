@@ -68,6 +68,19 @@ def test_forgotten_broadcast(said: list[str], op: int) -> None:
         assert "hvd.broadcast_parameters" in said[0]
 
 
+def test_optimizers_that_ranks_step_in_different_orders(said: list[str]) -> None:
+    """They meet one another's gradients, of the same shapes."""
+    if hvd.size() == 1:
+        pytest.skip("with ranks that can differ")
+    trained = [model(), model()]
+    for parameter in trained[1].parameters():
+        torch.nn.init.constant_(parameter, -1)
+    for one in reversed(trained) if hvd.rank() == 1 else trained:
+        steps(one)
+    assert len(said) == (2 if hvd.rank() == 0 else 0)
+    assert all("several optimizers, step them in the same order" in line for line in said)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_same_parameters_are_no_news(said: list[str], dtype: torch.dtype) -> None:
     steps(model().to(dtype))

@@ -21,6 +21,7 @@ from cuda_torch import TorchOnGpu
 from distributed_lab import NODES, RANK, SIZE, net, of_rank, process_group, told, total, trained
 from hvdlite.errors import CollectiveError, HorovodInternalError, MismatchError, StallError
 from hvdlite.health import Health
+from hvdlite.sentinel_messages import Failed
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -281,10 +282,10 @@ def test_a_stream_that_was_let_go_by_a_rank_which_knew_of_the_failure_first(
     """The last rank hears of it after its stream has gone on."""
     may_hear, learn = threading.Event(), Health._learn
 
-    def late(health: Health, rank: int, text: str) -> None:
+    def late(health: Health, failed: Failed) -> None:
         if RANK == LAST:
             may_hear.wait(60)
-        learn(health, rank, text)
+        learn(health, failed)
 
     monkeypatch.setattr(Health, "_learn", late)
     with process_group() as group:

@@ -181,6 +181,35 @@ def test_a_rank_that_has_joined_submits_nothing() -> None:
         assert "'late': this rank has called join()" in errors[0]
 
 
+def test_what_only_others_have_used_is_told_from_what_all_have_made_before() -> None:
+    """Of two models, which all make, the others train the second one before the first rank has data for either."""
+
+    class Trained:
+        def __init__(self, width: int) -> None:
+            torch.manual_seed(0)
+            self.model = torch.nn.Sequential(hvd.SyncBatchNorm(width), torch.nn.Linear(width, 2))
+            inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.optimizer = hvd.DistributedOptimizer(inner, self.model.named_parameters())
+            self.width = width
+
+        def step(self) -> None:
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, self.width)).square().mean().backward()
+            self.optimizer.step()
+
+    first, second = Trained(3), Trained(5)
+    if hvd.rank():
+        second.step()
+    hvd.join()
+    hvd.broadcast_parameters(second.model.state_dict(), root_rank=hvd.size() - 1)
+    for trained in (first, second, first, second):
+        trained.step()
+    for trained in (first, second):
+        for parameter in trained.model.parameters():
+            assert hvd.broadcast(parameter.detach(), 0).equal(parameter)
+    hvd.join()
+
+
 @pytest.mark.parametrize("kind", ["linear", "batch norm"])
 def test_what_only_others_have_used_is_told_from_what_comes_later(kind: str) -> None:
     """The first rank has no data to begin with: its first step is of a second optimizer, and then comes the first."""

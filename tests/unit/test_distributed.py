@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 
 from hvdlite import plain
 from hvdlite.distributed.call import call_on, call_without_shape, contradiction
+from hvdlite.distributed.creation import create
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.meeting import listen
 from hvdlite.distributed.profiled import Profiled
@@ -263,6 +266,36 @@ for _ in range(2):
     hvd.shutdown()
     dist.destroy_process_group()
 """
+
+
+@pytest.mark.parametrize("names", [[], [4, 6, 9]])
+def test_a_start_that_fails_waits_for_nobody_who_has_not_come(
+    names: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three ranks the last has come, and has failed already; a rank that may have the store waits for it alone."""
+    waited_for = []
+    gather = InGivenStore.gather
+
+    def noted(place: InGivenStore, key: str, ranks: Sequence[int], *arguments: Any) -> list[bytes]:
+        waited_for.append((key, list(ranks)))
+        return gather(place, key, ranks, *arguments)
+
+    monkeypatch.setattr(InGivenStore, "gather", noted)
+    store, ranks = torch.distributed.HashStore(), names or [0, 1, 2]
+    for key in ("3.0/where", "failed"):
+        store.set(f"hvdlite/{key}/{ranks[2]}", "-")
+    options = SimpleNamespace(
+        store=store,
+        group_rank=0,
+        group_size=3,
+        group_id="7",
+        global_ranks_in_group=names,
+        timeout=timedelta(seconds=0.1),
+    )
+    with pytest.raises(StartupError, match=f"rank {ranks[1]} did not come within 0.1 s") as caught:
+        create(options)
+    assert caught.type is StartupError
+    assert waited_for == [("hvdlite/3.0/where", ranks), ("hvdlite/failed", [ranks[0], ranks[2]])]
 
 
 def test_hvd_init_meets_in_a_store_that_outlives_the_group(tmp_path: Path) -> None:

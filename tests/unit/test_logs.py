@@ -29,6 +29,13 @@ def test_lines_name_their_rank(logger: logging.Logger, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "hvdlite [3] WARNING: what is wrong\n"
 
 
+def test_lines_name_the_rank_of_the_last_world(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (3, 2):
+        configure_logging(Config(log_hide_time=True), rank)
+        logger.warning("of a world")
+    assert capsys.readouterr().err == "hvdlite [3] WARNING: of a world\nhvdlite [2] WARNING: of a world\n"
+
+
 def test_lines_go_to_what_stderr_is_at_the_time(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)

@@ -13,7 +13,9 @@ import pytest
 
 from hvdlite import _native
 from hvdlite.launched import LauncherProcess
+from hvdlite.processes import ProcessAddress
 from hvdlite.sentinel import Sentinel
+from hvdlite.sentinel_messages import Failed
 
 PATIENCE_S = 10.0
 
@@ -28,15 +30,15 @@ class Watched:
         timeout_s: float = 30.0,
         launcher: LauncherProcess | None = None,
     ) -> None:
-        self.failures: list[tuple[int, str]] = []
+        self.failures: list[Failed] = []
         self.known = threading.Event()
         self.sentinel = Sentinel(rank, links, self._learn, timeout_s, launcher)
 
-    def _learn(self, rank: int, text: str) -> None:
-        self.failures.append((rank, text))
+    def _learn(self, failed: Failed) -> None:
+        self.failures.append(failed)
         self.known.set()
 
-    def failure(self) -> tuple[int, str]:
+    def failure(self) -> Failed:
         assert self.known.wait(PATIENCE_S), "no failure was reported"
         (failure,) = self.failures
         return failure
@@ -73,7 +75,7 @@ def test_the_end_of_a_stream_names_the_rank_that_died() -> None:
     mine, theirs = socket.socketpair()
     watched = Watched(0, [(5, "pid 42 on node1", mine)])
     theirs.close()
-    rank, text = watched.failure()
+    rank, text, *_ = watched.failure()
     assert rank == 5
     assert "rank 5 (pid 42 on node1) died" in text
     watched.sentinel.close()
@@ -90,12 +92,23 @@ def test_a_goodbye_is_not_a_death() -> None:
 def test_a_report_reaches_everybody_once_with_its_text() -> None:
     watched = chain(4)
     text = "rank 1 raised ValueError: größer als ∞ 🙂\nTraceback (most recent call last): ..."
-    watched[1].sentinel.report(1, text)
-    assert [item.failure() for item in watched] == [(1, text)] * 4
-    watched[3].sentinel.report(3, "too late")
+    failed = Failed(1, text)
+    watched[1].sentinel.report(failed)
+    assert [item.failure() for item in watched] == [failed] * 4
+    watched[3].sentinel.report(Failed(3, "too late"))
     for item in watched:
         item.sentinel.close()
-    assert [item.failures for item in watched] == [[(1, text)]] * 4
+    assert [item.failures for item in watched] == [[failed]] * 4
+
+
+@pytest.mark.parametrize("leaver", [None, ProcessAddress.own()])
+def test_everybody_hears_whose_end_comes_first(leaver: ProcessAddress | None) -> None:
+    watched = chain(3)
+    failed = Failed(0, "rank 2 has shut down hvdlite", for_lack=True, leaver=leaver)
+    watched[0].sentinel.report(failed)
+    assert [item.failure() for item in watched] == [failed] * 3
+    for item in watched:
+        item.sentinel.close()
 
 
 def test_a_death_passes_through_ranks_that_are_not_its_neighbours() -> None:
@@ -105,7 +118,7 @@ def test_a_death_passes_through_ranks_that_are_not_its_neighbours() -> None:
     second = Watched(1, [(0, "pid 0", b), (2, "pid 2", link)])
     stranger.close()
     assert first.failure() == second.failure()
-    assert first.failure()[0] == 2
+    assert first.failure().rank == 2
     first.sentinel.close()
     second.sentinel.close()
 
@@ -119,7 +132,7 @@ def test_silence_counts_as_death_and_heartbeats_do_not() -> None:
         time.sleep(0.1)
     assert watched.failures == []
     silent_since = time.monotonic()
-    rank, text = watched.failure()
+    rank, text, *_ = watched.failure()
     assert time.monotonic() - silent_since < 2
     assert time.monotonic() - started > 1.5
     assert rank == 3
@@ -144,7 +157,7 @@ def test_messages_may_arrive_in_pieces() -> None:
     for byte in frame(b"") + frame(b'{"failed": 9, "text": "rank 9 raised"}'):
         theirs.send(bytes([byte]))
         time.sleep(0.001)
-    assert watched.failure() == (9, "rank 9 raised")
+    assert watched.failure() == Failed(9, "rank 9 raised")
     watched.sentinel.close()
     theirs.close()
 
@@ -152,8 +165,8 @@ def test_messages_may_arrive_in_pieces() -> None:
 @pytest.mark.parametrize("letter", ["x", "ü", "🙂"])
 def test_a_long_traceback_keeps_its_head_and_tail(letter: str) -> None:
     left, right = chain(2)
-    left.sentinel.report(0, f"the head {letter * 500_000} the tail")
-    _, text = right.failure()
+    left.sentinel.report(Failed(0, f"the head {letter * 500_000} the tail"))
+    text = right.failure().text
     assert text.startswith("the head")
     assert text.endswith("the tail")
     assert 1000 < len(text) < 50_000
@@ -173,10 +186,10 @@ def test_a_neighbour_that_does_not_read_holds_nobody_up(letter: str) -> None:
     full.recv(16_384)  # a little room: less than the report takes
     watched = Watched(0, [(1, "pid 1", mine), (2, "pid 2", a)])
     other = Watched(2, [(0, "pid 0", b)])
-    reporter = threading.Thread(target=watched.sentinel.report, args=(0, letter * 100_000), daemon=True)
+    reporter = threading.Thread(target=watched.sentinel.report, args=(Failed(0, letter * 100_000),), daemon=True)
     reporter.start()
-    assert other.failure()[0] == 0
-    assert watched.failure()[0] == 0
+    assert other.failure().rank == 0
+    assert watched.failure().rank == 0
     reporter.join(PATIENCE_S)
     assert not reporter.is_alive()
     closer = threading.Thread(target=watched.sentinel.close, daemon=True)
@@ -194,7 +207,7 @@ def test_of_many_reports_at_once_one_wins_everywhere() -> None:
 
         def shout(rank: int, item: Watched, start: threading.Barrier = start) -> None:
             start.wait()
-            item.sentinel.report(rank, f"rank {rank} raised")
+            item.sentinel.report(Failed(rank, f"rank {rank} raised"))
 
         threads = [threading.Thread(target=shout, args=(rank, item)) for rank, item in enumerate(watched)]
         for thread in threads:
@@ -202,7 +215,7 @@ def test_of_many_reports_at_once_one_wins_everywhere() -> None:
         for thread in threads:
             thread.join()
         for item in watched:
-            rank, text = item.failure()
+            rank, text, *_ = item.failure()
             assert text == f"rank {rank} raised"
         for item in watched:
             item.sentinel.close()
@@ -211,8 +224,8 @@ def test_of_many_reports_at_once_one_wins_everywhere() -> None:
 
 def test_a_rank_alone_learns_of_its_own_failure() -> None:
     alone = Watched(0, [])
-    alone.sentinel.report(0, "rank 0 raised")
-    assert alone.failure() == (0, "rank 0 raised")
+    alone.sentinel.report(Failed(0, "rank 0 raised"))
+    assert alone.failure() == Failed(0, "rank 0 raised")
     alone.sentinel.close()
 
 
@@ -233,7 +246,7 @@ def test_junk_is_ignored_and_the_watch_goes_on(junk: bytes) -> None:
     mine, theirs = socket.socketpair()
     watched = Watched(0, [(1, "pid 1", mine)])
     theirs.sendall(frame(junk) + frame(b'{"failed": 9, "text": "rank 9 raised"}'))
-    assert watched.failure() == (9, "rank 9 raised")
+    assert watched.failure() == Failed(9, "rank 9 raised")
     watched.sentinel.close()
     theirs.close()
 
@@ -242,7 +255,7 @@ def test_a_stream_that_is_no_stream_of_messages_is_a_failure() -> None:
     mine, theirs = socket.socketpair()
     watched = Watched(0, [(1, "pid 1", mine)])
     theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    rank, text = watched.failure()
+    rank, text, *_ = watched.failure()
     assert rank == 1
     assert "rank 1 (pid 1) sends what is no message of hvdlite" in text
     watched.sentinel.close()
@@ -253,7 +266,7 @@ def test_who_is_given_up_is_told_so() -> None:
     """It may have been stopped, and shall not take the end of the others for their death when it wakes."""
     mine, theirs = socket.socketpair()
     watched = Watched(0, [(1, "pid 1", mine)], timeout_s=0.4)
-    assert watched.failure()[0] == 1
+    assert watched.failure().rank == 1
     watched.sentinel.close()
     theirs.settimeout(PATIENCE_S)
     said = b""
@@ -294,7 +307,7 @@ def test_ranks_do_not_outlive_their_launcher() -> None:
     alone = Watched(5, [], launcher=LauncherProcess("prterun", launcher.pid))
     launcher.kill()
     launcher.wait()
-    rank, text = alone.failure()
+    rank, text, *_ = alone.failure()
     assert rank == 5
     assert text.startswith(f"prterun (pid {launcher.pid}), which has started rank 5, ended before it")
     alone.sentinel.close()
