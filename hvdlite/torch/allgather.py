@@ -47,7 +47,8 @@ def allgather(
     """The tensors of all ranks, one after the other along dimension 0, in the order of ranks; differentiable.
 
     Args:
-        tensor: of any dtype; dimension 0 may differ between ranks, the others may not. A scalar counts as one row.
+        tensor: of the same dtype on every rank, bool as well; dimension 0 may differ between ranks, the others may not.
+            A scalar counts as one row.
 
     Returns:
         (rows of all ranks, ...), new.

@@ -56,7 +56,8 @@ def alltoall(
     """Send some rows of ``tensor`` to each rank, and receive some from each; differentiable.
 
     Args:
-        tensor: (rows, ...) of any dtype; dimension 0 may differ between ranks, the others may not.
+        tensor: (rows, ...), of the same dtype on every rank, bool as well; dimension 0 may differ between ranks, the
+            others may not.
         splits: (size of the process set,) integers: how many rows go to each rank, in the order of rows and of ranks;
             together at most the rows there are. By default equal parts.
 

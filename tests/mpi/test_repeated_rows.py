@@ -130,6 +130,15 @@ def test_other_amounts_each_time() -> None:
                 gathered(rows, number + again)
 
 
+@pytest.mark.parametrize("rows", [100, 5_000, 50_000, 400_000])
+def test_sizes(rows: int) -> None:
+    """Also of results that ask for large pages, and with a row that is nobody's to divide."""
+    for number in range(20):
+        gathered([rows] * SIZE, number)
+        exchanged([rows // SIZE] * SIZE, number)
+        scattered(rows + 1, number, width=1)
+
+
 def test_scalars_and_nothing() -> None:
     for number in range(30):
         result = hvd.allgather(torch.tensor(float(hvd.rank() + number)), name="scalar")
@@ -149,6 +158,19 @@ def test_reductions_are_those_of_an_allreduce(op: int, compression: type[hvd.Com
     for _ in range(30):
         result = hvd.reducescatter(tensor, op=op, compression=compression, name="reduced", **factors)  # type: ignore[arg-type]
         assert torch.equal(result, expected)
+
+
+def test_another_kind_of_operation_on_the_same_tensor() -> None:
+    own = torch.arange(2.0 * SIZE) + 10 * hvd.rank()
+    everything = torch.cat([torch.arange(2.0 * SIZE) + 10 * rank for rank in range(SIZE)])
+    mine = torch.cat([torch.arange(2.0) + 2 * hvd.rank() + 10 * rank for rank in range(SIZE)])
+    freeze(lambda _: hvd.allgather(own))
+    for _ in range(3):
+        assert torch.equal(hvd.allgather(own), everything)
+        assert torch.equal(hvd.alltoall(own), mine)
+    freeze(lambda _: hvd.alltoall(own))
+    assert torch.equal(hvd.allgather(own), everything)
+    assert torch.equal(hvd.alltoall(own), mine)
 
 
 def test_results_are_new_each_time() -> None:

@@ -8,6 +8,7 @@ _SHORTCUT = "2 mpi/test_shortcut.py"
 _CHANGES = "unit/test_plan_changes.py"
 _BROADCASTS = "2 mpi/test_small_broadcasts.py"
 _PACKETS = "2 mpi/test_packets.py"
+_ROWS = "2 mpi/test_repeated_rows.py"
 
 MUTANTS = [
     Mutant("csrc/signature.cpp", " || arguments.op != op_.ptr()) return false;", ") return false;", _SHORTCUT),
@@ -109,6 +110,38 @@ MUTANTS = [
         "[view.address if r == engine.rank else 0",
         "[view.address if r == 0 else 0",
         _PACKETS,
+    ),
+    # Rows within a node.
+    Mutant("csrc/signature.cpp", "  if (arguments.kind != kind_.ptr()) return false;\n", "", _ROWS),
+    Mutant("csrc/prepared_gather.cpp", "    expect_the_same();\n", "", _ROWS),
+    Mutant("csrc/prepared_gather.cpp", "bytes + bytes_of(numbers, shape_.column)", "bytes", _ROWS),
+    Mutant(
+        "csrc/prepared_gather.cpp",
+        "shape_.numbers[shape_.is_alltoall ? rank : 0]",
+        "shape_.numbers[0] + 0 * rank",
+        _ROWS,
+    ),
+    Mutant("csrc/prepared_reduce_scatter.cpp", "    at += numel * item_bytes(shape_.dtype);\n", "", _ROWS),
+    Mutant("csrc/small_allreduce.cpp", "reducer.reduce({tensor - begin_bytes}", "reducer.reduce({tensor}", _ROWS),
+    Mutant("csrc/prepared_broadcast.cpp", "source_ != 0 && source_ != target_", "false", _BROADCASTS),
+    Mutant(
+        "hvdlite/operations/telling.py",
+        "gather if max(map(self.nbytes, numbers)) <= gather.room(len(own)) else None",
+        "gather if self.nbytes(own) <= gather.room(len(own)) else None",
+        _ROWS,
+    ),
+    Mutant("hvdlite/torch/repeated_rows.py", "        result.resize_(shape)\n", "        pass\n", _ROWS),
+    Mutant(
+        "hvdlite/torch/repeated_rows.py",
+        "with torch.inference_mode(result.is_inference()):",
+        "with torch.inference_mode(False):",
+        _ROWS,
+    ),
+    Mutant(
+        "hvdlite/coordinator/at_once.py",
+        "                self._check()\n",
+        "                pass\n",
+        "2 mpi/test_awaited.py",
     ),
     Mutant(
         "hvdlite/early_operations.py",
