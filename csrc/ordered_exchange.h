@@ -25,7 +25,7 @@ namespace hvdlite {
 // one another find out together, and each has done the same number of steps.
 //
 // A count is stored with release order after what it stands for, and loaded with acquire order before that is read.
-// Counts on which somebody sleeps are Dekker's pattern, see SmallAllreduce.
+// Counts on which somebody sleeps are Dekker's pattern, see PlacesInTurn.
 class OrderedExchange {
  public:
   // kTimeout: ranks are late; the same call, made again, goes on waiting. All others but kOk and kContradiction end it.

@@ -1,6 +1,6 @@
 """An operation whose caller waits for it at once, and does it as soon as all ranks are ready, step by step in Python.
 
-What has no native call (`PreparedAllreduce`) goes this way where it comes next in a plan that runs free: it is neither
+What has no native call (`PreparedOperation`) goes this way where it comes next in a plan that runs free: it is neither
 queued nor looked for by the coordinator, and whatever comes next is not kept from the shortcut.
 """
 
