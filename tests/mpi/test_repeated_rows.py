@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -37,15 +38,18 @@ def running() -> Iterator[None]:
 
 @pytest.fixture
 def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operations that Python was asked to do at once."""
+    """The operations that Python was asked to do at once, or to bring to an end."""
     found: list[str] = []
-    run = AtOnce.run
 
-    def seen(self: AtOnce, prepared: object, *rest: object) -> object:
-        found.append(prepared.label)  # type: ignore[attr-defined]
-        return run(self, prepared, *rest)  # type: ignore[arg-type]
+    def watch(method: Callable[..., object]) -> None:
+        def seen(self: AtOnce, prepared: Any, *rest: object) -> object:
+            found.append(prepared.label)
+            return method(self, prepared, *rest)
 
-    monkeypatch.setattr(AtOnce, "run", seen)
+        monkeypatch.setattr(AtOnce, method.__name__, seen)
+
+    watch(AtOnce.run)
+    watch(AtOnce._go_on)
     return found
 
 
