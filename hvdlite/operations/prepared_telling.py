@@ -51,6 +51,14 @@ class PreparedTelling(PreparedOperation):
         )
         return None if call is None else cls(group, request, call, numbers, resize)
 
+    def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        # Another thread may have done it since the result was made, with other ranks that gave something else.
+        assert self.direct is not None
+        shape = self.direct.result_rows, *self.request.tensors[0].shape
+        tensors = tensors._replace(outputs=[self._resize(tensors.owner[-1], shape).address])
+        return super().run(tensors, plan, count, heard)
+
     def ended(self, result: int, tensors: Tensors) -> Outcome:
         """See `hvdlite.coordinator.prepared.Native`."""
         if result != DirectCall.BEGUN:

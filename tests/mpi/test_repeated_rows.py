@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+import hvdlite
 import hvdlite.torch as hvd
 from hvdlite._native import PlacesInTurn
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.errors import MismatchError
 from hvdlite.operations.reducescatter import row_bounds
+from hvdlite.torch.shortcuts import performed
 from machines_lab import ONE_MACHINE, WORLD, running_on
 from prepared_lab import freeze
 from torch_lab import rank_input
@@ -240,6 +242,31 @@ def test_who_waits_hears_of_other_things(step: Callable[[int], None]) -> None:
             time.sleep(0.01)
         step(1)
         other.join()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="needs ranks that differ")
+def test_a_result_that_was_made_before_others_gave_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another thread does the same operation between a result and its use."""
+    few, more = [1] * SIZE, [1 if rank == 0 else 500 for rank in range(SIZE)]
+    place = "hvdlite.torch.repeated_rows.performed"
+
+    def twice(number: int) -> None:
+        gathered(few, number)
+        gathered(few, number + 1)
+
+    def perform_late(*arguments: Any) -> torch.Tensor:
+        monkeypatch.setattr(place, performed)
+        gathered(more, 1)
+        return performed(*arguments)
+
+    freeze(twice)
+
+    if hvd.rank() == 0:
+        hvdlite.runtime().group.world.coordinator.at_once.shortcut.close()
+        monkeypatch.setattr(place, perform_late)
+    else:
+        gathered(more, 1)
+    gathered(more, 2)
 
 
 def test_inference_mode() -> None:
