@@ -111,6 +111,8 @@ def others():
     hvd.allgather(values[1], name="g")
     hvd.alltoall(values[1][: 4 * hvd.size()], name="t")
     hvd.reducescatter(values[1], name="r")
+    hvd.allgather(values[2], name="large g")
+    hvd.reducescatter(values[2], name="large r")
     hvd.barrier()
 
 def training():
