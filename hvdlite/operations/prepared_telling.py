@@ -53,10 +53,11 @@ class PreparedTelling(PreparedOperation):
 
     def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.prepared.Prepared`."""
-        # Another thread may have done it since the result was made, with other ranks that gave something else.
         assert self.direct is not None
-        shape = self.direct.result_rows, *self.request.tensors[0].shape
-        tensors = tensors._replace(outputs=[self._resize(tensors.owner[-1], shape).address])
+        result, rows = tensors.owner[-1], self.direct.result_rows
+        if len(result) != rows:  # another thread has come before, and was given something else
+            target = self._resize(result, (rows, *self.request.tensors[0].shape))
+            tensors = tensors._replace(outputs=[target.address])
         return super().run(tensors, plan, count, heard)
 
     def ended(self, result: int, tensors: Tensors) -> Outcome:

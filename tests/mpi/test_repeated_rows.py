@@ -188,6 +188,14 @@ def test_results_are_new_each_time() -> None:
         assert all((result == number).all() for result in results)
 
 
+def test_a_result_has_memory_of_its_size() -> None:
+    """Though room was made for what ranks gave the last time."""
+    freeze(lambda _: hvd.allgather(torch.ones(100, 2), name="grown"))
+    for rows in (100, 1, 100):
+        result = hvd.allgather(torch.ones(100 if hvd.rank() == 0 else rows, 2), name="grown")
+        assert result.untyped_storage().nbytes() == result.nbytes == 8 * (100 + rows * (SIZE - 1))
+
+
 def test_gradients_go_their_way_all_the_same() -> None:
     for _ in range(30):
         own = torch.ones(SIZE, 2)

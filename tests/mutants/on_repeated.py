@@ -130,7 +130,12 @@ MUTANTS = [
         "gather if self.nbytes(own) <= gather.room(len(own)) else None",
         _ROWS,
     ),
-    Mutant("hvdlite/torch/repeated_rows.py", "        result.resize_(shape)\n", "        pass\n", _ROWS),
+    Mutant(
+        "hvdlite/torch/repeated_rows.py",
+        "            result.set_(new_result(result, shape))",
+        "            pass",
+        _ROWS,
+    ),
     Mutant(
         "hvdlite/torch/repeated_rows.py",
         "with torch.inference_mode(result.is_inference()):",
