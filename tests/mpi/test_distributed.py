@@ -360,6 +360,27 @@ def test_a_root_is_a_rank_of_the_group(group: dist.ProcessGroup, root: int) -> N
     dist.all_gather(several, one)
 
 
+def test_a_message_to_nobody_is_refused_and_the_group_goes_on(group: dist.ProcessGroup) -> None:
+    one = torch.ones(3)
+    for call in (
+        lambda: dist.send(one, SIZE, tag=1),
+        lambda: dist.recv(one, SIZE, tag=1),
+        lambda: group.send([one], -1, 1),
+        lambda: group.recv([one], -2, 1),
+    ):
+        with pytest.raises(ValueError, match=f"is no rank of the {SIZE}"):
+            call()
+    with pytest.raises(ValueError, match="more than 64 bits"):
+        group.send([one], (RANK + 1) % SIZE, 2**63)
+    for peer, tag in ((1.0, 0), (0, 1.0)):
+        with pytest.raises(TypeError, match="integer"):
+            group.send([one], peer, tag)
+    work = group.send([one * RANK], (RANK + 1) % SIZE, -(2**63))
+    group.recv([one], (RANK - 1) % SIZE, -(2**63)).wait()
+    work.wait()
+    assert one.tolist() == [(RANK - 1) % SIZE] * 3
+
+
 def test_lists_have_a_tensor_for_each_rank_and_one_type(group: dist.ProcessGroup) -> None:
     one, others = torch.ones(3), [torch.ones(3, dtype=torch.int32) for _ in range(SIZE)]
     for count in (0, SIZE + 1):
