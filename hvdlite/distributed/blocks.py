@@ -57,6 +57,18 @@ def shares_of(block: torch.Tensor, sizes: Sequence[int]) -> list[Part]:
     return parts
 
 
+def overlap(one: Part, other: Part) -> bool:
+    """Whether they share memory."""
+    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
+
+
+def is_in_the_way(part: Part, others: Sequence[Part], own: int) -> bool:
+    """Whether ``part`` shares memory with one of ``others``; it may lie where number ``own`` does, as in place."""
+    return any(
+        overlap(part, other) and (place != own or other[0] != part[0]) for place, other in enumerate(others) if other[1]
+    )
+
+
 @lru_cache(maxsize=1024)
 def layout_of(numels: tuple[int, ...], dtype: DType) -> Layout:
     """Of blocks of so many elements."""

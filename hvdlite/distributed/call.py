@@ -72,6 +72,12 @@ def call_on_several(operation: str, shapes: tuple[torch.Size, ...], dtype: torch
 
 
 @lru_cache(maxsize=64)
+def call_on_sparse(operation: str, shape: torch.Size, dtype: torch.dtype, sparse_dim: int) -> Call:
+    """Of one sparse tensor, whose indices have ``sparse_dim`` dimensions."""
+    return _call(operation, ("shape", tuple(shape)), ("dtype", dtype), ("sparse dimensions", sparse_dim))
+
+
+@lru_cache(maxsize=64)
 def call_without_shape(operation: str, dtype: torch.dtype | None = None) -> Call:
     """Where ranks have tensors of different shapes, or none."""
     return _call(operation, ("dtype", dtype))

@@ -1,7 +1,8 @@
 """Every collective of torch.distributed on a `Carrier`: what ranks agree on, and which memory it touches.
 
 Each method looks at the tensors, and returns what does the work; that runs later, perhaps on another thread. Ranks
-and roots are places in the group. Memory that is not contiguous passes through a copy.
+and roots are places in the group. Memory that is not contiguous passes through a copy, and so does an input that the
+output would overwrite; in place, where the result of an input lies just there, it does not.
 """
 
 from __future__ import annotations
@@ -14,8 +15,18 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from hvdlite.distributed.blocks import block_of, blocks_of, layout_of, numel_of, part_of, put_back, shares_of
-from hvdlite.distributed.call import call_on, call_on_several, call_without_shape
+from hvdlite.distributed.blocks import (
+    block_of,
+    blocks_of,
+    is_in_the_way,
+    layout_of,
+    numel_of,
+    overlap,
+    part_of,
+    put_back,
+    shares_of,
+)
+from hvdlite.distributed.call import call_on, call_on_several, call_on_sparse, call_without_shape
 from hvdlite.distributed.carrier import NOTHING, Carrier
 from hvdlite.distributed.reductions import Way, way_of
 from hvdlite.engine import Engine
@@ -45,9 +56,11 @@ class Collectives:
         Args:
             root: who gets the result; None: all do.
         """
+        if root is not None:
+            self._expect_rank(root)
         first = tensors[0]
         if first.is_sparse and self._carrier.takes_sparse:
-            return self._all_reduce_sparse(first, op)
+            return in_turn([self._all_reduce_sparse(tensor, op) for tensor in tensors])
         way = way_of(op, first.dtype, self._engine)
         name = "all_reduce" if root is None else "reduce"
         if len(tensors) == 1:
@@ -69,10 +82,14 @@ class Collectives:
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Any) -> Run:
         """inputs[r] is for rank r; they may differ in size, as those of other ranks do."""
+        _expect(len(inputs) == self._size, f"{len(inputs)} inputs for {self._size} ranks")
+        _expect(_only_dtype(inputs) == output.dtype, "input and output are of different types")
         if any(tensor.shape != inputs[0].shape for tensor in inputs):
             return self._reduce_scatter_uneven(output, inputs, op)
         _expect(inputs[self._rank].numel() == output.numel(), "the output is not as large as each of the inputs")
         blocks = blocks_of(inputs)
+        if is_in_the_way(part_of(output), [part_of(block) for block in blocks], self._rank):
+            blocks = [block.clone() for block in blocks]
         return self._reduce_scatter("reduce_scatter", output, blocks, [b.data_ptr() for b in blocks], op)
 
     def reduce_scatter_single(self, output: torch.Tensor, whole: torch.Tensor, op: Any) -> Run:
@@ -81,8 +98,11 @@ class Collectives:
         _expect(whole.numel() == self._size * output.numel(), "the input is not `world size` times the output")
         block = block_of(whole)
         nbytes = output.numel() * output.element_size()
-        places = [address for address, _ in shares_of(block, [nbytes] * self._size)]
-        return self._reduce_scatter("reduce_scatter_tensor", output, [block], places, op)
+        shares = shares_of(block, [nbytes] * self._size)
+        if overlap(part_of(output), part_of(block)) and is_in_the_way(part_of(output), shares, self._rank):
+            block = block.clone()
+            shares = shares_of(block, [nbytes] * self._size)
+        return self._reduce_scatter("reduce_scatter_tensor", output, [block], [share[0] for share in shares], op)
 
     def _reduce_scatter(self, name: str, output: torch.Tensor, keep: Tensors, places: list[int], op: Any) -> Run:
         way = way_of(op, output.dtype, self._engine)
@@ -124,8 +144,9 @@ class Collectives:
         return block if root is not None and root != self._rank else _combined(table, way)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> Run:
+        _expect(tensor.is_sparse, "tensors of one call are sparse, or are not")
         _expect(bool(op == ReduceOp.SUM), "sparse tensors can only be added up, by ReduceOp.SUM")
-        call = call_on("all_reduce of a sparse tensor", tensor.shape, tensor.dtype)
+        call = call_on_sparse("all_reduce of a sparse tensor", tensor.shape, tensor.dtype, tensor.sparse_dim())
 
         def run() -> None:
             own = tensor.detach().coalesce()
@@ -155,6 +176,7 @@ class Collectives:
     # Movements.
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Run:
+        self._expect_rank(root)
         call = call_on("broadcast", tensor.shape, tensor.dtype, None, root)
         block = block_of(tensor)
         is_root = self._rank == root
@@ -175,7 +197,7 @@ class Collectives:
         _expect(len(outputs) == self._size, f"{len(outputs)} outputs for {self._size} ranks")
         own = outputs[self._rank]
         _expect(own.numel() == tensor.numel(), "the output for this rank is not as large as its input")
-        _expect(own.dtype == tensor.dtype, "input and output are of different types")
+        _expect(_only_dtype(outputs) == tensor.dtype, "input and outputs are of different types")
         shapes = tuple(output.shape for output in outputs)
         if shapes.count(shapes[0]) == self._size:
             call = call_on("all_gather", tensor.shape, tensor.dtype)
@@ -184,6 +206,8 @@ class Collectives:
         block, results = block_of(tensor), blocks_of(outputs)
         arrivals = [part_of(result) for result in results]
         nbytes = [size for _, size in arrivals]
+        if is_in_the_way(part_of(block), arrivals, self._rank):
+            block = block.clone()
 
         def run() -> None:
             self._carrier.spread(call, part_of(block), arrivals, nbytes)
@@ -200,6 +224,8 @@ class Collectives:
         part = part_of(block)
         nbytes = [part[1]] * self._size
         arrivals = shares_of(result, nbytes)
+        if overlap(part, part_of(result)) and is_in_the_way(part, arrivals, self._rank):
+            block = block.clone()
 
         def run() -> None:
             self._carrier.spread(call, part_of(block), arrivals, nbytes)
@@ -214,6 +240,7 @@ class Collectives:
 
     def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int) -> Run:
         """``outputs`` are there on the root only."""
+        self._expect_rank(root)
         call = call_on("gather", tensor.shape, tensor.dtype, None, root)
         block = block_of(tensor)
         nbytes = [part_of(block)[1]] * self._size
@@ -222,7 +249,10 @@ class Collectives:
         if self._rank == root:
             _expect(len(outputs) == self._size, f"{len(outputs)} outputs for {self._size} ranks")
             _expect(all(o.numel() == tensor.numel() for o in outputs), "the outputs are not as large as the input")
+            _expect(_only_dtype(outputs) == tensor.dtype, "input and outputs are of different types")
             arrivals = [part_of(result) for result in results]
+            if is_in_the_way(part_of(block), arrivals, root):
+                block = block.clone()
 
         def run() -> None:
             self._carrier.spread(call, part_of(block), arrivals, nbytes)
@@ -232,6 +262,7 @@ class Collectives:
 
     def scatter(self, output: torch.Tensor, inputs: Tensors, root: int) -> Run:
         """``inputs`` are there on the root only."""
+        self._expect_rank(root)
         call = call_on("scatter", output.shape, output.dtype, None, root)
         blocks, result = blocks_of(inputs), block_of(output)
         departures, arrivals = [NOTHING] * self._size, [NOTHING] * self._size
@@ -239,6 +270,9 @@ class Collectives:
         if self._rank == root:
             _expect(len(inputs) == self._size, f"{len(inputs)} inputs for {self._size} ranks")
             _expect(all(i.numel() == output.numel() for i in inputs), "the inputs are not as large as the output")
+            _expect(_only_dtype(inputs) == output.dtype, "inputs and output are of different types")
+            if is_in_the_way(part_of(result), [part_of(block) for block in blocks], root):
+                blocks = [block.clone() for block in blocks]
             departures = [part_of(block) for block in blocks]
 
         def run() -> None:
@@ -252,6 +286,9 @@ class Collectives:
         call = call_without_shape("all_to_all", _only_dtype((*outputs, *inputs)))
         blocks, results = blocks_of(inputs), blocks_of(outputs)
         departures, arrivals = [part_of(block) for block in blocks], [part_of(result) for result in results]
+        if any(is_in_the_way(arrival, departures, rank) for rank, arrival in enumerate(arrivals)):
+            blocks = [block.clone() for block in blocks]
+            departures = [part_of(block) for block in blocks]
 
         def run() -> None:
             self._carrier.alltoall(call, departures, arrivals)
@@ -265,14 +302,22 @@ class Collectives:
         """Rows of dimension 0; an empty list stands for equal shares."""
         call = call_without_shape("all_to_all_single", _only_dtype((output, whole)))
         block, result = block_of(whole), block_of(output)
-        departures = shares_of(block, self._shares(whole, input_rows, "input"))
+        departures = shares_of(block, sizes := self._shares(whole, input_rows, "input"))
         arrivals = shares_of(result, self._shares(output, output_rows, "output"))
+        if overlap(part_of(block), part_of(result)) and any(
+            is_in_the_way(arrival, departures, rank) for rank, arrival in enumerate(arrivals)
+        ):
+            block = block.clone()
+            departures = shares_of(block, sizes)
 
         def run() -> None:
             self._carrier.alltoall(call, departures, arrivals)
             put_back([output], [result])
 
         return partial(_holding, [block], run)
+
+    def _expect_rank(self, root: int) -> None:
+        _expect(0 <= root < self._size, f"root {root} is no rank of the {self._size}")
 
     def _shares(self, tensor: torch.Tensor, rows: Sequence[int], what: str) -> list[int]:
         """Bytes of each rank's share of ``tensor``."""

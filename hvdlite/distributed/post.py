@@ -144,6 +144,7 @@ class Post:
             self._wishes.clear()
         for work in works:
             work.finish(reason)
+        self._pump.ring()  # a thread that waits for one of them may look for sockets
 
     def close(self, timeout_s: float) -> None:
         """End, once what is to be sent is on its way, or ``timeout_s`` have passed."""

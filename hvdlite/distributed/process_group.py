@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
+from operator import index
 from typing import Any
 
 import torch
@@ -269,17 +270,30 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     @torch_call("tensors", "dstRank", "tag")
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> GroupWork:
         self.membership.check()
+        self._check_message(to, tag)
         return self.membership.site_of(tensors).send(tensors, to, tag, f"{NAME}:send", self._note)
 
     @torch_call("tensors", "srcRank", "tag")
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> GroupWork:
         self.membership.check()
+        self._check_message(0 if source == ANY else source, tag)
         title = f"{NAME}:recv" if source != ANY else f"{NAME}:recvAnySource"
         return self.membership.site_of(tensors).receive(tensors, source, tag, title, self._note)
 
     @torch_call("tensors", "tag")
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> GroupWork:
         return self.recv(tensors, ANY, tag)
+
+    def _check_message(self, peer: int, tag: int) -> None:
+        """Here, as what goes wrong on its way ends the group.
+
+        Raises:
+            TypeError: a number is no integer.
+        """
+        if not 0 <= index(peer) < self.membership.size:
+            raise ValueError(f"process group {NAME}: {peer} is no rank of the {self.membership.size}")
+        if not -(2**63) <= index(tag) < 2**63:
+            raise ValueError(f"process group {NAME}: the tag {tag} has more than 64 bits")
 
     # Meetings.
 

@@ -88,7 +88,7 @@ class Pump:
         if self._turn.acquire(blocking=False):
             self._serve_with_turn(self._begin_new)
         else:
-            self._ring()
+            self.ring()
 
     def assist(self, is_over: Callable[[], bool]) -> None:
         """Serve until ``is_over``, unless another thread of the program does."""
@@ -98,19 +98,24 @@ class Pump:
             return
         self._stay_away()
         if not self._turn.acquire(blocking=False):
-            self._ring()
+            self.ring()
             if not self._turn.acquire(timeout=_LULL_S):
                 return
         self._serve_with_turn(lambda: self._serve_until(is_over))
+
+    def ring(self) -> None:
+        """Whoever serves looks again whether it may stop; from any thread."""
+        with suppress(OSError):  # it has heard enough, or nobody serves any more
+            self._waker.send(b"\0")
 
     def close(self) -> None:
         """End the thread, and close the sockets that are registered."""
         self._is_closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._ring()
+            self.ring()
             self._thread.join()
         if self._server != threading.get_ident():
-            self._ring()  # another one may serve for who waits
+            self.ring()  # another one may serve for who waits
             self._turn.acquire()
         self.release()
 
@@ -124,10 +129,6 @@ class Pump:
 
     def _is_busy(self) -> bool:
         return time.monotonic() < self._busy_until_s
-
-    def _ring(self) -> None:
-        with suppress(BlockingIOError):  # it has heard enough
-            self._waker.send(b"\0")
 
     def _run(self) -> None:
         while not self._is_closing.is_set():

@@ -70,7 +70,7 @@ def way_of(op: Any, dtype: torch.dtype, engine: Engine) -> Way:
     factor = _factor(op)
     if dtype is torch.bool or not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"ReduceOp.PREMUL_SUM takes floats, not {dtype}")
-    return Way(f"PREMUL_SUM of {factor:g}", _real(dtype), Reduction(ReduceOp.SUM, factor, 1.0))
+    return Way(f"PREMUL_SUM of {factor}", _real(dtype), Reduction(ReduceOp.SUM, factor, 1.0))
 
 
 def _native(name: str, op: ReduceOp, dtype: torch.dtype, engine: Engine) -> Way:

@@ -42,6 +42,11 @@ if kind == "in a message":
         time.sleep(0.2)
         die()
     dist.recv(large, 1)
+if kind == "in messages of others":
+    if rank == 1:
+        time.sleep(0.2)
+        die()
+    dist.recv(large, 2 if rank == 0 else None)
 if kind == "by an exception":
     if rank == 1:
         say("dying at", time.time())
@@ -84,6 +89,10 @@ def test_a_killed_rank_is_named(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["in a collective", pytest.param("in a message", marks=pytest.mark.thorough)])
 def test_a_killed_rank_is_named_on_another_node(kind: str) -> None:
     check_end(run(SCRIPT, kind, n=3, machines="001"), "rank 1 (pid", "died without a word")
+
+
+def test_a_killed_rank_is_named_to_those_that_wait_for_messages_of_the_living() -> None:
+    check_end(run(SCRIPT, "in messages of others", n=3, mpi="none"), "RankFailedError: rank 1 (pid")
 
 
 def test_an_exception_reaches_the_others() -> None:

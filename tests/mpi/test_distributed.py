@@ -146,10 +146,52 @@ def test_memory_that_is_not_contiguous(group: dist.ProcessGroup) -> None:
     assert torch.equal(block, torch.stack([of_rank(rank, 8)[::2] for rank in range(SIZE)]))
 
 
+@pytest.mark.parametrize("numel", [4, 1500])  # of a share: below and above what travels at once
+def test_results_that_lie_over_inputs(group: dist.ProcessGroup, numel: int) -> None:
+    def shares(rank: int = RANK) -> torch.Tensor:
+        return of_rank(rank, SIZE * numel).view(SIZE, numel)
+
+    half = numel // 2
+    summed = total(SIZE * numel).view(SIZE, numel)
+    firsts = torch.stack([shares(rank)[0] for rank in range(SIZE)])
+    mine = torch.stack([shares(rank)[RANK] for rank in range(SIZE)])
+    block = shares()
+    dist.all_gather_into_tensor(block, block[:1])
+    assert torch.equal(block, firsts)
+    block = shares()
+    dist.all_gather(list(block), block[0])
+    assert torch.equal(block, firsts)
+    block = shares()
+    dist.gather(block[0], list(block) if RANK == LAST else None, LAST)
+    assert torch.equal(block, firsts if RANK == LAST else shares())
+    block = torch.cat([shares().flatten(), torch.empty(half)])
+    share = block[half : half + numel]
+    dist.reduce_scatter_tensor(share, block[: SIZE * numel])
+    assert torch.equal(share, summed[RANK])
+    block = shares()
+    dist.reduce_scatter(block[RANK - 1], list(block))
+    assert torch.equal(block[RANK - 1], summed[RANK])
+    block = shares()
+    dist.scatter(block[0], list(block) if RANK == LAST else None, LAST)
+    assert torch.equal(block[0], shares(LAST)[RANK])
+    block = shares()
+    dist.all_to_all(list(block)[::-1], list(block))
+    assert torch.equal(block.flip(0), mine)
+    block = torch.cat([shares().flatten(), torch.empty(half)])
+    dist.all_to_all_single(block[half:], block[: SIZE * numel])
+    assert torch.equal(block[half:].view(SIZE, numel), mine)
+    block = shares()
+    dist.all_to_all_single(block, block)
+    assert torch.equal(block, mine)
+
+
 def test_sparse_tensors_add_up(group: dist.ProcessGroup) -> None:
     tensor = torch.sparse_coo_tensor([[0, RANK]], torch.ones(2), (SIZE,))
     dist.all_reduce(tensor)
     assert tensor.to_dense().tolist() == [SIZE + 1.0] + [1.0] * (SIZE - 1)
+    both = [torch.eye(SIZE)[:, RANK].to_sparse(), torch.eye(SIZE)[RANK].to_sparse()]
+    dist.all_reduce_coalesced(both)
+    assert [tensor.to_dense().tolist() for tensor in both] == [[1.0] * SIZE] * 2
 
 
 def test_several_tensors_at_once(group: dist.ProcessGroup) -> None:
@@ -274,6 +316,12 @@ def test_contradictions_are_named_on_all_ranks(group: dist.ProcessGroup) -> None
     def order() -> None:
         dist.barrier() if odd else dist.all_reduce(torch.ones(3))
 
+    def factor() -> None:
+        dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(0.5 + 1e-9 * odd))
+
+    def sparse() -> None:
+        dist.all_reduce(torch.eye(3).to_sparse(1 if odd else 2))
+
     def sizes() -> None:
         rows = [3 if odd else 2] * SIZE
         dist.all_to_all_single(torch.ones(2 * SIZE), torch.ones(sum(rows)), [2] * SIZE, rows)
@@ -284,6 +332,8 @@ def test_contradictions_are_named_on_all_ranks(group: dist.ProcessGroup) -> None
         (op, f"but MAX on rank {LAST}"),
         (root, f"but 0 on rank {LAST}"),
         (order, f"but barrier() on rank {LAST}"),
+        (factor, f"but PREMUL_SUM of 0.500000001 on rank {LAST}"),
+        (sparse, f"but 1 on rank {LAST}"),
         (sizes, "other sizes of one another than they send"),
     ):
         with pytest.raises(RuntimeError) as caught:
@@ -294,6 +344,56 @@ def test_contradictions_are_named_on_all_ranks(group: dist.ProcessGroup) -> None
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor[0] == SIZE  # the group is as good as before
+
+
+@pytest.mark.parametrize("root", [-1, SIZE])
+def test_a_root_is_a_rank_of_the_group(group: dist.ProcessGroup, root: int) -> None:
+    one, several = torch.ones(3), [torch.ones(3) for _ in range(SIZE)]
+    for call in (
+        lambda: dist.broadcast(one, root),
+        lambda: dist.reduce(one, root),
+        lambda: group.gather([], [one], root),
+        lambda: group.scatter([one], [], root),
+    ):
+        with pytest.raises(ValueError, match=f"root {root} is no rank of the {SIZE}"):
+            call()
+    dist.all_gather(several, one)
+
+
+def test_a_message_to_nobody_is_refused_and_the_group_goes_on(group: dist.ProcessGroup) -> None:
+    one = torch.ones(3)
+    for call in (
+        lambda: dist.send(one, SIZE, tag=1),
+        lambda: dist.recv(one, SIZE, tag=1),
+        lambda: group.send([one], -1, 1),
+        lambda: group.recv([one], -2, 1),
+    ):
+        with pytest.raises(ValueError, match=f"is no rank of the {SIZE}"):
+            call()
+    with pytest.raises(ValueError, match="more than 64 bits"):
+        group.send([one], (RANK + 1) % SIZE, 2**63)
+    for peer, tag in ((1.0, 0), (0, 1.0)):
+        with pytest.raises(TypeError, match="integer"):
+            group.send([one], peer, tag)
+    work = group.send([one * RANK], (RANK + 1) % SIZE, -(2**63))
+    group.recv([one], (RANK - 1) % SIZE, -(2**63)).wait()
+    work.wait()
+    assert one.tolist() == [(RANK - 1) % SIZE] * 3
+
+
+def test_lists_have_a_tensor_for_each_rank_and_one_type(group: dist.ProcessGroup) -> None:
+    one, others = torch.ones(3), [torch.ones(3, dtype=torch.int32) for _ in range(SIZE)]
+    for count in (0, SIZE + 1):
+        with pytest.raises(ValueError, match=f"{count} inputs for {SIZE} ranks"):
+            dist.reduce_scatter(one, [torch.ones(3)] * count)
+    for call in (
+        lambda: group.allgather([others], [one]),
+        lambda: group.reduce_scatter([one], [others]),
+        lambda: group.gather([others], [one], RANK),
+        lambda: group.scatter([one], [others], RANK),
+    ):
+        with pytest.raises(ValueError, match="of different types"):
+            call()
 
 
 def test_objects_and_subgroups(group: dist.ProcessGroup) -> None:

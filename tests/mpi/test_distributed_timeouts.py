@@ -115,6 +115,21 @@ def test_a_call_has_the_timeout_of_its_options(nodes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("from_anybody", [False, True])
+def test_who_waits_for_a_message_learns_that_the_group_has_failed(nodes: tuple[int, ...], from_anybody: bool) -> None:
+    with process_group(nodes, timeout_s=3600.0) as group:  # which ends no wait of the test
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=0.5)
+        with pytest.raises(RuntimeError, match="all_reduce.* did not come within the timeout of 0.5 s"):
+            if RANK == LAST:
+                group.allreduce([torch.ones(3)], options).wait()
+            else:
+                dist.recv(torch.ones(3), None if from_anybody else LAST)
+        told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_a_monitored_barrier_says_what_gloos_does(nodes: tuple[int, ...], wait_all_ranks: bool) -> None:
