@@ -302,7 +302,8 @@ class Collectives:
         """Rows of dimension 0; an empty list stands for equal shares."""
         call = call_without_shape("all_to_all_single", _only_dtype((output, whole)))
         block, result = block_of(whole), block_of(output)
-        departures = shares_of(block, sizes := self._shares(whole, input_rows, "input"))
+        sizes = self._shares(whole, input_rows, "input")
+        departures = shares_of(block, sizes)
         arrivals = shares_of(result, self._shares(output, output_rows, "output"))
         if overlap(part_of(block), part_of(result)) and any(
             is_in_the_way(arrival, departures, rank) for rank, arrival in enumerate(arrivals)
