@@ -51,6 +51,15 @@ class PreparedTelling(PreparedOperation):
         )
         return None if call is None else cls(group, request, call, numbers, resize)
 
+    def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        assert self.direct is not None
+        result, rows = tensors.owner[-1], self.direct.result_rows
+        if len(result) != rows:  # another thread has come before, and was given something else
+            target = self._resize(result, (rows, *self.request.tensors[0].shape))
+            tensors = tensors._replace(outputs=[target.address])
+        return super().run(tensors, plan, count, heard)
+
     def ended(self, result: int, tensors: Tensors) -> Outcome:
         """See `hvdlite.coordinator.prepared.Native`."""
         if result != DirectCall.BEGUN:

@@ -23,7 +23,7 @@ from hvdlite.torch.handle import label_of
 from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.reduce_options import ReduceOptions
 from hvdlite.torch.shortcuts import number, performed, preparing_group, show, usual_address
-from hvdlite.torch.start import new_result, will_be_written
+from hvdlite.torch.start import new_result
 from hvdlite.torch.tensor_view import contiguous_block, view_of
 
 _NO_TENSOR = torch.empty(0, device="cpu")
@@ -105,9 +105,10 @@ def _told_at_once(
 
 
 def _resized(result: torch.Tensor, shape: tuple[int, ...]) -> TensorView:
-    with torch.inference_mode(result.is_inference()):  # as that of the thread which has made it
-        result.resize_(shape)
-    will_be_written(result)
+    """In memory of its size, since `torch.save`, for example, writes all that a tensor has."""
+    if result.shape != shape:
+        with torch.inference_mode(result.is_inference()):  # as that of the thread which has made it
+            result.set_(new_result(result, shape))  # type: ignore[call-overload]
     return view_of(result)
 
 

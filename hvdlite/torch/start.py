@@ -213,14 +213,9 @@ def _each_once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def new_result(source: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor beside ``source``, of its element type, that will be written."""
     result = new_empty(source, shape)
-    will_be_written(result)
-    return result
-
-
-def will_be_written(result: torch.Tensor) -> None:
-    """All of it, by an operation that gives it its first contents."""
     if result.nbytes >= LEAST_BYTES and not is_on_device(result):
         prefer_large_pages(result.data_ptr(), result.nbytes)
+    return result
 
 
 def _checked_splits(source: torch.Tensor, splits: torch.Tensor | None, size: int, label: str) -> list[int]:

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from hvdlite._native import PlacesInTurn
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.errors import MismatchError
 from hvdlite.operations.reducescatter import row_bounds
+from hvdlite.torch.shortcuts import performed
+from hvdlite.torch.start import new_result
 from machines_lab import ONE_MACHINE, WORLD, running_on
 from prepared_lab import freeze
 from torch_lab import rank_input
@@ -180,6 +183,47 @@ def test_results_are_new_each_time() -> None:
         kept.append([hvd.allgather(own), hvd.alltoall(own), hvd.reducescatter(own)])
     for number, results in enumerate(kept):
         assert all((result == number).all() for result in results)
+
+
+def test_a_result_has_memory_of_its_size() -> None:
+    """Though room was made for what ranks gave the last time."""
+    freeze(lambda _: hvd.allgather(torch.ones(100, 2), name="grown"))
+    for rows in (100, 1, 100):
+        result = hvd.allgather(torch.ones(100 if hvd.rank() == 0 else rows, 2), name="grown")
+        assert result.untyped_storage().nbytes() == result.nbytes == 8 * (100 + rows * (SIZE - 1))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="needs ranks that differ")
+@pytest.mark.parametrize(
+    ("before", "then"), [(2, performed), (3, new_result)], ids=["by Python", "by the shortcut, which knows these rows"]
+)
+def test_a_thread_that_comes_in_between_is_given_something_else(
+    before: int, then: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the moment at which a caller makes room, and its operation, as a handler of a signal may, too."""
+    few, much = [3] * SIZE, [3, *[4_000] * (SIZE - 1)]
+
+    def step(rows: list[int], number: int = 0) -> None:
+        gathered(rows, number)
+        hvd.allreduce(torch.ones(1), op=hvd.Min, name="free")
+
+    freeze(lambda number: gathered(few, number))
+    for number in range(3):
+        step(few, number)
+        step([before] * SIZE, number)
+    others = [much]
+
+    def after_another(*args: Any) -> Any:
+        while others:
+            step(others.pop())
+        return then(*args)
+
+    if hvd.rank() == 0:
+        monkeypatch.setattr(f"hvdlite.torch.repeated_rows.{then.__name__}", after_another)
+    else:
+        step(much)
+    step(much, 1)
+    step(few, 2)
 
 
 def test_gradients_go_their_way_all_the_same() -> None:
