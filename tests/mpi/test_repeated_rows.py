@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+import hvdlite
 import hvdlite.torch as hvd
 from hvdlite._native import PlacesInTurn
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.errors import MismatchError
 from hvdlite.operations.reducescatter import row_bounds
+from hvdlite.recorder import Lane
 from hvdlite.torch.shortcuts import performed
 from hvdlite.torch.start import new_result
 from machines_lab import ONE_MACHINE, WORLD, running_on
@@ -290,6 +292,18 @@ def test_inference_mode() -> None:
             STEPS["allgather of other amounts"](number)
 
     late_now_and_then(step)
+
+
+def test_a_timeline_shows_each_once() -> None:
+    freeze(STEPS["allgather of other amounts"])
+    recorder = hvdlite.runtime().group.recorder
+    recorder.start()
+    try:
+        for number in range(9):
+            STEPS["allgather of other amounts"](number)
+        assert sum(event[1] is Lane.ALLGATHER for event in recorder.drain()[0]) == 9
+    finally:
+        recorder.stop()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="needs ranks that differ")
