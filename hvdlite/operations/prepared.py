@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from hvdlite._native import DirectCall
 from hvdlite.collectives.base import PreparedCall
 from hvdlite.coordinator.prepared import Outcome, outcome_at, outcome_of
 from hvdlite.coordinator.remembered import Remembered
@@ -111,7 +112,8 @@ class PreparedOperation(ABC):
     def _record(self, start_ns: int, ready_ns: int, end_ns: int) -> None:
         add, kind = self._recorder.add, self.request.label
         add(Lane.NEGOTIATION, f"NEGOTIATE_{kind.upper()} {kind}.{self.label}", start_ns, ready_ns)
-        if self.lane is not None:
+        went_on = self._call.last()[-1] == DirectCall.BEGUN  # step by step, which has recorded each
+        if self.lane is not None and not went_on:
             add(self.lane, self.label, ready_ns, end_ns, self._nbytes, self._dtype)
 
     def outcome(self, plan: int, count: int) -> Outcome | None:

@@ -20,7 +20,9 @@ from hvdlite._native import PlacesInTurn
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.errors import MismatchError
 from hvdlite.operations.reducescatter import row_bounds
+from hvdlite.recorder import Lane
 from hvdlite.torch.shortcuts import performed
+from hvdlite.torch.start import new_result
 from machines_lab import ONE_MACHINE, WORLD, running_on
 from prepared_lab import freeze
 from torch_lab import rank_input
@@ -196,6 +198,39 @@ def test_a_result_has_memory_of_its_size() -> None:
         assert result.untyped_storage().nbytes() == result.nbytes == 8 * (100 + rows * (SIZE - 1))
 
 
+@pytest.mark.skipif(SIZE == 1, reason="needs ranks that differ")
+@pytest.mark.parametrize(
+    ("before", "then"), [(2, performed), (3, new_result)], ids=["by Python", "by the shortcut, which knows these rows"]
+)
+def test_a_thread_that_comes_in_between_is_given_something_else(
+    before: int, then: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the moment at which a caller makes room, and its operation, as a handler of a signal may, too."""
+    few, much = [3] * SIZE, [3, *[4_000] * (SIZE - 1)]
+
+    def step(rows: list[int], number: int = 0) -> None:
+        gathered(rows, number)
+        hvd.allreduce(torch.ones(1), op=hvd.Min, name="free")
+
+    freeze(lambda number: gathered(few, number))
+    for number in range(3):
+        step(few, number)
+        step([before] * SIZE, number)
+    others = [much]
+
+    def after_another(*args: Any) -> Any:
+        while others:
+            step(others.pop())
+        return then(*args)
+
+    if hvd.rank() == 0:
+        monkeypatch.setattr(f"hvdlite.torch.repeated_rows.{then.__name__}", after_another)
+    else:
+        step(much)
+    step(much, 1)
+    step(few, 2)
+
+
 def test_gradients_go_their_way_all_the_same() -> None:
     for _ in range(30):
         own = torch.ones(SIZE, 2)
@@ -252,31 +287,6 @@ def test_who_waits_hears_of_other_things(step: Callable[[int], None]) -> None:
         other.join()
 
 
-@pytest.mark.skipif(SIZE == 1, reason="needs ranks that differ")
-def test_a_result_that_was_made_before_others_gave_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another thread does the same operation between a result and its use."""
-    few, more = [1] * SIZE, [1 if rank == 0 else 500 for rank in range(SIZE)]
-    place = "hvdlite.torch.repeated_rows.performed"
-
-    def twice(number: int) -> None:
-        gathered(few, number)
-        gathered(few, number + 1)
-
-    def perform_late(*arguments: Any) -> torch.Tensor:
-        monkeypatch.setattr(place, performed)
-        gathered(more, 1)
-        return performed(*arguments)
-
-    freeze(twice)
-
-    if hvd.rank() == 0:
-        hvdlite.runtime().group.world.coordinator.at_once.shortcut.close()
-        monkeypatch.setattr(place, perform_late)
-    else:
-        gathered(more, 1)
-    gathered(more, 2)
-
-
 def test_inference_mode() -> None:
     """A result is made by one thread, and gets another size by another one."""
 
@@ -285,6 +295,18 @@ def test_inference_mode() -> None:
             STEPS["allgather of other amounts"](number)
 
     late_now_and_then(step)
+
+
+def test_a_timeline_shows_each_once() -> None:
+    freeze(STEPS["allgather of other amounts"])
+    recorder = hvdlite.runtime().group.recorder
+    recorder.start()
+    try:
+        for number in range(9):
+            STEPS["allgather of other amounts"](number)
+        assert sum(event[1] is Lane.ALLGATHER for event in recorder.drain()[0]) == 9
+    finally:
+        recorder.stop()
 
 
 @pytest.mark.skipif(SIZE == 1, reason="needs ranks that differ")

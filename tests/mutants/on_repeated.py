@@ -130,12 +130,9 @@ MUTANTS = [
         "gather if self.nbytes(own) <= gather.room(len(own)) else None",
         _ROWS,
     ),
-    Mutant(
-        "hvdlite/torch/repeated_rows.py",
-        "            result.set_(new_result(result, shape))",
-        "            pass",
-        _ROWS,
-    ),
+    Mutant("hvdlite/torch/repeated_rows.py", "result.set_(new_result(result, shape))", "result.resize_(shape)", _ROWS),
+    Mutant("hvdlite/operations/prepared_telling.py", "if len(result) != rows:", "if False:", _ROWS),
+    Mutant("csrc/shortcut.cpp", " || (new_like && entry->call->result_rows() != rows)", "", _ROWS),
     Mutant(
         "hvdlite/torch/repeated_rows.py",
         "with torch.inference_mode(result.is_inference()):",
