@@ -257,7 +257,8 @@ class Keepers:
         here = is_this_machine(host)
         module = [sys.executable, "-c", "from hvdlite.keeper import main; main()"]
         path = self._environ.get("PYTHONPATH", "")
-        remote = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
+        script = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
+        remote = shlex.join(["sh", "-c", script])  # the user's shell there, which is asked first, may be a csh
         child = subprocess.Popen(
             module if here else [*self._agent, host.name, remote],
             env=dict(self._environ),
