@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
 
 
 def _count(option: str, value: str, least: int = 1) -> int:
-    if not value.isdigit() or int(value) < least:
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < least:
         raise ConfigError(f"{option} {value}: must be a number{' of ranks above 0' if least else ', 0 or more'}")
     return int(value)
 

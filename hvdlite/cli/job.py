@@ -113,7 +113,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         ConfigError: the file cannot be read or has no host; a line makes no sense; names file and line.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors put a mark before the text
     except OSError as error:
         raise ConfigError(f"hostfile {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -112,11 +112,17 @@ class TestParsing:
         assert run.launch_of(parse([*words.split(), "train.py"]), {}).notes == notes
 
     @pytest.mark.parametrize(
-        "text", ["a slots=2  # comment\n\nb\n", "a:2\n# comment\nb:1\n", "a   slots = 2\nb slots=1"]
+        "text",
+        [
+            "a slots=2  # comment\n\nb\n",
+            "a:2\n# comment\nb:1\n",
+            "a   slots = 2\nb slots=1",
+            "\ufeffa\tslots=2\r\nb\r\n",  # as editors of Windows write it
+        ],
     )
     def test_hostfile(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "hosts"
-        path.write_text(text)
+        path.write_bytes(text.encode())
         assert parse(["--hostfile", str(path), "train.py"]).hosts == (Host("a", 2), Host("b", 1))
 
     @pytest.mark.parametrize(
@@ -158,6 +164,8 @@ class TestParsing:
             ("train.py", "how many ranks"),
             ("-np 0 train.py", "above 0"),
             ("-np four train.py", "above 0"),
+            ("-np \u00b2 train.py", "above 0"),
+            (f"-np {'9' * 5000} train.py", "above 0"),
             ("-np", "needs an argument"),
             ("-np 2", "no program"),
             ("-np 2 no-such-program-anywhere", "neither a .py file nor a program"),
