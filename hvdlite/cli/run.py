@@ -20,7 +20,7 @@ from hvdlite.cli import elastic, kept_job, lost_frames, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
-from hvdlite.cli.discovery import hosts_of, slots_of
+from hvdlite.cli.discovery import IsOver, hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine
 from hvdlite.cli.keepers import Keepers, OnWord
@@ -205,8 +205,8 @@ def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Map
         hosts = (replace(hosts[0], slots=hosts[0].slots + missing), *hosts[1:])
     variables = dict(environ)
 
-    def look() -> Sequence[Host]:
-        return hosts_of(arguments.discovery, arguments.slots_per_host) if arguments.discovery else hosts
+    def look(is_over: IsOver) -> Sequence[Host]:
+        return hosts_of(arguments.discovery, arguments.slots_per_host, is_over) if arguments.discovery else hosts
 
     def make(on_word: OnWord) -> Keepers:
         is_local = launch.is_local and not arguments.discovery
