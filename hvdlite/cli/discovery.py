@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from hvdlite.cli.children import signal_groups
-from hvdlite.cli.job import Host, is_this_machine, parse_host, refusal
+from hvdlite.cli.job import Host, is_this_machine, parse_host, refusal, united
 from hvdlite.errors import ConfigError
 
 _EVERY_S = 1.0
@@ -79,7 +79,7 @@ def printed_hosts(text: str, slots_per_host: int) -> tuple[Host, ...]:
         if host is None:
             raise ConfigError(f"--host-discovery-script: {refusal(line, line, 'print host:slots, a host a line')}")
         hosts.append(host)
-    return tuple(hosts)
+    return united(hosts)
 
 
 def slots_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) -> int:

@@ -6,7 +6,8 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +104,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         ConfigError: names the part that makes no sense.
     """
-    return tuple(_host(part.strip(), part.strip()) for part in text.split(",") if part.strip())
+    return united(_host(part.strip(), part.strip()) for part in text.split(",") if part.strip())
+
+
+def united(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Each host once, with all its slots: some lists name a host for each of them."""
+    slots: Counter[str] = Counter()
+    for host in hosts:
+        slots[host.name] += host.slots
+    return tuple(Host(name, count) for name, count in slots.items())
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
@@ -125,7 +134,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
             hosts.append(_host(entry, f"{path}:{number}: {line.strip()}"))
     if not hosts:
         raise ConfigError(f"hostfile {path}: names no host")
-    return tuple(hosts)
+    return united(hosts)
 
 
 def _host(entry: str, origin: str) -> Host:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite.cli import discovery
-from hvdlite.cli.discovery import Discovery, IsOver, slots_of
+from hvdlite.cli.discovery import Discovery, IsOver, printed_hosts, slots_of
 from hvdlite.cli.elastic import Elasticity
+from hvdlite.cli.job import Host
 from hvdlite.errors import ConfigError
 from hvdlite.processes import is_zombie
 
@@ -35,6 +36,10 @@ def script(directory: Path, body: str) -> str:
 )
 def test_slots_of_this_machine(tmp_path: Path, body: str, slots: int) -> None:
     assert slots_of(script(tmp_path, body), 3) == slots
+
+
+def test_a_host_may_stand_on_several_lines() -> None:
+    assert printed_hosts("a:2\nb\na:1\na\n", 2) == (Host("a", 5), Host("b", 2))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ class TestParsing:
         assert (arguments.ranks, arguments.options, arguments.program) == (4, options.split(), program.split())
 
     @pytest.mark.parametrize(
-        "words", ["-np 4 -H a:2,b train.py", "--np 4 --host=a:2,b train.py", "-n 4 -hosts a:2,b train.py"]
+        "words", ["-np 4 -H a:2,b train.py", "--np 4 --host=a:2,b train.py", "-n 4 -hosts a,b,a train.py"]
     )
     def test_hosts(self, words: str) -> None:
         assert parse(words.split()).hosts == (Host("a", 2), Host("b", 1))
@@ -118,6 +118,7 @@ class TestParsing:
             "a:2\n# comment\nb:1\n",
             "a   slots = 2\nb slots=1",
             "\ufeffa\tslots=2\r\nb\r\n",  # as editors of Windows write it
+            "a\nb\na\n",
         ],
     )
     def test_hostfile(self, tmp_path: Path, text: str) -> None:
