@@ -244,6 +244,13 @@ def test_a_host_without_an_answer_is_named() -> None:
         keepers.close()
 
 
+def test_a_host_that_is_named_twice_has_one_keeper(elsewhere: Keepers, capfd: pytest.CaptureFixture[str]) -> None:
+    assert elsewhere.start([Host("a", 1)]) == []
+    assert elsewhere.start([Host("a", 1), Host("b", 1)]) == ["b"]
+    assert elsewhere.kept == {"a": 0}
+    assert "another one of this job is here" in capfd.readouterr().err
+
+
 def test_hosts_where_the_user_has_csh(tmp_path: Path) -> None:
     """Which knows neither 2>/dev/null nor NAME=value before a command: here nothing but words and quotes is known."""
     agent = tmp_path / "agent"
