@@ -174,5 +174,7 @@ def _arity(name: str, words: Sequence[str]) -> int:
         return 0
     if name in _PAIRS:
         return min(2, len(words))
+    if name == "x":  # a variable, whose value may be a .py file
+        return min(1, len(words))
     # An option that is unknown here may be a flag; then what follows is another option, or the program.
     return 0 if not words or words[0].startswith("-") or words[0].endswith(".py") else 1

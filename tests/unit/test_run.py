@@ -83,6 +83,7 @@ class TestParsing:
             ("-np 4 -x FOO -x BAR=1 python train.py", "-x FOO -x BAR=1", "python train.py"),
             ("-np 4 --map-by slot:PE=2 --report-bindings train.py", "--map-by slot:PE=2 --report-bindings", "train.py"),
             ("-np 4 -genv A 1 -ppn 2 train.py", "-genv A 1 -ppn 2", "train.py"),
+            ("-np 4 -x A=setup.py train.py", "-x A=setup.py", "train.py"),
             ("-np 4 --new-flag train.py", "--new-flag", "train.py"),
             ("-np 4 --new-option value train.py", "--new-option value", "train.py"),
             ("-np 4 --timeout=10 train.py", "--timeout=10", "train.py"),
