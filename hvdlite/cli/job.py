@@ -19,8 +19,15 @@ _HOST = re.compile(r"((?:[a-z0-9_][a-z0-9_.-]*@)?[a-z0-9_][a-z0-9_.-]*)(?::([0-9
 
 @dataclass(frozen=True)
 class Host:
+    """A host, as ssh and mpirun know it: ``name`` may be user@host."""
+
     name: str
     slots: int
+
+    @property
+    def address(self) -> str:
+        """The name for all others."""
+        return self.name.rpartition("@")[2]
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,8 @@ class Command:
 
 
 def is_this_machine(host: Host) -> bool:
-    own = socket.gethostname()
-    return host.name in ("localhost", "127.0.0.1") or host.name.partition(".")[0] == own.partition(".")[0]
+    own, name = socket.gethostname(), host.address
+    return name in ("localhost", "127.0.0.1") or name.partition(".")[0] == own.partition(".")[0]
 
 
 def thread_settings(launch: Launch, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

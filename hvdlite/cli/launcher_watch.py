@@ -169,7 +169,7 @@ class LauncherWatch:
 
     @property
     def _others(self) -> list[str]:
-        return [host.name for host in self._expected.hosts if not is_this_machine(host)]
+        return [host.address for host in self._expected.hosts if not is_this_machine(host)]
 
     def _look_for_calls(self) -> float:
         """Note which hosts' daemons are connected now; returns after how many seconds to do so again."""

@@ -99,7 +99,7 @@ def _main(argv: Sequence[str], announce: bool) -> int:
         elif arguments.is_elastic:
             launch = replace(launch, goes_on=True)
         if "doctor" in arguments.switches and launch.host_count > 1:
-            environ |= before_mpi.invitation([host.name for host in launch.hosts])
+            environ |= before_mpi.invitation([host.address for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:
@@ -256,7 +256,7 @@ def _run_mpirun(
     if ending.lost:
         say(f"ended: {ending.lost}")
     elif ending.status != 0 and not launch.outlives_ranks and not ending.was_stopped:
-        others = [host.name for host in launch.hosts if not is_this_machine(host)]
+        others = [host.address for host in launch.hosts if not is_this_machine(host)]
         for text in lost_frames.complaints(others):
             say(text)
     elif ending.found and ending.status == 0 and not expected.is_over:

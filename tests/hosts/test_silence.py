@@ -50,9 +50,11 @@ if "works on" in sys.argv and hvdlite.rank() == 1:
 
 
 class Job:
-    """``program`` under hvdliterun on host 0, with a rank on each host."""
+    """``program`` under hvdliterun on host 0, with a rank on each host; ``user`` stands before their names."""
 
-    def __init__(self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str], *more: str) -> None:
+    def __init__(
+        self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str], *more: str, user: str = ""
+    ) -> None:
         self.directory = directory
         self._size = len(lab)
         script = directory / "script.py"
@@ -60,7 +62,7 @@ class Job:
         variables = {**lab.launch_environment, "OMP_NUM_THREADS": "1", **env}
         variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         words = [f"{name}={value}" for name, value in variables.items()]
-        front = [python_of(mpi), "-m", "hvdlite", "run", "-H", ",".join(f"{name}:1" for name in lab.names)]
+        front = [python_of(mpi), "-m", "hvdlite", "run", "-H", ",".join(f"{user}{name}:1" for name in lab.names)]
         self.process = subprocess.Popen(
             [*lab.enter(0), "env", *words, *front, str(script), str(directory), str(seconds), *more],
             stdout=subprocess.PIPE,
@@ -138,7 +140,7 @@ def test_a_launcher_does_not_wait_for_a_rank_that_is_stopped(hosts: Hosts, mpi: 
 
 def test_a_launcher_waits_for_a_rank_elsewhere_that_has_more_to_do_and_says_so(hosts: Hosts, tmp_path: Path) -> None:
     lab = hosts(2)
-    status, text = Job(lab, "openmpi", tmp_path, 0, {"HVDLITE_START_TIMEOUT": "8"}, "works on").end(60)
+    status, text = Job(lab, "openmpi", tmp_path, 0, {"HVDLITE_START_TIMEOUT": "8"}, "works on", user="root@").end(60)
     assert status == 0, text
     assert text.count("through") == 2, text
     said = r"the ranks on this machine ended \d+ s ago, and mpirun has not: ranks on node1 still work, or mpirun"
