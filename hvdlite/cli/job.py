@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.errors import ConfigError
+from hvdlite.interfaces import is_own
 
 # What mpirun and ssh take for a host: nothing that begins with a dash, which they take for an option.
 _HOST = re.compile(r"((?:[a-z0-9_][a-z0-9_.-]*@)?[a-z0-9_][a-z0-9_.-]*)(?::([0-9]{1,6}))?", re.IGNORECASE | re.ASCII)
@@ -92,7 +93,7 @@ class Command:
 
 def is_this_machine(host: Host) -> bool:
     own, name = socket.gethostname(), host.address
-    return name in ("localhost", "127.0.0.1") or name.partition(".")[0] == own.partition(".")[0]
+    return name == "localhost" or is_own(name) or name.partition(".")[0] == own.partition(".")[0]
 
 
 def thread_settings(launch: Launch, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
