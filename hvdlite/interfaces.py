@@ -8,6 +8,7 @@ variables.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -74,6 +75,16 @@ def interfaces() -> list[Interface]:
                 up, loopback = bool(flags & _IFF_UP), bool(flags & _IFF_LOOPBACK)
                 found.append(Interface(name, addresses[0], up, loopback, tuple(addresses[1:])))
     return found
+
+
+def is_own(address: str) -> bool:
+    """Whether this machine has the address, of IPv4 or IPv6, on whichever interface; names are none."""
+    with suppress(ValueError, OSError):
+        family = socket.AF_INET if ipaddress.ip_address(address).version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+            return True
+    return False
 
 
 def _ipv6_addresses() -> dict[str, list[str]]:

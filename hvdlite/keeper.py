@@ -11,6 +11,7 @@ Messages are a word and a number on both connections. The keeper ends with its s
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -61,6 +62,7 @@ _FOR_HEAD = (Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.FAILED, Word.STARTING, Wo
 OF_RANKS = (*_FOR_HEAD, Word.GONE)
 """What hvdliterun hears of ranks."""
 
+_ANOTHER = "another one of this job is here: it has not ended yet, or this host has two names among those of the job"
 UNSEEN = 0xFFFFFFFF
 """The rank of a GONE that nobody has seen."""
 
@@ -235,7 +237,8 @@ def main() -> None:
     try:
         _keep()
     except OSError as error:
-        sys.exit(f"hvdlite keeper on {socket.gethostname()}: {error}")
+        why = _ANOTHER if error.errno == errno.EADDRINUSE else error
+        sys.exit(f"hvdlite keeper on {socket.gethostname()}: {why}")
 
 
 def _keep() -> None:

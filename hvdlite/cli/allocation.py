@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdlite.cli.job import Host, parse_host, read_hostfile, refusal
+from hvdlite.cli.job import Host, parse_host, read_hostfile, refusal, united
 from hvdlite.errors import ConfigError
 
 _HOSTFILES = (
@@ -101,7 +101,7 @@ def _hosts(origin: str, counts: Iterable[tuple[str, object]]) -> tuple[Host, ...
             why = refusal(f"{name} {slots}", f"{name}:{slots}", "say -np N and -H")
             raise ConfigError(f"{origin}: {why}")
         hosts.append(host)
-    return tuple(hosts)
+    return united(hosts)
 
 
 _SCHEDULERS: tuple[Callable[[Mapping[str, str]], Allocation | None], ...] = (_slurm, _lsf, _pbs, _mpijob)

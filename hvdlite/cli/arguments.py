@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
 
 
 def _count(option: str, value: str, least: int = 1) -> int:
-    if not value.isdigit() or int(value) < least:
+    if not re.fullmatch("[0-9]{1,9}", value) or int(value) < least:
         raise ConfigError(f"{option} {value}: must be a number{' of ranks above 0' if least else ', 0 or more'}")
     return int(value)
 
@@ -173,5 +174,7 @@ def _arity(name: str, words: Sequence[str]) -> int:
         return 0
     if name in _PAIRS:
         return min(2, len(words))
+    if name == "x":  # a variable, whose value may be a .py file
+        return min(1, len(words))
     # An option that is unknown here may be a flag; then what follows is another option, or the program.
     return 0 if not words or words[0].startswith("-") or words[0].endswith(".py") else 1

@@ -2,33 +2,67 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
-from hvdlite.cli.job import Host, is_this_machine, parse_host, refusal
+from hvdlite.cli.children import signal_groups
+from hvdlite.cli.job import Host, is_this_machine, parse_host, refusal, united
 from hvdlite.errors import ConfigError
 
 _EVERY_S = 1.0
 _LIMIT_S = 30.0  # for one call
+_LOOK_S = 0.1  # between two looks at whether it is waited for
+
+IsOver = Callable[[], bool]
 
 
-def hosts_of(script: str, slots_per_host: int) -> tuple[Host, ...]:
+def hosts_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) -> tuple[Host, ...]:
     """The hosts that a call of ``script`` prints, one a line: "a:2" or "a".
 
     Args:
         slots_per_host: of a host without a number.
+        is_over: whether nobody waits for it any more.
 
     Raises:
         ConfigError: the script cannot be run, fails, or prints what is no host.
     """
     try:
-        done = subprocess.run(
-            [script], stdin=subprocess.DEVNULL, capture_output=True, errors="replace", timeout=_LIMIT_S, check=True
-        )
+        text = _printed_by(script, is_over)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"--host-discovery-script {script}: {error}") from error
-    return printed_hosts(done.stdout, slots_per_host)
+    return printed_hosts(text, slots_per_host)
+
+
+def _printed_by(script: str, is_over: IsOver) -> str:
+    """Raises OSError and SubprocessError. A call that is not waited for is ended, with all that it has started."""
+    until_s = time.monotonic() + _LIMIT_S
+    with (
+        subprocess.Popen(
+            [script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            errors="replace",
+            start_new_session=True,
+        ) as child,
+        ExitStack() as on_failure,
+    ):
+        on_failure.callback(signal_groups, [child.pid], signal.SIGKILL)
+        while True:
+            try:
+                text, _ = child.communicate(timeout=_LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                if is_over() or time.monotonic() >= until_s:
+                    raise subprocess.TimeoutExpired(script, _LIMIT_S) from None
+        on_failure.pop_all()
+    if child.returncode != 0:
+        raise subprocess.CalledProcessError(child.returncode, script)
+    return text
 
 
 def printed_hosts(text: str, slots_per_host: int) -> tuple[Host, ...]:
@@ -45,19 +79,20 @@ def printed_hosts(text: str, slots_per_host: int) -> tuple[Host, ...]:
         if host is None:
             raise ConfigError(f"--host-discovery-script: {refusal(line, line, 'print host:slots, a host a line')}")
         hosts.append(host)
-    return tuple(hosts)
+    return united(hosts)
 
 
-def slots_of(script: str, slots_per_host: int) -> int:
+def slots_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) -> int:
     """How many ranks this machine may have, by a call of ``script``, which prints a host a line: "a:2" or "a".
 
     Args:
         slots_per_host: of a host without a number.
+        is_over: whether nobody waits for it any more.
 
     Raises:
         ConfigError: the script cannot be run, fails, or prints what is no host, or another machine.
     """
-    hosts = hosts_of(script, slots_per_host)
+    hosts = hosts_of(script, slots_per_host, is_over)
     others = [host.name for host in hosts if not is_this_machine(host)]
     if others:
         raise ConfigError(
@@ -70,11 +105,11 @@ class Discovery:
     """Looks at the slots of this machine on a thread of its own, until it is closed.
 
     Args:
-        look: returns them.
+        look: returns them; it is given what says that this is closed.
         on_change: called with them when they are others than before; of what ``look`` raises, with the error.
     """
 
-    def __init__(self, look: Callable[[], int], on_change: Callable[[int | ConfigError], object]) -> None:
+    def __init__(self, look: Callable[[IsOver], int], on_change: Callable[[int | ConfigError], object]) -> None:
         self._look = look
         self._on_change = on_change
         self._is_over = threading.Event()
@@ -86,14 +121,16 @@ class Discovery:
     def close(self) -> None:
         self._is_over.set()
         if self._thread.is_alive():
-            self._thread.join(_EVERY_S)  # a script that takes longer ends by its limit, or with this process
+            self._thread.join()
 
     def _run(self) -> None:
         last: int | str | None = None
         while not self._is_over.wait(_EVERY_S):
             try:
-                found: int | ConfigError = self._look()
+                found: int | ConfigError = self._look(self._is_over.is_set)
             except ConfigError as error:
+                if self._is_over.is_set():
+                    return
                 found = error
             known = found if isinstance(found, int) else str(found)
             if known != last:

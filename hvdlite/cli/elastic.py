@@ -31,7 +31,7 @@ from hvdlite.cli.children import (
     suspended_together,
     sweep,
 )
-from hvdlite.cli.discovery import Discovery
+from hvdlite.cli.discovery import Discovery, IsOver
 from hvdlite.cli.say import say
 from hvdlite.config import MEETING_POINT, WORKER, Config
 from hvdlite.errors import ConfigError, StartupError
@@ -59,13 +59,13 @@ class Elasticity:
         least: with fewer it waits for others, and ends if none are to come.
         restarts: how many processes may be started in place of those that have failed.
         most: so many ranks at most, where they may become more.
-        look: how many this machine may have now; None: as many as in the beginning.
+        look: how many this machine may have now, see `Discovery`; None: as many as in the beginning.
     """
 
     least: int
     restarts: int
     most: int | None = None
-    look: Callable[[], int] | None = None
+    look: Callable[[IsOver], int] | None = None
 
     def wanted(self, slots: int) -> int:
         """How many ranks there are to be on so many slots."""

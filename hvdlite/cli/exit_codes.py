@@ -7,7 +7,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-_MARK = b"[mpiexec@"
+_MARK, _WORDS = b"[mpiexec@", b"] Exit codes: "
 _LINES = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*\n(?:\[[^\]\n]*\] [\d, ]*\n)*)")
 """One for all hosts, or one for each."""
 _OF_LAUNCHER = (signal.SIGKILL, signal.SIGTERM)  # which it sends to the others once a rank has failed
@@ -41,10 +41,10 @@ class ExitCodes:
 
 
 def _start_of_lines(data: bytes) -> int:
-    """Where in ``data`` they may begin."""
-    found = data.find(_MARK)
-    if found >= 0:
-        return found
+    """Where in ``data`` they may begin; mpirun's other lines, of which it says many with -v, pass."""
+    for found in re.finditer(re.escape(_MARK) + rb"[^\]\n]*", data):
+        if _WORDS.startswith(data[found.end() : found.end() + len(_WORDS)]):
+            return found.start()
     lengths = (n for n in range(len(_MARK) - 1, 0, -1) if data.endswith(_MARK[:n]))
     return len(data) - next(lengths, 0)
 

@@ -6,11 +6,13 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.errors import ConfigError
+from hvdlite.interfaces import is_own
 
 # What mpirun and ssh take for a host: nothing that begins with a dash, which they take for an option.
 _HOST = re.compile(r"((?:[a-z0-9_][a-z0-9_.-]*@)?[a-z0-9_][a-z0-9_.-]*)(?::([0-9]{1,6}))?", re.IGNORECASE | re.ASCII)
@@ -18,8 +20,15 @@ _HOST = re.compile(r"((?:[a-z0-9_][a-z0-9_.-]*@)?[a-z0-9_][a-z0-9_.-]*)(?::([0-9
 
 @dataclass(frozen=True)
 class Host:
+    """A host, as ssh and mpirun know it: ``name`` may be user@host."""
+
     name: str
     slots: int
+
+    @property
+    def address(self) -> str:
+        """The name for all others."""
+        return self.name.rpartition("@")[2]
 
 
 @dataclass(frozen=True)
@@ -83,8 +92,8 @@ class Command:
 
 
 def is_this_machine(host: Host) -> bool:
-    own = socket.gethostname()
-    return host.name in ("localhost", "127.0.0.1") or host.name.partition(".")[0] == own.partition(".")[0]
+    own, name = socket.gethostname(), host.address
+    return name == "localhost" or is_own(name) or name.partition(".")[0] == own.partition(".")[0]
 
 
 def thread_settings(launch: Launch, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -103,7 +112,15 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         ConfigError: names the part that makes no sense.
     """
-    return tuple(_host(part.strip(), part.strip()) for part in text.split(",") if part.strip())
+    return united(_host(part.strip(), part.strip()) for part in text.split(",") if part.strip())
+
+
+def united(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    """Each host once, with all its slots: some lists name a host for each of them."""
+    slots: Counter[str] = Counter()
+    for host in hosts:
+        slots[host.name] += host.slots
+    return tuple(Host(name, count) for name, count in slots.items())
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
@@ -113,7 +130,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         ConfigError: the file cannot be read or has no host; a line makes no sense; names file and line.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()  # some editors put a mark before the text
     except OSError as error:
         raise ConfigError(f"hostfile {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -125,7 +142,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
             hosts.append(_host(entry, f"{path}:{number}: {line.strip()}"))
     if not hosts:
         raise ConfigError(f"hostfile {path}: names no host")
-    return tuple(hosts)
+    return united(hosts)
 
 
 def _host(entry: str, origin: str) -> Host:

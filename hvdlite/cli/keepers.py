@@ -180,7 +180,7 @@ class Keepers:
         return [keeper.host for keeper in late]
 
     def start(self, hosts: Sequence[Host]) -> list[str]:
-        """Start those of ``hosts`` that have none, and wait for them; see `give_up_late`."""
+        """Start those of ``hosts`` that have none, and wait for them; the names of those that have none then."""
         self.begin_start(hosts)
         names = {host.name for host in hosts}
         with self._changed:
@@ -189,7 +189,9 @@ class Keepers:
             self._changed.wait_for(
                 lambda: not any(keeper.is_coming for keeper in waited), max(0.0, until_s - time.monotonic())
             )
-        return self.give_up_late()
+        late = self.give_up_late()
+        kept = self.kept
+        return [*late, *(name for name in names if name not in kept and name not in late)]  # some end once they call
 
     def ask(self) -> list[str]:
         """Ask all what they have; the names of the hosts that do not answer, whose keepers are given up."""
@@ -257,7 +259,8 @@ class Keepers:
         here = is_this_machine(host)
         module = [sys.executable, "-c", "from hvdlite.keeper import main; main()"]
         path = self._environ.get("PYTHONPATH", "")
-        remote = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
+        script = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
+        remote = shlex.join(["sh", "-c", script])  # the user's shell there, which is asked first, may be a csh
         child = subprocess.Popen(
             module if here else [*self._agent, host.name, remote],
             env=dict(self._environ),

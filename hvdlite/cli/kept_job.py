@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from hvdlite.cli.children import Stops
+from hvdlite.cli.discovery import IsOver
 from hvdlite.cli.host_choice import Avoided, choose
 from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import Keepers, OnWord
@@ -59,14 +60,14 @@ class KeptJob:
     """Generations of ranks, one after the other.
 
     Args:
-        look: the hosts that the job may use now; raises ConfigError.
+        look: the hosts that the job may use now, given what says that nobody waits for it; raises ConfigError.
         generation: runs one.
         make_keepers: is given what to call with words of ranks, see `Keepers`.
     """
 
     def __init__(
         self,
-        look: Callable[[], Sequence[Host]],
+        look: Callable[[IsOver], Sequence[Host]],
         generation: Generation,
         make_keepers: Callable[[OnWord], Keepers],
         limits: Limits,
@@ -145,7 +146,7 @@ class KeptJob:
 
     def _choose(self, keepers: Keepers) -> list[Host]:
         """The hosts that could have ranks now, once they have keepers."""
-        self._find_hosts()
+        self._find_hosts(lambda: bool(self._stops))
         usable = self._avoided.usable(self._hosts, time.monotonic())
         trusted = self._avoided.trusted(usable)
         # Others are tried while these train, since one that is still silent costs seconds.
@@ -206,7 +207,7 @@ class KeptJob:
         """
         self._unreached.clear()
         while not is_over.wait(_LOOK_S):
-            self._find_hosts()
+            self._find_hosts(is_over.is_set)
             names = {host.name for host in chosen}
             has_room = sum(host.slots for host in chosen) < self._limits.most
             welcome = [host for host in self._hosts if has_room or host.name in names]
@@ -248,11 +249,11 @@ class KeptJob:
         self._avoid(lost)
         return lost
 
-    def _find_hosts(self) -> None:
+    def _find_hosts(self, is_over: IsOver) -> None:
         try:
-            self._hosts = list(self._look())
+            self._hosts = list(self._look(is_over))
         except ConfigError as error:
-            if str(error) != self._said:
+            if str(error) != self._said and not is_over():
                 self._said = str(error)
                 say(f"{error}; the job goes on with the hosts that it has")
 

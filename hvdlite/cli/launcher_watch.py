@@ -19,6 +19,7 @@ from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
 from hvdlite.cli.say import say
 from hvdlite.connections import Connection
+from hvdlite.interfaces import is_own
 from hvdlite.processes import end_of, shares_network, state_of
 
 OUTLIVES_S = 3.0  # a launcher its ranks
@@ -169,7 +170,7 @@ class LauncherWatch:
 
     @property
     def _others(self) -> list[str]:
-        return [host.name for host in self._expected.hosts if not is_this_machine(host)]
+        return [host.address for host in self._expected.hosts if not is_this_machine(host)]
 
     def _look_for_calls(self) -> float:
         """Note which hosts' daemons are connected now; returns after how many seconds to do so again."""
@@ -202,6 +203,8 @@ class LauncherWatch:
                 addresses = _addresses(name)
             except OSError:
                 found.append(f"{name}: this name is not known here; check it, /etc/hosts and DNS")
+                continue
+            if any(map(is_own, addresses)):  # another name of this machine
                 continue
             own = [link for link in links if link.peer in addresses]
             if any(link.is_stuck for link in own) and (elsewhere := self._explain_stuck(name)):

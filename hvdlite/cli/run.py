@@ -20,7 +20,7 @@ from hvdlite.cli import elastic, kept_job, lost_frames, mpirun, ranks
 from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
-from hvdlite.cli.discovery import hosts_of, slots_of
+from hvdlite.cli.discovery import IsOver, hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
 from hvdlite.cli.job import Command, Host, Launch, is_this_machine
 from hvdlite.cli.keepers import Keepers, OnWord
@@ -99,7 +99,7 @@ def _main(argv: Sequence[str], announce: bool) -> int:
         elif arguments.is_elastic:
             launch = replace(launch, goes_on=True)
         if "doctor" in arguments.switches and launch.host_count > 1:
-            environ |= before_mpi.invitation([host.name for host in launch.hosts])
+            environ |= before_mpi.invitation([host.address for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:
@@ -205,8 +205,8 @@ def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Map
         hosts = (replace(hosts[0], slots=hosts[0].slots + missing), *hosts[1:])
     variables = dict(environ)
 
-    def look() -> Sequence[Host]:
-        return hosts_of(arguments.discovery, arguments.slots_per_host) if arguments.discovery else hosts
+    def look(is_over: IsOver) -> Sequence[Host]:
+        return hosts_of(arguments.discovery, arguments.slots_per_host, is_over) if arguments.discovery else hosts
 
     def make(on_word: OnWord) -> Keepers:
         is_local = launch.is_local and not arguments.discovery
@@ -256,7 +256,7 @@ def _run_mpirun(
     if ending.lost:
         say(f"ended: {ending.lost}")
     elif ending.status != 0 and not launch.outlives_ranks and not ending.was_stopped:
-        others = [host.name for host in launch.hosts if not is_this_machine(host)]
+        others = [host.address for host in launch.hosts if not is_this_machine(host)]
         for text in lost_frames.complaints(others):
             say(text)
     elif ending.found and ending.status == 0 and not expected.is_over:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import Lab
+from lab import NETWORK, Lab
 from launching import on_one_mpi, python_of
 
 Hosts = Callable[..., Lab]
@@ -50,9 +50,11 @@ if "works on" in sys.argv and hvdlite.rank() == 1:
 
 
 class Job:
-    """``program`` under hvdliterun on host 0, with a rank on each host."""
+    """``program`` under hvdliterun on host 0, with a rank on each of ``hosts``, by default on all."""
 
-    def __init__(self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str], *more: str) -> None:
+    def __init__(
+        self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str], *more: str, hosts: str = ""
+    ) -> None:
         self.directory = directory
         self._size = len(lab)
         script = directory / "script.py"
@@ -60,7 +62,8 @@ class Job:
         variables = {**lab.launch_environment, "OMP_NUM_THREADS": "1", **env}
         variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         words = [f"{name}={value}" for name, value in variables.items()]
-        front = [python_of(mpi), "-m", "hvdlite", "run", "-H", ",".join(f"{name}:1" for name in lab.names)]
+        hosts = hosts or ",".join(f"{name}:1" for name in lab.names)
+        front = [python_of(mpi), "-m", "hvdlite", "run", "-H", hosts]
         self.process = subprocess.Popen(
             [*lab.enter(0), "env", *words, *front, str(script), str(directory), str(seconds), *more],
             stdout=subprocess.PIPE,
@@ -136,9 +139,13 @@ def test_a_launcher_does_not_wait_for_a_rank_that_is_stopped(hosts: Hosts, mpi: 
     assert lab.pids(0) == lab.pids(1) == lab.pids(2) == []
 
 
-def test_a_launcher_waits_for_a_rank_elsewhere_that_has_more_to_do_and_says_so(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["root@node0", f"{NETWORK}1"])  # which is the launcher's own host
+def test_a_launcher_waits_for_a_rank_elsewhere_that_has_more_to_do_and_says_so(
+    hosts: Hosts, tmp_path: Path, first: str
+) -> None:
     lab = hosts(2)
-    status, text = Job(lab, "openmpi", tmp_path, 0, {"HVDLITE_START_TIMEOUT": "8"}, "works on").end(60)
+    limit = {"HVDLITE_START_TIMEOUT": "8"}
+    status, text = Job(lab, "openmpi", tmp_path, 0, limit, "works on", hosts=f"{first}:1,root@node1:1").end(60)
     assert status == 0, text
     assert text.count("through") == 2, text
     said = r"the ranks on this machine ended \d+ s ago, and mpirun has not: ranks on node1 still work, or mpirun"

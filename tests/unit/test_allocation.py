@@ -42,6 +42,7 @@ def slurm(nodes: str, tasks: str) -> dict[str, str]:
         (slurm("a,b", "2,1"), "Slurm", AB),
         (slurm("n[1-3]", "2(x2),1"), "Slurm", (Host("n1", 2), Host("n2", 2), Host("n3", 1))),
         ({"LSB_MCPU_HOSTS": "a 2 b 1"}, "LSF", AB),
+        ({"LSB_MCPU_HOSTS": "a 1 b 1 a 1"}, "LSF", AB),
         ({"PBS_NODEFILE": "a\nb\na\n"}, "PBS", AB),
         ({"OMPI_MCA_orte_default_hostfile": "a slots=2\nb\n"}, "MPIJob", AB),
         ({"HYDRA_HOST_FILE": "a:2\nb:1\n"}, "MPIJob", AB),

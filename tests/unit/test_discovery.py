@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from hvdlite.cli import discovery
-from hvdlite.cli.discovery import Discovery, slots_of
+from hvdlite.cli.discovery import Discovery, IsOver, printed_hosts, slots_of
 from hvdlite.cli.elastic import Elasticity
+from hvdlite.cli.job import Host
 from hvdlite.errors import ConfigError
+from hvdlite.processes import is_zombie
 
 
 def script(directory: Path, body: str) -> str:
@@ -34,6 +38,10 @@ def test_slots_of_this_machine(tmp_path: Path, body: str, slots: int) -> None:
     assert slots_of(script(tmp_path, body), 3) == slots
 
 
+def test_a_host_may_stand_on_several_lines() -> None:
+    assert printed_hosts("a:2\nb\na:1\na\n", 2) == (Host("a", 5), Host("b", 2))
+
+
 @pytest.mark.parametrize(
     ("body", "text"),
     [
@@ -54,13 +62,55 @@ def test_what_makes_no_sense_is_said(tmp_path: Path, body: str, text: str) -> No
         slots_of(str(tmp_path / "missing"), 1)
 
 
+HANGS = 'sleep 100 &\necho $! >"$0.pid"; wait'
+
+
+def process_in(path: Path) -> int:
+    """The one that the script has started."""
+    while not (path.exists() and path.read_text().strip()):
+        time.sleep(0.01)
+    return int(path.read_text())
+
+
+def test_a_script_that_hangs_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_LIMIT_S", 0.2)
+    hangs = script(tmp_path, HANGS)
+    with pytest.raises(ConfigError, match="timed out after 0.2 seconds"):
+        slots_of(hangs, 1)
+    assert has_gone(process_in(Path(f"{hangs}.pid")))
+
+
+def test_a_script_that_hangs_ends_with_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_EVERY_S", 0.001)
+    hangs = script(tmp_path, HANGS)
+    told: list[object] = []
+    looker = Discovery(lambda is_over: slots_of(hangs, 1, is_over), told.append)
+    looker.start()
+    process = process_in(Path(f"{hangs}.pid"))
+    looker.close()
+    assert has_gone(process) and told == []
+
+
+def has_gone(pid: int) -> bool:
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        try:
+            if is_zombie(pid):  # nobody may take note of it here
+                return True
+            os.kill(pid, 0)
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def test_only_changes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_EVERY_S", 0.001)
     answers = iter([2, 2, 3, ConfigError("broken"), ConfigError("broken"), 3, 1])
     told: list[int | str] = []
     is_over = threading.Event()
 
-    def look() -> int:
+    def look(_: IsOver) -> int:
         answer = next(answers, None)
         if answer is None:
             is_over.set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -80,6 +80,35 @@ def test_what_was_recorded_is_left_out(world: World) -> None:
     assert sampler.processed_indices == {0, 1, 2, 3, 5, 7, 9}
     sampler.set_epoch(1)
     assert list(sampler) == [1, 3, 5, 7, 9]
+
+
+def test_indices_may_be_tensors(world: World) -> None:
+    world(0, 1)
+    sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+    for _ in range(2):
+        sampler.record_indices(torch.tensor([1, 5]))
+    assert sampler.processed_num == 2
+    sampler.reset()
+    assert list(sampler) == [0, 2, 3, 4, 6, 7]
+
+
+def test_what_was_recorded_before_is_not_gone_through_again(world: World) -> None:
+    world(0, 1)
+
+    class Counting(set[int]):
+        gone_through = 0
+
+        def update(self, *others: Iterable[int]) -> None:
+            for indices in map(list, others):
+                self.gone_through += len(indices)
+                super().update(indices)
+
+    sampler = hvd.elastic.ElasticSampler(range(100), shuffle=False)
+    sampler.processed_indices = processed = Counting()
+    for number in range(50):
+        sampler.record_batch(number, 2)
+    assert (processed.gone_through, sampler.processed_num) == (100, 100)
+    assert sorted(sampler.take_untold()) == list(range(100))
 
 
 def test_batches_are_counted_in_the_pass_that_goes_on(world: World) -> None:

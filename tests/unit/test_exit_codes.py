@@ -25,6 +25,10 @@ def test_what_is_no_such_line_passes_at_once() -> None:
     assert codes.take_from(b"loss: 0.1") == b"loss: 0.1"
     assert codes.take_from(b"[a") == b"[a"
     assert codes.take_from(b"[mpi") + codes.take_from(b"4py]") == b"[mpi4py]"
+    assert codes.take_from(b"[mpiexec@vm] Timeout\nstep 1") == b"[mpiexec@vm] Timeout\nstep 1"
+    assert codes.take_from(b"[mpiexec@vm\n[mpiexec@vm] Ex") == b"[mpiexec@vm\n"
+    assert codes.take_from(b"cept\n[mpiexec@") == b"[mpiexec@vm] Except\n"
+    assert codes.take_from(b"") == b"[mpiexec@"
 
 
 @pytest.mark.parametrize(

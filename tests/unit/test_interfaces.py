@@ -10,7 +10,7 @@ import pytest
 
 from hvdlite import interfaces as module
 from hvdlite.errors import ConfigError
-from hvdlite.interfaces import Interface, interfaces, mpi_environment, select
+from hvdlite.interfaces import Interface, interfaces, is_own, mpi_environment, select
 
 LO = Interface("lo", "127.0.0.1", up=True, loopback=True)
 ETH0 = Interface("eth0", "10.77.0.1", up=True, loopback=False)
@@ -48,6 +48,12 @@ def no_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 )
 def test_selects(spec: str, expected: list[Interface]) -> None:
     assert select(spec, ALL) == expected
+
+
+def test_which_addresses_are_own() -> None:
+    assert is_own("127.0.0.1") and is_own("127.0.1.1")
+    assert all(is_own(interface.address) for interface in interfaces() if interface.up)
+    assert not any(map(is_own, ["192.0.2.1", "2001:db8::1", "localhost", "", "127.0.0"]))
 
 
 @pytest.mark.parametrize("spec", ["wlan", "=eth", "=eth2", "eth2", "^", "=", "^="])

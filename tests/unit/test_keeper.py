@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -239,6 +240,29 @@ def test_a_host_without_an_answer_is_named() -> None:
     try:
         assert keepers.start([Host("elsewhere", 1)]) == ["elsewhere"]
         assert keepers.kept == {}
+    finally:
+        keepers.close()
+
+
+def test_a_host_that_is_named_twice_has_one_keeper(elsewhere: Keepers, capfd: pytest.CaptureFixture[str]) -> None:
+    assert elsewhere.start([Host("a", 1)]) == []
+    assert elsewhere.start([Host("a", 1), Host("b", 1)]) == ["b"]
+    assert elsewhere.kept == {"a": 0}
+    assert "another one of this job is here" in capfd.readouterr().err
+
+
+def test_hosts_where_the_user_has_csh(tmp_path: Path) -> None:
+    """Which knows neither 2>/dev/null nor NAME=value before a command: here nothing but words and quotes is known."""
+    agent = tmp_path / "agent"
+    agent.write_text(
+        f"#!{sys.executable}\nimport os, shlex, sys\nwords = shlex.split(sys.argv[2])\nos.execvp(words[0], words)\n"
+    )
+    agent.chmod(0o755)
+    launch = Launch(("train.py",), 2, options=("--mca", "plm_ssh_agent", str(agent)))
+    keepers = Keepers(launch, ENVIRON, 20.0, lambda word, number: 0, is_local=True)
+    try:
+        assert keepers.start([Host("a", 1)]) == []
+        assert keepers.kept == {"a": 0}
     finally:
         keepers.close()
 

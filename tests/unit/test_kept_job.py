@@ -10,6 +10,7 @@ import pytest
 
 from hvdlite.cli import kept_job
 from hvdlite.cli.children import Stops
+from hvdlite.cli.discovery import IsOver
 from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import OnWord
 from hvdlite.cli.kept_job import KeptJob, Limits
@@ -100,7 +101,7 @@ class Job:
         leaves_time: bool = True,
     ) -> None:
         self.hosts: Sequence[Host] = [A, B]
-        self.look: Callable[[], Sequence[Host]] = lambda: self.hosts
+        self.look: Callable[[IsOver], Sequence[Host]] = lambda is_over: self.hosts
         self.keepers = Keepers()
         self.ran: list[list[Host]] = []
         self.spared: Callable[[], list[int]] = list
@@ -263,7 +264,7 @@ def test_ranks_that_start_are_lost_with_one_host() -> None:
 def test_it_waits_for_enough_hosts_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     job = Job(commits(3, "b"), succeed, least=3)
     looks = iter(range(1000))
-    job.look = lambda: [A, B] if next(looks) < 5 else [A, B, C]
+    job.look = lambda is_over: [A, B] if next(looks) < 5 else [A, B, C]
     assert job.run() == 0
     assert job.ran == [[A, B], [A, C]]
     said = capfd.readouterr().err
@@ -282,7 +283,7 @@ def test_a_host_that_ends_while_others_are_waited_for_is_noticed() -> None:
     job = Job(succeed, least=4)
     looks = []
 
-    def look() -> Sequence[Host]:
+    def look(is_over: IsOver) -> Sequence[Host]:
         looks.append(1)
         if len(looks) == 3:
             job.keepers.silent.add("a")
@@ -472,7 +473,7 @@ def test_nothing_is_saved_where_nothing_is_kept() -> None:
 def test_a_script_that_fails_leaves_the_hosts_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
     answers: list[Sequence[Host]] = [[A, B]]
 
-    def look() -> Sequence[Host]:
+    def look(is_over: IsOver) -> Sequence[Host]:
         if not answers:
             raise ConfigError("--host-discovery-script s: exit status 1")
         return answers.pop()

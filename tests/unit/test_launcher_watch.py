@@ -27,13 +27,16 @@ def launcher() -> Iterator[int]:
 
 
 def resolve(name: str, *_: Any, **__: Any) -> list[Any]:
-    """Knows all names but one, whatever DNS says of it where the test runs."""
-    if name == "typo":
+    """Knows all names but one, whatever DNS says of it where the test runs; and none with a user."""
+    if name == "typo" or "@" in name:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))]
+    address = "127.0.1.1" if name == "here" else "192.0.2.1"
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
 
 
-@pytest.mark.parametrize("names", [("localhost", "typo"), ("typo", "known")])
+@pytest.mark.parametrize(
+    "names", [("localhost", "typo"), ("typo", "known"), ("me@localhost", "me@typo"), ("127.0.0.2", "here", "typo")]
+)
 def test_a_name_that_is_not_known_here(names: tuple[str, ...], launcher: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_watch.socket, "getaddrinfo", resolve)
     with selectors.DefaultSelector() as selector:

@@ -83,6 +83,7 @@ class TestParsing:
             ("-np 4 -x FOO -x BAR=1 python train.py", "-x FOO -x BAR=1", "python train.py"),
             ("-np 4 --map-by slot:PE=2 --report-bindings train.py", "--map-by slot:PE=2 --report-bindings", "train.py"),
             ("-np 4 -genv A 1 -ppn 2 train.py", "-genv A 1 -ppn 2", "train.py"),
+            ("-np 4 -x A=setup.py train.py", "-x A=setup.py", "train.py"),
             ("-np 4 --new-flag train.py", "--new-flag", "train.py"),
             ("-np 4 --new-option value train.py", "--new-option value", "train.py"),
             ("-np 4 --timeout=10 train.py", "--timeout=10", "train.py"),
@@ -94,7 +95,7 @@ class TestParsing:
         assert (arguments.ranks, arguments.options, arguments.program) == (4, options.split(), program.split())
 
     @pytest.mark.parametrize(
-        "words", ["-np 4 -H a:2,b train.py", "--np 4 --host=a:2,b train.py", "-n 4 -hosts a:2,b train.py"]
+        "words", ["-np 4 -H a:2,b train.py", "--np 4 --host=a:2,b train.py", "-n 4 -hosts a,b,a train.py"]
     )
     def test_hosts(self, words: str) -> None:
         assert parse(words.split()).hosts == (Host("a", 2), Host("b", 1))
@@ -112,11 +113,18 @@ class TestParsing:
         assert run.launch_of(parse([*words.split(), "train.py"]), {}).notes == notes
 
     @pytest.mark.parametrize(
-        "text", ["a slots=2  # comment\n\nb\n", "a:2\n# comment\nb:1\n", "a   slots = 2\nb slots=1"]
+        "text",
+        [
+            "a slots=2  # comment\n\nb\n",
+            "a:2\n# comment\nb:1\n",
+            "a   slots = 2\nb slots=1",
+            "\ufeffa\tslots=2\r\nb\r\n",  # as editors of Windows write it
+            "a\nb\na\n",
+        ],
     )
     def test_hostfile(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "hosts"
-        path.write_text(text)
+        path.write_bytes(text.encode())
         assert parse(["--hostfile", str(path), "train.py"]).hosts == (Host("a", 2), Host("b", 1))
 
     @pytest.mark.parametrize(
@@ -158,6 +166,8 @@ class TestParsing:
             ("train.py", "how many ranks"),
             ("-np 0 train.py", "above 0"),
             ("-np four train.py", "above 0"),
+            ("-np \u00b2 train.py", "above 0"),
+            (f"-np {'9' * 5000} train.py", "above 0"),
             ("-np", "needs an argument"),
             ("-np 2", "no program"),
             ("-np 2 no-such-program-anywhere", "neither a .py file nor a program"),

@@ -67,8 +67,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """These indices of the dataset were processed. They are left out from the next `reset` on."""
-        self._untold += indices
-        self.processed_indices.update(self._untold)
+        recorded = [int(index) for index in indices]  # a loader's are tensors, of which no two are equal in a set
+        self._untold += recorded
+        self.processed_indices.update(recorded)
 
     def take_untold(self) -> list[int]:
         """What was processed here, and other ranks have not been told of: by `State.commit`, which tells them."""
