@@ -44,6 +44,7 @@ class AtOnce:
     Attributes:
         shortcut: open while nothing stands between a call and what comes next in the plan.
         prepared: what `run` takes, or None where there is no such operation, by whatever tells one from another.
+        seen: what was called, likewise.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class AtOnce:
         own = weakref.proxy(self)
         self.shortcut = Shortcut(worker.at_work, recorder, lambda *left: own._go_on(*left))
         self.prepared: Remembered[Any] = Remembered()
+        self.seen: Remembered[None] = Remembered()
         self._known: Remembered[tuple[Native[Any], Count | None]] = Remembered()  # by their requests
         self._worker = worker
         self._plan = plan
@@ -147,6 +149,7 @@ class AtOnce:
         self.shortcut.forget()
         self._known.clear()
         self.prepared.clear()
+        self.seen.clear()
 
     def settle_soon(self) -> None:
         """`settle`, by this thread or by who is at work, and about to; not while another thread waits in a call."""

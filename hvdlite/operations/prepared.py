@@ -143,6 +143,15 @@ def prepared_once(group: Group, key: Hashable, make: Callable[[], P | None]) -> 
     return known[key] if key in known else known.remember(key, make())
 
 
+def has_come_before(group: Group, key: Hashable) -> bool:
+    """Whether this was asked for ``key``: what is another one each time, as with other rows, is prepared in vain."""
+    known = group.world.coordinator.at_once.seen
+    if key in known:
+        return True
+    known.remember(key, None)
+    return False
+
+
 def can_be_prepared(group: Group) -> bool:
     """Whether what repeats is done in one call now; a profiler sees more if it is not."""
     return group.world.coordinator.runs_free and not group.recorder.profiler._is_profiler_enabled

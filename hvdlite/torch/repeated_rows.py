@@ -13,7 +13,7 @@ from hvdlite.memory.views import TensorView
 from hvdlite.operations.allgather import Allgather
 from hvdlite.operations.alltoall import Alltoall
 from hvdlite.operations.barrier import PreparedBarrier
-from hvdlite.operations.prepared import prepared_once
+from hvdlite.operations.prepared import has_come_before, prepared_once
 from hvdlite.operations.prepared_telling import PreparedTelling
 from hvdlite.operations.reducescatter import PreparedReducescatter, Reducescatter
 from hvdlite.operations.telling import Telling
@@ -95,7 +95,10 @@ def _told_at_once(
             prepared.new_result = lambda tensor, rows: new_result(tensor, (rows, *rest))
         return prepared
 
-    prepared = prepared_once(group, (kind, name, tensor.dtype, tensor.shape), prepare)
+    key = kind, name, tensor.dtype, tensor.shape
+    if not has_come_before(group, key):
+        return None
+    prepared = prepared_once(group, key, prepare)
     if prepared is None:
         return None
     assert prepared.new_result is not None and prepared.direct is not None
