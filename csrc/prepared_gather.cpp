@@ -13,8 +13,8 @@ PreparedGather::PreparedGather(SmallGather& gather, Windows windows, ReadyCounts
     : PreparedInNode(counts, &gather.places(), patience), gather_(gather), windows_(windows), shape_(std::move(shape)) {
   const auto& own = shape_.numbers;
   if (own.size() > gather.most_numbers()) throw std::invalid_argument("PreparedGather: too many numbers");
-  std::vector<std::int64_t> all;
-  for (std::uint32_t rank = 0; rank < gather.size(); ++rank) all.insert(all.end(), own.begin(), own.end());
+  std::vector<std::int64_t> all(gather.size() * own.size());
+  std::copy(own.begin(), own.end(), all.begin() + static_cast<std::ptrdiff_t>(gather.rank() * own.size()));
   expect(std::move(all));
 }
 

@@ -23,7 +23,8 @@ struct GatherShape {
 // for which there is no room beside the numbers go through windows.
 class PreparedGather : public PreparedInNode {
  public:
-  // `gather`, `windows` and `counts` have to live as long. At first all ranks are expected to give what this one does.
+  // `gather`, `windows` and `counts` have to live as long. At first the others are expected to give nothing: to make
+  // room for as much as this one gives could be far too much.
   PreparedGather(SmallGather& gather, Windows windows, ReadyCounts& counts, GatherShape shape, Patience patience);
 
   // Of the expected result.

@@ -410,7 +410,7 @@ class PreparedGather(PreparedInNode):
         patience: Patience,
     ) -> None:
         """``numbers``: of rows that this rank gives, one after the other; it gets those of ``column``, of each rank.
-        At first all are expected to give what this one does. ``is_alltoall``: there is a number for each rank."""
+        At first others are expected to give nothing. ``is_alltoall``: there is a number for each rank."""
 
 class PreparedBroadcast(PreparedInNode):
     """Of one tensor, of more than few bytes. Source: csrc/prepared_broadcast.cpp."""

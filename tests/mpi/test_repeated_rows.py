@@ -190,6 +190,26 @@ def test_results_are_new_each_time() -> None:
         assert all((result == number).all() for result in results)
 
 
+def test_no_room_is_made_for_what_nobody_has_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank may have more than there is memory for, if all had it."""
+    made = []
+
+    def noted(source: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        made.append(shape[0])
+        return new_result(source, shape)
+
+    monkeypatch.setattr("hvdlite.torch.repeated_rows.new_result", noted)
+
+    def step(number: int) -> None:
+        gathered([1_000 if rank == 0 else 0 for rank in range(SIZE)], number)
+        hvd.allreduce(torch.ones(1), op=hvd.Min, name="free")
+
+    freeze(step)
+    for number in range(20):
+        step(number)
+    assert made and max(made) == 1_000
+
+
 def test_a_result_has_memory_of_its_size() -> None:
     """Though room was made for what ranks gave the last time."""
     freeze(lambda _: hvd.allgather(torch.ones(100, 2), name="grown"))
