@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -26,8 +27,11 @@ def show(text: str) -> None:
 
 def finish() -> None:
     """Returns once all that was said has been taken, or Ctrl-C says that nobody waits for it."""
+    # Scripts have it ignored in what they start in the background, where `hvdlite.cli.children.Stops` heeds it, too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         _words.finish()
+    signal.signal(signal.SIGINT, before)
 
 
 def push(descriptor: int, data: bytes) -> bytes:

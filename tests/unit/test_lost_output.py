@@ -108,14 +108,20 @@ def test_a_job_goes_on_where_nobody_reads_its_stderr(
     assert b"ended with exit status 3" in said and b"was killed by signal 9" in said
 
 
+@pytest.mark.parametrize("ignored", [False, True], ids=["in the foreground", "in the background of a script"])
 @pytest.mark.parametrize("by", ["", "--elastic", "--mpirun"])
 def test_ctrl_c_ends_a_job_whose_stderr_nobody_reads(
-    by: str, unread: tuple[int, int], mpirun: Path, tmp_path: Path
+    by: str, ignored: bool, unread: tuple[int, int], mpirun: Path, tmp_path: Path
 ) -> None:
     started = tmp_path / "started"
     options = {"": [], "--elastic": [by], "--mpirun": [by, str(mpirun)]}[by]
     program = executable(tmp_path / "program", f"trap 'exit 0' TERM; touch {started}; while :; do sleep 0.05; done")
-    with subprocess.Popen([*RUN, *options, "-np", "1", str(program)], stderr=unread[1]) as job:
+    command = [*RUN, *options, "-np", "1", str(program)]
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    with subprocess.Popen(command, stderr=unread[1], preexec_fn=prepare) as job:
         wait_for(started, job)
         while job.poll() is None:  # the first ends the ranks, another one does not wait for who reads
             job.send_signal(signal.SIGINT)
