@@ -201,7 +201,8 @@ def test_no_room_is_made_for_what_nobody_has_given(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("hvdlite.torch.repeated_rows.new_result", noted)
 
     def step(number: int) -> None:
-        gathered([1_000 if rank == 0 else 0 for rank in range(SIZE)], number)
+        own = torch.full((0 if hvd.rank() else 1_000, 2), float(number))
+        assert (hvd.allgather(own, name="of one rank") == number).all()
         hvd.allreduce(torch.ones(1), op=hvd.Min, name="free")
 
     freeze(step)
