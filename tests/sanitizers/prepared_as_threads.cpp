@@ -5,6 +5,7 @@
 #include <random>
 #include <utility>
 
+#include "ordered_exchange.h"
 #include "pack.h"
 #include "places_in_turn.h"
 #include "prepared_allreduce.h"
@@ -35,6 +36,8 @@ constexpr Operation kPlan[] = {{Kind::kAllreduce, 100, false},  {Kind::kGather, 
                                {Kind::kAllreduce, 10, true}};
 constexpr std::uint64_t kPeriod = 7;
 constexpr std::uint64_t kWindowNumel = 1024;
+constexpr std::uint64_t kWindowBytes = 4096;
+constexpr std::uint64_t kCard = 7;
 constexpr double kPatienceS = 2e-3;
 
 // What the ranks share.
@@ -43,6 +46,7 @@ struct Node {
       : page(size),
         agreement(size),
         small(PlacesInTurn::bytes_needed(size)),
+        windows(OrderedExchange::bytes_needed(size, kWindowBytes)),
         counts(size * kCacheLine),
         bells(size * kCacheLine),
         letters(2, std::vector<int>(size)) {
@@ -59,7 +63,7 @@ struct Node {
   }
 
   Page page, agreement;
-  Lines small, counts, bells;
+  Lines small, windows, counts, bells;
   std::vector<std::vector<std::vector<float>>> memory;  // of each rank: windows, then the homes of operations
   std::vector<std::vector<int>> letters;                // of each rank, of two turns
 };
@@ -75,6 +79,7 @@ class Rank {
         places_(node.small.address(), rank, size, node.page.abort_address(), spin_us),
         small_(places_),
         gather_(places_),
+        exchange_(node.windows.address(), rank, size, node.page.abort_address(), spin_us, kWindowBytes, 1 << 20),
         counts_(node.counts.address(), node.bells.address(), rank, size) {
     const Patience patience{std::chrono::microseconds(spin_us), kPatienceS, kLongS};
     for (std::uint64_t i = 0; i < kPeriod; ++i) calls_.push_back(prepared(i, patience));
@@ -123,8 +128,9 @@ class Rank {
     if (kind == Kind::kBarrier) return std::make_unique<PreparedBarrier>(counts_, patience);
     if (kind == Kind::kGather) return prepared_gather(rows(1), patience);
     if (kind == Kind::kReduceScatter) {
-      const ReduceScatterShape shape{numel, wanted(numel), dtype, dtype, Op::kSum, 1.0, 2.0};
-      return std::make_unique<PreparedReduceScatter>(small_, counts_, shape, patience);
+      ReduceScatterShape shape{parts(numel), dtype, dtype, Op::kSum, 1.0, 2.0};
+      return std::make_unique<PreparedReduceScatter>(small_, Windows{exchange_, kCard}, counts_, std::move(shape),
+                                                     patience);
     }
     const std::uint64_t window = is_at_home ? 0 : kWindowNumel;
     AllreduceShape shape{{numel}, {0}, numel, node_.places(i), window, dtype, dtype, Op::kSum, 1.0, 2.0};
@@ -132,8 +138,8 @@ class Rank {
   }
 
   std::unique_ptr<PreparedInNode> prepared_gather(std::uint64_t given, const Patience& patience) {
-    GatherShape shape{{static_cast<std::int64_t>(given)}, 0, sizeof(float)};
-    return std::make_unique<PreparedGather>(gather_, counts_, std::move(shape), patience);
+    GatherShape shape{{static_cast<std::int64_t>(given)}, 0, sizeof(float), false};
+    return std::make_unique<PreparedGather>(gather_, Windows{exchange_, kCard}, counts_, std::move(shape), patience);
   }
 
   // Given to a gather, by `rank`. Every fifth turn the first rank gives more, so that others expect something else.
@@ -143,6 +149,12 @@ class Rank {
   // Of a reduce-scatter.
   SmallAllreduce::Part wanted(std::uint64_t numel) const {
     return {numel * rank_ / size_, numel * (rank_ + 1) / size_};
+  }
+
+  std::vector<std::uint64_t> parts(std::uint64_t numel) const {
+    std::vector<std::uint64_t> numels;
+    for (int rank = 0; rank < size_; ++rank) numels.push_back(numel * (rank + 1) / size_ - numel * rank / size_);
+    return numels;
   }
 
   void begin(int turn) {
@@ -230,6 +242,7 @@ class Rank {
   PlacesInTurn places_;
   SmallAllreduce small_;
   SmallGather gather_;
+  OrderedExchange exchange_;
   ReadyCounts counts_;
   std::vector<std::unique_ptr<PreparedInNode>> calls_;
   std::unique_ptr<PreparedInNode> more_rows_;  // the gather, where this rank gives more
