@@ -17,7 +17,7 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     """hvdlite's, as it is in a program that has not set up logging."""
     logger = logging.getLogger("hvdlite")
     monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
-    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    monkeypatch.setattr(logger, "propagate", True)  # else pytest gives it handlers of its own
     monkeypatch.setattr(logger, "level", logger.level)
     return logger
 
