@@ -21,7 +21,7 @@ from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.one_allreduce import OfTensors
 from hvdlite.operations.operation import MUST_TAKE_PART, Work, nothing
-from hvdlite.operations.prepared import PreparedOperation, Tensors
+from hvdlite.operations.prepared import PreparedOperation
 from hvdlite.recorder import Lane
 
 
@@ -118,11 +118,5 @@ class PreparedBroadcast(PreparedOperation):
         if call is None:
             return None
         prepared = cls(group, request, call, request.nbytes)
-        prepared.gives = group.rank == root
+        prepared.gives = request.gives(group.ranks[group.rank])
         return prepared
-
-    def submission(self, sequence: int, tensors: Tensors) -> Submission:
-        """See `hvdlite.coordinator.prepared.Prepared`."""
-        inputs = self._views(tensors.inputs, tensors.owner)
-        outputs = inputs if tensors.outputs is tensors.inputs else self._views(tensors.outputs, tensors.owner)
-        return Submission(self.request, sequence, inputs, outputs)

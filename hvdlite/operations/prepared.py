@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -41,7 +40,7 @@ class Tensors(NamedTuple):
     owner: Any
 
 
-class PreparedOperation(ABC):
+class PreparedOperation:
     """``request``, as one call of the backend of ``group``; what `Group.perform` takes, with `Tensors`.
 
     Args:
@@ -120,9 +119,11 @@ class PreparedOperation(ABC):
         """See `hvdlite.coordinator.prepared.Prepared`."""
         return outcome_at(self._call.last(), plan, count)
 
-    @abstractmethod
     def submission(self, sequence: int, tensors: Tensors) -> Submission:
         """See `hvdlite.coordinator.prepared.Prepared`."""
+        inputs = self._views(tensors.inputs, tensors.owner)
+        outputs = inputs if tensors.outputs is tensors.inputs else self._views(tensors.outputs, tensors.owner)
+        return Submission(self.request, sequence, inputs, outputs, home=tensors.home)
 
     def tensors(self, source: int, target: int, owner: object) -> Tensors:
         """See `hvdlite.coordinator.prepared.Native`."""

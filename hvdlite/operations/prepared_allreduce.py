@@ -42,12 +42,6 @@ class PreparedAllreduce(PreparedOperation):
         call = engine.backend.prepare_allreduce(counts, layout, reduction, buffer, patience_s, label)
         return None if call is None else cls(group, request, layout, call, home)
 
-    def submission(self, sequence: int, tensors: Tensors) -> Submission:
-        """See `hvdlite.coordinator.prepared.Prepared`."""
-        inputs = self._views(tensors.inputs, tensors.owner)
-        outputs = inputs if tensors.outputs is tensors.inputs else self._views(tensors.outputs, tensors.owner)
-        return Submission(self.request, sequence, inputs, outputs, home=tensors.home)
-
     def _home_of(self, source: int) -> Home | None:
         return None if self.home_memory is None else self._memory.find(source, self._nbytes)
 
