@@ -10,6 +10,7 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
+from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.operations.prepared_allreduce import PreparedAllreduce
 
 SMALL = 8 << 10  # bytes that pass at once, wherever they are
@@ -34,6 +35,22 @@ def ends_of(kind: type[Any], monkeypatch: pytest.MonkeyPatch, known: list[Any] |
 
     monkeypatch.setattr(kind, "run", counted)
     return ends
+
+
+def left_to_python(monkeypatch: pytest.MonkeyPatch, *methods: Callable[..., object]) -> list[str]:
+    """The operations for which these ``methods`` of `AtOnce` are called from here on, by their names."""
+    found: list[str] = []
+
+    def watch(method: Callable[..., object]) -> None:
+        def seen(self: AtOnce, operation: Any, *rest: object) -> object:
+            found.append(operation.label)
+            return method(self, operation, *rest)
+
+        monkeypatch.setattr(AtOnce, method.__name__, seen)
+
+    for method in methods:
+        watch(method)
+    return found
 
 
 def total(rank_value: Callable[[int], float]) -> float:

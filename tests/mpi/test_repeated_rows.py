@@ -24,7 +24,7 @@ from hvdlite.recorder import Lane
 from hvdlite.torch.shortcuts import performed
 from hvdlite.torch.start import new_result
 from machines_lab import ONE_MACHINE, WORLD, running_on
-from prepared_lab import freeze
+from prepared_lab import freeze, left_to_python
 from torch_lab import rank_input
 
 SIZE = WORLD.size
@@ -43,18 +43,7 @@ def running() -> Iterator[None]:
 @pytest.fixture
 def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that Python was asked to do at once, or to bring to an end."""
-    found: list[str] = []
-
-    def watch(method: Callable[..., object]) -> None:
-        def seen(self: AtOnce, prepared: Any, *rest: object) -> object:
-            found.append(prepared.label)
-            return method(self, prepared, *rest)
-
-        monkeypatch.setattr(AtOnce, method.__name__, seen)
-
-    watch(AtOnce.run)
-    watch(AtOnce._go_on)
-    return found
+    return left_to_python(monkeypatch, AtOnce.run, AtOnce._go_on)
 
 
 def place_bytes() -> int:

@@ -28,6 +28,7 @@ from hvdlite.errors import DuplicateNameError, HorovodInternalError
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.configure import configure
 from machines_lab import ONE_MACHINE, WORLD, Machines, machines
+from prepared_lab import left_to_python
 
 REPEATS = 30
 PERIOD = 5
@@ -44,12 +45,8 @@ pytestmark = [
 @pytest.fixture
 def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that Python was asked to do at once, to collect, or to submit."""
-    found: list[str] = []
-    run, take, submit = AtOnce.run, Collector.take, Coordinator.submit
-
-    def seen_run(self: AtOnce, prepared: object, *rest: object) -> object:
-        found.append(prepared.label)  # type: ignore[attr-defined]
-        return run(self, prepared, *rest)  # type: ignore[arg-type]
+    found = left_to_python(monkeypatch, AtOnce.run)
+    take, submit = Collector.take, Coordinator.submit
 
     def seen_take(self: Collector, request: object, *rest: object) -> object:
         found.append(request.name)  # type: ignore[attr-defined]
@@ -60,7 +57,6 @@ def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         submit(self, submission, **how)
 
     monkeypatch.setattr(Coordinator, "submit", seen_submit)
-    monkeypatch.setattr(AtOnce, "run", seen_run)
     monkeypatch.setattr(Collector, "take", seen_take)
     return found
 

@@ -16,7 +16,7 @@ from hvdlite.collectives.early import MOST_BYTES
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.errors import MismatchError
 from machines_lab import ONE_MACHINE, WORLD, Machines
-from test_prepared import freeze
+from prepared_lab import freeze, left_to_python
 from torch_lab import rank_input
 
 SMALL = 8 << 10  # bytes that pass at once, in a node
@@ -34,15 +34,7 @@ pytestmark = [
 @pytest.fixture
 def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that Python was asked to do at once."""
-    found: list[str] = []
-    run = AtOnce.run
-
-    def seen(self: AtOnce, prepared: object, *rest: object) -> object:
-        found.append(prepared.label)  # type: ignore[attr-defined]
-        return run(self, prepared, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(AtOnce, "run", seen)
-    return found
+    return left_to_python(monkeypatch, AtOnce.run)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
