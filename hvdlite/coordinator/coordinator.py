@@ -1,4 +1,4 @@
-"""The coordinator of a process set on one rank: takes submissions, agrees with all ranks on an order, and executes.
+"""The coordinator of a process set on one rank: takes submissions, and agrees with all ranks on their order.
 
 What it guarantees, and what the rest relies on:
 
@@ -24,9 +24,9 @@ from hvdlite.coordinator.awaited import Awaited
 from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.control_page import ControlPage
+from hvdlite.coordinator.execution import Execution
 from hvdlite.coordinator.follower import Follower
 from hvdlite.coordinator.frozen_plan import Batch
-from hvdlite.coordinator.fusion import fuse
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.meeting import Meeting, MeetingInNode
@@ -94,6 +94,7 @@ class Coordinator:
             self._meeting = early.meeting(self.counts, patience_s)
         self._leader = Leader(topology, page, tree, config, clock, self._readiness) if topology.is_leader else None
         self._station = self._leader or Follower(page, config.cache_capacity)
+        self._execution = Execution(owner, self._in_flight, self._progress, self._station.all_are_back)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)
         self.start, self.wake, self.join = self._worker.start, self._worker.wake, self._worker.join
         self.collector = Collector(self._in_flight, self._worker.assist, self._pace, own, clock)
@@ -150,10 +151,7 @@ class Coordinator:
         return self.at_once.run(awaited, submission.sequence, None, None) is not False
 
     def _execute_alone(self, submission: Submission) -> None:
-        request = submission.request
-        if self._owner.recorder.enabled:
-            self._record_negotiation(request, submission.label, submission.submitted_ns, time.monotonic_ns())
-        submission.succeed(self._owner.execute([(Response(request, submission.sequence), submission)]))
+        self._execution.execute_alone(submission)
         if submission.device is not None:
             self._worker.see_to_the_rest()
 
@@ -218,6 +216,7 @@ class Coordinator:
     def retire(self) -> None:
         """Once it has ended: refer to nothing that refers to it, so that all goes with its last user."""
         del self._owner
+        self._execution.retire()
         self._worker.retire()
         self.at_once.forget()
         if isinstance(self._in_flight.closed, ShutDownError):
@@ -364,7 +363,7 @@ class Coordinator:
         elif isinstance(message, EndOfBatch):
             self._progress.batches += 1
             batch, self._batch = self._batch, []
-            self._execute(batch)
+            self._execution.execute(batch)
         elif isinstance(message, Fault):
             self._progress.faults += 1
             self._in_flight.fail(message.key, MismatchError(message.text))
@@ -384,7 +383,7 @@ class Coordinator:
         if reaction.answer is not None:
             self._station.say(reaction.answer)
         for batch in reaction.batches:
-            (self._enter_and_execute if reaction.withdraws else self._count_and_execute)(batch)
+            (self._enter_and_execute if reaction.withdraws else self._execution.count_and_execute)(batch)
         if reaction.withdraws:
             self._owner.withdraw()
             if reaction.begun is not None:
@@ -423,61 +422,7 @@ class Coordinator:
     def _enter_and_execute(self, batch: Batch) -> None:
         """Do operations of a plan that runs free, or has until now, together."""
         self._readiness.enter(batch)
-        self._count_and_execute(batch)
-
-    def _count_and_execute(self, batch: Batch) -> None:
-        """Do operations of a plan together."""
-        if isinstance(batch, Burst):
-            self._progress.counted += len(batch.parts)
-            self._progress.batches += 1
-            self._execute_burst(batch)
-        elif batch:
-            self._progress.counted += len(batch)
-            self._progress.batches += 1
-            self._execute(batch)
-
-    def _execute(self, responses: Sequence[Response]) -> None:
-        if len(responses) == 1:
-            self._execute_bucket(responses)
-            return
-        for bucket in fuse(responses, self._owner.config.fusion_threshold_bytes):
-            self._execute_bucket(bucket)
-
-    def _execute_bucket(self, bucket: Sequence[Response]) -> None:
-        now_ns = time.monotonic_ns()
-        found = self._in_flight.begin([response.key for response in bucket])
-        if found is None:  # closed meanwhile; the reason is on its way to every rank
-            self._owner.check()
-            return
-        if self._owner.recorder.enabled:
-            for submission in found:
-                if submission is not None:
-                    self._record_negotiation(submission.request, submission.label, submission.submitted_ns, now_ns)
-        if bucket[0].request.departs:  # all ranks are back
-            self._in_flight.has_joined = False
-            self._station.all_are_back()
-        result = self._owner.execute(list(zip(bucket, found, strict=True)))
-        self._in_flight.finish()
-        for submission in found:
-            if submission is not None:
-                submission.succeed(result)
-
-    def _execute_burst(self, burst: Burst) -> None:
-        now_ns = time.monotonic_ns()
-        if not self._in_flight.begin_burst(burst):
-            self._owner.check()
-            return
-        if self._owner.recorder.enabled:
-            for request, label in burst.labels():
-                self._record_negotiation(request, label, burst.since_ns, now_ns)
-        self._owner.execute_burst(burst)
-        self._in_flight.finish()
-        burst.succeed()
-
-    def _record_negotiation(self, request: Request, label: str, since_ns: int, now_ns: int) -> None:
-        kind = request.label
-        name = f"NEGOTIATE_{kind.upper()} {kind}.{label}"  # Horovod's words, which people search for
-        self._owner.recorder.add(Lane.NEGOTIATION, name, since_ns, now_ns)
+        self._execution.count_and_execute(batch)
 
     def _take_notice(self, content: dict[str, Any]) -> None:
         kind = content["kind"]
