@@ -1,4 +1,4 @@
-"""Small operations: one that is waited for, a thousand that are submitted at once, and two orders in turns.
+"""Small operations: one that is waited for, a few or a thousand that are submitted at once, and two orders in turns.
 
     python -m hvdlite run --mpi -np 2 latency.py
     mpirun -np 2 python latency.py --json results/latency.json
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 WARM_UP = 100  # calls: until requests are known, and their order is frozen
 LED = 3  # calls that go before a block: until what they touch is in the caches
+FEW = (1, 4, 16)
 ORDER = 20  # operations of an order, as of a training step or of one of validation
 STEPS = 50  # of an order, until the other has its turn
 
@@ -71,6 +72,27 @@ def burst_ways(count: int, nbytes: int) -> dict[str, Call]:
             work.wait()
 
     return {"hvd.allreduce_async_": ours, "Gloo": gloo}
+
+
+def few_ways(comm: MPI.Comm, count: int) -> dict[str, Call]:
+    """``count`` equal tensors of 1 KiB without names, as metrics are: all submitted before the first is waited for."""
+    from mpi4py import MPI
+
+    tensors, arrays = [torch.zeros(256) for _ in range(count)], [np.zeros(256, np.float32) for _ in range(count)]
+    own = comm.Dup()
+
+    def ours() -> None:
+        for handle in [hvd.allreduce_async_(x, op=hvd.Sum) for x in tensors]:
+            hvd.synchronize(handle)
+
+    def mpi() -> None:
+        MPI.Request.Waitall([own.Iallreduce(MPI.IN_PLACE, x) for x in arrays])
+
+    def gloo() -> None:
+        for work in [dist.all_reduce(x, async_op=True) for x in tensors]:
+            work.wait()
+
+    return {"hvd.allreduce_async_": ours, "MPI": mpi, "Gloo": gloo}
 
 
 def measure(ways: dict[str, Call], comm: MPI.Comm, rounds: int, calls: int, warm_up: int) -> dict[str, dict[str, Any]]:
@@ -144,9 +166,10 @@ def main() -> None:
         "benchmark": "latency",
         **facts,
         "blocking, 4 B": measure(blocking_ways(comm), comm, options.rounds, options.calls, WARM_UP),
+        **{f"{n} at once, 1 KiB": measure(few_ways(comm, n), comm, options.rounds, 20, WARM_UP) for n in FEW},
         f"{options.count} at once, 4 KiB": measure(burst_ways(options.count, 4096), comm, options.rounds, 1, 8),
     }
-    titles = list(report)[-2:]
+    titles = [title for title in report if title not in facts and title != "benchmark"]
     turns = report["two orders"] = alternating(comm, options.rounds)
     if comm.rank == 0:
         print(describe(facts))

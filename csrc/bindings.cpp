@@ -165,8 +165,9 @@ void register_signal(py::module_& m) {
       "doorbell_begin_assistance", [](std::uintptr_t address) { doorbell_at(address).begin_assistance(); },
       "address"_a);
   m.def(
-      "doorbell_end_assistance", [](std::uintptr_t address) { return doorbell_at(address).end_assistance(); },
-      "address"_a);
+      "doorbell_end_assistance",
+      [](std::uintptr_t address, std::uint32_t heard) { return doorbell_at(address).end_assistance(heard); },
+      "address"_a, "heard"_a);
   m.def(
       "wake_all", [](std::uintptr_t address) { futex_wake_all(atomic_at<std::uint32_t>(address)); }, "address"_a,
       WithoutGil());

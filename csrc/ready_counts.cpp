@@ -91,7 +91,7 @@ ReadyCounts::Outcome ReadyCounts::await_that(Condition holds, std::uint32_t hear
     own.begin_assistance();
     own.assist_once(heard, until, std::chrono::microseconds(0));
     const bool is_ready = holds();
-    const bool is_rung = own.end_assistance() != heard;
+    const bool is_rung = own.end_assistance(heard) != heard;
     if (is_ready) return is_rung ? Outcome::kAllReadyAndRung : Outcome::kAllReady;
     if (is_rung) own.ring();  // which the thread that usually sleeps has not heard
   }

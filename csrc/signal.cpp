@@ -18,6 +18,18 @@ namespace {
 
 constexpr std::uint32_t kOwner = 1, kAssistant = 2;
 
+// From any count of rings that is soon to come: what was followed long ago is nothing that a count reaches when it wraps.
+constexpr std::uint32_t kFarAway = 1u << 31;
+
+constexpr std::uint32_t kInVain = 4;  // before the owner naps
+// What a ring that nobody follows may have to wait for, the first time; each nap is twice as long as the one before.
+constexpr std::chrono::microseconds kFirstNap{100}, kLastNap{1600};
+
+void nap(std::chrono::microseconds duration) {
+  const timespec time{0, static_cast<long>(std::chrono::nanoseconds(duration).count())};
+  nanosleep(&time, nullptr);
+}
+
 }  // namespace
 
 Clock::time_point time_after(double seconds) {
@@ -56,12 +68,53 @@ void Doorbell::ring() {
 }
 
 std::uint32_t Doorbell::wait_once(std::uint32_t seen, Clock::time_point until) {
-  const std::uint32_t now = count.load(std::memory_order_acquire);
-  if (now != seen) return now;
+  look_back(seen);
+  auto next_nap = kFirstNap;
+  do {
+    std::uint32_t now = count.load(std::memory_order_acquire);
+    if (now != seen && naps() && !is_followed(now)) {
+      nap(kFirstNap);  // who has rung may be about to follow
+      now = count.load(std::memory_order_acquire);
+    }
+    if (now != seen) {
+      if (!is_followed(now)) {
+        followed.store(now + kFarAway, std::memory_order_relaxed);
+        return now;
+      }
+      look_back(seen = now);
+      next_nap = kFirstNap;
+    }
+    if (!naps() || next_nap > kLastNap) {
+      sleep_once(seen, until);
+      if (count.load(std::memory_order_acquire) == seen) break;
+    } else {
+      nap(next_nap);
+      next_nap *= 2;
+    }
+  } while (Clock::now() < until);
+  return count.load(std::memory_order_acquire);
+}
+
+bool Doorbell::naps() const { return in_vain.load(std::memory_order_relaxed) >= kInVain; }
+
+// An assistant that is there looks, before it leaves, at all rings that have been counted by then; of one that has left
+// `followed` was stored before. Either is seen here in the order in which it was stored. Where the owner overwrites what
+// an assistant has just stored, it wakes up once more than it has to.
+bool Doorbell::is_followed(std::uint32_t rings) const {
+  return assistants.load(std::memory_order_seq_cst) != 0 || followed.load(std::memory_order_seq_cst) == rings;
+}
+
+// After the owner has followed `seen` rings, or found that somebody else does.
+void Doorbell::look_back(std::uint32_t seen) {
+  if (seen == looked_at.load(std::memory_order_relaxed)) return;
+  looked_at.store(seen, std::memory_order_relaxed);
+  in_vain.store(is_followed(seen) ? in_vain.load(std::memory_order_relaxed) + 1 : 0, std::memory_order_relaxed);
+}
+
+void Doorbell::sleep_once(std::uint32_t seen, Clock::time_point until) {
   sleepers.fetch_add(1, std::memory_order_seq_cst);
   futex_wait(count, seen, until, kOwner);
   sleepers.fetch_sub(1, std::memory_order_relaxed);
-  return count.load(std::memory_order_acquire);
 }
 
 void Doorbell::begin_assistance() { assistants.store(1, std::memory_order_seq_cst); }
@@ -75,7 +128,8 @@ std::uint32_t Doorbell::assist_once(std::uint32_t seen, Clock::time_point until,
   return count.load(std::memory_order_acquire);
 }
 
-std::uint32_t Doorbell::end_assistance() {
+std::uint32_t Doorbell::end_assistance(std::uint32_t heard) {
+  followed.store(heard, std::memory_order_seq_cst);
   assistants.store(0, std::memory_order_seq_cst);
   return count.load(std::memory_order_seq_cst);
 }

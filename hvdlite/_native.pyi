@@ -635,19 +635,19 @@ def store64(address: int, value: int) -> None:
 def load32(address: int) -> int: ...
 def store32(address: int, value: int) -> None: ...
 def doorbell_ring(address: int) -> None:
-    """Count one ring at the 16-byte doorbell and wake its assistant, or its owner where there is none."""
+    """Count one ring at the 28-byte doorbell and wake its assistant, or its owner where there is none."""
 
 def doorbell_wait(address: int, seen: int, timeout_s: float) -> int:
-    """Sleep until the count differs from ``seen`` or the time is over; return the count. Wakes no core meanwhile."""
+    """Sleep until there is a ring after ``seen`` that no assistant follows, or the time is over; return the count."""
 
 def doorbell_begin_assistance(address: int) -> None:
     """From here on rings wake the caller instead of the owner; one assistant at a time."""
 
 def doorbell_assist(address: int, seen: int, timeout_s: float, spin_us: int) -> int:
-    """`doorbell_wait` of the assistant, which looks for ``spin_us`` before it sleeps."""
+    """Sleep of the assistant until the count differs from ``seen``; it looks for ``spin_us`` before."""
 
-def doorbell_end_assistance(address: int) -> int:
-    """Leave; return the count. If it is not what the assistant has seen last, the owner must be rung."""
+def doorbell_end_assistance(address: int, heard: int) -> int:
+    """Leave, with ``heard`` rings followed; return the count. If that is another one, the owner must be rung."""
 
 def wake_all(address: int) -> None:
     """Wake every waiter of a 32-bit futex word, so that it looks at its abort word."""

@@ -171,7 +171,7 @@ class ControlPage:
         return _native.load32(self._doorbells[self._local_rank])
 
     def sleep(self, seen: int, timeout_s: float) -> None:
-        """Sleep on this rank's doorbell unless it has rung since ``seen``."""
+        """Sleep on this rank's doorbell unless it has rung since ``seen``, and no other thread follows that."""
         _native.doorbell_wait(self._doorbells[self._local_rank], seen, timeout_s)
 
     # For a thread that does the coordinator's work for a while.
@@ -184,6 +184,6 @@ class ControlPage:
         """`sleep` of that thread, which spins a little before."""
         _native.doorbell_assist(self._doorbells[self._local_rank], seen, timeout_s, spin_us)
 
-    def end_assistance(self) -> int:
-        """Leave; how often this rank was rung by then."""
-        return _native.doorbell_end_assistance(self._doorbells[self._local_rank])
+    def end_assistance(self, heard: int) -> int:
+        """Leave, with ``heard`` rings followed; how often this rank was rung by then."""
+        return _native.doorbell_end_assistance(self._doorbells[self._local_rank], heard)

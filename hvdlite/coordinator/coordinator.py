@@ -92,7 +92,9 @@ class Coordinator:
         else:
             self._readiness = ReadinessAcrossNodes(page, early, clock)
             self._meeting = early.meeting(self.counts, patience_s)
-        self._leader = Leader(topology, page, tree, config, clock, self._readiness) if topology.is_leader else None
+        self._leader: Leader | None = None
+        if topology.is_leader:
+            self._leader = Leader(topology, page, tree, config, clock, self._readiness, self._plan.rhythm)
         self._station = self._leader or Follower(page, config.cache_capacity)
         self._execution = Execution(owner, self._in_flight, self._progress, self._station.all_are_back)
         self._worker = Worker(f"hvdlite-coordinator-{topology.rank}", self, page, config.idle_s, spin_us)

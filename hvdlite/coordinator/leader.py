@@ -42,6 +42,7 @@ class Leader:
         tree: links to the leaders of other nodes.
         clock: in seconds.
         readiness: knows which plans run free.
+        rhythm: of this rank, see `hvdlite.coordinator.plan_member.PlanMember.rhythm`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Leader:
         config: Config,
         clock: Callable[[], float],
         readiness: Readiness,
+        rhythm: Callable[[int, int], int],
     ) -> None:
         self.claims_heard = 0
         self._rank = topology.rank
@@ -72,7 +74,7 @@ class Leader:
         self._plan = PlanLeader(
             [*((rank,) for rank in topology.local_ranks), *self._speaks_for.values()],
             self._speaks_for.values(),
-            OrderWatch(config.cache_capacity) if self._is_root else None,
+            OrderWatch(config.cache_capacity, rhythm if self._is_alone else None) if self._is_root else None,
             own=[(rank,) for rank in topology.local_ranks],
             bursts=readiness.bursts if config.prepared_operations else None,
         )

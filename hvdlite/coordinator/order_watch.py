@@ -5,7 +5,7 @@ Pure: no MPI, no clock, no shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Response
@@ -68,10 +68,13 @@ class OrderWatch:
 
     Args:
         longest: period that is looked for, in operations; 0 for none at all.
+        rhythm: takes the shortest period, and how many operations at the end of the log have come so; gives the
+            multiple of it that is looked for, 0 while that is not known.
     """
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int, rhythm: Callable[[int, int], int] | None = None) -> None:
         self._longest = longest
+        self._rhythm = rhythm
         self._patience = 2  # periods that must have come again
         self._known: dict[Order, _Known] = {}  # latest last
         self._frozen: Order = ()
@@ -116,7 +119,10 @@ class OrderWatch:
         """How many operations repeat; 0 while they do not, or not for long enough."""
         enough = self._matches >= self._patience * self._period and self._period <= self._longest
         if self._period and enough:
-            return self._period
+            rhythm, length = self._rhythm, self._matches + self._period
+            period = self._period if rhythm is None else rhythm(self._period, length)
+            if period:
+                return period
         return next((len(order) for order, known in self._known.items() if self._comes_again(order, known)), 0)
 
     def _comes_again(self, order: Order, known: _Known) -> bool:
@@ -145,9 +151,14 @@ class OrderWatch:
         Args:
             after_pause: places of those that some rank has submitted after a pause.
         """
-        found = ((order, self._rotation_of(order)) for order in self._known if len(order) == period)
-        order, rotation = next(((order, start) for order, start in found if start is not None), ((), 0))
         requests = [self._requests[number] for number in self._history[-period:]]
+        if self._period < period <= self._matches + self._period:  # one order several times, which says little the next
+            found = Found(requests, all(self._came_alone[-period:]), after_pause)
+            self._frozen, self._rotation = (), 0
+            self.forget()
+            return found
+        known_as = ((order, self._rotation_of(order)) for order in self._known if len(order) == period)
+        order, rotation = next(((order, start) for order, start in known_as if start is not None), ((), 0))
         self._frozen, self._rotation = order or tuple(requests), rotation
         known = self._known[self._frozen] = self._known.pop(self._frozen, _Known())
         known.came_alone = all(self._came_alone[-period:])

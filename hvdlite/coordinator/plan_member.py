@@ -106,6 +106,7 @@ class PlanMember:
     """
 
     def __init__(self, longest: int, patience_s: float) -> None:
+        self._longest = longest
         self._patience_s = patience_s
         self.number = 0  # of the plan; plans are counted from 1
         self.plan: FrozenPlan | None = None
@@ -189,6 +190,25 @@ class PlanMember:
             return 0.0
         patience_s = _GAP_S if plan.has_gap else BURST_S if plan.is_incomplete else self._patience_s
         return max(0.0, self._moved_s + patience_s - now_s)
+
+    def rhythm(self, period: int, length: int) -> int:
+        """How often this rank submits the last ``period`` operations from one wait to the next, times ``period``.
+
+        Equal operations that are submitted together are one period each; a plan of them all does them together.
+
+        Args:
+            length: how many operations of the log have come so.
+
+        Returns:
+            A multiple of ``period``; 0 while that is not known.
+        """
+        waits = bytes(pause_s == math.inf for _, _, pause_s in self._recent)[-length:]
+        if waits.count(1) >= _PERIODS:
+            for times in range(period, min(len(waits) // _PERIODS, self._longest) + 1, period):
+                last = waits[-times:]
+                if 1 in last and waits.endswith(_PERIODS * last):
+                    return times
+        return period if len(waits) >= _PERIODS * self._longest else 0
 
     def _places_after_pauses(self, period: int) -> tuple[int, ...]:
         """Where in the last ``period`` operations this rank has waited, now or before, or has always been slow."""

@@ -98,7 +98,7 @@ class Worker:
             raise RuntimeError(
                 f"'{submission.label}' was waited for by a signal handler that interrupted hvdlite at work"
             )
-        rings = -1
+        rings = self.heard
         try:
             # An interrupt may come between any two instructions, so `finally` looks who has the lock.
             if not at_work.acquire(blocking=False):
@@ -111,7 +111,7 @@ class Worker:
                     page.assist(rings, min(work.patience_s(), self._idle_s), self._spin_us)
         finally:
             if _owns(at_work):
-                missed = page.end_assistance() != rings
+                missed = page.end_assistance(rings) != rings
                 unfinished = self._is_unfinished
                 at_work.release()
                 if missed or unfinished:

@@ -100,6 +100,32 @@ def test_what_repeats_is_collected_and_right(dtype: torch.dtype, taken: list[boo
     raise AssertionError(f"{sum(taken)} of {1000 * len(program.numels)} operations were collected")
 
 
+@pytest.mark.parametrize("count", [2, 16])
+def test_equal_operations_without_names_are_done_together(count: int) -> None:
+    """As many as are begun before the first is waited for; and right where their number changes."""
+    own = [torch.full((256,), float(WORLD.rank + i)) for i in range(count)]
+
+    def step(tensors: list[torch.Tensor]) -> None:
+        handles = [hvd.allreduce_async(tensor, op=hvd.Sum) for tensor in tensors]
+        for i, handle in enumerate(handles):
+            assert hvd.synchronize(handle)[0] == sum(range(WORLD.size)) + i * WORLD.size
+
+    def buckets_of_a_step() -> int:
+        hvd.barrier()
+        before = hvdlite.statistics()["buckets"]
+        for _ in range(20):
+            step(own)
+        return hvdlite.statistics()["buckets"] - before
+
+    for _ in range(20):  # who is slow on a busy machine disturbs it
+        if max(hvd.allgather_object(buckets_of_a_step())) <= 40:
+            break
+    else:
+        raise AssertionError("operations were not done together")
+    for fewer in range(count):
+        step(own[:fewer])
+
+
 def test_more_than_one_burst_may_be_under_way() -> None:
     program = Program(count=300)
     for _ in range(TURNS):

@@ -43,6 +43,22 @@ MUTANTS = [
         "return word & kCountMask;",
         "unit/test_control_page.py",
     ),
+    # Rings that an assistant has followed are not its owner's, and no others.
+    Mutant(
+        "csrc/signal.cpp",
+        "followed.load(std::memory_order_seq_cst) == rings",
+        "followed.load(std::memory_order_seq_cst) != 0",
+        "unit/test_native_signal.py",
+    ),
+    Mutant(
+        "csrc/signal.cpp",
+        "        followed.store(now + kFarAway, std::memory_order_relaxed);\n",
+        "",
+        "unit/test_native_signal.py",
+    ),
+    # How often a period comes without a wait.
+    Mutant(f"{_COORDINATOR}plan_member.py", "waits.endswith(_PERIODS * last)", "waits.endswith(2 * last)", _PLANS),
+    Mutant(f"{_COORDINATOR}order_watch.py", "if self._period < period <=", "if 0 < 0 <=", _PLANS),
     # Plans that run free across nodes: what has begun is executed only if it was not dropped.
     Mutant(
         f"{_COORDINATOR}readiness.py",

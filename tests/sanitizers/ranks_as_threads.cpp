@@ -125,7 +125,7 @@ void doorbell_assistants() {
       bell.begin_assistance();
       const std::chrono::microseconds spin(turn % 7);
       if (turn % 3 != 0 && bell.assist_once(turn, time_after(turn % 3 == 1 ? kLongS : 1e-5), spin) != turn) read();
-      if (bell.end_assistance() != turn) read();
+      if (bell.end_assistance(turn) != turn) read();
       wait_for_ring(bell, turn);
       read();
       if (rank == 1) {

@@ -25,6 +25,7 @@ LONG_S = 60.0  # never reached unless a test fails
 ABORT = 0  # byte offsets in the shared memory of a test
 BARRIER = 64
 DATA = 4096
+BELL_BYTES = 28
 COPY_BYTES = 64 << 10
 Job = Callable[..., Any]
 
@@ -269,7 +270,7 @@ def test_atomics_store_what_they_load() -> None:
 
 
 def test_doorbell_counts_and_times_out() -> None:
-    bell = np.zeros(2, np.uint64)
+    bell = np.zeros(BELL_BYTES, np.uint8)
     address = bell.ctypes.data
     assert _native.doorbell_wait(address, 0, 0.05) == 0
     for _ in range(3):
@@ -283,7 +284,7 @@ def test_doorbell_counts_and_times_out() -> None:
 
 
 def test_doorbell_wakes_every_sleeper() -> None:
-    bell = np.zeros(2, np.uint64)
+    bell = np.zeros(BELL_BYTES, np.uint8)
     address = bell.ctypes.data
     woken: list[int] = []
     threads = [
@@ -313,7 +314,7 @@ def _answer_rings(segment: Segment, rank: int, size: int, rounds: int, assisted:
             _native.doorbell_begin_assistance(bells[rank])
             if turn % 3:
                 _native.doorbell_assist(bells[rank], turn, LONG_S if turn % 3 == 1 else 1e-5, turn % 7)
-            _native.doorbell_end_assistance(bells[rank])
+            _native.doorbell_end_assistance(bells[rank], turn)
         if _native.doorbell_wait(bells[rank], turn, LONG_S) != turn + 1:
             return turn
         if rank == 1:
@@ -328,7 +329,7 @@ def test_doorbells_between_processes_lose_no_ring(world: World, assisted: bool) 
 
 @pytest.mark.parametrize("spin_us", [0, 1000])
 def test_rings_wake_the_assistant_and_let_the_owner_sleep(spin_us: int) -> None:
-    bell = np.zeros(2, np.uint64)
+    bell = np.zeros(BELL_BYTES, np.uint8)
     address = bell.ctypes.data
     woken: list[str] = []
 
@@ -350,18 +351,103 @@ def test_rings_wake_the_assistant_and_let_the_owner_sleep(spin_us: int) -> None:
     assistant.join(LONG_S)
     time.sleep(0.05)
     assert woken == ["assistant"]
-    assert _native.doorbell_end_assistance(address) == 1
+    assert _native.doorbell_end_assistance(address, 0) == 1
     _native.doorbell_ring(address)
     owner.join(LONG_S)
     assert woken == ["assistant", "owner"]
-    assert bell.view(np.uint32).tolist() == [2, 0, 0, 0]
+    assert bell.view(np.uint32)[:4].tolist() == [2, 0, 0, 0]
+
+
+class OftenAssisted:
+    """A doorbell whose rings are followed by an assistant a moment later, again and again; its owner is a thread."""
+
+    def __init__(self, times: int) -> None:
+        self._bell = np.zeros(BELL_BYTES, np.uint8)
+        self.address = self._bell.ctypes.data
+        self.returned: list[int] = []
+        self._owner = threading.Thread(target=self._own)
+        for rings in range(1, times + 1):
+            _native.doorbell_ring(self.address)
+            self.assist(rings)
+            assert _native.doorbell_wait(self.address, rings, 1e-4) == rings  # what its owner has looked at in vain
+        self.seen = times
+        self._owner.start()
+
+    def _own(self) -> None:
+        self.returned.append(_native.doorbell_wait(self.address, self.seen, LONG_S))
+
+    def assist(self, heard: int) -> None:
+        """Come, follow ``heard`` rings, and leave."""
+        _native.doorbell_begin_assistance(self.address)
+        _native.doorbell_end_assistance(self.address, heard)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether a ring has to wake the owner."""
+        return bool(_native.load32(self.address + 4))
+
+    def wait_for_sleep(self) -> None:
+        end_s = time.monotonic() + LONG_S
+        while not self.sleeps:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+
+    def end(self) -> int:
+        """What the owner returns."""
+        self._owner.join(LONG_S)
+        (returned,) = self.returned
+        return returned
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_an_owner_that_is_often_spared_follows_what_nobody_else_does(sleeps: bool) -> None:
+    bell = OftenAssisted(10)
+    if sleeps:
+        bell.wait_for_sleep()
+    _native.doorbell_ring(bell.address)
+    assert bell.end() == 11
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_rings_that_an_assistant_follows_are_not_the_owners(sleeps: bool) -> None:
+    bell = OftenAssisted(10)
+    if sleeps:
+        bell.wait_for_sleep()
+    _native.doorbell_begin_assistance(bell.address)
+    _native.doorbell_ring(bell.address)
+    time.sleep(0.02)  # several naps
+    _native.doorbell_end_assistance(bell.address, 11)
+    time.sleep(0.02)
+    assert not bell.returned
+    _native.doorbell_begin_assistance(bell.address)
+    _native.doorbell_ring(bell.address)
+    assert _native.doorbell_end_assistance(bell.address, 11) == 12
+    _native.doorbell_ring(bell.address)  # as one that has not followed all of them does
+    assert bell.end() == 13
+
+
+def test_what_was_followed_long_ago_is_not_taken_for_what_is_rung_now() -> None:
+    """The count wraps."""
+    bell = np.zeros(BELL_BYTES, np.uint8)
+    address = bell.ctypes.data
+    _native.doorbell_ring(address)
+    _native.doorbell_begin_assistance(address)
+    _native.doorbell_end_assistance(address, 1)
+    _native.doorbell_ring(address)
+    assert _native.doorbell_wait(address, 1, LONG_S) == 2
+    _native.store32(address, 0)
+    _native.doorbell_ring(address)
+    owner = threading.Thread(target=_native.doorbell_wait, args=(address, 0, LONG_S), daemon=True)
+    owner.start()
+    owner.join(LONG_S / 2)
+    assert not owner.is_alive()
 
 
 def test_an_assistant_that_is_not_rung_comes_back_in_time() -> None:
-    bell = np.zeros(2, np.uint64)
+    bell = np.zeros(BELL_BYTES, np.uint8)
     _native.doorbell_begin_assistance(bell.ctypes.data)
     assert _native.doorbell_assist(bell.ctypes.data, 0, 0.05, 50) == 0
-    assert _native.doorbell_end_assistance(bell.ctypes.data) == 0
+    assert _native.doorbell_end_assistance(bell.ctypes.data, 0) == 0
 
 
 class Interrupted(Exception):
@@ -372,7 +458,7 @@ def test_a_signal_ends_a_doorbell_wait_of_the_main_thread() -> None:
     def raise_interrupted(_number: int, _frame: object) -> None:
         raise Interrupted
 
-    bell = np.zeros(2, np.uint64)
+    bell = np.zeros(BELL_BYTES, np.uint8)
     before = signal.signal(signal.SIGALRM, raise_interrupted)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:

@@ -25,7 +25,7 @@ class Rung:
         pairs = [socket.socketpair() for _ in range(count)]
         self.near = [near for near, _ in pairs]
         self.far = [far for _, far in pairs]
-        self._memory = np.zeros(4, np.uint32)
+        self._memory = np.zeros(8, np.uint32)
         self._address = self._memory.ctypes.data
         self.bell = _native.SocketBell([near.fileno() for near in self.near], self._address, self._memory)
         self.rings = self.after(0)  # there is room for bytes, which is news
@@ -102,7 +102,7 @@ def test_a_closed_bell_is_silent(rung: Rung) -> None:
 
 
 def test_it_keeps_the_memory_of_its_doorbell() -> None:
-    memory = np.zeros(4, np.uint32)
+    memory = np.zeros(8, np.uint32)
     before = sys.getrefcount(memory)
     near, far = socket.socketpair()
     with near, far:
@@ -113,7 +113,7 @@ def test_it_keeps_the_memory_of_its_doorbell() -> None:
 
 
 def test_no_socket_is_an_error() -> None:
-    memory = np.zeros(4, np.uint32)
+    memory = np.zeros(8, np.uint32)
     with pytest.raises(RuntimeError, match="SocketBell"):
         _native.SocketBell([-1], memory.ctypes.data, memory)
 
@@ -140,7 +140,7 @@ import os, socket, tempfile, time
 import numpy as np
 from hvdlite import _native
 near, far = socket.socketpair()
-memory = np.zeros(4, np.uint32)
+memory = np.zeros(8, np.uint32)
 bell = _native.SocketBell([near.fileno()], memory.ctypes.data, memory)
 seen = _native.doorbell_wait(memory.ctypes.data, 0, {LONG_S})
 os.closerange(3, 64)

@@ -329,6 +329,39 @@ def test_ranks_say_where_they_have_paused(pauses: list[str], places: tuple[int, 
     assert member.obey(PlanMessage(Verb.HOLD, 3), 0.0).answer == PlanMessage(Verb.HELD, places=places)
 
 
+@pytest.mark.parametrize(
+    ("waits", "period", "times"),
+    [
+        ("", 1, 0), ("x", 1, 0), ("xx", 1, 0), ("xxx", 1, 1), ("x..x..x..", 1, 3), ("x..x..x.", 1, 0),
+        ("..x..x..x", 1, 3), ("x..x..x..", 3, 3), ("xx.xx.xx.", 1, 3), ("x..x.x..x.", 1, 0),
+        ("x..x.x..x.x..x.", 1, 5), ("x...x...x...", 2, 4), ("x..x..x..", 2, 0), (6 * "x..", 2, 6),
+        ("xxxxxx..x..x..", 1, 3), ("x.x..x...x....", 1, 0), (35 * ".", 1, 0), (36 * ".", 1, 1),
+        ("x.x..x...x....x.....x......x........", 1, 1), (3 * "x...........", 1, 12), (3 * "x............", 1, 1),
+    ],
+)  # fmt: skip
+def test_equal_operations_that_are_submitted_together_are_one_period(waits: str, period: int, times: int) -> None:
+    member = PlanMember(longest=12, patience_s=1.0)
+    member.logged(Response(submission("other").request, NAMED), inf)
+    for number, wait in enumerate(waits):
+        member.logged(Response(submission("abc"[number % period]).request, NAMED), inf if wait == "x" else 0.0)
+    assert member.rhythm(period, len(waits)) == times
+
+
+def test_a_period_is_looked_for_as_often_as_it_comes_without_a_wait() -> None:
+    rhythm = 0
+    watch = OrderWatch(longest=10, rhythm=lambda period, length: period * rhythm)
+    for _ in range(7):
+        watch.saw(Response(submission("a").request, NAMED))
+    assert watch.period() == 0  # not known yet
+    rhythm = 3
+    assert watch.period() == 3
+    found = watch.freeze(3, [1])
+    assert (len(found.requests), found.after_pause) == (3, [1])
+    for _ in range(3):
+        watch.saw(Response(submission("a").request, NAMED))
+    assert watch.period() == 0  # it may come more or less often the next time
+
+
 def test_pauses_of_all_ranks_count_where_they_were() -> None:
     """Also if something was done between the moment when ranks were asked, and the last answer."""
     found: list[Found] = []

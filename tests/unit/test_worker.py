@@ -55,7 +55,7 @@ class Doorbell:
         with self._rung:
             assert self._rung.wait_for(lambda: self._count != seen, min(timeout_s, PATIENCE_S)), "nobody rang"
 
-    def end_assistance(self) -> int:
+    def end_assistance(self, heard: int) -> int:
         self.assistants = 0
         return self._count
 
