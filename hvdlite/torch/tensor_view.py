@@ -44,6 +44,12 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """That of the gradients of ``parameter``, which a program may choose in newer versions of torch."""
+    chosen: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return chosen or parameter.dtype
+
+
 def check_tensor(tensor: object, what: str) -> torch.Tensor:
     """``tensor`` itself, where hvdlite can communicate it: dense, on the CPU or a GPU, of a known element type.
 

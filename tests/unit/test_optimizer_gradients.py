@@ -272,6 +272,25 @@ def test_gradients_in_an_odd_layout(world: FakeWorld) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 and later have Tensor.grad_dtype")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_another_dtype_than_their_parameters(world: FakeWorld, set_to_none: bool) -> None:
+    model = Scales((3,), (20000,), (0, 2), dtype=torch.bfloat16)
+    for p in model.p:
+        p.grad_dtype = torch.float32
+    optimizer = wrap(model)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        leave_out = () if step else (1,)
+        with optimizer.no_sync():
+            model.loss(256.0, leave_out).backward()
+        model.loss(1.0, leave_out).backward()  # the sum has more digits than bf16
+        optimizer.synchronize()
+        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.p)
+        assert reduced(model) == expected(model, 257.0 * FACTOR, leave_out)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 def test_create_graph(world: FakeWorld) -> None:
     model = Scales((3,), (20000,))
