@@ -227,9 +227,15 @@ def dense_views(slots: Sequence[Slot]) -> list[TensorView]:
 def _is_placed(gradient: torch.Tensor) -> bool:
     """Whether the program has made ``gradient`` a view of a buffer of its own: there it looks for the result.
 
-    What autograd leaves is no view, unless it has a graph.
+    What autograd leaves is no view, unless it has a graph. What is expanded, or sparse, has no place for every
+    element.
     """
-    return gradient._is_view() and not gradient.requires_grad
+    return (
+        gradient._is_view()
+        and not gradient.requires_grad
+        and gradient.layout is torch.strided
+        and all(stride or n == 1 for n, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    )
 
 
 _USES = 2
