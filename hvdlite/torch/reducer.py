@@ -99,7 +99,8 @@ class GradientReducer:
         ]
         self.arrival.add(slots)
         if self.is_distributed:
-            self.arrival.hook(slots, for_now=self._assignment.expects_one_bucket)
+            # Those for good come with the buckets, behind hooks by which the program changes gradients.
+            self.arrival.hook(slots, for_now=True)
         self._recount()
 
     def follow(self) -> None:

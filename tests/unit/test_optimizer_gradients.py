@@ -5,6 +5,8 @@ What every op, dtype, compression and memory format comes to is tested between r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -259,6 +261,36 @@ def test_fp16_compression_is_the_runtimes(world: FakeWorld) -> None:
         optimizer.zero_grad()
     assert all(each.request.wire_dtype is DType.FLOAT16 for each in world.buckets)
     assert not world.allocated
+
+
+def halve(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+def double_elsewhere(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 2
+
+
+def drop(p: torch.Tensor) -> None:
+    p.grad = None
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize(("change", "factor"), [(halve, 0.5), (double_elsewhere, 2.0), (drop, 0.0)])
+def test_hooks_of_the_program_change_what_is_reduced(
+    world: FakeWorld, groups: int | None, change: Callable[[torch.Tensor], None], factor: float
+) -> None:
+    model = Scales((3,), (5,), (20000,))
+    optimizer = wrap(model, groups=groups)
+    for p in model.p:
+        p.register_post_accumulate_grad_hook(change)
+    for _ in range(4):
+        model.loss().backward()
+        optimizer.synchronize()
+        assert reduced(model) == expected(model, FACTOR * factor)
+        optimizer.zero_grad()
 
 
 def test_gradients_in_an_odd_layout(world: FakeWorld) -> None:
