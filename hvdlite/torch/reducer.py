@@ -188,7 +188,8 @@ class GradientReducer:
             finally:
                 self.reset()
         else:
-            self._finish_changes()
+            with torch.inference_mode(False):  # gradients that stay must be such as later steps may change
+                self._finish_changes()
         if self._numerics is not None:
             self._numerics.end_step()
         if self._tuner is not None and not self._tuner.after_step():

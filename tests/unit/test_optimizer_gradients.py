@@ -263,6 +263,19 @@ def test_fp16_compression_is_the_runtimes(world: FakeWorld) -> None:
     assert not world.allocated
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_in_inference_mode(world: FakeWorld, set_to_none: bool) -> None:
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    for step in range(4):
+        leave_out = () if step else (1,)
+        model.loss(leave_out=leave_out).backward()
+        with torch.inference_mode():
+            optimizer.step()
+        assert reduced(model) == expected(model, FACTOR, leave_out)
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
 def halve(p: torch.Tensor) -> None:
     assert p.grad is not None
     p.grad.mul_(0.5)
