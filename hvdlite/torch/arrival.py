@@ -183,8 +183,10 @@ class Arrival:
     # In backward.
 
     @eager
-    def _on_gradient(self, slot: Slot, _: torch.Tensor) -> None:
-        if self._is_paused or not (self.order or self._begin()):
+    def _on_gradient(self, slot: Slot, parameter: torch.Tensor) -> None:
+        if self._is_paused or parameter.grad is None:  # a hook of the program came first, and dropped it
+            return
+        if not self.order and not self._begin():
             return
         self.order.append(slot)
         slot.passes_left -= 1

@@ -65,12 +65,6 @@ class Assignment:
             slot.bucket = slot.view = None
             slot.active = slot.is_sparse = False
 
-    @property
-    def expects_one_bucket(self) -> bool:
-        """Whether this rank would put all gradients in one bucket, if they fit; ranks have agreed on nothing yet."""
-        config = self._group.config
-        return (config.bucket_bytes or self._best_bucket_bytes()) >= config.fusion_threshold_bytes
-
     def guess(self) -> None:
         """Assign the gradients for the first step."""
         self.phase = Phase.BY_REGISTRATION

@@ -128,7 +128,7 @@ class DeviceBlock(Block):
 def view_into(region: Region, start: int, slot: Slot) -> torch.Tensor:
     """A tensor laid out like the gradient of ``slot`` from byte ``start`` of ``region`` on."""
     if not slot.nbytes:  # at the end of the region there may be no memory
-        return new_empty(slot.param, tuple(slot.param.shape))
+        return new_empty(slot.param, tuple(slot.param.shape)).to(slot.dtype)
     # A storage for each: whoever copies or pickles one gradient does not take all memory along.
     storage = storage_of(region.narrow(start, slot.nbytes))
     return torch.empty(0, dtype=slot.dtype, device=storage.device).set_(storage, 0, slot.param.shape, slot.strides)

@@ -67,7 +67,7 @@ class SparseBucket(Bucket):
     def load(self) -> None:
         (slot,) = self.slots
         gradient = slot.sparse_contribution()
-        self.loaded = no_entries(slot.param) if gradient is None else gradient
+        self.loaded = no_entries(slot.param, slot.dtype) if gradient is None else gradient
 
     def deliver(self) -> None:
         (slot,) = self.slots

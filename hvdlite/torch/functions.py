@@ -18,6 +18,7 @@ from hvdlite.torch.eager import eager
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.start import start_broadcast
+from hvdlite.torch.tensor_view import gradient_dtype
 
 
 @eager
@@ -108,7 +109,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, DistributedOptimizer) and not isinstance(optimizer, torch.optim.SparseAdam):
         for parameter in parameters:
             if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     if not is_root:
         optimizer.state.clear()
         optimizer.state.update((parameters[key] if is_number else key, value) for is_number, key, value in state)

@@ -12,7 +12,7 @@ import torch
 from hvdlite.memory.base import Home
 from hvdlite.memory.views import TensorView
 from hvdlite.torch.device import Now, is_on_device
-from hvdlite.torch.tensor_view import check_memory, dtype_of
+from hvdlite.torch.tensor_view import check_memory, dtype_of, gradient_dtype
 
 SMALL_BYTES = 32 << 10
 """Up to this size a gradient is copied into its slot by whoever submits the bucket, and travels with the other small
@@ -58,12 +58,12 @@ class Slot:
         self.measure()
 
     def measure(self) -> None:
-        """Take over dtype, shape and layout of the parameter, which may be converted while there are no buckets."""
-        self.dtype = self.param.dtype
+        """Take over dtype, shape and layout from the parameter, which may be converted while there are no buckets."""
+        self.dtype = gradient_dtype(self.param)
         self.element_type = dtype_of(self.dtype)
         self.is_on_device = is_on_device(self.param)
         self.numel = self.param.numel()
-        self.nbytes = self.numel * self.param.element_size()
+        self.nbytes = self.numel * self.dtype.itemsize
         # As autograd lays out gradients: like the parameter where that has neither gaps nor overlaps.
         self.strides = torch.empty_like(self.param, device="meta").stride()
         self.is_contiguous = torch.empty_like(self.param, device="meta").is_contiguous()
@@ -127,7 +127,7 @@ class Slot:
         """The contribution as ``p.grad`` itself, where the result can be written; zeros where there is none."""
         dense = self.contribution()
         if dense is None:
-            dense = torch.zeros_like(self.param, requires_grad=False)
+            dense = torch.zeros_like(self.param, dtype=self.dtype, requires_grad=False)
         elif dense.requires_grad or (_is_shared(dense) and not _is_placed(dense)):
             dense = dense.detach().clone()
         if self.active and dense is not self.param.grad:
@@ -227,9 +227,15 @@ def dense_views(slots: Sequence[Slot]) -> list[TensorView]:
 def _is_placed(gradient: torch.Tensor) -> bool:
     """Whether the program has made ``gradient`` a view of a buffer of its own: there it looks for the result.
 
-    What autograd leaves is no view, unless it has a graph.
+    What autograd leaves is no view, unless it has a graph. What is expanded, or sparse, has no place for every
+    element.
     """
-    return gradient._is_view() and not gradient.requires_grad
+    return (
+        gradient._is_view()
+        and not gradient.requires_grad
+        and gradient.layout is torch.strided
+        and all(stride or n == 1 for n, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    )
 
 
 _USES = 2

@@ -99,7 +99,8 @@ class GradientReducer:
         ]
         self.arrival.add(slots)
         if self.is_distributed:
-            self.arrival.hook(slots, for_now=self._assignment.expects_one_bucket)
+            # Those for good come with the buckets, behind hooks by which the program changes gradients.
+            self.arrival.hook(slots, for_now=True)
         self._recount()
 
     def follow(self) -> None:
@@ -187,7 +188,8 @@ class GradientReducer:
             finally:
                 self.reset()
         else:
-            self._finish_changes()
+            with torch.inference_mode(False):  # gradients that stay must be such as later steps may change
+                self._finish_changes()
         if self._numerics is not None:
             self._numerics.end_step()
         if self._tuner is not None and not self._tuner.after_step():

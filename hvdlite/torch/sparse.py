@@ -142,10 +142,10 @@ class SparseReduction:
         return _coo(total.indices(), entries.to(self._dtype), self._shape, is_coalesced=True)
 
 
-def no_entries(like: torch.Tensor) -> torch.Tensor:
-    """Sparse zeros of the shape and dtype of ``like``, with one sparse dimension."""
+def no_entries(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sparse zeros of the shape of ``like``, with one sparse dimension."""
     indices = like.new_empty(1, 0, dtype=torch.int64)
-    return _coo(indices, like.new_empty(0, *like.shape[1:]), tuple(like.shape), is_coalesced=True)
+    return _coo(indices, like.new_empty(0, *like.shape[1:], dtype=dtype), tuple(like.shape), is_coalesced=True)
 
 
 def _coo(

@@ -19,6 +19,7 @@ from hvdlite.group import Group
 from hvdlite.rank_list import rank_list
 from hvdlite.torch.alike import checksums, find_differences
 from hvdlite.torch.process_set import ProcessSet
+from hvdlite.torch.tensor_view import has_memory
 
 _COMPARED_ENTRIES = 24  # of the state of a parameter that differs, to name the one
 _MASK = (1 << 64) - 1
@@ -114,9 +115,13 @@ def _records(
     states = [(f"of the optimizer for '{name}'", optimizer.state.get(parameter, {})) for name, parameter in named]
     groups = [(f"of parameter group {number}", group) for number, group in enumerate(optimizer.param_groups)]
     return [
-        (name, {key: value for key, value in record.items() if isinstance(value, (torch.Tensor, int, float))})
+        (name, {str(key): value for key, value in record.items() if _is_compared(value)})
         for name, record in [*states, *groups]
     ]
+
+
+def _is_compared(value: object) -> bool:
+    return has_memory(value) if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
 
 
 def _digests(records: Sequence[Mapping[str, Any]]) -> torch.Tensor:

@@ -44,6 +44,12 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """That of the gradients of ``parameter``, which a program may choose in newer versions of torch."""
+    chosen: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return chosen or parameter.dtype
+
+
 def check_tensor(tensor: object, what: str) -> torch.Tensor:
     """``tensor`` itself, where hvdlite can communicate it: dense, on the CPU or a GPU, of a known element type.
 
@@ -71,14 +77,15 @@ def check_memory(tensor: torch.Tensor, what: str) -> None:
     """Raises:
     ValueError: ``tensor`` has elements, but no memory of its own where they are, as a DTensor or a FakeTensor.
     """
-    if not _has_memory(tensor):
+    if not has_memory(tensor):
         way_out = "pass a plain tensor of the numbers"
         if hasattr(tensor, "to_local"):  # a DTensor
             way_out = "pass tensor.to_local(); FSDP reduces the gradients of what it shards without hvd"
         raise ValueError(f"{what}: a {type(tensor).__name__} without memory of its own; {way_out}")
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` lie where it says; those of a sparse one do not."""
     try:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter):
             return tensor.data_ptr() != 0 or tensor.numel() == 0

@@ -112,6 +112,32 @@ def test_what_differs_is_named(spoil: Callable[..., None], what: str) -> None:
                 step(again, fresh)
 
 
+class Keeping(torch.optim.SGD):
+    """Its state has keys that are no names, and tensors that are not compared."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p] |= {
+                1: p.detach().clone(),
+                ("a", 2): torch.eye(8).to_sparse(),
+                "b": torch.empty(8, device="meta"),
+            }
+        return loss
+
+
+def test_state_of_every_kind() -> None:
+    with running(CHECK_EVERY="1"):
+        module = model()
+        optimizer = wrap(module, Keeping)
+        for _ in range(3):
+            step(module, optimizer)
+        if is_last():
+            optimizer.register_step_post_hook(lambda *_: flip_bit(optimizer.state[module[1].weight][1]))
+        with pytest.raises(DivergenceError, match=rf"'1' of the optimizer for '1.weight' {who()}"):
+            step(module, optimizer)
+
+
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
 def test_ranks_that_are_alike_go_on(make: Callable[..., torch.optim.Optimizer], op: int) -> None:

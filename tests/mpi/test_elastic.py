@@ -68,6 +68,34 @@ def test_sync_gives_all_ranks_what_rank_0_has() -> None:
         state.restore()
 
 
+class Pickled(Extra):
+    """Its extra state is a tensor, of another size on every rank."""
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor(list(self.word.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.word = bytes(state.tolist()).decode()
+
+
+class Copied(torch.nn.Linear):
+    """Its state_dict has copies of its parameters."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value.clone() for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def test_sync_of_tensors_that_are_not_where_a_model_has_its_own() -> None:
+    rank = hvd.rank()
+    pickled, copied = Pickled(3, 2), Copied(3, 2)
+    pickled.word = "word" * (rank + 1)
+    for parameter in [*pickled.parameters(), *copied.parameters()]:
+        torch.nn.init.constant_(parameter, rank + 1.0)
+    hvd.elastic.TorchState(pickled, copied=copied).sync()
+    assert pickled.word == "word"
+    assert all((parameter == 1.0).all() for parameter in [*pickled.parameters(), *copied.parameters()])
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, dict):
         value = list(value.values())

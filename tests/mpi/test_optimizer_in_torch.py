@@ -287,6 +287,34 @@ def test_copies_train_on(how: str) -> None:
     assert model.weight.tolist() == other.weight.tolist() == [[-2.5 * total] * 3]
 
 
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_steps_in_backward(hooked_first: bool) -> None:
+    """Each parameter has an optimizer, which a hook of the program steps as soon as the gradient is there."""
+    together, alone = weights(False), weights(False)
+    optimizers: dict[torch.nn.Parameter, torch.optim.Optimizer] = {}
+
+    def step_by(p: torch.nn.Parameter) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    def hook() -> None:
+        for p in together:
+            p.register_post_accumulate_grad_hook(step_by)
+
+    if hooked_first:
+        hook()
+    optimizers |= {p: hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.125, momentum=0.5)) for p in together}
+    if not hooked_first:
+        hook()
+    plain = torch.optim.SGD(alone, lr=0.125, momentum=0.5)
+    for step in range(5):
+        backward(together, step, False)
+        for p in alone:
+            p.grad = average(step, tuple(p.shape), False)
+        plain.step()
+        assert all(map(torch.equal, together, alone))
+
+
 def test_state_dict_round_trip() -> None:
     """One rank saves, all load: through the object of the plain class, and through a new distributed one."""
     together, alone = weights(False), weights(False)

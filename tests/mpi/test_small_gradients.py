@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -150,6 +151,21 @@ def test_gradients_that_no_backward_has_made_may_have_gaps() -> None:
             p.grad = torch.stack([weight, -weight], dim=1)[:, 0]
         optimizer.step()
         check(parameters)
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of '0' is sparse")
+@pytest.mark.parametrize(
+    "view_of", [lambda x: x[:1, :1].expand_as(x), lambda x: x.to_sparse().t().t()], ids=["expanded", "sparse"]
+)
+def test_views_without_a_place_for_every_element(view_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    p = torch.nn.Parameter(torch.zeros(4, 3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("0", p)], op=hvd.Sum)
+    total = 0.0
+    for _ in range(4):
+        p.grad = view_of(torch.full((4, 3), hvd.rank() + 1.0))
+        optimizer.step()
+        total += hvd.size() * (hvd.size() + 1) / 2
+        assert (p == -total).all()
 
 
 def test_one_that_torch_has_negated_on_a_rank_counts_as_what_it_reads() -> None:

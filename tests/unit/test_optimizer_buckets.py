@@ -116,7 +116,7 @@ def test_buckets_go_while_backward_runs(several_buckets: FakeWorld) -> None:
     submitted.clear()
     world.submitted.clear()
     model.loss().backward()
-    assert submitted[0] < submitted[-1] == len(world.submitted)
+    assert submitted == [0, 1, 1, 2]
     assert [names for each in world.submitted for names in each.names] == ["p.3", "p.2 to p.1 (2 parameters)", "p.0"]
 
 

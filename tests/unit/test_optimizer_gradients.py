@@ -5,6 +5,8 @@ What every op, dtype, compression and memory format comes to is tested between r
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -261,6 +263,49 @@ def test_fp16_compression_is_the_runtimes(world: FakeWorld) -> None:
     assert not world.allocated
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_in_inference_mode(world: FakeWorld, set_to_none: bool) -> None:
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    for step in range(4):
+        leave_out = () if step else (1,)
+        model.loss(leave_out=leave_out).backward()
+        with torch.inference_mode():
+            optimizer.step()
+        assert reduced(model) == expected(model, FACTOR, leave_out)
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def halve(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+def double_elsewhere(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad = p.grad * 2
+
+
+def drop(p: torch.Tensor) -> None:
+    p.grad = None
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize(("change", "factor"), [(halve, 0.5), (double_elsewhere, 2.0), (drop, 0.0)])
+def test_hooks_of_the_program_change_what_is_reduced(
+    world: FakeWorld, groups: int | None, change: Callable[[torch.Tensor], None], factor: float
+) -> None:
+    model = Scales((3,), (5,), (20000,))
+    optimizer = wrap(model, groups=groups)
+    for p in model.p:
+        p.register_post_accumulate_grad_hook(change)
+    for _ in range(4):
+        model.loss().backward()
+        optimizer.synchronize()
+        assert reduced(model) == expected(model, FACTOR * factor)
+        optimizer.zero_grad()
+
+
 def test_gradients_in_an_odd_layout(world: FakeWorld) -> None:
     model = Scales((200, 100), (4, 5))
     optimizer = wrap(model)
@@ -270,6 +315,25 @@ def test_gradients_in_an_odd_layout(world: FakeWorld) -> None:
         optimizer.synchronize()
         assert reduced(model) == expected(model, FACTOR)
         optimizer.zero_grad()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 and later have Tensor.grad_dtype")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_another_dtype_than_their_parameters(world: FakeWorld, set_to_none: bool) -> None:
+    model = Scales((3,), (20000,), (0, 2), dtype=torch.bfloat16)
+    for p in model.p:
+        p.grad_dtype = torch.float32
+    optimizer = wrap(model)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        leave_out = () if step else (1,)
+        with optimizer.no_sync():
+            model.loss(256.0, leave_out).backward()
+        model.loss(1.0, leave_out).backward()  # the sum has more digits than bf16
+        optimizer.synchronize()
+        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.p)
+        assert reduced(model) == expected(model, 257.0 * FACTOR, leave_out)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")

@@ -366,9 +366,13 @@ def _has_state_dict(value: Any) -> bool:
 
 def _sync_module(module: torch.nn.Module, root: int) -> None:
     state = module.state_dict()
-    broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, root)
-    extra = {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
-    if extra:  # of modules with get_extra_state()
+    places = {tensor.data_ptr() for tensor in [*module.parameters(), *module.buffers()]}
+    own = {
+        name: value for name, value in state.items() if isinstance(value, torch.Tensor) and value.data_ptr() in places
+    }
+    broadcast_parameters(own, root)
+    extra = {name: value for name, value in state.items() if name not in own}
+    if extra:  # of modules with get_extra_state(), or whose state_dict has copies
         state.update(broadcast_object(extra, root, name="elastic.extra_state"))
         module.load_state_dict(state)
 
