@@ -7,6 +7,8 @@ import re
 import signal
 from collections.abc import Sequence
 
+from hvdlite.cli.job import Launch
+
 _MARK, _WORDS = b"[mpiexec@", b"] Exit codes: "
 _LINES = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*\n(?:\[[^\]\n]*\] [\d, ]*\n)*)")
 """One for all hosts, or one for each."""
@@ -17,11 +19,13 @@ class ExitCodes:
     """Takes mpirun's lines out of what passes through; they are the last that it says.
 
     Attributes:
-        codes: of all ranks, as `os.waitstatus_to_exitcode` has them; empty where the lines have not come.
+        codes: of the ranks, host by host, as `os.waitstatus_to_exitcode` has them; empty where the lines have not come.
+        hosts: where each of these ranks was. Hosts that mpirun has not heard of are left out.
     """
 
     def __init__(self) -> None:
         self.codes: list[int] = []
+        self.hosts: list[str] = []
         self._held = b""
 
     def take_from(self, piece: bytes) -> bytes:
@@ -34,9 +38,23 @@ class ExitCodes:
         self._held = data[kept:]
         return data[:kept]
 
+    def name(self, place: int, launch: Launch) -> str:
+        """Which rank it is whose code is at ``place``, or where it is: "rank 2", "a rank on node1"."""
+        # Where ranks outnumber slots, or what -ppn says, mpirun goes round the hosts, and comes to each again.
+        goes_round = any(option.lstrip("-").partition("=")[0] == "ppn" for option in launch.options)
+        in_order = [host.address for host in launch.hosts for _ in range(host.slots)][: launch.ranks]
+        is_alone = len(self.hosts) == launch.ranks and len(set(self.hosts)) == 1
+        is_rank = is_alone or (self.hosts == in_order and not goes_round)
+        return f"rank {place}" if is_rank else f"a rank on {self.hosts[place]}"
+
     def _note(self, line: re.Match[bytes]) -> bytes:
-        numbers = re.findall(rb"\d+", re.sub(rb"\[[^\]]*\]", b"", line[1]))
-        self.codes = [os.waitstatus_to_exitcode(int(number)) for number in numbers]
+        found = [
+            (host.decode(errors="replace"), os.waitstatus_to_exitcode(int(number)))
+            for host, numbers in re.findall(rb"\[([^\]]*)\]([\d, ]*)", line[1])
+            for number in re.findall(rb"\d+", numbers)
+        ]
+        self.hosts = [host for host, _ in found]
+        self.codes = [code for _, code in found]
         return b""
 
 
@@ -50,7 +68,7 @@ def _start_of_lines(data: bytes) -> int:
 
 
 def culprit(codes: Sequence[int]) -> int | None:
-    """The rank whose end explains those of the others, as far as it shows.
+    """The place in ``codes`` of the rank whose end explains those of the others, as far as it shows.
 
     A rank that chose a status, or died of its own, comes before those that fail with 1, as Python does with an
     exception, since that may be for lack of the others; and last come those that were killed, as a launcher kills them.

@@ -93,7 +93,9 @@ class Command:
 
 def is_this_machine(host: Host) -> bool:
     own, name = socket.gethostname(), host.address
-    return name == "localhost" or is_own(name) or name.partition(".")[0] == own.partition(".")[0]
+    # Either may lack its domain; where both have one, hosts may differ by it alone.
+    same_name = name in (own, own.partition(".")[0]) or name.partition(".")[0] == own
+    return name == "localhost" or is_own(name) or same_name
 
 
 def thread_settings(launch: Launch, environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -217,11 +217,11 @@ class KeptJob:
             kept = keepers.kept
             if not self._words.have_started and (able := [name for name in names if name in kept]):
                 keepers.hand_copy(min(able), is_over.is_set)
-            wanted = [host for host in self._hosts if host.name in names or host.name in kept]
-            then = {host.name: host.slots for host in choose(wanted, self._limits.most, kept)}
+            # Not what would be chosen anew: a script may print its hosts in another order each time.
+            usable = {host.name: host.slots for host in self._hosts if host.name in names or host.name in kept}
             now = {host.name: host.slots for host in chosen}
-            comes = any(slots > now.get(name, 0) for name, slots in then.items())
-            goes = any(then.get(name, 0) < slots for name, slots in now.items())
+            comes = any(slots > now.get(name, 0) for name, slots in usable.items())
+            goes = any(usable.get(name, 0) < slots for name, slots in now.items())
             may_be_more = self._can_be_more(keepers)
             comes |= may_be_more
             if may_be_more or (has_room and comes) or goes:

@@ -263,18 +263,19 @@ def _run_mpirun(
         say(f"failed: mpirun's exit status is 0, but it said {ending.found!r} above")
         return 1
     if codes is not None and 0 < ending.status < 128:
-        return _status_of(codes.codes, ending.status)
+        return _status_of(codes, launch, ending.status)
     return ending.status
 
 
-def _status_of(codes: Sequence[int], otherwise: int) -> int:
+def _status_of(ends: ExitCodes, launch: Launch, otherwise: int) -> int:
     """Of the job, from those of its ranks, of which a guilty one is named."""
-    rank = culprit(codes)
-    if rank is None:
+    place = culprit(ends.codes)
+    if place is None:
         return otherwise
-    if is_telling(codes[rank]):
-        say(f"rank {rank} {how_ended(codes[rank])}")
-    return shell_status(codes[rank])
+    code = ends.codes[place]
+    if is_telling(code):
+        say(f"{ends.name(place, launch)} {how_ended(code)}")
+    return shell_status(code)
 
 
 def _remove_shared_memory(started: float) -> None:

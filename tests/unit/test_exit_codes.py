@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
+from hvdlite.cli.job import Host, Launch
 
 OUTPUT = b"step 1\nstep 2 \r[50%]\n[mpiexec@vm] Exit codes: [vm] 0,768 [other] 9\nYOUR APPLICATION TERMINATED\n[mpiexec"
 
@@ -18,6 +19,7 @@ def test_the_lines_are_taken_out_wherever_pieces_end(length: int, between_hosts:
     passed += codes.take_from(b"")
     assert passed == b"step 1\nstep 2 \r[50%]\nYOUR APPLICATION TERMINATED\n[mpiexec"
     assert codes.codes == [0, 3, -9]
+    assert codes.hosts == ["vm", "vm", "other"]
 
 
 def test_what_is_no_such_line_passes_at_once() -> None:
@@ -37,6 +39,31 @@ def test_what_is_no_such_line_passes_at_once() -> None:
 )
 def test_who_is_guilty(codes: list[int], rank: int | None) -> None:
     assert culprit(codes) == rank
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "options", "lines", "name"),
+    [
+        (3, {"a": 1, "me@b": 2}, [], "[a] 0\n[b] 0,768\n", "rank 2"),
+        (3, {"a": 2, "b": 2}, [], "[a] 0,0\n[b] 768\n", "rank 2"),
+        (3, {"a": 1, "b": 2}, [], "[b] 0,768\n", "a rank on b"),  # mpirun has not heard of a
+        (4, {"a": 1, "b": 1}, [], "[a] 0,0\n[b] 768,0\n", "a rank on b"),  # rank 1
+        (4, {"a": 2, "b": 2}, ["-ppn", "1"], "[a] 0,0\n[b] 768,0\n", "a rank on b"),  # rank 1
+        (4, {"a": 2}, ["-ppn=1"], "[a] 0,0,768,0\n", "rank 2"),
+        (2, {}, [], "[vm] 0,768\n", "rank 1"),
+        (2, {}, [], "[c1] 0\n[c2] 768\n", "a rank on c2"),  # by a batch scheduler
+    ],
+)
+def test_a_rank_has_its_number_where_the_order_is_known(
+    ranks: int, slots: dict[str, int], options: list[str], lines: str, name: str
+) -> None:
+    codes = ExitCodes()
+    codes.take_from(f"[mpiexec@a] Exit codes: {lines}".encode())
+    codes.take_from(b"")
+    place = culprit(codes.codes)
+    assert place is not None
+    launch = Launch(("train.py",), ranks, tuple(Host(*slot) for slot in slots.items()), options=tuple(options))
+    assert codes.name(place, launch) == name
 
 
 def test_only_an_end_of_its_own_is_worth_a_line() -> None:

@@ -336,6 +336,28 @@ def test_a_host_that_is_silent_does_not_join() -> None:
     assert Job(watch).run() == 0
 
 
+@pytest.mark.parametrize(("hosts", "most"), [([B, A], 3), ([C, A, B], 4)], ids=str)
+def test_hosts_in_another_order_are_no_news(hosts: list[Host], most: int) -> None:
+    looks = 0
+
+    def look(is_over: IsOver) -> Sequence[Host]:
+        nonlocal looks
+        looks += 1
+        return [A, B] if looks == 1 else hosts
+
+    def watch(job: Job) -> int:
+        until = looks + 5
+        while looks < until:
+            time.sleep(0.01)
+        assert [word for word, _ in job.keepers.told] == [Word.BEGIN]
+        return 0
+
+    job = Job(watch, most=most)
+    job.look = look
+    job.keepers.kept["c"] = 0
+    assert job.run() == 0
+
+
 def test_a_keeper_that_ends_while_ranks_run_is_replaced() -> None:
     def watch(job: Job) -> int:
         del job.keepers.kept["b"]

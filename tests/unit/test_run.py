@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from hvdlite.cli import mpirun, run
 from hvdlite.cli.arguments import parse
-from hvdlite.cli.job import Host, Launch, parse_hosts, read_hostfile
+from hvdlite.cli.job import Host, Launch, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun, build, find_mpirun, identify
 from hvdlite.errors import ConfigError, StartupError
 from run_lab import OPEN_MPI_5, PROGRAM, TWO_HOSTS, executable, gone
@@ -133,6 +134,21 @@ class TestParsing:
     def test_bad_hosts(self, text: str) -> None:
         with pytest.raises(ConfigError, match="write host:slots"):
             parse_hosts(text)
+
+    @pytest.mark.parametrize(
+        ("hostname", "here", "elsewhere"),
+        [
+            ("gpu", ["gpu", "me@gpu", "gpu.east", "localhost", "127.0.0.1"], ["gpu2", "east.gpu", "198.51.100.1"]),
+            ("gpu.east", ["gpu", "gpu.east"], ["gpu.west", "gpu.east.lab", "east"]),
+            ("198.51.100.1", ["198.51.100.1"], ["198.51.100.2"]),
+        ],
+    )
+    def test_which_host_is_this_machine(
+        self, monkeypatch: pytest.MonkeyPatch, hostname: str, here: list[str], elsewhere: list[str]
+    ) -> None:
+        monkeypatch.setattr(socket, "gethostname", lambda: hostname)
+        names = [*here, *elsewhere]
+        assert [name for name in names if is_this_machine(Host(name, 1))] == here
 
     @pytest.mark.parametrize(
         "entry", ["[fd00::2]:2", "[fd00::2]", "fd00::2", "::1", "fe80::1%eth0:2", "1:2:3:4:5:6:7:8:2"]
