@@ -63,6 +63,23 @@ def test_a_whole_graph_is_what_its_calls_are(step: Callable[[torch.Tensor], torc
         torch._dynamo.reset()
 
 
+def messages(x: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(x)
+    following, preceding = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    batch = [dist.P2POp(dist.isend, x * 2, following), dist.P2POp(dist.irecv, received, preceding)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    return received + 1
+
+
+@pytest.mark.parametrize("of_torch", ["hvdlite", "gloo"])
+def test_a_batch_of_messages_is_called_by_what_is_compiled(of_torch: str) -> None:
+    with process_group(backend=of_torch):
+        x = torch.arange(4.0) + RANK
+        assert torch.equal(torch.compile(messages, backend="aot_eager")(x), messages(x))
+        torch._dynamo.reset()
+
+
 def by_ddp(model: torch.nn.Module) -> torch.nn.Module:
     return DistributedDataParallel(model)
 
