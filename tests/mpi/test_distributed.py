@@ -8,6 +8,7 @@ from functools import reduce as fold
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told, total
 
@@ -284,6 +285,20 @@ def test_calls_of_callbacks_come_in_the_same_order_on_all_ranks(group: dist.Proc
     assert called.wait() == SIZE
     assert of_callback.tolist() == [10.0 * SIZE] * 5
     assert second.tolist() == [100.0 * SIZE] * 5
+
+
+def test_results_of_functional_collectives_are_waited_for(group: dist.ProcessGroup) -> None:
+    def result() -> torch.Tensor:
+        return functional.all_reduce(torch.full((SIZE,), 1.0 + RANK), "sum", group)
+
+    of_all = SIZE * (SIZE + 1) / 2
+    in_place, out, everything = result(), result(), torch.empty(SIZE * SIZE)
+    dist.all_reduce(in_place)
+    dist.all_gather_into_tensor(everything, result())
+    dist.all_to_all_single(out, torch.full((SIZE,), float(RANK)))
+    assert (in_place + 0).tolist() == [SIZE * of_all] * SIZE
+    assert everything.tolist() == [of_all] * SIZE * SIZE
+    assert (out + 0).tolist() == list(range(SIZE))
 
 
 OVERWRITING: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
