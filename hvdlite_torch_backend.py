@@ -53,6 +53,15 @@ class _Meet:
         return self._by_variables(url, *args, **keywords)
 
 
+def run_as_it_is(function: Any) -> Any:
+    """``function``: where a compiled program calls it, torch.compile leaves it alone, and what it calls."""
+    eval_frame = import_module("torch._C._dynamo.eval_frame")
+    if hasattr(eval_frame, "set_code_exec_strategy"):  # from torch 2.7 on
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
 # What torch grants to backends that it knows, and does not ask others for.
 
 
@@ -78,10 +87,14 @@ def _monitored_barrier(by_torch: Any) -> Any:
 
 
 def _batch_isend_irecv(by_torch: Any) -> Any:
+    @run_as_it_is
     @wraps(by_torch)
     def batch_isend_irecv(p2p_op_list: Any) -> Any:
+        import torch
         import torch.distributed as dist
 
+        if torch.compiler.is_compiling():  # it is traced, and torch.compile has rules for torch's own function
+            return by_torch(p2p_op_list)
         first = p2p_op_list[0] if p2p_op_list else None
         if isinstance(first, dist.P2POp):
             ours, device = _ours(first.group), first.tensor.device

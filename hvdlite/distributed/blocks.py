@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from hvdlite.distributed.carrier import Part
 from hvdlite.dtypes import DType
@@ -16,12 +17,16 @@ from hvdlite.torch.tensor_view import check_memory
 def block_of(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without its history, where it lies contiguously on the host; else a contiguous copy.
 
+    The result of a functional collective is waited for.
+
     Raises:
         ValueError: it is sparse, or has no memory.
     """
     if tensor.layout is not torch.strided:
         raise ValueError(f"this call takes dense tensors, not {tensor.layout}; pass tensor.to_dense()")
     if type(tensor) is not torch.Tensor:
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.wait()
         check_memory(tensor, "process group hvdlite")
     if tensor.requires_grad:
         tensor = tensor.detach()

@@ -18,6 +18,7 @@ from hvdlite.distributed.doors import Entrance
 from hvdlite.distributed.group_timeline import group_timeline
 from hvdlite.distributed.meeting import machine
 from hvdlite.distributed.membership import Membership
+from hvdlite.distributed.out_forms import take_out_forms
 from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.errors import StartupError
 from hvdlite.launched import Meeting
@@ -36,6 +37,7 @@ def create(options: Any) -> HvdliteProcessGroup:
     Raises:
         StartupError: a rank did not come in time, or ranks cannot reach one another; says what to do.
     """
+    take_out_forms()
     try:
         return _created(options)
     except MissingError as error:

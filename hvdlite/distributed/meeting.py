@@ -38,10 +38,11 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
         StartupError: the processes do not find one another; says what to do.
     """
     config = Config.from_env()
-    with default_runtime.peers().of(None, config) as ranks:
-        if ranks is None or ranks.size == 1:
+    with default_runtime.peers().of(None, config) as everybody:
+        if everybody is None or everybody.size == 1:
             yield HashStore(), 0, 1
             return
+        ranks = everybody.subset(range(everybody.size))  # the time for a start begins now
         timeout = max(timeout, timedelta(seconds=1))  # torch 2.4 counts whole seconds
         told = ranks.allgather((machine(), new_key() if ranks.rank == 0 else b""))
         default_runtime.peers().store_key = told[0][1]
@@ -67,6 +68,7 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
             here = ["127.0.0.1"] if len(addresses) > 1 and hostname == socket.gethostname() else []
             host = _first_that_answers([*here, *addresses], port, hostname)
             store = TCPStore(host, port, ranks.size, False, timeout, wait_for_workers=False)
+        ranks.close()
         yield store, ranks.rank, ranks.size
     raise RuntimeError("ranks of mpirun and hvdliterun meet once; start the job anew")
 

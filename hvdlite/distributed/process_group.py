@@ -7,7 +7,7 @@ names where it has renamed a call. Options say whether the caller waits for the 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import chain
 from operator import index
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._autograd import _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions as DistributedBackendOptions
+from torch.autograd.graph import increment_version
 
 from hvdlite.distributed.collectives import Run, in_turn
 from hvdlite.distributed.devices import OtherDevices
@@ -168,6 +169,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
             site.collectives.reduce_scatter(output, list(listed), op)
             for output, listed in zip(outputs, inputs, strict=True)
         ]
+        _overwritten(outputs)
         return self._begin(site, "reduce_scatter", in_turn(runs), inputs, outputs, opts, timeout)
 
     @torch_call("outputTensor", "inputTensor", "opts")
@@ -183,6 +185,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
             site.collectives.reduce_scatter_single(output, whole, op)
             for output, whole in zip(outputs, wholes, strict=True)
         ]
+        _overwritten(outputs)
         return self._begin(site, "_reduce_scatter_base", in_turn(runs), wholes, outputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -202,6 +205,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
             outputs, inputs = [outputs], [inputs]
         site = self.membership.site_of([*chain(*outputs), *inputs])
         runs = [site.collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
+        _overwritten(chain(*outputs))
         return self._begin(site, "all_gather", in_turn(runs), inputs, outputs, opts)
 
     @torch_call("output_lists", "input_list", "opts")
@@ -222,6 +226,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         runs = [
             site.collectives.all_gather_single(output, tensor) for output, tensor in zip(outputs, inputs, strict=True)
         ]
+        _overwritten(outputs)
         return self._begin(site, "_all_gather_base", in_turn(runs), inputs, outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -233,6 +238,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         listed = list(outputs[0]) if outputs else []
         site = self.membership.site_of([*listed, *inputs])
         run = site.collectives.gather(listed, inputs[0], _root(opts))
+        _overwritten(listed)
         return self._begin(site, "gather", run, inputs, listed, opts, timeout)
 
     @torch_call("output_tensors|output_tensor", "input_tensors", "opts|root", "timeout")
@@ -248,6 +254,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> GroupWork:
         site = self.membership.site_of([*outputs, *inputs])
         run = site.collectives.all_to_all(outputs, inputs)
+        _overwritten(outputs)
         return self._begin(site, "all_to_all", run, inputs, outputs, opts)
 
     @torch_call("output", "input", "output_split_sizes", "input_split_sizes", "opts|timeout")
@@ -425,6 +432,12 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _overwritten(results: Iterable[torch.Tensor]) -> None:
+    """Tell autograd, as torch does for its own groups and these calls: backward needs what they were, or is refused."""
+    for result in results:
+        increment_version(result)
 
 
 def _op(opts: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce as fold
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told, total
 
@@ -284,6 +285,46 @@ def test_calls_of_callbacks_come_in_the_same_order_on_all_ranks(group: dist.Proc
     assert called.wait() == SIZE
     assert of_callback.tolist() == [10.0 * SIZE] * 5
     assert second.tolist() == [100.0 * SIZE] * 5
+
+
+def test_results_of_functional_collectives_are_waited_for(group: dist.ProcessGroup) -> None:
+    def result() -> torch.Tensor:
+        return functional.all_reduce(torch.full((SIZE,), 1.0 + RANK), "sum", group)
+
+    of_all = SIZE * (SIZE + 1) / 2
+    in_place, out, everything = result(), result(), torch.empty(SIZE * SIZE)
+    dist.all_reduce(in_place)
+    dist.all_gather_into_tensor(everything, result())
+    dist.all_to_all_single(out, torch.full((SIZE,), float(RANK)))
+    assert (in_place + 0).tolist() == [SIZE * of_all] * SIZE
+    assert everything.tolist() == [of_all] * SIZE * SIZE
+    assert (out + 0).tolist() == list(range(SIZE))
+
+
+OVERWRITING: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "all_gather": lambda shares, share: dist.all_gather(list(shares.detach().split(1)), share),
+    "all_gather_into_tensor": dist.all_gather_into_tensor,
+    "gather": lambda shares, share: dist.gather(share, list(shares.detach().split(1)) if RANK == 0 else None),
+    "reduce_scatter": lambda shares, _: dist.reduce_scatter(shares.detach()[:1], list(torch.ones(SIZE).split(1))),
+    "reduce_scatter_tensor": lambda shares, _: dist.reduce_scatter_tensor(shares.detach()[:1], torch.ones(SIZE)),
+    "all_to_all": lambda shares, _: dist.all_to_all(list(shares.detach().split(1)), list(torch.ones(SIZE).split(1))),
+}
+
+
+@pytest.mark.parametrize("call", OVERWRITING.values(), ids=OVERWRITING.keys())
+def test_backward_does_not_take_what_was_overwritten(
+    group: dist.ProcessGroup, call: Callable[[torch.Tensor, torch.Tensor], object]
+) -> None:
+    weight = torch.ones(SIZE, requires_grad=True)
+    shares = weight * 2
+    loss = (shares * shares).sum()
+    with torch.no_grad():
+        call(shares, torch.full((1,), 5.0))
+    if call is OVERWRITING["gather"] and RANK != 0:
+        loss.backward()
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_torchs_default_device_is_for_tensors_of_the_program(group: dist.ProcessGroup) -> None:

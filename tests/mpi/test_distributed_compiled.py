@@ -63,6 +63,38 @@ def test_a_whole_graph_is_what_its_calls_are(step: Callable[[torch.Tensor], torc
         torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("of_torch", ["hvdlite", "gloo"])
+def test_collectives_into_a_given_tensor(of_torch: str) -> None:
+    """What torch.compile makes where its settings, as bucket_all_gathers_fx, let it put several together."""
+    ops = torch.ops._c10d_functional
+    if not hasattr(ops, "reduce_scatter_tensor_out"):
+        pytest.skip("this torch has none of both")
+    with process_group(backend=of_torch) as group:
+        x = torch.arange(float(SIZE)) + 10 * RANK
+        everything, share = torch.empty(SIZE * SIZE), torch.empty(1)
+        assert ops.wait_tensor(ops.all_gather_into_tensor_out(x, SIZE, group.group_name, out=everything)) is everything
+        assert torch.equal(everything, functional.all_gather_tensor(x, 0, group))
+        assert ops.wait_tensor(ops.reduce_scatter_tensor_out(x, "max", SIZE, group.group_name, out=share)) is share
+        assert share.item() == RANK + 10 * (SIZE - 1)
+
+
+def messages(x: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(x)
+    following, preceding = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    batch = [dist.P2POp(dist.isend, x * 2, following), dist.P2POp(dist.irecv, received, preceding)]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    return received + 1
+
+
+@pytest.mark.parametrize("of_torch", ["hvdlite", "gloo"])
+def test_a_batch_of_messages_is_called_by_what_is_compiled(of_torch: str) -> None:
+    with process_group(backend=of_torch):
+        x = torch.arange(4.0) + RANK
+        assert torch.equal(torch.compile(messages, backend="aot_eager")(x), messages(x))
+        torch._dynamo.reset()
+
+
 def by_ddp(model: torch.nn.Module) -> torch.nn.Module:
     return DistributedDataParallel(model)
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import hvdlite.torch as hvd
 from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told
-from hvdlite import mpi
+from hvdlite import mpi, rendezvous
 from hvdlite.collectives import shm_exchange
 from hvdlite.distributed import doors
 from hvdlite.errors import ShutDownError, StartupError
@@ -70,6 +71,15 @@ def test_groups_of_one_name_in_one_store_differ_in_size(tmp_path: Path) -> None:
                 tensor = torch.ones(1)
                 dist.all_reduce(tensor, group=group)
                 assert tensor[0] == len(ranks)
+
+
+def test_ranks_that_meet_again_have_the_whole_time_for_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with process_group():
+        pass
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
+    monkeypatch.setattr(rendezvous, "time", later)
+    with process_group():
+        dist.barrier()
 
 
 def test_what_goes_past_the_caches_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
