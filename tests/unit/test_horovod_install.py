@@ -34,7 +34,7 @@ class Environment:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    return Environment(tmp_path / "venv")
+    return Environment(tmp_path / "a venv")
 
 
 def test_import_and_command_until_it_is_undone(environment: Environment) -> None:
