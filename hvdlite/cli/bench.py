@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -88,7 +89,12 @@ class Row:
 @ends_with_reader
 def main(argv: Sequence[str]) -> int:
     """Print the table on rank 0; returns 1 where a result was wrong."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.max_bytes < options.min_bytes:
+        parser.error(f"--max-bytes {options.max_bytes} is less than --min-bytes {options.min_bytes}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA GPU here")
     hvd.init()
     operation = OPERATIONS[options.operation]
     rows = []
@@ -135,11 +141,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("operation", choices=OPERATIONS)
     parser.add_argument("-b", "--min-bytes", type=_bytes, default=1 << 10, metavar="SIZE", help="default 1K")
     parser.add_argument("-e", "--max-bytes", type=_bytes, default=64 << 20, metavar="SIZE", help="default 64M")
-    parser.add_argument("-f", "--factor", type=_above_one, default=4, help="between sizes (default 4)")
+    parser.add_argument("-f", "--factor", type=partial(_above, 1), default=4, help="between sizes (default 4)")
     parser.add_argument("-d", "--dtype", choices=_DTYPES, default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("-n", "--calls", type=int, default=20, help="per round (default 20)")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median is shown (default 5)")
+    parser.add_argument("-n", "--calls", type=partial(_above, 0), default=20, help="per round (default 20)")
+    parser.add_argument("--rounds", type=partial(_above, 0), default=5, help="of which the median is shown (default 5)")
     parser.add_argument("--json", action="store_true")
     return parser
 
@@ -151,9 +157,9 @@ def _bytes(text: str) -> int:
     return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]
 
 
-def _above_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r}: a whole number above 1")
+def _above(bound: int, text: str) -> int:
+    if not text.isdecimal() or int(text) <= bound:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number above {bound}")
     return int(text)
 
 

@@ -31,7 +31,11 @@ def main(argv: Sequence[str]) -> int:
     if not argv or list(argv) in (["-h"], ["--help"], ["-m"]):
         return _explain(0 if argv and argv[0] != "-m" else 2)
     if argv[0] in ("--install", "--uninstall") and len(argv) == 1:
-        return horovod_install.install() if argv[0] == "--install" else horovod_install.uninstall()
+        try:
+            return horovod_install.install() if argv[0] == "--install" else horovod_install.uninstall()
+        except OSError as error:
+            print(f"python -m hvdlite horovod {argv[0]}: {error.filename}: {error.strerror}", file=sys.stderr)
+            return 1
     if not argv[0].endswith(".py") and argv[0] != "-m" and not Path(argv[0]).is_file():
         print(f"python -m hvdlite horovod: {argv[0]!r} is neither a script nor -m; see --help", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ sys.path, and the command. `--uninstall` removes them.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import sysconfig
 from importlib import metadata
@@ -14,8 +15,11 @@ from pathlib import Path
 from hvdlite import compat
 
 _MARK = "# Written by `python -m hvdlite horovod --install`; `--uninstall` removes it.\n"
+# A line that begins with #! ends at the first blank of a path. So sh starts Python, which sees a string in that line.
 _COMMAND = """\
-#!{python}
+#!/bin/sh
+'''exec' {python} "$0" "$@"
+' '''
 {mark}import sys
 
 from hvdlite.cli.run import main
@@ -36,7 +40,7 @@ def install() -> int:
     if command.exists() and not _is_ours(command):
         return _refuse(f"{command} is somebody else's; remove it first")
     _path_file().write_text(f"{_MARK}{Path(compat.__file__).parent / 'on_path'}\n")
-    command.write_text(_COMMAND.format(python=sys.executable, mark=_MARK))
+    command.write_text(_COMMAND.format(python=shlex.quote(sys.executable), mark=_MARK))
     command.chmod(0o755)
     print(f"wrote {_path_file()}\nwrote {command}")
     return 0

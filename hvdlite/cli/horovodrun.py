@@ -177,7 +177,7 @@ class Effects:
             self.settings[variable] = _checked(option, variable, text, where)
         self.forces_mpi |= option.forces_mpi
         if option.to_mpirun:
-            self.mpirun += shlex.split(text)
+            self.mpirun += _words(text, where)
         if option.to_ssh:
             self.ssh[option.to_ssh] = _converted(option, text, where)
 
@@ -191,6 +191,13 @@ def _checked(option: Option, variable: str, text: str, where: str) -> str:
     except ConfigError as error:
         raise ConfigError(f"{where} {text}: {str(error).partition(': ')[2]}") from error
     return value
+
+
+def _words(text: str, where: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} {text}: {error}") from error
 
 
 def _converted(option: Option, text: str, where: str) -> str:

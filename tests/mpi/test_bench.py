@@ -36,3 +36,20 @@ def test_wrong_elements_of_all_ranks_are_counted() -> None:
 
     row = bench.measure(replace(right, call=off_by_one), 48, torch.float32, "cpu", calls=1, rounds=1)
     assert row.wrong == hvd.size() * (hvd.size() + 1) // 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--calls 0", "-n/--calls: '0': a whole number above 0"),
+        ("--rounds -1", "--rounds: '-1': a whole number above 0"),
+        ("--factor 1", "-f/--factor: '1': a whole number above 1"),
+        ("--min-bytes 1M --max-bytes 1K", "--max-bytes 1024 is less than --min-bytes 1048576"),
+        ("--device cuda", "--device cuda: torch finds no CUDA GPU here"),
+    ],
+)
+def test_mistakes(words: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench.main(["allreduce", *words.split()])
+    assert text in capsys.readouterr().err

@@ -34,7 +34,7 @@ class Environment:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    return Environment(tmp_path / "venv")
+    return Environment(tmp_path / "a venv")
 
 
 def test_import_and_command_until_it_is_undone(environment: Environment) -> None:
@@ -65,3 +65,12 @@ def test_what_is_there_already_stays(environment: Environment) -> None:
     refused = environment.horovod("--install")
     assert "Horovod 0.28.1 is installed here, and would be found first" in refused.stderr
     assert not command.exists()
+
+
+@pytest.mark.parametrize("option", ["--install", "--uninstall"])
+def test_what_cannot_be_written_or_removed(environment: Environment, option: str) -> None:
+    in_the_way = environment.packages / "horovod-is-hvdlite.pth"
+    in_the_way.mkdir()
+    failed = environment.horovod(option)
+    assert failed.returncode == 1
+    assert failed.stderr == f"python -m hvdlite horovod {option}: {in_the_way}: Is a directory\n"

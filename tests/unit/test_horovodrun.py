@@ -128,6 +128,11 @@ def test_a_missing_argument() -> None:
         front.parse(["-np", "2", "--blacklist-cooldown-range", "1"])
 
 
+def test_words_for_mpirun_that_are_not_complete() -> None:
+    with pytest.raises(ConfigError, match="--mpi-args --x 'A: No closing quotation"):
+        parse("--mpi-args=--x 'A")
+
+
 def test_words_for_mpirun() -> None:
     arguments = parse("--mpi-args=--map-by ppr:2:node -x 'A=b c'", "--report-bindings", "--mpi", "--binding-args=--x y")
     assert arguments.options == ["--report-bindings", "--map-by", "ppr:2:node", "-x", "A=b c", "--x", "y"]

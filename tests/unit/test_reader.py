@@ -23,8 +23,8 @@ TOOLS = [
     "timeline report {trace}",
     "timeline report --json {trace}",
     "timeline merge {trace}.merged {trace}",
-    "bench allreduce --max-bytes 64",
-    "bench allreduce --max-bytes 64 --json",
+    "bench allreduce --max-bytes 1K",
+    "bench allreduce --max-bytes 1K --json",
 ]
 
 
