@@ -23,6 +23,8 @@
 #include "multicast_kernels.h"
 #include "nvrtc.h"
 #include "pack.h"
+#include "prepared_device_allreduce.h"
+#include "ready_counts.h"
 #include "stream_barrier.h"
 
 namespace py = pybind11;
@@ -259,6 +261,27 @@ void register_direct(py::module_& m) {
           },
           "inputs"_a, "outputs"_a, "copies"_a, "window_numel"_a, "numel"_a, "dtype"_a, "wire_dtype"_a, "op"_a,
           "prescale"_a, "postscale"_a, WithoutGil());
+
+  py::class_<PreparedDeviceAllreduce, PreparedInNode>(m, "PreparedDeviceAllreduce")
+      .def(py::init([](PagedBarrier& barrier, ReadyCounts& counts, std::vector<std::uint64_t> numels,
+                       std::vector<std::uint64_t> offsets, std::uint64_t numel, int dtype, Addresses windows,
+                       std::uint64_t window_numel, int wire_dtype, int op, double prescale, double postscale,
+                       Patience patience) {
+             DeviceAllreduceShape shape{
+                 std::move(numels),
+                 std::move(offsets),
+                 numel,
+                 static_cast<DType>(dtype),
+                 std::move(windows),
+                 window_numel,
+                 {static_cast<DType>(wire_dtype), static_cast<Op>(op), prescale, postscale}};
+             return std::make_unique<PreparedDeviceAllreduce>(barrier, counts, std::move(shape), patience);
+           }),
+           "barrier"_a, "counts"_a, "numels"_a, "offsets"_a, "numel"_a, "dtype"_a, "windows"_a, "window_numel"_a,
+           "wire_dtype"_a, "op"_a, "prescale"_a, "postscale"_a, "patience"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>())
+      .def("use_stream", &PreparedDeviceAllreduce::use_stream, "stream"_a)
+      .def("take_done", &PreparedDeviceAllreduce::take_done);
 }
 
 }  // namespace

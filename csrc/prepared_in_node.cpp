@@ -9,14 +9,15 @@ namespace hvdlite {
 PreparedInNode::Result PreparedInNode::run(const std::vector<std::uintptr_t>& inputs,
                                            const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,
                                            std::uint64_t count, std::uint32_t heard) {
+  begin(inputs, outputs);
   last_ = {plan, count, Result::kNotYet};
   ready_ = {};
-  begin(inputs, outputs);
   counts_.want_ring(false);
   counts_.set(plan, count);
   const auto ready = await(plan, count, heard);
   if (ready == ReadyCounts::Outcome::kNotYet) return Result::kNotYet;
   ready_ = Clock::now();
+  last_.result = Result::kAborted;  // unless it comes to an end
   last_.result = finish();
   if (last_.result == Result::kDone && ready == ReadyCounts::Outcome::kAllReadyAndRung) {
     last_.result = Result::kDoneAndRung;

@@ -40,9 +40,9 @@ class PreparedInNode : public DirectCall {
   PreparedInNode(ReadyCounts& counts, const PlacesInTurn* places, Patience patience)
       : patience_(patience), counts_(counts), places_(places) {}
 
-  // What this rank does before the others are ready; it may be withdrawn.
+  // What this rank does before the others are ready; it may be withdrawn. If it throws, nobody has been told.
   virtual void begin(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs) = 0;
-  // All ranks are ready: kDone, kBegun, kTimeout or kAborted.
+  // All ranks are ready: kDone, kBegun, kTimeout or kAborted, which is also what it is if it throws.
   virtual Result finish() = 0;
 
   static Result result_of(WaitStatus status);

@@ -898,6 +898,36 @@ class StreamBarrier:
     ) -> None:
         """Allreduce of tensors anywhere on this rank's GPU, by way of copies of ``window_numel`` elements."""
 
+class PreparedDeviceAllreduce(PreparedInNode):
+    """`StreamBarrier.staged_allreduce`, after and before what the caller's stream does.
+
+    Source: csrc/prepared_device_allreduce.cpp.
+
+    Raises:
+        RuntimeError: of `run`, from the driver.
+    """
+
+    def __init__(
+        self,
+        barrier: StreamBarrier,
+        counts: ReadyCounts,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        numel: int,
+        dtype: int,
+        windows: Sequence[int],
+        window_numel: int,
+        wire_dtype: int,
+        op: int,
+        prescale: float,
+        postscale: float,
+        patience: Patience,
+    ) -> None: ...
+    def use_stream(self, stream: int) -> None:
+        """The driver's handle of the stream on which the caller of the next `run` works."""
+    def take_done(self) -> Moment:
+        """Reached once the GPU has done the last that was enqueued; once for each."""
+
 class PinnedMemory:
     """``nbytes`` of the host's memory, which the device reads and writes by itself.
 

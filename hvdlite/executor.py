@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hvdlite.coordinator.burst import Burst
 from hvdlite.coordinator.messages import Response
@@ -21,11 +21,17 @@ Work = Sequence[tuple[Response, Submission | None]]
 """What all ranks agreed on; None stands for what this rank has not submitted because it has joined."""
 
 
+class Labelled(Protocol):
+    """What people know by a name."""
+
+    label: str
+
+
 class _Enqueued(NamedTuple):
     """What a GPU has to do, and keeps alive."""
 
     moment: Moment
-    submission: Submission
+    what: Labelled
     since_s: float
 
 
@@ -92,9 +98,15 @@ class Executor:
         moment = device.memory.moment()
         for _, submission in bucket:
             submission.done_on_device = moment
-            self._enqueued.append(_Enqueued(moment, submission, time.monotonic()))
-        self._forget_done()
+            self.enqueued(moment, submission)
         return result
+
+    def enqueued(self, moment: Moment, what: Labelled) -> bool:
+        """The GPU has to do ``what``, and has done it at ``moment``; whether it had nothing to do before."""
+        is_first = not self._enqueued
+        self._enqueued.append(_Enqueued(moment, what, time.monotonic()))
+        self._forget_done()
+        return is_first
 
     @property
     def is_under_way(self) -> bool:
@@ -111,7 +123,7 @@ class Executor:
         if self._enqueued:
             assert self._device is not None
             oldest = self._enqueued[0]
-            self._device.watch(oldest.submission.label, time.monotonic() - oldest.since_s)
+            self._device.watch(oldest.what.label, time.monotonic() - oldest.since_s)
 
     def _forget_done(self) -> None:
         while self._enqueued and self._enqueued[0].moment.is_reached:

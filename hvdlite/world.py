@@ -171,11 +171,11 @@ class World:
         self.early = None if self.engine.early is None else EarlyOperations(self.engine)
         self._cross = cross
         own = weakref.proxy(self)
-        self._executor = Executor(
+        self.executor = Executor(
             self.engine, lambda ordinal: own._build_device_engine(ordinal), config.collective_timeout_s, self.check
         )
         self._shared.callback(self._close_device)
-        self.execute, self.execute_burst = self._executor.execute, self._executor.execute_burst
+        self.execute, self.execute_burst = self.executor.execute, self.executor.execute_burst
         self.coordinator = Coordinator(self, topology, page, tree, spin_us=spin_us(config, node))
 
     def _build_device_engine(self, ordinal: int | None) -> DeviceEngine | None:
@@ -189,16 +189,16 @@ class World:
         Args:
             ordinal: of this rank's GPU.
         """
-        device = self._executor.device_for(ordinal)
+        device = self.executor.device_for(ordinal)
         self.check()  # a failure meanwhile has not woken what was not there
         return device
 
     @property
     def is_under_way(self) -> bool:
-        return self._executor.is_under_way or any(companion.is_under_way for companion in self._companions)
+        return self.executor.is_under_way or any(companion.is_under_way for companion in self._companions)
 
     def watch(self) -> None:
-        self._executor.watch()
+        self.executor.watch()
         for companion in self._companions:
             companion.watch()
 
@@ -210,13 +210,13 @@ class World:
     def _close_device(self) -> None:
         for companion in self._companions:
             companion.close()
-        if self._executor.device is not None:
-            self._executor.device.close()
+        if self.executor.device is not None:
+            self.executor.device.close()
 
     @property
     def device_memory(self) -> Memory | None:
         """That of GPUs, once these ranks share some."""
-        return None if self._executor.device is None else self._executor.device.memory
+        return None if self.executor.device is None else self.executor.device.memory
 
     def _part(self, comm: MPI.Comm, included: bool, color: int) -> MPI.Comm | None:
         """The ranks of one color, in the order of nodes; None for those not included. Collective over ``comm``."""
@@ -266,8 +266,8 @@ class World:
         """End every wait, and every operation now and later, with ``reason``; called on any thread."""
         self.node.abort()
         self._backend.wake()
-        if self._executor.device is not None:
-            self._executor.device.wake()
+        if self.executor.device is not None:
+            self.executor.device.wake()
         for companion in self._companions:
             companion.wake()
         self.coordinator.close(reason)
@@ -363,8 +363,8 @@ class World:
     def tune(self, settings: Tunable) -> None:
         self.config = settings.within(self.config)
         self._backend.configure(self.config)
-        if self._executor.device is not None:
-            self._executor.device.configure(self.config)
+        if self.executor.device is not None:
+            self.executor.device.configure(self.config)
         self.coordinator.at_once.forget()
 
     def all_have_joined(self) -> None:

@@ -34,7 +34,7 @@ from hvdlite.memory.views import Buffer
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 
 if TYPE_CHECKING:
-    from hvdlite._native import DirectCall, ReadyCounts, TensorList
+    from hvdlite._native import DirectCall, Moment, ReadyCounts, TensorList
     from hvdlite.collectives.node_gather import NodeGather
     from hvdlite.config import Config
 
@@ -119,6 +119,16 @@ class PreparedCall(Protocol):
         """So often `run` or `direct` has returned that it was done."""
 
 
+class EnqueuingCall(PreparedCall, Protocol):
+    """See `Backend.prepare_enqueuing`."""
+
+    def use_stream(self, stream: int, /) -> None:
+        """The driver's handle of the stream on which the caller of the next `run` works."""
+
+    def take_done(self) -> Moment:
+        """Reached once the GPU has done the last that was enqueued; once for each."""
+
+
 class Backend(ABC):
     """Collectives between ``size`` ranks, of which this one is ``rank``."""
 
@@ -168,6 +178,12 @@ class Backend(ABC):
             home: of tensors as they lie in ``layout``; None where they live elsewhere.
             patience_s: how long the call waits for ranks to be ready, before it returns.
         """
+        return None
+
+    def prepare_enqueuing(
+        self, counts: ReadyCounts, layout: Layout, reduction: Reduction, staging: Buffer, patience_s: float
+    ) -> EnqueuingCall | None:
+        """Likewise `allreduce_tensors` on GPUs, after and before what the caller's stream does."""
         return None
 
     def prepare_gather(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from hvdlite.collectives.base import Backend, Completion
+from hvdlite.collectives.base import Backend, Completion, EnqueuingCall, TensorReduction
 from hvdlite.config import Config
 from hvdlite.dtypes import SUM, DType, Reduction
-from hvdlite.memory.layout import Range
+from hvdlite.memory.layout import Layout, Range
 from hvdlite.memory.views import Buffer
+
+if TYPE_CHECKING:
+    from hvdlite._native import ReadyCounts
 
 
 class BySizeBackend(Backend):
@@ -24,6 +28,18 @@ class BySizeBackend(Backend):
 
     def allreduce(self, buf: Buffer, reduction: Reduction = SUM, *, label: str = "") -> Completion:
         return self._for(buf).allreduce(buf, reduction, label=label)
+
+    def allreduce_tensors(self, job: TensorReduction, *, staging: Buffer, label: str = "") -> Completion:
+        if self._is_small(job.layout):
+            return self._small.allreduce_tensors(job, staging=staging, label=label)
+        return super().allreduce_tensors(job, staging=staging, label=label)
+
+    def prepare_enqueuing(
+        self, counts: ReadyCounts, layout: Layout, reduction: Reduction, staging: Buffer, patience_s: float
+    ) -> EnqueuingCall | None:
+        if not self._is_small(layout):
+            return None
+        return self._small.prepare_enqueuing(counts, layout, reduction, staging, patience_s)
 
     def reduce_scatter(
         self,
@@ -75,3 +91,6 @@ class BySizeBackend(Backend):
 
     def _for(self, buf: Buffer) -> Backend:
         return self._large if buf.nbytes > self._limit_bytes and self._large.supports(buf.dtype) else self._small
+
+    def _is_small(self, layout: Layout) -> bool:
+        return layout.nbytes <= self._limit_bytes

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlite import _native
-from hvdlite.collectives.base import DONE, Backend, Completion, TensorReduction
+from hvdlite.collectives.base import DONE, Backend, Completion, EnqueuingCall, TensorReduction
 from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.memory.device import DeviceMemory, DeviceSharer
-from hvdlite.memory.layout import Range, share_of
+from hvdlite.memory.layout import Layout, Range, share_of
 from hvdlite.memory.views import Buffer
 from hvdlite.recorder import Lane, Recorder
 
@@ -22,13 +22,15 @@ class DirectBackend(Backend):
 
     Args:
         memory: of ``node``.
+        spin_us: how long a thread that waits for others looks for them before it sleeps.
     """
 
-    def __init__(self, node: DeviceSharer, memory: DeviceMemory, recorder: Recorder) -> None:
+    def __init__(self, node: DeviceSharer, memory: DeviceMemory, recorder: Recorder, *, spin_us: int = 0) -> None:
         self.rank = node.local_rank
         self.size = node.local_size
         self.memory: DeviceMemory = memory
         self.recorder = recorder
+        self._spin_us = spin_us
         page = node.share(_native.StreamBarrier.bytes_needed(self.size))
         self._barrier = _native.StreamBarrier(memory.stream, page.memory, self.rank, self.size)
 
@@ -47,6 +49,30 @@ class DirectBackend(Backend):
                 inputs, outputs, staging.copies, staging.numel, layout.end, layout.dtype, wire_dtype, *reduction
             )
         return DONE
+
+    def prepare_enqueuing(
+        self,
+        counts: _native.ReadyCounts,
+        layout: Layout,
+        reduction: Reduction,
+        staging: Buffer,
+        patience_s: float,
+    ) -> EnqueuingCall | None:
+        return _EnqueuingCall(
+            _native.PreparedDeviceAllreduce(
+                self._barrier,
+                counts,
+                layout.numels,
+                layout.offsets,
+                layout.end,
+                layout.dtype,
+                staging.copies,
+                staging.numel,
+                layout.wire_dtype,
+                *reduction,
+                _native.Patience(self._spin_us, patience_s, 0.0),  # inside nobody waits
+            )
+        )
 
     def reduce_scatter(
         self,
@@ -110,3 +136,19 @@ class DirectBackend(Backend):
         if places and part.nbytes:
             # One source and no scale: a copy that reads once, however many copies it writes.
             self.memory.stream.reduce(places, [source], part.nbytes, DType.UINT8, ReduceOp.SUM)
+
+
+class _EnqueuingCall:
+    """What `DirectBackend.prepare_enqueuing` returns."""
+
+    direct = None  # which knows no stream
+
+    def __init__(self, native: _native.PreparedDeviceAllreduce) -> None:
+        self.run, self.last, self.ready_ns = native.run, native.last, native.ready_ns
+        self.use_stream, self.take_done = native.use_stream, native.take_done
+
+    def resume(self, result: int) -> int:
+        raise AssertionError(result)  # it is enqueued, or raises
+
+    def count_done(self, times: int) -> None:
+        """Memory that all map has no traffic to count."""

@@ -23,7 +23,7 @@ from hvdlite.collectives.by_size import BySizeBackend
 from hvdlite.collectives.direct import DirectBackend
 from hvdlite.collectives.nccl import NcclBackend
 from hvdlite.collectives.pinned import PinnedBackend
-from hvdlite.collectives.select import hierarchical
+from hvdlite.collectives.select import hierarchical, spin_us
 from hvdlite.collectives.thresholds import limits_of
 from hvdlite.config import Config
 from hvdlite.dtypes import DType
@@ -93,8 +93,8 @@ def build_device_backend(
     by_nccl = nccl(node.ranks, node.share(NcclBackend.progress_bytes(node.local_size))) if has_nccl else None
     if not is_shared and by_nccl is None:
         raise StartupError("GPUs that do not share memory need NCCL")
-    in_node: Backend | None = DirectBackend(node, memory, recorder) if is_shared else None
-    in_node = contest.winner(in_node, by_nccl, node.ranks)
+    direct = DirectBackend(node, memory, recorder, spin_us=spin_us(config, node)) if is_shared else None
+    in_node = contest.winner(direct, by_nccl, node.ranks)
     if len(topology.nodes) == 1:
         return in_node
     composed = _hierarchical(everybody, contest, in_node, cross, memory, topology, config, check)

@@ -13,12 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from hvdlite.group import Group
 from hvdlite.memory.base import Home
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.broadcast import Broadcast, PreparedBroadcast
 from hvdlite.operations.prepared import PreparedOperation, prepared_once
 from hvdlite.operations.prepared_allreduce import PreparedAllreduce
+from hvdlite.operations.prepared_on_device import PreparedOnDevice
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
+from hvdlite.torch.device import Now, new_empty
 from hvdlite.torch.handle import Handle, HandleInBurst, label_of
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Adasum, reduce_options
@@ -68,8 +71,10 @@ def reduced_at_once(
 ) -> torch.Tensor | None:
     """What the operation returns; None where nothing was done, and it must be started as any other."""
     group, address = preparing_group(process_set), usual_address(tensor, name, op)
-    if group is None or address is None or is_custom(compression):  # which may be no key of a dictionary
+    if group is None or is_custom(compression):  # which may be no key of a dictionary
         return None
+    if address is None:
+        return _reduced_on_device(tensor, name, op, prescale, postscale, process_set, compression, in_place, group)
     prescale, postscale = number(prescale), number(postscale)
     home = group.memory.find(address, tensor.nbytes) if in_place else None
     place = None if home is None else home.place
@@ -86,6 +91,40 @@ def reduced_at_once(
         show(process_set, group, prepared, tensor, name, op, prescale, postscale)
     result = tensor if in_place else torch.empty_like(tensor)
     return performed(group, prepared, tensor, address, result, name, home)
+
+
+def _reduced_on_device(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    compression: AnyCompressor,
+    in_place: bool,
+    group: Group,
+) -> torch.Tensor | None:
+    """The same on a GPU: it is enqueued, in order with the current stream."""
+    device = group.world.executor.device  # there once an operation has been done there
+    address = None if device is None else usual_address(tensor, name, op, on_device=True)
+    if device is None or address is None:
+        return None
+    prescale, postscale = number(prescale), number(postscale)
+    key = PreparedOnDevice, name, op, prescale, postscale, compression, tensor.dtype, tensor.shape, tensor.device
+    if in_place and device.memory.find(address, tensor.nbytes) is not None:  # which is reduced where it lives
+        return None
+
+    def prepare() -> PreparedOnDevice | None:
+        here = Now().on_device(tensor)
+        assert here is not None
+        request = _request(tensor, name, op, prescale, postscale, process_set, compression, None)
+        return PreparedOnDevice.of(group, device, request, here)
+
+    prepared = prepared_once(group, key, prepare)
+    if prepared is None:
+        return None
+    result = tensor if in_place else new_empty(tensor, tuple(tensor.shape))
+    return performed(group, prepared, tensor, address, result, name)
 
 
 def broadcast_at_once(

@@ -102,11 +102,15 @@ def preparing_group(process_set: ProcessSet) -> Group | None:
     return group if group is not None and can_be_prepared(group) else None
 
 
-def usual_address(tensor: torch.Tensor, name: str | None, op: object = None) -> int | None:
-    """That of ``tensor``; None where it has no memory of its own, or not that of the host, or anything is unusual."""
+def usual_address(tensor: torch.Tensor, name: str | None, op: object = None, *, on_device: bool = False) -> int | None:
+    """That of ``tensor``; None where it has no memory of its own, or not that of the host, or anything is unusual.
+
+    Args:
+        on_device: the memory of a GPU is wanted, and not that of the host.
+    """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
-    if is_on_device(tensor) or type(op) not in _OPS or (name is not None and type(name) is not str):
+    if is_on_device(tensor) is not on_device or type(op) not in _OPS or (name is not None and type(name) is not str):
         return None
     if tensor.is_neg():  # the imaginary part of a conjugate, which reads as minus what is there
         return None

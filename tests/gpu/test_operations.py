@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -54,6 +56,19 @@ def test_a_group_of_several_types_and_places(gpu: Gpu) -> None:
     on_gpu, on_host = hvd.grouped_allreduce([gpu.late(mine((9,))), mine((8,))], op=hvd.Sum)
     check(gpu, on_gpu, oracle(hvd.Sum, (9,), torch.float32))
     assert torch.equal(on_host, oracle(hvd.Sum, (8,), torch.float32))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_again_and_again(gpu: Gpu, in_place: bool) -> None:
+    """Until it is prepared, and then; on another stream now and then."""
+    reduce, name = (hvd.allreduce_, "in place") if in_place else (hvd.allreduce, "anew")
+    for i in range(30):
+        with gpu.side_stream() if i % 5 == 4 else nullcontext():
+            check(gpu, reduce(gpu.late(mine((999,)) + i), op=hvd.Sum, name=name), mine_of_all(i))
+
+
+def mine_of_all(plus: int) -> torch.Tensor:
+    return oracle(hvd.Sum, (999,), torch.float32) + plus * hvd.size()
 
 
 def test_many_at_once_on_several_streams(gpu: Gpu) -> None:

@@ -75,7 +75,7 @@ def gpu(way: str) -> Gpu:
 
 def test_it_is_the_way_that_is_taken(way: str, gpu: Gpu) -> None:
     hvd.allreduce(gpu.late(torch.ones(3)))
-    device = hvdlite.runtime().group.world._executor.device
+    device = hvdlite.runtime().group.world.executor.device
     assert device is not None
     backend: Any = device.engine.backend
     across, uses_nccl = len(hvdlite.runtime().topology.nodes) > 1, way == "nccl"

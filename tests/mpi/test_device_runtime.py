@@ -93,7 +93,7 @@ def runtime(gpu: Gpu, world: MPI.Intracomm, request: pytest.FixtureRequest) -> I
 
 
 def backend_of(runtime: Runtime) -> Any:
-    device = runtime.group.world._executor.device
+    device = runtime.group.world.executor.device
     return None if device is None else device.engine.backend
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mutant import Mutant
 
+_PREPARED = "2 mpi/test_cuda_prepared.py"
+
 MUTANTS = [
     # Memory that ranks share by handles: when it is freed, who is told, which kind all take.
     Mutant("csrc/handle_segment.cpp", "      wait_for_others();\n", "", "unit/test_shared_device_memory.py"),
@@ -260,5 +262,27 @@ MUTANTS = [
         "            return results[-1]\n",
         "            return results.pop()\n",
         "2 mpi/test_cuda_join.py",
+    ),
+    # What repeats is enqueued by one call.
+    Mutant("csrc/prepared_device_allreduce.cpp", "  stream.follow({ready_.get()});\n", "", _PREPARED),
+    Mutant("csrc/prepared_device_allreduce.cpp", "  done_->precede(stream_);\n", "", _PREPARED),
+    Mutant(
+        "csrc/prepared_in_node.cpp",
+        "  begin(inputs, outputs);\n  last_ = {plan, count, Result::kNotYet};\n",
+        "  last_ = {plan, count, Result::kNotYet};\n  begin(inputs, outputs);\n",
+        _PREPARED,
+    ),
+    Mutant(
+        "hvdlite/operations/prepared_on_device.py",
+        "        self._enqueuing.use_stream(self._current_stream())\n",
+        "        self._stream = self.__dict__.get('_stream', self._current_stream())\n"
+        "        self._enqueuing.use_stream(self._stream)\n",
+        _PREPARED,
+    ),
+    Mutant(
+        "hvdlite/operations/prepared_on_device.py",
+        "self._enqueued(self._enqueuing.take_done(), self)",
+        "self._enqueuing.take_done() is None",
+        "2 mpi/test_cuda.py -k watches",
     ),
 ]
