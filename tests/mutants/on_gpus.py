@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         "hvdlite/executor.py",
-        "            self._enqueued.append(_Enqueued(moment, submission, time.monotonic()))\n",
+        "            self.enqueued(moment, submission)\n",
         "",
         "2 mpi/test_cuda_training.py -k kept",
     ),
