@@ -39,6 +39,12 @@ MUTANTS = [
         "unit/test_cuda_driver.py",
     ),
     Mutant(
+        "csrc/cuda_driver.h",
+        "  void exchange_mode() noexcept { driver().exchange_capture_mode(&capture_mode_); }\n",
+        "  void exchange_mode() noexcept {}\n",
+        "unit/test_cuda_driver.py",
+    ),
+    Mutant(
         "csrc/device_stream.cpp",
         '  check(driver().event_synchronize(event_), "cuEventSynchronize");\n',
         "",
