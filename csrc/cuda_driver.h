@@ -71,7 +71,7 @@ constexpr unsigned kLazyPeerAccess = 1;
 constexpr int kMinimumGranularity = 0;
 constexpr int kDirectRdmaSupported = 110, kMultiprocessorCount = 16, kMulticastSupported = 132;
 constexpr int kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
-constexpr int kNotCapturing = 0;
+constexpr int kNotCapturing = 0, kStreamInCapture = 900, kCaptureSpoilt = 901, kRelaxedCaptures = 2;
 
 // name in the table, exported symbol, parameters
 #define HVDLITE_CUDA_FUNCTIONS(F)                                                                               \
@@ -94,6 +94,7 @@ constexpr int kNotCapturing = 0;
   F(stream_write_value, cuStreamWriteValue32_v2, (Stream, Address, std::uint32_t value, unsigned flags))        \
   F(stream_wait_value, cuStreamWaitValue32_v2, (Stream, Address, std::uint32_t value, unsigned flags))          \
   F(stream_is_capturing, cuStreamIsCapturing, (Stream, int* status))                                            \
+  F(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                                      \
   F(event_create, cuEventCreate, (Event * event, unsigned flags))                                               \
   F(event_destroy, cuEventDestroy_v2, (Event))                                                                  \
   F(event_record, cuEventRecord, (Event, Stream))                                                               \
@@ -163,20 +164,33 @@ inline Device device_at(int ordinal) {
 }
 
 // The context of a device is current on this thread as long as this lives, whoever's was before.
+//
+// And the driver takes calls with which a thread of the program that captures a graph has nothing to do: it would
+// refuse such as query events or allocate, and end the capture.
 class Current {
  public:
-  explicit Current(Context context) { check(driver().push_context(context), "cuCtxPushCurrent"); }
+  explicit Current(Context context) {
+    check(driver().push_context(context), "cuCtxPushCurrent");
+    exchange_mode();
+  }
   // For destructors. At the end of the process the driver may refuse, and there is nothing to free any more.
-  Current(Context context, std::nothrow_t) noexcept : is_pushed_(driver().push_context(context) == kSuccess) {}
+  Current(Context context, std::nothrow_t) noexcept : is_pushed_(driver().push_context(context) == kSuccess) {
+    if (is_pushed_) exchange_mode();
+  }
   ~Current() {
+    if (!is_pushed_) return;
+    exchange_mode();
     Context before;
-    if (is_pushed_) driver().pop_context(&before);
+    driver().pop_context(&before);
   }
   Current(const Current&) = delete;
   Current& operator=(const Current&) = delete;
 
  private:
+  void exchange_mode() noexcept { driver().exchange_capture_mode(&capture_mode_); }
+
   bool is_pushed_ = true;
+  int capture_mode_ = kRelaxedCaptures;  // the one that this thread does not have
 };
 
 }  // namespace hvdlite::cuda

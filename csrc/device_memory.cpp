@@ -1,5 +1,6 @@
 #include "device_memory.h"
 
+#include <chrono>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -7,6 +8,19 @@
 #include "without_signals.h"
 
 namespace hvdlite {
+namespace {
+
+constexpr std::chrono::milliseconds kWhileCaptured(10);
+
+// Waits for the device, for which the driver refuses to wait while a stream is being captured.
+void settle() {
+  cuda::Result result;
+  while ((result = cuda::driver().synchronize_context()) == cuda::kStreamInCapture || result == cuda::kCaptureSpoilt) {
+    std::this_thread::sleep_for(kWhileCaptured);
+  }
+}
+
+}  // namespace
 
 DeviceSegment::~DeviceSegment() {
   if (getpid() != holding_->owner) {
@@ -20,7 +34,7 @@ DeviceSegment::~DeviceSegment() {
     const WithoutSignals inherited;
     std::thread([holding] {
       const cuda::Current current(holding->context, std::nothrow);
-      cuda::driver().synchronize_context();
+      settle();
       for (const auto& release : holding->releases) release();
       delete holding;
     }).detach();

@@ -15,6 +15,15 @@ namespace {
 // matmuls of this one.
 constexpr int kPriority = -10;
 
+void refuse_captured(cuda::Stream stream) {
+  int status = cuda::kNotCapturing;
+  check(driver().stream_is_capturing(stream, &status), "cuStreamIsCapturing");
+  if (status != cuda::kNotCapturing) {
+    throw std::runtime_error(
+        "hvdlite's operations cannot be captured into a CUDA graph; call them outside of torch.cuda.graph");
+  }
+}
+
 }  // namespace
 
 cuda::Context primary_context(int device) {
@@ -31,12 +40,7 @@ cuda::Context primary_context(int device) {
 Moment::Moment(int device, std::uintptr_t stream, bool is_timed) : context_(primary_context(device)) {
   const cuda::Current current(context_);
   const auto handle = reinterpret_cast<cuda::Stream>(stream);
-  int status = cuda::kNotCapturing;
-  check(driver().stream_is_capturing(handle, &status), "cuStreamIsCapturing");
-  if (status != cuda::kNotCapturing) {
-    throw std::runtime_error(
-        "hvdlite's operations cannot be captured into a CUDA graph; call them outside of torch.cuda.graph");
-  }
+  refuse_captured(handle);
   const unsigned timing = is_timed ? 0 : cuda::kEventDisableTiming;
   check(driver().event_create(&event_, timing | cuda::kEventBlockingSync), "cuEventCreate");
   check(driver().event_record(event_, handle), "cuEventRecord");
@@ -49,7 +53,9 @@ Moment::~Moment() {
 
 void Moment::precede(std::uintptr_t stream) const {
   const cuda::Current current(context_);
-  check(driver().stream_wait_event(reinterpret_cast<cuda::Stream>(stream), event_, 0), "cuStreamWaitEvent");
+  const auto handle = reinterpret_cast<cuda::Stream>(stream);
+  refuse_captured(handle);
+  check(driver().stream_wait_event(handle, event_, 0), "cuStreamWaitEvent");
 }
 
 bool Moment::is_reached() const {

@@ -21,7 +21,7 @@ class Moment {
   Moment(const Moment&) = delete;
   Moment& operator=(const Moment&) = delete;
 
-  // What is enqueued on `stream` from now on comes after it.
+  // What is enqueued on `stream` from now on comes after it. Throws as the constructor.
   void precede(std::uintptr_t stream) const;
   bool is_reached() const;
   // Sleeps until it is reached; other threads may enqueue meanwhile.

@@ -52,8 +52,7 @@ void StreamBarrier::meet() {
   }
 }
 
-std::vector<int> StreamBarrier::late() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+std::vector<int> StreamBarrier::late() const {
   std::vector<int> ranks;
   const std::uint32_t own = load_word(rank_);
   for (int rank = 0; rank < size_; ++rank) {
@@ -63,14 +62,15 @@ std::vector<int> StreamBarrier::late() {
 }
 
 void StreamBarrier::release() {
-  const cuda::Current current(stream_.context());
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (is_released_) return;
-  is_released_ = true;
-  // Released: whoever finds that a stream went on finds as well why it was freed, which was written before.
+  if (is_released_.exchange(true)) return;
+  // Before anything that may have to wait: a thread that meets has the lock, and the driver keeps it until the stream,
+  // which has no room for more, goes on. Released: whoever finds that a stream went on finds as well why it was freed,
+  // which was written before.
   for (int rank = 0; rank < size_; ++rank) {
     __atomic_store_n(word_of(rank), met_ + kForGood, __ATOMIC_RELEASE);
   }
+  const cuda::Current current(stream_.context());
+  const std::lock_guard<std::mutex> lock(mutex_);
   write(met_ + kForGood);  // after what the stream has yet to write, which would make the word small again
 }
 

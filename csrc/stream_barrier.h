@@ -5,6 +5,7 @@
 // will not come any more.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -32,8 +33,8 @@ class StreamBarrier {
   // What the stream does from now on comes after what the streams of all ranks did before they met.
   void meet();
 
-  // Ranks that have not come as often as this one.
-  std::vector<int> late();
+  // Ranks that have not come as often as this one. From any thread, as `release`; neither waits for one that meets.
+  std::vector<int> late() const;
 
   // For good: frees all streams that wait here, in all processes, and lets those go on that come. From any thread, by
   // every rank that lives. What streams do that have not met is undefined.
@@ -54,9 +55,9 @@ class StreamBarrier {
   bool has_page_ = true;
   int rank_;
   int size_;
-  std::mutex mutex_;  // guards what follows, and the order in which values are written
-  std::uint32_t met_ = 0;
-  bool is_released_ = false;
+  std::mutex mutex_;  // guards the order in which values are written
+  std::atomic<std::uint32_t> met_{0};
+  std::atomic<bool> is_released_{false};
 };
 
 }  // namespace hvdlite

@@ -744,7 +744,7 @@ class Moment:
     def seconds_since(self, earlier: Moment) -> float:
         """Of the GPU's time; both are timed, and reached. Negative where ``earlier`` is not."""
     def precede(self, stream: int) -> None:
-        """What is enqueued on ``stream`` from now on comes after it."""
+        """What is enqueued on ``stream`` from now on comes after it. RuntimeError: it is being captured."""
     def wait(self) -> None:
         """Sleep until it is reached."""
     @property

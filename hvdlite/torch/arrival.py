@@ -4,7 +4,8 @@ A hook is called once autograd has accumulated into its parameter; with 400 tiny
 Python per hook. Where all gradients are in one bucket nothing is to be done before the last has come, so only the
 first and the last have hooks. The hook of the first looks at the gradients of those between them, that of the last
 looks again: if all have changed, all have come. If not, or if the last has not come when backward ends, each gets a
-hook, until gradients have come in order for a while. A backward pass that reaches neither the first nor the last is
+hook, until gradients have come in order for a while. On GPUs each always has one, which notes the stream on which the
+gradient is made: autograd uses that of the forward pass. A backward pass that reaches neither the first nor the last is
 not counted; step() reduces in any case what is there.
 """
 
@@ -21,6 +22,7 @@ from torch.autograd import Variable
 
 from hvdlite import _native
 from hvdlite.errors import UsageError
+from hvdlite.torch.device import current_stream
 from hvdlite.torch.eager import eager
 from hvdlite.torch.gradients import Bucket, Slot
 from hvdlite.torch.hooks import Hook, HookForNow, hook_for_good
@@ -124,7 +126,7 @@ class Arrival:
         self.unwatch()
         _watching.add(self)
         self._expected = list(order)
-        self._inner = self._expected[1:-1] if self._passes == 1 else []
+        self._inner = self._expected[1:-1] if self._can_leave_inner else []
         self._inner_parameters = [slot.param for slot in self._inner]
         without_hooks = set(self._inner)
         self.hook([slot for slot in self.slots if slot not in without_hooks], for_now=False)
@@ -144,6 +146,11 @@ class Arrival:
         self._expected = []
         self._inner = []
         self._orderly_steps = 0
+
+    @property
+    def _can_leave_inner(self) -> bool:
+        """Whether inner slots need no hooks."""
+        return self._passes == 1 and bool(self._expected) and not self._expected[0].is_on_device
 
     @property
     def watches_all(self) -> bool:
@@ -194,6 +201,8 @@ class Arrival:
         if not slot.active or bucket is None:
             self.late[slot] = None
             return
+        if slot.is_on_device:
+            bucket.streams.add(current_stream(parameter))
         if slot.passes_left > 0:
             return
         if slot.passes_left < 0:
@@ -268,7 +277,7 @@ class Arrival:
         self._snapshot = None
         self.order.clear()
         self.late.clear()
-        if not self._inner and self._passes == 1:
+        if not self._inner and self._can_leave_inner:
             self._orderly_steps = self._orderly_steps + 1 if is_orderly else 0
             if self._orderly_steps == _ORDERLY_STEPS:
                 self.watch(self._expected)

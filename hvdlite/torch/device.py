@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -104,6 +104,15 @@ def current_stream(tensor: torch.Tensor) -> int:
     ordinal = gpus.ordinal_of(tensor)
     assert ordinal is not None
     return gpus.current_stream(ordinal)
+
+
+def follow(streams: Iterable[int], tensor: torch.Tensor) -> None:
+    """Have the current stream on the GPU of ``tensor`` wait for what ``streams`` of it were given until now."""
+    ordinal, current = gpus.ordinal_of(tensor), current_stream(tensor)
+    assert ordinal is not None
+    for stream in streams:
+        if stream != current:
+            Moment(ordinal, stream).precede(current)
 
 
 class Now:

@@ -275,6 +275,7 @@ class Bucket(ABC):
         loaded: the gradients as `load` found them, until the end of the step.
         loads_views: whether these are (inputs, outputs), and the inputs have the elements of all gradients.
         pending: the operation, from submission to the end of the step.
+        streams: of a GPU, by the driver's handles: those on which gradients of this step were made; kept by `Arrival`.
         submitted_ns: when, while a timeline is recorded.
     """
 
@@ -289,6 +290,7 @@ class Bucket(ABC):
         self.slots = slots
         self.names: Sequence[str] = [slot.name for slot in slots]
         self.active = self.missing = 0
+        self.streams: set[int] = set()
 
     def count_active(self) -> None:
         """Set `active` and `missing`, after slots were switched on or off."""

@@ -29,6 +29,7 @@ from hvdlite.torch.assignment import Assignment
 from hvdlite.torch.bucket_maker import GradientOptions
 from hvdlite.torch.bucketing import Phase
 from hvdlite.torch.buckets import SparseBucket
+from hvdlite.torch.device import follow
 from hvdlite.torch.eager import eager
 from hvdlite.torch.gradients import Bucket, Slot, UnderWay
 from hvdlite.torch.numerics import GradientCheck
@@ -134,6 +135,8 @@ class GradientReducer:
             self._backward_ns = (self._backward_ns[0], time.monotonic_ns())
 
     def _load(self, bucket: Bucket) -> None:
+        if bucket.streams:
+            follow(bucket.streams, bucket.slots[0].param)
         bucket.load()
         if self._numerics is not None:
             self._numerics.look(bucket)
@@ -267,6 +270,7 @@ class GradientReducer:
         for bucket in self._assignment.buckets:
             bucket.loaded = bucket.pending = None
             bucket.missing = bucket.active
+            bucket.streams.clear()
 
     # Steps around which buckets change: the first ones, and those in which parameters were switched on or off.
 

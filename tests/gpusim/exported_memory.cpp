@@ -17,6 +17,7 @@ constexpr std::size_t kWord = sizeof(std::uint32_t);
 
 Result take(Address* address, std::size_t n, Kind kind) {
   GPUSIM_NEEDS_CONTEXT;
+  GPUSIM_NEEDS_NO_CAPTURE;
   GPUSIM_REQUIRE(n != 0, INVALID_VALUE);
   *address = allocate(n);
   GPUSIM_REQUIRE(*address != 0, OUT_OF_MEMORY);
@@ -26,6 +27,7 @@ Result take(Address* address, std::size_t n, Kind kind) {
 
 Result give(Address address, Kind kind) {
   GPUSIM_NEEDS_CONTEXT;
+  GPUSIM_NEEDS_NO_CAPTURE;
   const auto block = memory().at(address);
   GPUSIM_REQUIRE(memory().remove(address, kind), INVALID_VALUE);
   ipc_memory().withdraw(address);

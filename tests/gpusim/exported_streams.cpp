@@ -32,12 +32,13 @@ Handles<gpusim::Event, Event>& events() {
   return *all;
 }
 
-Result set_capturing(Stream stream, bool capturing) {
+// `captured`: the stream, whose state becomes `capturing`.
+Result set_capturing(Stream stream, bool capturing, gpusim::Stream** captured) {
   GPUSIM_NEEDS_CONTEXT;
-  gpusim::Stream* captured = stream == nullptr ? nullptr : find_stream(stream);
-  GPUSIM_REQUIRE(captured != nullptr, INVALID_HANDLE);
-  GPUSIM_REQUIRE(captured->is_capturing != capturing, INVALID_VALUE);
-  captured->is_capturing = capturing;
+  *captured = stream == nullptr ? nullptr : find_stream(stream);
+  GPUSIM_REQUIRE(*captured != nullptr, INVALID_HANDLE);
+  GPUSIM_REQUIRE((*captured)->is_capturing != capturing, INVALID_VALUE);
+  (*captured)->is_capturing = capturing;
   return SUCCESS;
 }
 
@@ -68,6 +69,7 @@ Result cuStreamSynchronize(Stream stream) {
 
 Result cuCtxSynchronize() {
   GPUSIM_NEEDS_CONTEXT;
+  if (const Error refused = refusal_by_captures_of(gpusim::current())) return refused;
   legacy_stream(gpusim::current())->synchronize();
   for (gpusim::Stream* stream : streams().all()) {
     if (stream->context == gpusim::current()) stream->synchronize();
@@ -89,15 +91,31 @@ Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags) {
 
 Result cuStreamIsCapturing(Stream stream, int* status) {
   GPUSIM_NEEDS_CONTEXT;
-  const gpusim::Stream* asked = find_stream(stream);
+  gpusim::Stream* asked = find_stream(stream);
   GPUSIM_REQUIRE(asked != nullptr, INVALID_HANDLE);
-  constexpr int kCapturing = 1;
-  return *status = asked->is_capturing ? kCapturing : kNotCapturing, SUCCESS;
+  constexpr int kCapturing = 1, kInvalidated = 2;
+  *status = !asked->is_capturing ? kNotCapturing : is_spoilt(asked) ? kInvalidated : kCapturing;
+  return SUCCESS;
 }
 
-Result cuStreamBeginCapture_v2(Stream stream, int) { return set_capturing(stream, true); }
+Result cuStreamBeginCapture_v2(Stream stream, int mode) {
+  gpusim::Stream* captured;
+  if (const Result refused = set_capturing(stream, true, &captured)) return refused;
+  begin_capture(captured, static_cast<CaptureMode>(mode));
+  return SUCCESS;
+}
 
-Result cuStreamEndCapture(Stream stream, void** graph) { return *graph = nullptr, set_capturing(stream, false); }
+Result cuStreamEndCapture(Stream stream, void** graph) {
+  *graph = nullptr;
+  gpusim::Stream* captured;
+  if (const Result refused = set_capturing(stream, false, &captured)) return refused;
+  return end_capture(captured);
+}
+
+Result cuThreadExchangeStreamCaptureMode(int* mode) {
+  GPUSIM_NEEDS_NO_CONTEXT;
+  return *mode = exchange_mode(static_cast<CaptureMode>(*mode)), SUCCESS;
+}
 
 Result cuLaunchHostFunc(Stream stream, void (*function)(void*), void* argument) {
   gpusim::Stream* used;
@@ -132,6 +150,7 @@ Result cuEventRecord(Event event, Stream stream) {
 
 Result cuEventQuery(Event event) {
   GPUSIM_NEEDS_NO_CONTEXT;
+  GPUSIM_NEEDS_NO_CAPTURE;
   gpusim::Event* asked = events().find(event);
   GPUSIM_REQUIRE(asked != nullptr, INVALID_HANDLE);
   switch_point();
@@ -153,6 +172,7 @@ Result cuEventElapsedTime(float* milliseconds, Event from, Event to) {
 
 Result cuEventSynchronize(Event event) {
   GPUSIM_NEEDS_CONTEXT;
+  GPUSIM_NEEDS_NO_CAPTURE;
   gpusim::Event* waited_for = events().find(event);
   GPUSIM_REQUIRE(waited_for != nullptr, INVALID_HANDLE);
   switch_point();

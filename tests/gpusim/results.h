@@ -21,7 +21,8 @@ namespace gpusim {
   E(HOST_MEMORY_NOT_REGISTERED, 713)     \
   E(NOT_PERMITTED, 800)                  \
   E(NOT_SUPPORTED, 801)                  \
-  E(STREAM_CAPTURE_UNSUPPORTED, 900)
+  E(STREAM_CAPTURE_UNSUPPORTED, 900)     \
+  E(STREAM_CAPTURE_INVALIDATED, 901)
 
 enum Error : int {
   SUCCESS = 0,

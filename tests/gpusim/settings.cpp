@@ -44,6 +44,7 @@ Settings read() {
   found.ipc = !is_set("GPUSIM_NO_IPC");
   found.multicast = !is_set("GPUSIM_NO_MULTICAST");
   if (const char* seed = std::getenv("GPUSIM_PCT")) found.pct = std::atoi(seed);
+  found.room = number("GPUSIM_ROOM", 0);
   found.jitter_us = number("GPUSIM_JITTER_US", found.jitter_us);
   found.patience_us = number("GPUSIM_PATIENCE_US", found.patience_us);
   return found;

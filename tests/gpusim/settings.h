@@ -1,6 +1,7 @@
 // The environment, read by cuInit.
 #pragma once
 
+#include <cstddef>
 #include <optional>
 #include <vector>
 
@@ -15,6 +16,7 @@ struct Settings {
   bool ipc = true;              // GPUSIM_NO_IPC: there is no cuIpcGetMemHandle
   bool multicast = true;        // GPUSIM_NO_MULTICAST: no device has it
   std::optional<unsigned> pct;  // GPUSIM_PCT, a seed: one at a time, by random priorities (scheduler.h)
+  std::size_t room = 0;         // GPUSIM_ROOM: tasks in a stream, for more of which who enqueues waits (no limit)
   int jitter_us = 0;            // GPUSIM_JITTER_US: streams come late by up to so much
   int patience_us = 2000;       // GPUSIM_PATIENCE_US: see scheduler.h
 };

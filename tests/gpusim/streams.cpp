@@ -46,6 +46,12 @@ void Stream::push(std::function<void()> run, Condition ready) {
   auto* task = new Task;
   task->run = std::move(run);
   task->ready = std::move(ready);
+  if (const std::size_t room = settings().room; room > 0) {
+    take_turn([this, room] {
+      const Locked locked(mutex_);
+      return tasks_.size() < room;
+    });
+  }
   enqueue(task, true);
 }
 

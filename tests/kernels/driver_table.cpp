@@ -85,6 +85,9 @@ static_assert(kDirectRdmaSupported == CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_C
               kMultiprocessorCount == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT &&
               kComputeCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR &&
               kComputeCapabilityMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
-static_assert(kNotCapturing == CU_STREAM_CAPTURE_STATUS_NONE);
+static_assert(kNotCapturing == CU_STREAM_CAPTURE_STATUS_NONE &&
+              kStreamInCapture == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED &&
+              kCaptureSpoilt == CUDA_ERROR_STREAM_CAPTURE_INVALIDATED &&
+              kRelaxedCaptures == CU_STREAM_CAPTURE_MODE_RELAXED);
 
 }  // namespace

@@ -9,6 +9,7 @@ import copy
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +190,52 @@ def test_gradients_that_are_packed_late(gpu: TorchOnGpu, monkeypatch: pytest.Mon
         optimizer.zero_grad()
     for weight in weights:
         assert weight.tolist() == [-10 * hvd.size() * (hvd.size() + 1) / 2] * len(weight)
+
+
+class _OnStream(torch.autograd.Function):
+    """Its gradient is ``value``, made late on a stream of its own, where autograd goes on: that of the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, gpu: TorchOnGpu, stream: Any, value: float) -> torch.Tensor:
+        ctx.made = tensor.shape, gpu, stream, value
+        return tensor.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        shape, gpu, gpu.stream, value = ctx.made
+        if gpu.stream is not gpu.default:
+            gpu.hold(0.02)
+        return torch.full(shape, value, device="cuda"), None, None, None
+
+
+@pytest.mark.parametrize("numels", [(3, 50), (20_000, 30_000)], ids=["small", "large"])
+@pytest.mark.parametrize("buckets", [1, 2])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_backward_on_several_streams(gpu: TorchOnGpu, numels: tuple[int, ...], buckets: int, passes: int) -> None:
+    """When the last gradient of a bucket has come, streams have yet to make others."""
+    side = gpu.cuda.stream()
+    weights = [torch.nn.Parameter(torch.zeros(numel, device="cuda")) for numel in numels * (2 * buckets)]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(weights, lr=1.0), op=hvd.Sum, groups=buckets, backward_passes_per_step=passes
+    )
+    gradients: list[Any] = []  # none goes before the stream to which its memory belongs has met the others
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad))  # type: ignore[no-untyped-call]
+    for step in range(4):
+        for _ in range(passes):
+            value = (step + 1) * (hvd.rank() + 1.0)
+            streams = [gpu.default, side, side, gpu.default] * buckets
+            parts = [_OnStream.apply(p, gpu, s, value) for p, s in zip(weights, streams, strict=True)]  # type: ignore[no-untyped-call]
+            torch.autograd.backward(parts)
+            gpu.stream = gpu.default
+            gpu.wait_stream(side)  # as autograd does at the end
+        optimizer.step()
+        with gpu.on(side):
+            gpu.wait_stream(gpu.default)
+        gradients.clear()
+        optimizer.zero_grad()
+    for weight in weights:
+        assert weight.tolist() == [-10 * passes * hvd.size() * (hvd.size() + 1) / 2] * len(weight)
 
 
 def wanted(numel: int) -> list[float]:

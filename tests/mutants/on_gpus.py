@@ -41,6 +41,12 @@ MUTANTS = [
         "unit/test_cuda_driver.py",
     ),
     Mutant(
+        "csrc/cuda_driver.h",
+        "  void exchange_mode() noexcept { driver().exchange_capture_mode(&capture_mode_); }\n",
+        "  void exchange_mode() noexcept {}\n",
+        "unit/test_cuda_driver.py",
+    ),
+    Mutant(
         "csrc/device_stream.cpp",
         '  check(driver().event_synchronize(event_), "cuEventSynchronize");\n',
         "",
@@ -238,6 +244,18 @@ MUTANTS = [
         "        super().load()\n        here = Now().on_device(self.slots[0].param)",
         "        here = Now().on_device(self.slots[0].param)\n        super().load()",
         "2 mpi/test_cuda_training.py -k late",
+    ),
+    Mutant(
+        "hvdlite/torch/reducer.py",
+        "            follow(bucket.streams, bucket.slots[0].param)\n",
+        "            pass\n",
+        "2 mpi/test_cuda_training.py -k several_streams",
+    ),
+    Mutant(
+        "hvdlite/torch/arrival.py",
+        " and not self._expected[0].is_on_device\n",
+        "\n",
+        "2 mpi/test_cuda_training.py -k several_streams",
     ),
     Mutant(
         "hvdlite/torch/gradients.py",

@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_int, c_void_p
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from cuda_calls import INVALID_CONTEXT, NOT_PERMITTED
 from driver_lab import Driver, driver_under_test, gates_open_at_the_end, library, simulator_only, soon
 from hvdlite import _native
+
+SPOILT = 2  # as cuStreamIsCapturing says it
 
 
 @pytest.fixture
@@ -237,6 +240,73 @@ def test_a_stream_that_is_captured_is_refused(cuda: Driver) -> None:
     assert status.value == 1
     cuda.call("cuStreamEndCapture", stream, ctypes.byref(graph))
     _native.Moment(0, stream.value or 0)
+
+
+@contextmanager
+def captured(cuda: Driver) -> Iterator[c_void_p]:
+    """A stream that is captured as by `torch.cuda.graph`; a call that disturbs the capture is an error at its end."""
+    stream, graph = cuda.stream(), c_void_p()
+    cuda.call("cuStreamBeginCapture_v2", stream, 0)
+    try:
+        yield stream
+    finally:
+        cuda.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+
+
+@pytest.mark.parametrize("where", ["on this thread", "on another"])
+def test_a_capture_is_not_disturbed(cuda: Driver, where: str) -> None:
+    ours = _native.DeviceStream(0)
+    moment = _native.Moment(0, ours.handle)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            assert soon(lambda: moment.is_reached)
+            moment.wait()
+            memory = _native.PinnedMemory(0, 64)
+            _native.DeviceCopies(0).begin([moment], [(memory.address, memory.address + 32, 32)]).wait()
+        except (AssertionError, RuntimeError) as error:
+            failures.append(error)
+
+    with captured(cuda):
+        if where == "on another":
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        else:
+            work()
+    assert not failures
+
+
+def test_a_stream_that_is_captured_waits_for_nothing(cuda: Driver) -> None:
+    ours = _native.DeviceStream(0)
+    moment = _native.Moment(0, ours.handle)
+    with captured(cuda) as stream, pytest.raises(RuntimeError, match="cannot be captured into a CUDA graph"):
+        moment.precede(stream.value or 0)
+
+
+@simulator_only  # a real capture is not begun to be spoilt
+def test_memory_that_is_dropped_during_a_capture(cuda: Driver) -> None:
+    """It goes when the device has done what it was given, for which the driver does not wait meanwhile."""
+    segment, busy, captured = _native.FileSegment(0, 64), cuda.stream(), cuda.stream()
+    graph, status = c_void_p(), c_int()
+    segment.map([b""], [-1], 0)
+    (address,) = segment.copies
+    gate = cuda.gate(busy)
+    cuda.set(address, 3, 64, busy)
+    cuda.call("cuStreamBeginCapture_v2", captured, 0)
+    del segment
+
+    def has_been_refused() -> bool:
+        cuda.call("cuStreamIsCapturing", captured, ctypes.byref(status))
+        return status.value == SPOILT
+
+    assert soon(has_been_refused)
+    cuda.status("cuStreamEndCapture", captured, ctypes.byref(graph))
+    assert cuda.is_held(busy)
+    assert cuda.has(address)
+    gate.open()
+    assert soon(lambda: not cuda.has(address))
 
 
 def test_copies_of_nothing(cuda: Driver) -> None:

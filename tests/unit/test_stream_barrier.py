@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -58,3 +60,40 @@ def test_its_page_stays_where_the_driver_does_not_let_go() -> None:
         cuda.synchronize(stream)
     assert not held
     assert memory() is not None
+
+
+MEETS_WITHOUT_PEER = """
+import mmap, threading, time
+from cuda_lab import simulated
+from hvdlite import _native
+
+simulated()
+stream = _native.DeviceStream(0)
+barrier = _native.StreamBarrier(stream, mmap.mmap(-1, mmap.PAGESIZE), 0, 2)
+met = []
+
+def meet():
+    for attempt in range(20):
+        barrier.meet()
+        met.append(attempt)
+
+thread = threading.Thread(target=meet)
+thread.start()
+while len(met) < 4:
+    time.sleep(1e-3)
+time.sleep(0.02)  # until the driver keeps it
+late = barrier.late()
+barrier.release()
+thread.join()
+_native.Moment(0, stream.handle).wait()
+print(late, len(met))
+"""
+
+
+def test_a_stream_that_has_no_room_for_more_is_released() -> None:
+    """The driver keeps whoever enqueues more until the stream goes on, which it does when it is released."""
+    environment = {**os.environ, "GPUSIM_ROOM": "8", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", MEETS_WITHOUT_PEER], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (result.stdout, result.stderr) == ("[1] 20\n", "")
