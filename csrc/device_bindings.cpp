@@ -267,14 +267,13 @@ void register_direct(py::module_& m) {
                        std::vector<std::uint64_t> offsets, std::uint64_t numel, int dtype, Addresses windows,
                        std::uint64_t window_numel, int wire_dtype, int op, double prescale, double postscale,
                        Patience patience) {
-             DeviceAllreduceShape shape{
-                 std::move(numels),
-                 std::move(offsets),
-                 numel,
-                 static_cast<DType>(dtype),
-                 std::move(windows),
-                 window_numel,
-                 {static_cast<DType>(wire_dtype), static_cast<Op>(op), prescale, postscale}};
+             DeviceAllreduceShape shape{std::move(numels),
+                                        std::move(offsets),
+                                        numel,
+                                        static_cast<DType>(dtype),
+                                        std::move(windows),
+                                        window_numel,
+                                        {static_cast<DType>(wire_dtype), static_cast<Op>(op), prescale, postscale}};
              return std::make_unique<PreparedDeviceAllreduce>(barrier, counts, std::move(shape), patience);
            }),
            "barrier"_a, "counts"_a, "numels"_a, "offsets"_a, "numel"_a, "dtype"_a, "windows"_a, "window_numel"_a,

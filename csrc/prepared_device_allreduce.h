@@ -1,5 +1,6 @@
-// An allreduce between the GPUs of a node that comes again and again as an operation of a frozen plan, in one call: once
-// the threads of all ranks have come it is enqueued, after what the caller's stream does before it, and before the rest.
+// An allreduce between the GPUs of a node that comes again and again as an operation of a frozen plan, in one call:
+// once the threads of all ranks have come it is enqueued, after what the caller's stream does before it, and before the
+// rest.
 #pragma once
 
 #include <cstdint>

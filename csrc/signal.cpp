@@ -18,7 +18,8 @@ namespace {
 
 constexpr std::uint32_t kOwner = 1, kAssistant = 2;
 
-// From any count of rings that is soon to come: what was followed long ago is nothing that a count reaches when it wraps.
+// From any count of rings that is soon to come: what was followed long ago is nothing that a count reaches when it
+// wraps.
 constexpr std::uint32_t kFarAway = 1u << 31;
 
 constexpr std::uint32_t kInVain = 4;  // before the owner naps
@@ -98,8 +99,8 @@ std::uint32_t Doorbell::wait_once(std::uint32_t seen, Clock::time_point until) {
 bool Doorbell::naps() const { return in_vain.load(std::memory_order_relaxed) >= kInVain; }
 
 // An assistant that is there looks, before it leaves, at all rings that have been counted by then; of one that has left
-// `followed` was stored before. Either is seen here in the order in which it was stored. Where the owner overwrites what
-// an assistant has just stored, it wakes up once more than it has to.
+// `followed` was stored before. Either is seen here in the order in which it was stored. Where the owner overwrites
+// what an assistant has just stored, it wakes up once more than it has to.
 bool Doorbell::is_followed(std::uint32_t rings) const {
   return assistants.load(std::memory_order_seq_cst) != 0 || followed.load(std::memory_order_seq_cst) == rings;
 }

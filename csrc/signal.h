@@ -67,15 +67,15 @@ void futex_wake_all(Word& word, std::uint32_t group = kEverybody);
 // thread of the process that does the owner's work for a while. Rings wake the assistant while there is one, and the
 // owner sleeps on.
 //
-// Who submits and waits at once rings, and becomes the assistant a moment later: an owner that wakes up for that is only
-// in the way. So where rings are followed by assistants time and again, the owner naps while more may come, and rings
-// wake nobody; it looks now and then whether there is one that nobody follows.
+// Who submits and waits at once rings, and becomes the assistant a moment later: an owner that wakes up for that is
+// only in the way. So where rings are followed by assistants time and again, the owner naps while more may come, and
+// rings wake nobody; it looks now and then whether there is one that nobody follows.
 struct Doorbell {
   Word count;
   Word sleepers;    // owners that sleep, or are about to
   Word assistants;  // 1 while there is one
   Word assistants_asleep;
-  Word followed;  // rings that the last assistant had followed when it left
+  Word followed;   // rings that the last assistant had followed when it left
   Word looked_at;  // rings that the owner had followed, or found followed, when it looked last; nobody else looks here
   Word in_vain;    // how many times in a row all of them were followed by an assistant; likewise
 
@@ -87,8 +87,8 @@ struct Doorbell {
   void begin_assistance();
   // One sleep of the assistant, as `wait_once`, which looks for `spin` before it sleeps.
   std::uint32_t assist_once(std::uint32_t seen, Clock::time_point until, std::chrono::microseconds spin);
-  // Ends what `begin_assistance` began; the assistant has followed `heard` rings. Returns the count: rings up to then may
-  // have woken nobody but the assistant, which rings once more if there are others.
+  // Ends what `begin_assistance` began; the assistant has followed `heard` rings. Returns the count: rings up to then
+  // may have woken nobody but the assistant, which rings once more if there are others.
   std::uint32_t end_assistance(std::uint32_t heard);
 
  private:
