@@ -107,6 +107,7 @@ class Keepers:
         patience_s: without an answer for so long a connection is lost.
         on_word: called on a thread with what ranks say to hvdliterun, and its number; the answer to a CLAIM.
         start_s: for a keeper to call; half of HVDLITE_START_TIMEOUT.
+        needs_directory: whether a host without this process's working directory gets no keeper.
 
     Attributes:
         environment: by which ranks find the keeper of their host.
@@ -121,12 +122,14 @@ class Keepers:
         *,
         is_local: bool,
         start_s: float = 15.0,
+        needs_directory: bool = False,
     ) -> None:
         self._agent = agent_of(launch, environ)
         self._environ = environ
         self._patience_s = patience_s
         self._on_word = on_word
         self._start_s = start_s
+        self._or_else = "|| exit" if needs_directory else "2>/dev/null"
         self._key, self._ranks_key = new_key(), new_key()
         self._name = f"hvdlite-keeper-{secrets.token_hex(16)}"
         self.environment = {KEEPER: f"{self._name}:{self._ranks_key.hex()}"}
@@ -266,7 +269,8 @@ class Keepers:
         here = is_this_machine(host)
         module = [sys.executable, "-c", "from hvdlite.keeper import main; main()"]
         path = self._environ.get("PYTHONPATH", "")
-        script = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
+        enter = f"cd {shlex.quote(os.getcwd())} {self._or_else}"
+        script = f"{enter}; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
         remote = shlex.join(["sh", "-c", script])  # the user's shell there, which is asked first, may be a csh
         child = subprocess.Popen(
             module if here else [*self._agent, host.name, remote],

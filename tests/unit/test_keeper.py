@@ -257,6 +257,29 @@ def test_how_long_a_keeper_may_take_to_call(tmp_path: Path) -> None:
     assert "a: no keeper has called from there within 0.2 s" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("version", "options", "has_ranks"),
+    [
+        ("HYDRA Version: 5.0.2", [], False),
+        ("HYDRA Version: 5.0.2", ["-wdir", "/"], True),
+        ("(Open MPI) 5.0.11", [], True),
+    ],
+)
+def test_a_host_without_the_working_directory(
+    version: str, options: list[str], has_ranks: bool, tmp_path: Path
+) -> None:
+    """Has no ranks by MPICH, whose mpirun would fail."""
+    agent = executable(tmp_path / "agent", 'shift; exec sh -c "$(printf %s "$*" | sed "s,cd $PWD,cd /nowhere,")"')
+    mpirun = executable(tmp_path / "mpirun", f'[ "$1" = --version ] && echo "{version}"; true')
+    settings = {"HVDLITE_ELASTIC_TIMEOUT": "0.1", "HYDRA_LAUNCHER_EXEC": str(agent)}
+    command = [*(sys.executable, "-m", "hvdlite", "run", "--elastic", "--mpirun", str(mpirun), "-H", "a:1"), *options]
+    ended = subprocess.run(
+        [*command, "train.py"], env=ENVIRON | settings, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == (0 if has_ranks else 1), ended.stderr
+    assert ("a does not answer" in ended.stderr) is not has_ranks, ended.stderr
+
+
 def test_a_host_without_an_answer_is_named() -> None:
     launch = Launch(("train.py",), 2, options=("--mca", "plm_rsh_agent", "false"))
     keepers = Keepers(launch, {**os.environ}, 20.0, lambda word, number: 0, is_local=True)
