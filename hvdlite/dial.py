@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import closing
 
 from hvdlite.proof import Caller, Secret
 from hvdlite.wire import SHORTAGES, is_ours
@@ -115,6 +117,26 @@ class Dial:
     def _drop(self, link: socket.socket) -> None:
         self._selector.unregister(link)
         link.close()
+
+
+def first_that_proves_itself(
+    addresses: Sequence[Address | str], secret: Secret, claim: bytes, until_s: float
+) -> socket.socket | None:
+    """The connection, nonblocking; None: nobody has until then, by the monotonic clock.
+
+    Raises:
+        OSError: this process cannot have sockets now.
+    """
+    with closing(Dial(addresses, secret, claim)) as dial:
+        while not dial.is_over and (left_s := until_s - time.monotonic()) > 0:
+            if link := dial.look(left_s):
+                return link
+    return None
+
+
+def listed(addresses: Sequence[Address]) -> str:
+    """For errors."""
+    return ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in addresses)
 
 
 def _family(address: Address | str) -> int:

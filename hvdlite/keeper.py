@@ -20,12 +20,14 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from enum import IntEnum
 from functools import partial
 
 from hvdlite.config import KEEPER, START
+from hvdlite.dial import first_that_proves_itself, listed
 from hvdlite.memory.memory_file import is_final
 from hvdlite.proof import Secret, prove
 from hvdlite.reception import PATIENCE_S, Reception
@@ -198,30 +200,24 @@ class Keeper:
 
 
 def _call(where: Sequence[tuple[str, int]], key: bytes, claim: bytes, patience_s: float) -> socket.socket:
-    """A connection to hvdliterun, at whichever of its addresses it proves itself.
+    """A connection to hvdliterun, at whichever of its addresses it proves itself first.
 
     Args:
         claim: see `CALL`.
     """
-    error: OSError = ConnectionError("hvdliterun has no address")
-    for address, port in where:
-        link = None
-        try:
-            if port:
-                link = socket.create_connection((address, port), timeout=PATIENCE_S)
-            else:
-                link = connect_unix(address, PATIENCE_S)
-            prove(Secret(key, TO_HEAD, CALL.size), link, claim)
-        except OSError as refusal:
-            error = refusal
-            if link is not None:
-                link.close()
-            continue
+    secret = Secret(key, TO_HEAD, CALL.size)
+    name, port = where[0]
+    if not port:
+        link = connect_unix(name, PATIENCE_S)
+        prove(secret, link, claim)
         link.settimeout(None)
-        if port:
-            notice_silence(link, patience_s)
         return link
-    raise error
+    first = first_that_proves_itself(where, secret, claim, time.monotonic() + PATIENCE_S)
+    if first is None:
+        raise ConnectionError(f"hvdliterun does not answer at any of its addresses ({listed(where)})")
+    first.settimeout(None)
+    notice_silence(first, patience_s)
+    return first
 
 
 def notice_silence(link: socket.socket, patience_s: float) -> None:

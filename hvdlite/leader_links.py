@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from hvdlite.agreement import Ranks, exchange
-from hvdlite.dial import Address, Dial
+from hvdlite.dial import Address, first_that_proves_itself, listed
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import Interface, select
 from hvdlite.proof import Secret, new_key
@@ -152,29 +152,17 @@ def connect(addresses: Sequence[Address], key: bytes, node_index: int, parent: i
     shortage = ""
     while (now := time.monotonic()) < deadline_s:
         try:
-            link = _first_that_proves_itself(addresses, _secret(key), claim, min(now + _TRY_S, deadline_s))
+            link = first_that_proves_itself(addresses, _secret(key), claim, min(now + _TRY_S, deadline_s))
             shortage = ""
         except OSError as error:
             link, shortage = None, f"; this host says: {error}"
         if link is not None:
             return link
         time.sleep(_RETRY_S)
-    tried = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in addresses)
     raise StartupError(
-        f"node {node_index} cannot reach node {parent} at any of its addresses ({tried}{shortage}). Name an interface "
-        "that connects the hosts in HVDLITE_NETWORK_INTERFACES, and check firewalls between them."
+        f"node {node_index} cannot reach node {parent} at any of its addresses ({listed(addresses)}{shortage}). "
+        "Name an interface that connects the hosts in HVDLITE_NETWORK_INTERFACES, and check firewalls between them."
     )
-
-
-def _first_that_proves_itself(
-    addresses: Sequence[Address], secret: Secret, claim: bytes, until_s: float
-) -> socket.socket | None:
-    """Raises OSError: this process cannot have sockets now."""
-    with closing(Dial(addresses, secret, claim)) as dial:
-        while not dial.is_over and (left_s := until_s - time.monotonic()) > 0:
-            if link := dial.look(left_s):
-                return link
-    return None
 
 
 def _secret(key: bytes) -> Secret:

@@ -27,7 +27,6 @@ from hvdlite.reception import Reception, listen_at
 from hvdlite.second_copy import SecondCopy
 from hvdlite.wire import read_exactly
 
-_START_S = 15.0  # for a keeper to call
 _ANSWER_S = 3.0
 _END_S = 2.0
 _LOOK_S = 0.2  # at whether this process is stopped
@@ -107,6 +106,8 @@ class Keepers:
         interfaces: where to listen otherwise; see `hvdlite.interfaces.select`.
         patience_s: without an answer for so long a connection is lost.
         on_word: called on a thread with what ranks say to hvdliterun, and its number; the answer to a CLAIM.
+        start_s: for a keeper to call; half of HVDLITE_START_TIMEOUT.
+        needs_directory: whether a host without this process's working directory gets no keeper.
 
     Attributes:
         environment: by which ranks find the keeper of their host.
@@ -120,11 +121,15 @@ class Keepers:
         on_word: OnWord,
         *,
         is_local: bool,
+        start_s: float = 15.0,
+        needs_directory: bool = False,
     ) -> None:
         self._agent = agent_of(launch, environ)
         self._environ = environ
         self._patience_s = patience_s
         self._on_word = on_word
+        self._start_s = start_s
+        self._or_else = "|| exit" if needs_directory else "2>/dev/null"
         self._key, self._ranks_key = new_key(), new_key()
         self._name = f"hvdlite-keeper-{secrets.token_hex(16)}"
         self.environment = {KEEPER: f"{self._name}:{self._ranks_key.hex()}"}
@@ -176,6 +181,11 @@ class Keepers:
         with self._changed:
             late = [one for one in self._started.values() if one.link is None and not one.is_coming]
         for keeper in late:
+            if keeper.child.poll() is None:  # else it has said itself what is wrong, or ssh has
+                say(
+                    f"{keeper.host}: no keeper has called from there within {self._start_s:g} s; if ssh is only slow, "
+                    "raise HVDLITE_START_TIMEOUT (seconds), of which this is half"
+                )
             self._forget(keeper)
         return [keeper.host for keeper in late]
 
@@ -259,7 +269,8 @@ class Keepers:
         here = is_this_machine(host)
         module = [sys.executable, "-c", "from hvdlite.keeper import main; main()"]
         path = self._environ.get("PYTHONPATH", "")
-        script = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
+        enter = f"cd {shlex.quote(os.getcwd())} {self._or_else}"
+        script = f"{enter}; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"
         remote = shlex.join(["sh", "-c", script])  # the user's shell there, which is asked first, may be a csh
         child = subprocess.Popen(
             module if here else [*self._agent, host.name, remote],
@@ -272,7 +283,7 @@ class Keepers:
         with self._changed:
             number = self._numbers
             self._numbers += 1
-            keeper = self._started[number] = _Keeper(host.name, child, time.monotonic() + _START_S)
+            keeper = self._started[number] = _Keeper(host.name, child, time.monotonic() + self._start_s)
         told = {
             "where": self._where,
             "number": number,

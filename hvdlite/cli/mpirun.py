@@ -134,6 +134,11 @@ def leaves_survivors(mpirun: Mpirun, launch: Launch) -> bool:
     return launch.outlives_ranks and mpirun.mpi is Mpi.OPEN_MPI and not given.option("disable-recovery")
 
 
+def needs_directory(mpirun: Mpirun, launch: Launch) -> bool:
+    """Whether it starts ranks only on hosts that have this process's working directory."""
+    return mpirun.mpi is not Mpi.OPEN_MPI and not _Given(launch.options, {}).option("wdir")
+
+
 def ends_together(launch: Launch) -> bool:
     """Whether a rank that fails is the end of all: else the others may go on, by the user's options or hvdliterun's."""
     words = _Given(launch.options, {})

@@ -211,7 +211,11 @@ def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Map
     def make(on_word: OnWord) -> Keepers:
         is_local = launch.is_local and not arguments.discovery
         patience_s = 2 * config.heartbeat_timeout_s  # what ranks survive keepers survive as well
-        keepers = Keepers(launch, environ, patience_s, on_word, is_local=is_local)
+        start_s = config.start_timeout_s / 2
+        needs_directory = mpirun.needs_directory(chosen, launch)
+        keepers = Keepers(
+            launch, environ, patience_s, on_word, is_local=is_local, start_s=start_s, needs_directory=needs_directory
+        )
         variables.update(keepers.environment)
         return keepers
 

@@ -150,7 +150,7 @@ class Endpoint:
         start = time.monotonic()
         if done() if nap_s else self.polite_look.until(done):
             return
-        late = f"rank {self._ranks[peer]} did not send or take its part"
+        late = f"rank {self._ranks[peer]} did not send to rank {self._ranks[self.rank]}, or receive from it,"
         self._nap_until(done, late, start, nap_s or FIRST_NAP_S)
 
     def doze(self, done: Callable[[], bool], late: str) -> None:

@@ -6,6 +6,7 @@ tries those of the others, and all their addresses. Whoever finds an obstacle sa
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import socket
 import time
@@ -42,10 +43,12 @@ def look_around(addresses: Sequence[Address]) -> list[Finding]:
     if not told:
         return []
     port, key, names = int(told[0]), bytes.fromhex(told[1]), told[2:]
+    if not _is_first(key):
+        return []
     try:
         station = Station(socket.gethostname(), addresses, port, key)
-    except OSError:  # another rank of this host was the first
-        return []
+    except OSError as error:
+        return [_of_port(port, error)]
     with closing(station):
         own, links = _try_all(station, names, port, key, time.monotonic() + _START_S)
         found = [finding for finding in of_links(names, links) if finding.is_problem][:_ENOUGH]
@@ -58,6 +61,18 @@ def look_around(addresses: Sequence[Address]) -> list[Finding]:
             if came < len(names):  # MPI would wait for those that have found something, and end, or are stuck
                 found = [_of_silence(station.door.host, len(names) - came, len(names))]
         return found
+
+
+def _is_first(key: bytes) -> bool:
+    """Whether no other rank of this host has come before, not even one that has closed its station since."""
+    mark = socket.socket(socket.AF_UNIX)
+    try:
+        mark.bind(f"\0hvdlite-doctor-{hashlib.sha256(key).hexdigest()}")
+    except OSError:
+        mark.close()
+        return False
+    mark.detach()  # it stays until this process ends
+    return True
 
 
 def _try_all(
@@ -73,6 +88,14 @@ def _try_all(
         elif place != own and time.monotonic() < deadline_s:
             links.append(try_addresses(own, place, station.door, door))
     return own, links
+
+
+def _of_port(port: int, error: OSError) -> Finding:
+    return Finding(
+        f"{socket.gethostname()} cannot listen at port {port}, which was chosen by chance ({error.strerror}): another "
+        "program has it. Try again",
+        Severity.OBSTACLE,
+    )
 
 
 def _of_silence(host: str, missing: int, hosts: int) -> Finding:

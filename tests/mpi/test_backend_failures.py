@@ -113,6 +113,7 @@ def test_ring_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
     if RANK != LAST:
         error, seconds = failure_of(lambda: OPERATIONS[operation](backend, buf))
         wanted = [operation.split()[-1], *named(operation), "did not", "0.3 s", "HVDLITE_COLLECTIVE_TIMEOUT_SECONDS"]
+        wanted += [f"to rank {100 + RANK}, or receive from it"]
         if not all(part in str(error) for part in wanted) or not 0.25 < seconds < 5:
             problem = f"{error!r} after {seconds:.2f} s"
     assert_none(problem)

@@ -122,13 +122,24 @@ def test_a_door_is_told_by_name() -> None:
 
 
 def test_hosts_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One host that is two: each rank finds the station of the first, and only that one looks."""
+    """And one that comes when those of other hosts have gone looks for nobody."""
     ((name, value),) = before_mpi.invitation(["localhost"]).items()
     assert name == DOCTOR
     monkeypatch.setenv(name, value)
     assert before_mpi.look_around([LOOPBACK]) == []
+    monkeypatch.setenv(name, f"{value} no-such-host.invalid")
+    assert before_mpi.look_around([LOOPBACK]) == []
     monkeypatch.delenv(name)
     assert before_mpi.look_around([LOOPBACK]) == []
+
+
+def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, value),) = before_mpi.invitation(["localhost", "elsewhere"]).items()
+    monkeypatch.setenv(name, value)
+    port = int(value.split()[0])
+    with socket.create_server(("", port)):
+        (finding,) = before_mpi.look_around([LOOPBACK])
+    assert f"cannot listen at port {port}" in finding.text and "another program has it" in finding.text, finding.text
 
 
 def test_a_host_where_no_rank_has_started_is_named_when_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from hvdlite.meeting_point import connect
 from hvdlite.memory.memory_file import create_memory_file, is_final, write_memory_file
 from hvdlite.safekeeping import Safekeeping
 from ipv6 import has_ipv6
+from run_lab import executable
 
 HERE = Host("localhost", 2)
 ENVIRON = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -232,6 +233,51 @@ def test_keepers_call_over_ipv6(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         wait_for(lambda: keepers._copy.number == 4)
     finally:
         keepers.close()
+
+
+def test_addresses_where_nobody_answers_do_not_delay_a_keeper(tmp_path: Path) -> None:
+    keepers = Keepers(launch_by(tmp_path), ENVIRON, 20.0, lambda word, number: 0, is_local=False)
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    keepers._where[:0] = [one.getsockname() for one in silent]
+    try:
+        assert keepers.start([Host("a", 1)]) == []
+    finally:
+        keepers.close()
+        for one in silent:
+            one.close()
+
+
+def test_how_long_a_keeper_may_take_to_call(tmp_path: Path) -> None:
+    agent = executable(tmp_path / "agent", "exec sleep 60")
+    mpirun = executable(tmp_path / "mpirun", 'echo "HYDRA build details:"; echo "    Version: 5.0.2"')
+    settings = {"HVDLITE_START_TIMEOUT": "0.4", "HVDLITE_ELASTIC_TIMEOUT": "0.1", "HYDRA_LAUNCHER_EXEC": str(agent)}
+    command = [sys.executable, "-m", "hvdlite", "run", "--elastic", "--mpirun", str(mpirun), "-H", "a:1", "train.py"]
+    ended = subprocess.run(command, env=ENVIRON | settings, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "a: no keeper has called from there within 0.2 s" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "has_ranks"),
+    [
+        ("HYDRA Version: 5.0.2", [], False),
+        ("HYDRA Version: 5.0.2", ["-wdir", "/"], True),
+        ("(Open MPI) 5.0.11", [], True),
+    ],
+)
+def test_a_host_without_the_working_directory(
+    version: str, options: list[str], has_ranks: bool, tmp_path: Path
+) -> None:
+    """Has no ranks by MPICH, whose mpirun would fail."""
+    agent = executable(tmp_path / "agent", 'shift; exec sh -c "$(printf %s "$*" | sed "s,cd $PWD,cd /nowhere,")"')
+    mpirun = executable(tmp_path / "mpirun", f'[ "$1" = --version ] && echo "{version}"; true')
+    settings = {"HVDLITE_ELASTIC_TIMEOUT": "0.1", "HYDRA_LAUNCHER_EXEC": str(agent)}
+    command = [*(sys.executable, "-m", "hvdlite", "run", "--elastic", "--mpirun", str(mpirun), "-H", "a:1"), *options]
+    ended = subprocess.run(
+        [*command, "train.py"], env=ENVIRON | settings, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == (0 if has_ranks else 1), ended.stderr
+    assert ("a does not answer" in ended.stderr) is not has_ranks, ended.stderr
 
 
 def test_a_host_without_an_answer_is_named() -> None:
