@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import py_compile
 import subprocess
 import sys
+import zipapp
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -154,7 +156,7 @@ import neighbour
 class Config:
     value: no_such_name = 3
 
-assert __name__ == "__main__" and __main__.Config is Config and __file__ == sys.argv[0]
+assert __name__ == "__main__" and __main__.Config is Config and __file__.startswith(sys.argv[0])
 assert type(pickle.loads(pickle.dumps(Config()))) is Config
 atexit.register(lambda: print("at the end", __main__.Config.value))
 print(sys.argv[1:], neighbour.WHERE)
@@ -174,6 +176,24 @@ def test_futures_of_ours_are_not_the_scripts(tmp_path: Path) -> None:
     """compile() passes on the __future__ statements of the module that calls it."""
     text = "def f(x: int): pass\nprint(f.__annotations__['x'] is int)"
     assert run(*START, script(tmp_path, text)) == "True\n"
+
+
+@pytest.mark.parametrize("kind", ["directory", "zip", "compiled"])
+def test_what_else_python_runs(kind: str, tmp_path: Path) -> None:
+    application = tmp_path / "application"
+    application.mkdir()
+    (application / "neighbour.py").write_text("WHERE = 'beside'\n")
+    main = application / "__main__.py"
+    main.write_text(AS_PYTHON_DOES)
+    if kind == "zip":
+        zipapp.create_archive(application, tmp_path / "application.pyz")
+        application = tmp_path / "application.pyz"
+    elif kind == "compiled":
+        py_compile.compile(str(main), str(application / "train.pyc"))
+        application = application / "train.pyc"
+    expected = "['-m', 'x'] beside\nat the end 3\n"
+    assert run(sys.executable, str(application), "-m", "x") == expected
+    assert run(*START, str(application), "-m", "x") == expected
 
 
 def test_a_module(tmp_path: Path) -> None:
