@@ -50,6 +50,8 @@ from horovod.runner.util.threads import in_thread
 from horovod.torch.compression import Compression, NoneCompressor
 from horovod.torch.functions import broadcast_object, broadcast_parameters
 from horovod.torch.mpi_ops import Average, allreduce_async_, poll, rank, synchronize
+from horovod.torch.mpi_ops import check_installed_version, gpu_available, num_rank_is_power_2
+from horovod.torch.mpi_ops import handle_average_backwards_compatibility as chosen
 from horovod.torch.optimizer import DistributedOptimizer
 from hvdlite.compat.horovod import MODULES
 
@@ -78,7 +80,10 @@ sets = without_tensorflow.mpi_ops._basics._get_process_set_ids_and_ranks()
 assert sets == hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0]}
 assert not hasattr(without_tensorflow, "allreduce") and not hasattr(without_tensorflow, "DistributedOptimizer")
 assert importlib.util.find_spec("horovod.no_such") is None
-for module, words in [("mxnet", "PyTorch only"), ("spark.torch", "hvdlite.run"), ("ray.elastic", "hvdliterun")]:
+for module, words in [
+    ("mxnet", "PyTorch only"), ("spark.torch", "hvdlite.run"), ("ray.elastic", "hvdliterun"),
+    ("runner.common.util.settings", "hvdliterun"), ("torch.mpi_lib_v2", "horovod.torch"),
+]:
     try:
         importlib.import_module(f"horovod.{module}")
     except ModuleNotFoundError as error:
@@ -96,6 +101,13 @@ except AttributeError as error:
     assert "horovod.torch.no_such_name: hvdlite, which stands in" in str(error)
 else:
     raise AssertionError
+try:
+    from horovod.torch.mpi_ops import no_such_name
+except ImportError as error:
+    assert "no_such_name" in str(error) and "hvdlite" in str(error), error
+else:
+    raise AssertionError
+assert chosen(None, None) is chosen(hvd.Average, None) is Average and chosen(hvd.Sum, None) is hvd.Sum
 import cloudpickle, copy
 assert cloudpickle.loads(cloudpickle.dumps(lambda: hvd))() is hvd is copy.deepcopy(hvd)
 missing = [name for name in MODULES if "elastic" not in name and importlib.import_module(name).__name__ != name]
