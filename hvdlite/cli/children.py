@@ -141,6 +141,22 @@ def suspended_together(living: Callable[[], Iterable[subprocess.Popen[bytes]]]) 
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
 
 
+@contextmanager
+def user_signals_passed_on(living: Callable[[], Iterable[subprocess.Popen[bytes]]]) -> Iterator[None]:
+    """Within the block USR1 and USR2 go to ``living``, as mpirun passes them on: batch systems announce an end so."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for child in living():
+            child.send_signal(number)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def signal_groups(processes: Iterable[int], number: signal.Signals) -> None:
     """To each process, with its group, unless that is this process's."""
     for pid in processes:

@@ -30,6 +30,7 @@ from hvdlite.cli.children import (
     signal_groups,
     suspended_together,
     sweep,
+    user_signals_passed_on,
 )
 from hvdlite.cli.discovery import Discovery, IsOver
 from hvdlite.cli.say import say
@@ -188,7 +189,8 @@ class _ElasticJob:
 
     def run(self) -> int:
         """Returns the exit status, once all have ended."""
-        with self._selector as selector, suspended_together(self._living):
+        living = self._living
+        with self._selector as selector, suspended_together(living), user_signals_passed_on(living):
             selector.register(self._stops.wake, selectors.EVENT_READ, self._heed_stops)
             selector.register(self._arrivals.wake, selectors.EVENT_READ, self._take_arrival)
             while self._workers or self._due:

@@ -20,6 +20,7 @@ from hvdlite.cli.children import (
     shell_status,
     suspended_together,
     sweep,
+    user_signals_passed_on,
 )
 from hvdlite.cli.job import Command, Launch, thread_settings
 from hvdlite.cli.say import say
@@ -128,7 +129,8 @@ class _Job:
     def wait(self) -> int:
         """Returns `status`."""
         orphans = Orphans()
-        with self._selector as selector, suspended_together(self._living.values):
+        living = self._living.values
+        with self._selector as selector, suspended_together(living), user_signals_passed_on(living):
             while self._living:
                 timeout = max(0.0, min(self._ending.due_s, orphans.due_s) - time.monotonic())
                 ended = {}

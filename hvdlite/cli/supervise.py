@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import IO, TextIO
 
-from hvdlite.cli.children import GRACE_S, Orphans, Stops, end_with_parent, shell_status, sweep
+from hvdlite.cli.children import GRACE_S, Orphans, Stops, end_with_parent, shell_status, sweep, user_signals_passed_on
 from hvdlite.cli.launcher_watch import Expected, LauncherWatch
 from hvdlite.cli.say import push, say
 
@@ -55,7 +55,7 @@ def supervise(
 
     On Ctrl-C, TERM or HUP the command gets TERM, and everything it started gets KILL after `GRACE_S`; a second signal
     does not wait. The same sweep follows a command that failed, or that does not do its work, see `LauncherWatch`.
-    Where this process is killed outright, the command gets TERM.
+    USR1 and USR2 are passed on. Where this process is killed outright, the command gets TERM.
 
     Args:
         watch_for: texts to look for in the command's stderr, which then passes through here unchanged.
@@ -78,7 +78,8 @@ def supervise(
         run = _Run(child, stops, streams)
         with ExitStack() as on_failure:
             on_failure.callback(lambda: sweep(lambda: True, spared()))
-            status = run.wait(expected)
+            with user_signals_passed_on(lambda: [child]):
+                status = run.wait(expected)
             on_failure.pop_all()
         if stops:
             status = stops.status

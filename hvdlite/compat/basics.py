@@ -1,10 +1,24 @@
-"""`_basics` of Horovod's modules: of its private names the one that tests read."""
+"""What programs find in Horovod's `mpi_ops` beside the operations: of its private names `_basics`, which tests read."""
 
 from __future__ import annotations
 
 import hvdlite
+import hvdlite.torch as hvd
+from hvdlite.compat.common import (
+    check_installed_version,
+    get_average_backwards_compatibility_fun,
+    gpu_available,
+    num_rank_is_power_2,
+)
 
-__all__ = ["_basics"]
+__all__ = [
+    "_basics",
+    "check_installed_version",
+    "get_average_backwards_compatibility_fun",
+    "gpu_available",
+    "handle_average_backwards_compatibility",
+    "num_rank_is_power_2",
+]
 
 
 class HorovodBasics:
@@ -15,3 +29,4 @@ class HorovodBasics:
 
 
 _basics = HorovodBasics()
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(hvd)

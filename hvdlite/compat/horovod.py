@@ -62,12 +62,17 @@ NOT_HERE = {
     "horovod.ray.elastic": _OTHER_LAUNCHERS,
     "horovod.ray.elastic_v2": _OTHER_LAUNCHERS,
     "horovod.ray.worker": _OTHER_LAUNCHERS,
+    "horovod.runner.common": _OTHER_LAUNCHERS,
+    "horovod.runner.driver": _OTHER_LAUNCHERS,
     "horovod.runner.elastic": _OTHER_LAUNCHERS,
     "horovod.runner.gloo_run": _OTHER_LAUNCHERS,
+    "horovod.runner.http": _OTHER_LAUNCHERS,
+    "horovod.runner.js_run": _OTHER_LAUNCHERS,
     "horovod.runner.mpi_run": _OTHER_LAUNCHERS,
     "horovod.spark": _OTHER_LAUNCHERS,
     "horovod.tensorflow.elastic": _PYTORCH_ONLY,
     "horovod.tensorflow.keras": _PYTORCH_ONLY,
+    "horovod.torch.mpi_lib_v2": "hvdlite has no such library; use the functions of horovod.torch",
 }
 """Modules of Horovod's that hvdlite does not have, with all below them, and what to do instead."""
 
@@ -121,7 +126,10 @@ class _Finder(MetaPathFinder, Loader):
                 if (reason := NOT_HERE.get(".".join(parts[:count]))) is not None:
                     raise ModuleNotFoundError(f"no module {name}: {reason}", name=name)
             return None
-        return ModuleSpec(name, self, is_package=any(other.startswith(f"{name}.") for other in MODULES))
+        is_package = any(other.startswith(f"{name}.") for other in MODULES)
+        spec = ModuleSpec(name, self, origin=__file__, is_package=is_package)
+        spec.has_location = True  # so that "cannot import name" says whose module it is
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         mirror = _CallableMirror if spec.name == "horovod.run" else _Mirror

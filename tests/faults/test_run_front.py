@@ -156,6 +156,24 @@ def test_interruption_ends_everything(tmp_path: Path, mpi: str, stubborn: bool, 
     assert job.left() == {}
 
 
+SAVES = """
+signal.signal(signal.SIGUSR1, lambda number, frame: sys.exit(pathlib.Path(sys.argv[1], f"saved by {rank}").touch()))
+pathlib.Path(sys.argv[1], f"ready {rank}").touch()
+time.sleep(60)
+"""
+
+
+def test_usr1_reaches_the_ranks(tmp_path: Path, mpi: str) -> None:
+    """By which batch systems announce the end of the time; mpirun alone passes it on, too."""
+    job = Job(tmp_path, mpi, SAVES)
+    while not all((job.ranks / f"ready {rank}").exists() for rank in range(2)):
+        assert job.process.poll() is None
+        time.sleep(0.01)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.process.wait(60) == 0
+    assert all((job.ranks / f"saved by {rank}").exists() for rank in range(2))
+
+
 @pytest.mark.parametrize("stubborn", [False, True], ids=["", "ranks ignore signals"])
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, stubborn: bool) -> None:
     """Without MPI; with one, mpirun sees to it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import py_compile
 import subprocess
 import sys
+import zipapp
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -48,6 +50,8 @@ from horovod.runner.util.threads import in_thread
 from horovod.torch.compression import Compression, NoneCompressor
 from horovod.torch.functions import broadcast_object, broadcast_parameters
 from horovod.torch.mpi_ops import Average, allreduce_async_, poll, rank, synchronize
+from horovod.torch.mpi_ops import check_installed_version, gpu_available, num_rank_is_power_2
+from horovod.torch.mpi_ops import handle_average_backwards_compatibility as chosen
 from horovod.torch.optimizer import DistributedOptimizer
 from hvdlite.compat.horovod import MODULES
 
@@ -76,7 +80,10 @@ sets = without_tensorflow.mpi_ops._basics._get_process_set_ids_and_ranks()
 assert sets == hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0]}
 assert not hasattr(without_tensorflow, "allreduce") and not hasattr(without_tensorflow, "DistributedOptimizer")
 assert importlib.util.find_spec("horovod.no_such") is None
-for module, words in [("mxnet", "PyTorch only"), ("spark.torch", "hvdlite.run"), ("ray.elastic", "hvdliterun")]:
+for module, words in [
+    ("mxnet", "PyTorch only"), ("spark.torch", "hvdlite.run"), ("ray.elastic", "hvdliterun"),
+    ("runner.common.util.settings", "hvdliterun"), ("torch.mpi_lib_v2", "horovod.torch"),
+]:
     try:
         importlib.import_module(f"horovod.{module}")
     except ModuleNotFoundError as error:
@@ -94,6 +101,13 @@ except AttributeError as error:
     assert "horovod.torch.no_such_name: hvdlite, which stands in" in str(error)
 else:
     raise AssertionError
+try:
+    from horovod.torch.mpi_ops import no_such_name
+except ImportError as error:
+    assert "no_such_name" in str(error) and "hvdlite" in str(error), error
+else:
+    raise AssertionError
+assert chosen(None, None) is chosen(hvd.Average, None) is Average and chosen(hvd.Sum, None) is hvd.Sum
 import cloudpickle, copy
 assert cloudpickle.loads(cloudpickle.dumps(lambda: hvd))() is hvd is copy.deepcopy(hvd)
 missing = [name for name in MODULES if "elastic" not in name and importlib.import_module(name).__name__ != name]
@@ -154,7 +168,7 @@ import neighbour
 class Config:
     value: no_such_name = 3
 
-assert __name__ == "__main__" and __main__.Config is Config and __file__ == sys.argv[0]
+assert __name__ == "__main__" and __main__.Config is Config and __file__.startswith(sys.argv[0])
 assert type(pickle.loads(pickle.dumps(Config()))) is Config
 atexit.register(lambda: print("at the end", __main__.Config.value))
 print(sys.argv[1:], neighbour.WHERE)
@@ -174,6 +188,24 @@ def test_futures_of_ours_are_not_the_scripts(tmp_path: Path) -> None:
     """compile() passes on the __future__ statements of the module that calls it."""
     text = "def f(x: int): pass\nprint(f.__annotations__['x'] is int)"
     assert run(*START, script(tmp_path, text)) == "True\n"
+
+
+@pytest.mark.parametrize("kind", ["directory", "zip", "compiled"])
+def test_what_else_python_runs(kind: str, tmp_path: Path) -> None:
+    application = tmp_path / "application"
+    application.mkdir()
+    (application / "neighbour.py").write_text("WHERE = 'beside'\n")
+    main = application / "__main__.py"
+    main.write_text(AS_PYTHON_DOES)
+    if kind == "zip":
+        zipapp.create_archive(application, tmp_path / "application.pyz")
+        application = tmp_path / "application.pyz"
+    elif kind == "compiled":
+        py_compile.compile(str(main), str(application / "train.pyc"))
+        application = application / "train.pyc"
+    expected = "['-m', 'x'] beside\nat the end 3\n"
+    assert run(sys.executable, str(application), "-m", "x") == expected
+    assert run(*START, str(application), "-m", "x") == expected
 
 
 def test_a_module(tmp_path: Path) -> None:
