@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+
 import pytest
 
 from coordinator_lab import Lab, submission
+from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.errors import CollectiveError, ShutDownError
 
 CHAIN = [(0, 1), (2, 3), (4,)]
@@ -64,3 +68,41 @@ def test_what_was_executed_has_succeeded_though_all_is_over() -> None:
     assert made.wait() == "a result"
     with pytest.raises(ShutDownError):
         coordinator.submit(submission("a"))
+
+
+class InterruptAt:
+    """Ctrl-C where Python takes it, at one place of `Coordinator.submit`: a function begins, or has returned."""
+
+    def __init__(self, place: int) -> None:
+        self._left = place
+        self.has_come = False
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        at = {"call": frame.f_back, "c_return": frame}.get(event)
+        if at is None or at.f_code is not Coordinator.submit.__code__ or self.has_come:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self.has_come = True
+            raise KeyboardInterrupt
+
+
+def test_what_is_interrupted_is_queued_or_can_be_submitted_again() -> None:
+    for place in range(100):
+        lab, made = Lab([(0,)], 0), submission("a")
+        (coordinator,) = lab.ranks
+        interrupt = InterruptAt(place)
+        sys.setprofile(interrupt)
+        try:
+            coordinator.submit(made)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if interrupt.has_come and not coordinator._queue:
+            coordinator.submit(made)
+        lab.settle([made])
+        if not interrupt.has_come:
+            assert place > 5
+            return
+    raise AssertionError("so many places there are not")
