@@ -168,8 +168,9 @@ class Coordinator:
             keys = one.keys
             in_flight.put(keys, one)
             self._progress.submissions += len(keys)
-        self._queue.extend(made)
         self._pace.last_label = made[-1].label
+        self.collector.handed_over()
+        self._queue.extend(made)  # no interrupt comes in between
         self.ring_once()
 
     @property
