@@ -116,10 +116,11 @@ class Burst(Future):
         self._complete()
 
     def apart(self) -> Sequence[Submission]:
-        """What was submitted of it as so many submissions, which are waited for from now on."""
-        self._apart = [self._submission(*made) for made in zip(self.known.requests, self.parts, strict=False)]
-        self.is_open = False
-        self._complete()
+        """What was submitted of it as so many submissions, which are waited for from now on; none if it has failed."""
+        if not self.is_done:
+            self._apart = [self._submission(*made) for made in zip(self.known.requests, self.parts, strict=False)]
+            self.is_open = False
+            self._complete()
         return self._apart
 
     def _submission(self, request: Request, part: Part) -> Submission:

@@ -127,11 +127,20 @@ class Collector:
 
     def interrupt(self) -> None:
         """With the lock of what is in flight: something else is submitted next."""
-        if self._open is not None:
+        burst = self._open
+        if burst is not None:
             self.native.end()
-            burst, self._open = self._open, None
-            if not burst.is_done:
-                self._recipient.take_over(burst.apart())
+            made = burst.apart()
+            if made:
+                self._recipient.take_over(made)
+            self._open = None
+
+    def handed_over(self) -> None:
+        """With the lock of what is in flight: what is open is about to be queued, and nothing of it a second time.
+
+        Until then Ctrl-C leaves it to the next `interrupt`.
+        """
+        self._open = None
 
     def take_apart(self) -> None:
         """Somebody waits, so that no more may come before what is there is done."""

@@ -131,10 +131,10 @@ class Coordinator:
         with in_flight.lock:
             self.at_once.shortcut.close()
             self.collector.interrupt()
-            in_flight.admit(submission)
             submission.assist, submission.pace = self._worker.assist, self._pace
             submission.pause_s = self._pace.step(submission.submitted_ns)
-            self._queue.append(submission)
+            in_flight.admit(submission)
+            self._queue.append(submission)  # no interrupt comes in between
             self._pace.last_label = submission.label
             self._progress.submissions += 1
             if background:
@@ -168,8 +168,9 @@ class Coordinator:
             keys = one.keys
             in_flight.put(keys, one)
             self._progress.submissions += len(keys)
-        self._queue.extend(made)
         self._pace.last_label = made[-1].label
+        self.collector.handed_over()
+        self._queue.extend(made)  # no interrupt comes in between
         self.ring_once()
 
     @property

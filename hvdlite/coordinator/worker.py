@@ -100,7 +100,6 @@ class Worker:
             )
         rings = self.heard
         try:
-            # An interrupt may come between any two instructions, so `finally` looks who has the lock.
             if not at_work.acquire(blocking=False):
                 page.ring_self()  # it may have looked at the queue before
                 return
@@ -109,13 +108,21 @@ class Worker:
                 rings = self.heard = page.rings()
                 if not work.cycle() and not submission.is_done and not work.has_ended and not work.look(rings):
                     page.assist(rings, min(work.patience_s(), self._idle_s), self._spin_us)
-        finally:
-            if _owns(at_work):
-                missed = page.end_assistance(rings) != rings
-                unfinished = self._is_unfinished
-                at_work.release()
-                if missed or unfinished:
-                    page.ring_self()
+            self._leave(rings)
+        except BaseException:  # an interrupt, which may come between any two instructions, of `_leave` too
+            self._leave(rings)
+            page.ring_self()  # what rang last may not have been followed
+            raise
+
+    def _leave(self, rings: int) -> None:
+        """Of a thread that does the work, if it does: leave it to others, with so many rings followed."""
+        if not _owns(self.at_work):
+            return
+        missed = self._page.end_assistance(rings) != rings
+        unfinished = self._is_unfinished
+        self.at_work.release()
+        if missed or unfinished:
+            self._page.ring_self()
 
     @property
     def is_own_thread_at_work(self) -> bool:

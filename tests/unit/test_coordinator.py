@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
 import pytest
 
 from coordinator_lab import Lab, submission
+from hvdlite.coordinator.burst import Burst, KnownBurst
+from hvdlite.coordinator.collector import Collector
+from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.coordinator.in_flight import InFlight
+from hvdlite.coordinator.request import NAMED
+from hvdlite.coordinator.submission import Future, Pace
 from hvdlite.errors import CollectiveError, ShutDownError
 
 CHAIN = [(0, 1), (2, 3), (4,)]
@@ -64,3 +75,83 @@ def test_what_was_executed_has_succeeded_though_all_is_over() -> None:
     assert made.wait() == "a result"
     with pytest.raises(ShutDownError):
         coordinator.submit(submission("a"))
+
+
+class InterruptAt:
+    """Ctrl-C where Python takes it, at one place of ``functions``: they call another one, or have called one in C."""
+
+    def __init__(self, place: int, *functions: Callable[..., object]) -> None:
+        self._left = place
+        self._codes = [function.__code__ for function in functions]
+        self.has_come = False
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        at = {"call": frame.f_back, "c_return": frame}.get(event)
+        if at is None or at.f_code not in self._codes or self.has_come:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self.has_come = True
+            raise KeyboardInterrupt
+
+
+def test_what_is_interrupted_is_queued_or_can_be_submitted_again() -> None:
+    for place in range(100):
+        lab, made = Lab([(0,)], 0), submission("a")
+        (coordinator,) = lab.ranks
+        interrupt = InterruptAt(place, Coordinator.submit)
+        sys.setprofile(interrupt)
+        try:
+            coordinator.submit(made)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        if interrupt.has_come and not coordinator._queue:
+            coordinator.submit(made)
+        lab.settle([made])
+        if not interrupt.has_come:
+            assert place > 5
+            return
+    raise AssertionError("so many places there are not")
+
+
+class Recipient:
+    """Of what one collector has collected."""
+
+    position = 0
+
+    def __init__(self) -> None:
+        self.collector = Collector(InFlight(), lambda future: None, Pace(), self, lambda: 0.0)
+        self.queue: list[Future] = []
+
+    def take_over(self, made: Sequence[Future]) -> None:
+        self.collector.handed_over()
+        self.queue.extend(made)
+        self.ring_once()
+
+    def ring_once(self) -> None:
+        pass
+
+
+def test_what_was_collected_is_handed_over_once_though_an_interrupt_comes() -> None:
+    for place in itertools.count():
+        requests = [submission(name).request for name in "abc"]
+        recipient = Recipient()
+        collector = recipient.collector
+        collector.follow({0: KnownBurst([(request, NAMED) for request in requests], 0)})
+        for request in requests[:2]:
+            assert collector.take(request, 0, 0, None, None) is not None
+        interrupt = InterruptAt(place, Collector.take_apart, Collector.interrupt, Burst.apart, Recipient.take_over)
+        sys.setprofile(interrupt)
+        try:
+            collector.take_apart()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        collector.take_apart()
+        assert [getattr(made, "label", "") for made in recipient.queue] == ["a", "b"], place
+        if not interrupt.has_come:
+            assert place > 5
+            return

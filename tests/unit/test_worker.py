@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from coordinator_lab import submission
+from hvdlite.coordinator.submission import Submission
 from hvdlite.coordinator.worker import Worker
 
 PATIENCE_S = 20.0
@@ -125,6 +128,61 @@ def test_an_interrupt_leaves_the_work_to_the_thread(monkeypatch: pytest.MonkeyPa
     assert stage.thread_works()
     assert not stage.page.assistants
     stage.end()
+
+
+class InterruptAt:
+    """Ctrl-C at one of the places where Python takes it: where worker.py begins a function, or has called one.
+
+    Counted from when an assistant is at work.
+    """
+
+    _assist = Worker.assist.__code__
+
+    def __init__(self, place: int) -> None:
+        self._left = place
+        self._is_at_work = self.has_come = False
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        self._is_at_work |= frame.f_code is self._assist and event == "c_return"
+        at = {"call": frame.f_back, "c_return": frame}.get(event)
+        is_place = at is not None and at.f_code.co_filename == self._assist.co_filename
+        if not is_place or not self._is_at_work or self.has_come:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self.has_come = True
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_anywhere_leaves_the_work_to_the_thread() -> None:
+    """Which follows what the assistant may only have been about to."""
+    for place in range(100):
+        stage, awaited, by_thread = Stage(), submission("a"), threading.Semaphore(0)
+
+        def cycle(awaited: Submission = awaited, by_thread: threading.Semaphore = by_thread) -> None:
+            if threading.current_thread() is threading.main_thread():
+                awaited.succeed()
+            else:
+                by_thread.release()
+
+        stage.page.wait_for_sleep()
+        stage.work.on_cycle = cycle
+        interrupt = InterruptAt(place)
+        sys.setprofile(interrupt)
+        try:
+            stage.worker.assist(awaited)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert not interrupt.has_come or by_thread.acquire(timeout=PATIENCE_S), place
+        assert not stage.page.assistants, place
+        assert stage.thread_works(), place
+        stage.end()
+        if not interrupt.has_come:
+            assert place > 10
+            return
+    raise AssertionError("so many places there are not")
 
 
 def test_an_error_leaves_the_work_to_the_thread() -> None:
