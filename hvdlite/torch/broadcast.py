@@ -30,8 +30,10 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         reduced = allreduce(gradient, op=Average, process_set=ctx.process_set)
-        is_root = hvdlite.rank() == ctx.root_rank
-        return reduced if is_root else torch.zeros_like(reduced), None, None, None
+        if hvdlite.rank() != ctx.root_rank:
+            # Zeros with the history of the others': a second backward pass is an allreduce, in which all take part.
+            reduced = reduced.masked_fill(torch.ones_like(reduced, dtype=torch.bool), 0)
+        return reduced, None, None, None
 
 
 @takes_arrays()

@@ -113,8 +113,32 @@ def broadcast_optimizer_state(
     if not is_root:
         optimizer.state.clear()
         optimizer.state.update((parameters[key] if is_number else key, value) for is_number, key, value in state)
-        for group, values in zip(groups, options, strict=True):
-            group.update(values)
+        _take_options(groups, options)
+
+
+def _take_options(groups: Sequence[dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    """Give ``groups`` the values of ``options``.
+
+    Tensors (lr, for example) go into those that the groups have, since the program may change them there. Several
+    groups have one tensor where those of the root do.
+    """
+    places: dict[int, torch.Tensor] = {}  # of tensors that have arrived
+    filled: set[int] = set()
+    for group, values in zip(groups, options, strict=True):
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor) and id(value) not in places:
+                own = group.get(key)
+                if isinstance(own, torch.Tensor) and id(own) not in filled and _same_kind(own, value):
+                    own.detach().copy_(value)
+                    filled.add(id(own))
+                    places[id(value)] = own
+                else:
+                    places[id(value)] = value
+            group[key] = places.get(id(value), value)
+
+
+def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype is b.dtype and a.device == b.device
 
 
 def _check_same_groups(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
@@ -257,17 +281,20 @@ class _ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves the contents of tensors out, and collects the tensors."""
+    """Leaves the contents of tensors out, and collects the tensors, each once."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return None
-        self._tensors.append(obj)
-        return obj.shape, torch.empty_like(obj, device="meta").stride(), obj.dtype, is_on_device(obj)
+        number = self._numbers.setdefault(id(obj), len(self._tensors))
+        if number == len(self._tensors):
+            self._tensors.append(obj)
+        return number, obj.shape, torch.empty_like(obj, device="meta").stride(), obj.dtype, is_on_device(obj)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -283,7 +310,9 @@ class _Unpickler(pickle.Unpickler):
         self._gpu = gpu
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        shape, stride, dtype, is_on_device = pid
-        device = self._gpu if is_on_device else "cpu"
-        self._tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
-        return self._tensors[-1]
+        number: int
+        number, shape, stride, dtype, is_on_device = pid
+        if number == len(self._tensors):
+            device = self._gpu if is_on_device else "cpu"
+            self._tensors.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+        return self._tensors[number]

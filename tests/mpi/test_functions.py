@@ -170,6 +170,29 @@ def test_optimizer_state_beside_parameters() -> None:
     assert same(seen, {"steps": 7, "history": [torch.ones(3), (torch.arange(2),)]})
 
 
+def test_a_learning_rate_of_the_program_stays_that_of_all_groups() -> None:
+    rate = torch.tensor(1.0 + hvd.rank())
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(2))]} for _ in range(2)], lr=rate)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    rate.mul_(0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [rate, rate] == [0.5, 0.5]
+
+
+def test_tensors_that_groups_of_the_root_share() -> None:
+    """And those which the other ranks share, but the root does not."""
+    root, others = ("a", "a"), ("a", "b")
+    for names in (root, others), (others, root):
+        mine = names[hvd.rank() != 0]
+        rates = {name: torch.tensor(1.0 + number) for number, name in enumerate("ab")}
+        optimizer = torch.optim.SGD(
+            [{"params": [torch.nn.Parameter(torch.zeros(2))], "lr": rates[name]} for name in mine], lr=0.1
+        )
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        first, second = (group["lr"] for group in optimizer.param_groups)
+        assert (first is second) == (names[0] is root)
+        assert [first, second] == [1.0, 1.0 if names[0] is root else 2.0]
+
+
 def test_optimizer_state_that_cannot_be_broadcast() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     with pytest.raises(ValueError, match="LBFGS"):

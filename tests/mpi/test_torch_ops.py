@@ -251,6 +251,17 @@ def test_differentiated_twice() -> None:
     assert x.grad.item() == pytest.approx(12.0)
 
 
+def test_a_broadcast_differentiated_twice() -> None:
+    root = hvd.size() - 1
+    x = torch.tensor([2.0], requires_grad=True)
+    (g,) = torch.autograd.grad(hvd.broadcast(x**3, root).square().sum(), x, create_graph=True)
+    g.sum().backward()
+    assert x.grad is not None
+    # At the root g is 3 x^2 times the average of 2 y; the gradient of g reaches every y, and comes back as an average.
+    wanted = (192.0, pytest.approx(192 + 288 / hvd.size())) if hvd.rank() == root else (0.0, 0.0)
+    assert (g.item(), x.grad.item()) == wanted
+
+
 def test_shutdown_and_again() -> None:
     hvd.shutdown()
     assert not hvd.is_initialized()
