@@ -34,6 +34,7 @@ Driver make_table() {
   table.device_attribute = [](int* value, int, Device) { return *value = 1, kSuccess; };
   table.retain_context = [](Context*, Device) { return kSuccess; };
   table.push_context = [](Context) { return kSuccess; };
+  table.exchange_capture_mode = [](int*) { return kSuccess; };
   table.pop_context = [](Context*) { return kSuccess; };
   table.module_load = [](Module*, const void*) { return kSuccess; };
   table.module_function = [](Function* function, Module, const char* name) {

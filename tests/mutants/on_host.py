@@ -17,7 +17,7 @@ MUTANTS = [
     # The coordinator: whom it wakes, what it holds back, what it compares.
     Mutant(f"{_COORDINATOR}worker.py", "if missed or unfinished:", "if unfinished:", "unit/test_worker.py"),
     Mutant(f"{_COORDINATOR}worker.py", "if missed or unfinished:", "if missed:", "unit/test_worker.py"),
-    Mutant(f"{_COORDINATOR}worker.py", "                at_work.release()\n", "", "unit/test_worker.py"),
+    Mutant(f"{_COORDINATOR}worker.py", "        self.at_work.release()\n", "", "unit/test_worker.py"),
     Mutant(f"{_COORDINATOR}coordinator.py", "        self._has_rung = False\n", "", "2 mpi/test_runtime.py"),
     Mutant(
         f"{_COORDINATOR}in_flight.py",
@@ -210,8 +210,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{_COORDINATOR}coordinator.py",
-        "            self.collector.interrupt()\n            in_flight.admit",
-        "            in_flight.admit",
+        "            self.collector.interrupt()\n            submission.assist",
+        "            submission.assist",
         _PLANS,
     ),
     Mutant(
