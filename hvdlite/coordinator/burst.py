@@ -53,6 +53,7 @@ class Burst(Future):
 
     Args:
         since_ns: when the first of it was, by `time.monotonic_ns`.
+        pause_s: before that, see `hvdlite.coordinator.submission.Pace.step`.
         take_apart: calls `apart`.
 
     Attributes:
@@ -61,12 +62,13 @@ class Burst(Future):
         has_succeeded: all of it is done, as one.
     """
 
-    __slots__ = ("_apart", "_take_apart", "has_succeeded", "is_open", "known", "parts", "since_ns")
+    __slots__ = ("_apart", "_take_apart", "has_succeeded", "is_open", "known", "parts", "pause_s", "since_ns")
 
-    def __init__(self, known: KnownBurst, since_ns: int, take_apart: Callable[[], object]) -> None:
+    def __init__(self, known: KnownBurst, since_ns: int, pause_s: float, take_apart: Callable[[], object]) -> None:
         super().__init__()
         self.known = known
         self.since_ns = since_ns
+        self.pause_s = pause_s
         self.parts: list[Part] = []
         self.is_open = True
         self.has_succeeded = False
@@ -119,6 +121,8 @@ class Burst(Future):
         """What was submitted of it as so many submissions, which are waited for from now on; none if it has failed."""
         if not self.is_done:
             self._apart = [self._submission(*made) for made in zip(self.known.requests, self.parts, strict=False)]
+            if self._apart:
+                self._apart[0].pause_s = self.pause_s
             self.is_open = False
             self._complete()
         return self._apart

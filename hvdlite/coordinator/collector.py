@@ -111,7 +111,8 @@ class Collector:
         known = self._known.get(self._recipient.position)
         if known is None or known.requests[0] != request or not self._in_flight.has_none_of(known.names):
             return None
-        self._open = burst = Burst(known, time.monotonic_ns(), self.take_apart)
+        now_ns = time.monotonic_ns()
+        self._open = burst = Burst(known, now_ns, self._pace.step(now_ns), self.take_apart)
         burst.assist, burst.pace, self._since_s = self._assist, self._pace, self._clock()
         self._recipient.ring_once()
         self.native.begin(burst, burst.parts, known.signatures, self._in_flight.lock)

@@ -92,7 +92,8 @@ class Verb(IntEnum):
     FREEZE = 3  # from the root: the plan is as many operations as the log ended with
     READY = 4  # to the parent: operations that all ranks below are ready for
     GO = 5  # from the root: operations that all ranks are ready for
-    BREAK = 6  # to the root: the plan will not come true; before which operation of it somebody waits, 0 for none
+    BREAK = 6  # to the root: the plan will not come true; before which operation of it somebody waits, 0 for none; or
+    # `TOO_SHORT`
     END = 7  # from the root: of the plan only so many operations will be done
     RELEASE = 8  # from the root: as FREEZE, but no GO will come: each rank sees for itself what all are ready for
     REOPEN = 9  # from the root: END, and what was claimed is not: an earlier plan begins anew, which runs free
@@ -109,6 +110,9 @@ class PlanMessage:
     plan: int = 0  # REOPEN: its number
     first: int = 0  # REOPEN: at which place of its period it begins
 
+
+TOO_SHORT = -1
+"""In place of a count: several periods of the plan could be one."""
 
 Message = Claim | Response | Fault | Notice | EndOfBatch | PlanMessage
 

@@ -77,6 +77,7 @@ class OrderWatch:
         self._rhythm = rhythm
         self._patience = 2  # periods that must have come again
         self._known: dict[Order, _Known] = {}  # latest last
+        self._short: list[Order] = []  # orders of which several periods may be one, as was looked in vain
         self._frozen: Order = ()
         self._rotation = 0  # where in `_frozen` the plan begins
         self._restart()
@@ -153,6 +154,7 @@ class OrderWatch:
         """
         requests = [self._requests[number] for number in self._history[-period:]]
         if self._period < period <= self._matches + self._period:  # one order several times, which says little the next
+            self._short.clear()
             found = Found(requests, all(self._came_alone[-period:]), after_pause)
             self._frozen, self._rotation = (), 0
             self.forget()
@@ -210,6 +212,18 @@ class OrderWatch:
         known = self._known.get(self._frozen)
         if known is not None:
             known.waits.add((self._rotation + number) % len(self._frozen))
+
+    def may_be_longer(self) -> bool:
+        """Several periods of the plan come without a wait; whether to end it, and look how many.
+
+        Once for each order, unless something is found.
+        """
+        order = self._frozen
+        if self._rhythm is None or order in self._short:
+            return False
+        self._short = [*self._short[1 - _REMEMBERED :], order] if order else self._short
+        self._known.pop(order, None)
+        return True
 
     def forget(self) -> None:
         """What the log says now is no longer all that is done."""

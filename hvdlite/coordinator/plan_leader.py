@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from hvdlite.coordinator.messages import REMEMBERED_PLANS, PlanMessage, Response, Verb
+from hvdlite.coordinator.messages import REMEMBERED_PLANS, TOO_SHORT, PlanMessage, Response, Verb
 from hvdlite.coordinator.order_watch import Found, OrderWatch
 from hvdlite.coordinator.plan_member import Wish
 from hvdlite.coordinator.request import Request
@@ -77,7 +77,9 @@ class PlanLeader:
         if message.verb is Verb.BREAK:
             if self._watch is None:
                 return message
-            if message.count and self.is_open:
+            if message.count == TOO_SHORT and not (self.is_open and self._watch.may_be_longer()):
+                return None
+            if message.count > 0 and self.is_open:
                 self._watch.waited(message.count)
             return self._hold() if self.is_open and not self._holding else None
         assert message.verb is Verb.HELD, message

@@ -40,12 +40,13 @@ from typing import NamedTuple
 
 from hvdlite.coordinator.burst import BURST_S, Burst
 from hvdlite.coordinator.frozen_plan import Batch, FrozenPlan
-from hvdlite.coordinator.messages import REMEMBERED_PLANS, PlanMessage, Response, Verb
+from hvdlite.coordinator.messages import REMEMBERED_PLANS, TOO_SHORT, PlanMessage, Response, Verb
 from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.coordinator.submission import Submission
 
 _GAP_S = 0.01  # what is missing may take so long when what is behind it in the plan is there
 _PAUSE_S = 100e-6  # between two submissions, in which others may well want the first
+_MANY = 64  # periods without a wait, after which it is worth to look for a longer plan
 _PERIODS = 3  # of which are remembered where this rank has paused
 
 
@@ -118,6 +119,8 @@ class PlanMember:
         self._moved_s = math.inf
         self._contradicted = False
         self._gave_up = False
+        self._said_too_short = False
+        self._periods = [0, 0]  # of the plan, submitted without and with a wait before them
 
     def logged(self, response: Response, pause_s: float) -> None:
         """A response of the log, which may become a part of a plan.
@@ -138,6 +141,7 @@ class PlanMember:
         if self.plan is not None:
             if self.plan.offer(submission):
                 self._moved_s = now_s
+                self._count_period(self.plan, submission.request, submission.pause_s)
                 return True
             self._contradicted |= self.plan.contradicts(submission)
         self._claimed[submission.key] = submission
@@ -149,7 +153,13 @@ class PlanMember:
         if plan is None or not plan.offer_burst(burst):
             return False
         self._moved_s = now_s
+        self._count_period(plan, burst.known.requests[0], burst.pause_s)
         return True
+
+    def _count_period(self, plan: FrozenPlan, request: Request, pause_s: float) -> None:
+        """``request`` was submitted, perhaps as the first of a period."""
+        if request == plan.entry(0):
+            self._periods[pause_s == math.inf] += 1
 
     @property
     def free(self) -> FrozenPlan | None:
@@ -171,11 +181,20 @@ class PlanMember:
         self._moved_s = now_s
 
     def complaint(self, now_s: float) -> PlanMessage | None:
-        """A wish to end the plan, once, where it does not come true."""
+        """A wish to end the plan, once, where it does not come true, or could be longer."""
+        if self._is_too_short and not self._said_too_short and self._held is None:
+            self._said_too_short = True
+            return PlanMessage(Verb.BREAK, TOO_SHORT)
         if self.plan is None or self._gave_up or self._held is not None or self.patience_s(now_s) > 0:
             return None
         self._gave_up = True
         return PlanMessage(Verb.BREAK, self.plan.ready if self.plan.is_incomplete else 0)
+
+    @property
+    def _is_too_short(self) -> bool:
+        """Whether the plan is begun again without a wait more often than not."""
+        together, waited = self._periods
+        return self.plan is not None and self.plan.is_free and together >= max(_MANY, waited)
 
     def patience_s(self, now_s: float) -> float:
         """When to ask for a `complaint`, in seconds from now."""
@@ -293,7 +312,8 @@ class PlanMember:
         self.number += 1
         self._earlier[self.number] = begun
         self._earlier.pop(self.number - REMEMBERED_PLANS - 1, None)
-        self._contradicted = self._gave_up = False
+        self._contradicted = self._gave_up = self._said_too_short = False
+        self._periods = [0, 0]
 
     def _finish(self, plan: FrozenPlan, count: int) -> None:
         """The plan has ended after so many operations."""

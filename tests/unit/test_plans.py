@@ -10,7 +10,7 @@ import pytest
 from coordinator_lab import submission
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.frozen_plan import FrozenPlan
-from hvdlite.coordinator.messages import PlanMessage, Response, Verb
+from hvdlite.coordinator.messages import TOO_SHORT, PlanMessage, Response, Verb
 from hvdlite.coordinator.order_watch import Found, OrderWatch
 from hvdlite.coordinator.plan_leader import PlanLeader
 from hvdlite.coordinator.plan_member import PlanMember
@@ -255,7 +255,7 @@ def test_a_burst_that_is_done_keeps_no_memory_alive() -> None:
         pass
 
     made = [submission(name) for name in "ab"]
-    burst = Burst(KnownBurst([(each.request, NAMED) for each in made], 2), 0, lambda: None)
+    burst = Burst(KnownBurst([(each.request, NAMED) for each in made], 2), 0, inf, lambda: None)
     memory = [Memory() for _ in made]
     burst.parts += [(0, 0, NAMED, own) for own in memory]
     alive = [weakref.ref(own) for own in memory]
@@ -268,7 +268,7 @@ def test_a_burst_that_is_done_keeps_no_memory_alive() -> None:
 def burst_of(plan: FrozenPlan, first: int) -> Burst:
     """What begins at place ``first`` of the plan, complete."""
     known = plan.known_bursts[first]
-    burst = Burst(known, 0, lambda: None)
+    burst = Burst(known, 0, inf, lambda: None)
     burst.parts += [(0, 0, NAMED, None) for _ in known.requests]
     return burst
 
@@ -291,7 +291,7 @@ def test_a_burst_is_taken_only_where_it_comes_next() -> None:
 def test_who_asks_for_a_burst_that_is_open_has_it_taken_apart(how: str) -> None:
     made = [submission(name) for name in "ab"]
     parts: list[Submission] = []
-    burst = Burst(KnownBurst([(each.request, NAMED) for each in made], 2), 0, lambda: parts.extend(burst.apart()))
+    burst = Burst(KnownBurst([(each.request, NAMED) for each in made], 2), 0, inf, lambda: parts.extend(burst.apart()))
     burst.assist = lambda future: future.succeed()  # type: ignore[attr-defined]
     burst.parts.append((0, 0, NAMED, None))
     if how == "wait":
@@ -345,6 +345,69 @@ def test_equal_operations_that_are_submitted_together_are_one_period(waits: str,
     for number, wait in enumerate(waits):
         member.logged(Response(submission("abc"[number % period]).request, NAMED), inf if wait == "x" else 0.0)
     assert member.rhythm(period, len(waits)) == times
+
+
+@pytest.mark.parametrize(("waits", "says"), [("x", False), ("x.", True), ("x...", True), ("xx.", False)])
+def test_a_plan_that_is_begun_again_without_a_wait_could_be_longer(waits: str, says: bool) -> None:
+    member = PlanMember(longest=12, patience_s=100.0)
+    member.logged(Response(submission("a").request, NAMED), inf)
+    member.obey(PlanMessage(Verb.HOLD, 1), 0.0)
+    member.obey(PlanMessage(Verb.RELEASE, 1, places=(0,)), 0.0)
+    said: list[PlanMessage] = []
+    for number in range(200):
+        made = submission("a")
+        made.pause_s = inf if waits[number % len(waits)] == "x" else 0.0
+        assert member.admit(made, 0.0)
+        assert len([*member.due(number + 1, 0.0)]) == 1
+        complaint = member.complaint(0.0)
+        said += [complaint] if complaint is not None else []
+    assert said == [PlanMessage(Verb.BREAK, TOO_SHORT)] * says  # once
+
+
+def test_what_could_be_longer_is_looked_at_once_unless_something_is_found() -> None:
+    times = 0
+    watch = OrderWatch(longest=10, rhythm=lambda period, length: period * times)
+    leader = PlanLeader([(0,)], [], watch, own=[(0,)], bursts=lambda found: range(len(found.requests)))
+
+    def is_held_as_too_short() -> bool:
+        message = leader.hear(PlanMessage(Verb.BREAK, TOO_SHORT), (0,), is_idle=True)
+        if message is None:
+            return False
+        leader.obey(message)
+        end = leader.hear(PlanMessage(Verb.HELD, 100), (0,), is_idle=True)
+        assert end == PlanMessage(Verb.END, 100)
+        leader.obey(end)
+        return True
+
+    def freeze() -> int:
+        for _ in range(7):
+            leader.saw(Response(submission("a").request, NAMED))
+        hold = leader.propose(is_idle=True)
+        assert hold is not None
+        leader.obey(hold)
+        frozen = leader.hear(PlanMessage(Verb.HELD), (0,), is_idle=True)
+        assert frozen is not None
+        leader.obey(frozen)
+        return frozen.count
+
+    times = 1
+    assert freeze() == 1
+    assert is_held_as_too_short()
+    for _ in range(7):
+        leader.saw(Response(submission("a").request, NAMED))
+    times = 0
+    assert leader.propose(is_idle=True) is None  # nor as an order that was frozen before
+    times = 1
+    assert freeze() == 1
+    assert not is_held_as_too_short()
+    leader.obey(leader.make_room() or PlanMessage(Verb.HOLD))
+    leader.obey(leader.hear(PlanMessage(Verb.HELD, 1), (0,), is_idle=True) or PlanMessage(Verb.END))
+    times = 3
+    assert freeze() == 3
+    assert is_held_as_too_short()  # it may be more by now
+    times = 1
+    assert freeze() == 1
+    assert is_held_as_too_short()
 
 
 def test_a_period_is_looked_for_as_often_as_it_comes_without_a_wait() -> None:
