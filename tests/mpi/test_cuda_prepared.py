@@ -150,6 +150,8 @@ def test_other_operations_in_between(gpus: SimulatedGpus, outcomes: list[Outcome
 def test_a_stream_that_is_captured_is_refused_and_nobody_waits(gpus: SimulatedGpus, outcomes: list[Outcome]) -> None:
     tensor = gpus.cuda.tensor((64,))
     until_enqueued(lambda: hvd.allreduce_(tensor, name="captured"), outcomes)
+    for _ in range(4 * TURNS):
+        hvd.allreduce_(tensor, name="captured")
     gpus.cuda.synchronize(gpus.stream)
     gpus.cuda.library.cuStreamBeginCapture_v2(gpus.stream, 2)  # in the mode that leaves other calls alone
     try:
@@ -157,6 +159,8 @@ def test_a_stream_that_is_captured_is_refused_and_nobody_waits(gpus: SimulatedGp
             hvd.allreduce_(tensor, name="captured")
     finally:
         gpus.cuda.library.cuStreamEndCapture(gpus.stream, ctypes.byref(ctypes.c_void_p()))
+    plan = hvdlite.runtime().group.world.coordinator._plan.plan
+    assert plan is None or plan.ready == plan.done  # nobody was told
     gpus.later(lambda: tensor.fill_(1), 0)
     hvd.allreduce_(tensor, op=hvd.Sum, name="after that")
     assert same(gpus, tensor, torch.full((64,), float(hvd.size())))
