@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from hvdlite_untraced import run_as_it_is
+
 NAME = "hvdlite"
 
 
@@ -51,15 +53,6 @@ class _Meet:
         if meets_without_variables(url):
             return stores(*args, **keywords)
         return self._by_variables(url, *args, **keywords)
-
-
-def run_as_it_is(function: Any) -> Any:
-    """``function``: where a compiled program calls it, torch.compile leaves it alone, and what it calls."""
-    eval_frame = import_module("torch._C._dynamo.eval_frame")
-    if hasattr(eval_frame, "set_code_exec_strategy"):  # from torch 2.7 on
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return function
 
 
 # What torch grants to backends that it knows, and does not ask others for.

@@ -35,6 +35,7 @@ SOURCES = (
     "csrc",
     "hvdlite",
     "hvdlite_torch_backend.py",
+    "hvdlite_untraced.py",
     "setup.py",
     "pyproject.toml",
     "README.md",

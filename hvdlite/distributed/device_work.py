@@ -12,9 +12,9 @@ from torch.futures import Future
 
 from hvdlite.distributed import streams
 from hvdlite.distributed.device_watch import Enqueued, Fallible
-from hvdlite.distributed.untraced import untraced
 from hvdlite.distributed.work import GroupWork, Waited
 from hvdlite.memory.views import OnDevice
+from hvdlite_untraced import untraced
 
 _NAP_S = 1e-3
 

@@ -27,8 +27,8 @@ from hvdlite.distributed.monitored_barrier import monitored_barrier
 from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.site import Site
 from hvdlite.distributed.torch_call import torch_call
-from hvdlite.distributed.untraced import untraced
 from hvdlite.distributed.work import GroupWork, all_of
+from hvdlite_untraced import untraced
 
 Tensors = list[torch.Tensor]
 Timeout = timedelta | None

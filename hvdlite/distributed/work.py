@@ -15,8 +15,8 @@ from torch.futures import Future
 
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.profiled import Profiled
-from hvdlite.distributed.untraced import untraced
 from hvdlite.errors import CollectiveError
+from hvdlite_untraced import untraced
 
 
 class Waited(Protocol):

@@ -31,6 +31,7 @@ COPIED = (
     "csrc",
     "hvdlite",
     "hvdlite_torch_backend.py",
+    "hvdlite_untraced.py",
     "tests",
     "setup.py",
     "pyproject.toml",
