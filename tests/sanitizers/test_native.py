@@ -22,6 +22,7 @@ UNIT_TESTS = [
     "test_native_messages.py",
     pytest.param("test_native_instruction_sets.py", marks=pytest.mark.thorough),
     "test_native_signal.py",
+    "test_native_deadline.py",
     "test_native_socket_bell.py",
     "test_control_page.py",
 ]
