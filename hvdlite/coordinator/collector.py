@@ -32,8 +32,8 @@ class Recipient(Protocol):
     def take_over(self, made: Sequence[Burst | Submission], /) -> None:
         """A burst which is complete; or submissions."""
 
-    def ring_once(self) -> None:
-        """Have `Collector.look` called in time."""
+    def look_within(self, seconds: float) -> None:
+        """Have `Collector.look` called by then."""
 
 
 class Collector:
@@ -114,7 +114,7 @@ class Collector:
         now_ns = time.monotonic_ns()
         self._open = burst = Burst(known, now_ns, self._pace.step(now_ns), self.take_apart)
         burst.assist, burst.pace, self._since_s = self._assist, self._pace, self._clock()
-        self._recipient.ring_once()
+        self._recipient.look_within(BURST_S)
         self.native.begin(burst, burst.parts, known.signatures, self._in_flight.lock)
         return burst
 

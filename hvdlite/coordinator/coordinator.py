@@ -193,6 +193,12 @@ class Coordinator:
             self._has_rung = True
             self._page.ring_self()
 
+    def look_within(self, seconds: float) -> None:
+        """There is something to be looked at by then; with the lock of what is in flight."""
+        self.at_once.shortcut.close()
+        if not self._worker.looks_within(seconds):
+            self.ring_once()
+
     @property
     def runs_free(self) -> bool:
         """Whether `at_once` may do something."""

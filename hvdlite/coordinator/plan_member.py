@@ -160,6 +160,8 @@ class PlanMember:
         """``request`` was submitted, perhaps as the first of a period."""
         if request == plan.entry(0):
             self._periods[pause_s == math.inf] += 1
+            if max(self._periods) >= 2 * _MANY:  # programs change, so what was long ago says less
+                self._periods = [times // 2 for times in self._periods]
 
     @property
     def free(self) -> FrozenPlan | None:
@@ -192,9 +194,9 @@ class PlanMember:
 
     @property
     def _is_too_short(self) -> bool:
-        """Whether the plan is begun again without a wait more often than not."""
+        """Whether the plan is begun again without a wait about as often as with one, or more often."""
         together, waited = self._periods
-        return self.plan is not None and self.plan.is_free and together >= max(_MANY, waited)
+        return self.plan is not None and self.plan.is_free and together >= max(_MANY, 3 * waited / 4)
 
     def patience_s(self, now_s: float) -> float:
         """When to ask for a `complaint`, in seconds from now."""

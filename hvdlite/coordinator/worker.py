@@ -67,7 +67,7 @@ class Worker:
         """Held by whoever is."""
         self.heard = 0
         """The count of rings that the last cycle began with: a ring that came since has yet to be followed."""
-        self._looks_at_s = -math.inf  # when the thread will have slept enough, if it sleeps
+        self._looks_at_s = math.inf  # when the thread will have slept enough, if it sleeps
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -150,6 +150,10 @@ class Worker:
         if self._is_unfinished:
             self._page.ring_self()
 
+    def looks_within(self, seconds: float) -> bool:
+        """Whether the thread is sure to look at all there is by then. From any thread."""
+        return time.monotonic() + seconds >= self._looks_at_s
+
     @property
     def _is_unfinished(self) -> bool:
         """Whether the thread has to look, or to sleep less than it may be about to; or to end."""
@@ -167,6 +171,7 @@ class Worker:
                     return
                 rings = self.heard = page.rings()
                 busy = work.cycle() or work.look(rings)
+                self._looks_at_s = math.inf  # what comes after the next line is not looked at
                 patience_s = min(work.patience_s(), self._idle_s)
                 self._looks_at_s = time.monotonic() + patience_s
             if not busy and not work.has_ended:

@@ -128,9 +128,8 @@ class Recipient:
     def take_over(self, made: Sequence[Future]) -> None:
         self.collector.handed_over()
         self.queue.extend(made)
-        self.ring_once()
 
-    def ring_once(self) -> None:
+    def look_within(self, seconds: float) -> None:
         pass
 
 

@@ -347,14 +347,16 @@ def test_equal_operations_that_are_submitted_together_are_one_period(waits: str,
     assert member.rhythm(period, len(waits)) == times
 
 
-@pytest.mark.parametrize(("waits", "says"), [("x", False), ("x.", True), ("x...", True), ("xx.", False)])
+@pytest.mark.parametrize(
+    ("waits", "says"), [("x", False), ("x.", True), ("x...", True), ("xx.", False), (1000 * "x" + 500 * "x.", True)]
+)
 def test_a_plan_that_is_begun_again_without_a_wait_could_be_longer(waits: str, says: bool) -> None:
     member = PlanMember(longest=12, patience_s=100.0)
     member.logged(Response(submission("a").request, NAMED), inf)
     member.obey(PlanMessage(Verb.HOLD, 1), 0.0)
     member.obey(PlanMessage(Verb.RELEASE, 1, places=(0,)), 0.0)
     said: list[PlanMessage] = []
-    for number in range(200):
+    for number in range(max(200, len(waits))):
         made = submission("a")
         made.pause_s = inf if waits[number % len(waits)] == "x" else 0.0
         assert member.admit(made, 0.0)

@@ -252,6 +252,25 @@ def test_the_thread_is_woken_where_it_would_sleep_too_long(sleeps_s: float, left
     stage.end()
 
 
+def test_whether_the_thread_looks_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that who has something for later on need not ring each time."""
+    stage = Stage()
+    stage.page.wait_for_sleep()
+    seen = []
+
+    def patience_s() -> float:
+        seen.append(stage.worker.looks_within(1e9))
+        return 1e3
+
+    monkeypatch.setattr(stage.work, "patience_s", patience_s)
+    assert stage.thread_works()
+    stage.page.wait_for_sleep()
+    assert seen == [False]  # it may have looked at that which comes now
+    assert stage.worker.looks_within(2e3)
+    assert not stage.worker.looks_within(5e2)
+    stage.end()
+
+
 def test_the_thread_learns_of_an_end_that_an_assistant_has_met() -> None:
     stage = Stage()
     assisted(stage, lambda: setattr(stage.work, "has_ended", True))
