@@ -12,6 +12,7 @@
 
 #include "bound_messages.h"
 #include "early_allreduce.h"
+#include "early_reduce_scatter.h"
 #include "early_turns.h"
 #include "elements.h"
 #include "polite_look.h"
@@ -87,9 +88,22 @@ void register_bound_messages(py::module_& m) {
       .def_property_readonly("error", &BoundMessages::error);
 }
 
+using Reduction = std::tuple<int, double, double>;
+
+EarlyShape early_shape(Counts numels, Counts offsets, std::uint64_t numel, Addresses places, std::uint32_t rank,
+                       int dtype, int wire_dtype, const std::optional<Reduction>& in_node) {
+  const auto wire = static_cast<DType>(wire_dtype);
+  EarlyShape shape{
+      std::move(numels), std::move(offsets), numel, std::move(places), rank, static_cast<DType>(dtype), wire, {}};
+  if (in_node) {
+    const auto& [op, prescale, postscale] = *in_node;
+    shape.in_node.emplace(wire, static_cast<Op>(op), prescale, postscale);
+  }
+  return shape;
+}
+
 void register_early_allreduce(py::module_& m) {
   using Progress = EarlyAllreduce::Progress;
-  using Reduction = std::tuple<int, double, double>;
   py::class_<EarlyTurns>(m, "EarlyTurns")
       .def(py::init<std::uintptr_t, int, int>(), "address"_a, "rank"_a, "size"_a)
       .def_static("bytes_needed", &EarlyTurns::bytes_needed, "size"_a)
@@ -104,21 +118,10 @@ void register_early_allreduce(py::module_& m) {
       .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
                        std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
                        const std::optional<Reduction>& in_node, int spin_us, double patience_s) {
-             const auto wire = static_cast<DType>(wire_dtype);
-             EarlyShape shape{std::move(numels),
-                              std::move(offsets),
-                              numel,
-                              std::move(places),
-                              rank,
-                              static_cast<DType>(dtype),
-                              wire,
-                              {}};
-             if (in_node) {
-               const auto& [op, prescale, postscale] = *in_node;
-               shape.in_node.emplace(wire, static_cast<Op>(op), prescale, postscale);
-             }
-             const std::chrono::microseconds spin(spin_us);
-             return std::make_unique<EarlyAllreduce>(counts, turns, look, std::move(shape), spin, patience_s);
+             auto shape = early_shape(std::move(numels), std::move(offsets), numel, std::move(places), rank, dtype,
+                                      wire_dtype, in_node);
+             return std::make_unique<EarlyAllreduce>(counts, turns, look, std::move(shape),
+                                                     std::chrono::microseconds(spin_us), patience_s);
            }),
            "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
            "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
@@ -128,6 +131,19 @@ void register_early_allreduce(py::module_& m) {
       .def_property_readonly("began_ns", [](const EarlyAllreduce& self) { return nanoseconds_of(self.began()); })
       .def_property_readonly("outputs", &EarlyAllreduce::outputs, py::return_value_policy::reference_internal)
       .def_property_readonly("has_news", &EarlyAllreduce::has_news);
+
+  py::class_<EarlyReduceScatter, EarlyAllreduce>(m, "EarlyReduceScatter")
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
+                       std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
+                       const std::optional<Reduction>& in_node, int spin_us, double patience_s, std::uint32_t part) {
+             auto shape = early_shape(std::move(numels), std::move(offsets), numel, std::move(places), rank, dtype,
+                                      wire_dtype, in_node);
+             return std::make_unique<EarlyReduceScatter>(counts, turns, look, std::move(shape),
+                                                         std::chrono::microseconds(spin_us), patience_s, part);
+           }),
+           "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
+           "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, "part"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
 }
 
 }  // namespace

@@ -626,6 +626,28 @@ class EarlyAllreduce(DirectCall):
     def bind(self, messages: BoundMessages) -> None:
         """Of rank 0: by what it exchanges its place with other nodes, until they are closed."""
 
+class EarlyReduceScatter(EarlyAllreduce):
+    """The same of one tensor, of which this rank wants a part of the result. Source: csrc/early_reduce_scatter.cpp."""
+
+    def __init__(
+        self,
+        counts: ReadyCounts,
+        turns: EarlyTurns,
+        look: PoliteLook,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        numel: int,
+        places: Sequence[int],
+        rank: int,
+        dtype: int,
+        wire_dtype: int,
+        in_node: tuple[int, float, float] | None,
+        spin_us: int,
+        patience_s: float,
+        part: int,
+    ) -> None:
+        """``numels``, ``offsets``: of the parts, which lie one after the other. ``part``: that which is wanted."""
+
 def load64(address: int) -> int:
     """Atomic load, sequentially consistent."""
 

@@ -10,19 +10,13 @@ from typing import Any
 import numpy as np
 
 from hvdlite._native import ReadyCounts
-from hvdlite.collectives.early_call import early_call
+from hvdlite.collectives.early_call import ANY, MEETING, NOBODYS, meeting_call
 from hvdlite.coordinator.prepared import Outcome, outcome_at, outcome_of
 from hvdlite.coordinator.request import Request
 from hvdlite.coordinator.submission import Submission
-from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.engine import Engine
-from hvdlite.memory.layout import Layout
 
-_BYTE = Layout.of([1], DType.UINT8, DType.UINT8)
-_ANY = Reduction(ReduceOp.MAX)
-_WORDS = np.array([0, 1], np.uint8)  # of who is ready for what comes after a meeting, and of who drops it
-_READY = [_WORDS.ctypes.data]
-_NOWHERE = [0]  # the address of what nobody wants
+_DROPPED = np.array([1], np.uint8)  # who drops what comes after a meeting says so in it
 
 
 def _is_begun(engine: Engine, request: Request) -> bool:
@@ -43,7 +37,7 @@ class EarlyOperations:
     def takes(self, request: Request) -> bool:
         """Up to the bytes that the backend takes at once. What differs between ranks is taken to be little."""
         nbytes = sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in request.tensors)
-        return not request.tensors_on_device and self._early.takes(max(nbytes, _BYTE.nbytes))
+        return not request.tensors_on_device and self._early.takes(max(nbytes, MEETING.nbytes))
 
     def begin(self, submission: Submission) -> None:
         """By its operation, or a meeting."""
@@ -54,8 +48,8 @@ class EarlyOperations:
             self._begin_meeting(submission.label, is_dropped=False)
 
     def _begin_meeting(self, label: str, *, is_dropped: bool) -> None:
-        word = self._engine.memory.tensors([_WORDS.ctypes.data + is_dropped], _BYTE.numels, _BYTE.offsets)
-        self._early.begin(word, _BYTE, _ANY, label)
+        words = [_DROPPED.ctypes.data] if is_dropped else NOBODYS
+        self._early.begin(self._early.tensors(words, MEETING), MEETING, ANY, label)
 
     @property
     def has_begun(self) -> bool:
@@ -84,7 +78,7 @@ class EarlyOperations:
     def _end_meeting(self, request: Request, *, is_dropped: bool) -> None:
         if not self._early.has_begun:
             self._begin_meeting(request.name, is_dropped=is_dropped)
-        self._early.finish(None, _BYTE)
+        self._early.finish(None, MEETING)
 
     def drop(self, request: Request) -> None:
         """By its operation, or a meeting."""
@@ -105,7 +99,7 @@ class MeetingAcrossNodes:
     def __init__(self, engine: Engine, counts: ReadyCounts, patience_s: float) -> None:
         assert engine.early is not None
         # What it takes is negotiation, and no message of the operation's.
-        self._call = early_call(engine.early, counts, _BYTE, _ANY, patience_s, "meeting", is_recorded=False)
+        self._call = meeting_call(engine.early, counts, patience_s, "meeting")
         self._engine = engine
         self._early = engine.early
         self._counts = counts
@@ -122,7 +116,7 @@ class MeetingAcrossNodes:
             return outcome
         call = self._call
         call.label = submission.label
-        result = call.run(_READY, _NOWHERE, plan, count, heard)
+        result = call.run(NOBODYS, NOBODYS, plan, count, heard)
         if result > Outcome.DONE_AND_RUNG:
             result = call.resume(result)
         elif result != Outcome.NOT_YET:

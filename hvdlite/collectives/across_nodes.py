@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hvdlite import _native
 from hvdlite.collectives.base import DONE, Backend, Completion, PreparedCall, TensorReduction
 from hvdlite.collectives.early import EarlyAllreduce
-from hvdlite.collectives.early_call import early_call
+from hvdlite.collectives.early_call import early_call, meeting_call
 from hvdlite.config import Config
-from hvdlite.dtypes import Reduction
+from hvdlite.dtypes import DType, Reduction
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import Buffer
 
@@ -53,3 +55,21 @@ class AcrossNodes(Backend):
         if early is None or not early.takes(layout.nbytes):
             return None
         return early_call(early, counts, layout, reduction, patience_s, label)
+
+    def prepare_reduce_scatter(
+        self,
+        counts: _native.ReadyCounts,
+        numels: Sequence[int],
+        dtype: DType,
+        wire_dtype: DType,
+        reduction: Reduction,
+        patience_s: float,
+        label: str,
+    ) -> PreparedCall | None:
+        early, layout = self.early, Layout.of(numels, dtype, wire_dtype)
+        if early is None or not early.takes(layout.nbytes):
+            return None
+        return early_call(early, counts, layout, reduction, patience_s, label, part=self.rank)
+
+    def prepare_barrier(self, counts: _native.ReadyCounts, patience_s: float, label: str) -> PreparedCall | None:
+        return None if self.early is None else meeting_call(self.early, counts, patience_s, label)

@@ -155,19 +155,21 @@ class EarlyAllreduce:
             _native.reduce([part.address], part.copies, part.numel, part.dtype, *reduction)
 
     def prepared(
-        self, counts: _native.ReadyCounts, layout: Layout, reduction: Reduction, patience_s: float
+        self, counts: _native.ReadyCounts, layout: Layout, reduction: Reduction, patience_s: float, part: int | None
     ) -> _native.EarlyAllreduce | None:
         """`begin` and `finish` in one call, unless a rank is late; None where native code finds no MPI.
 
         Args:
             patience_s: the longest wait for other ranks of the node to be ready.
+            part: of the tensors, which are then those of one, whose result alone is wanted.
         """
         if self._leaders is not None and self._leaders.endpoint.functions is None:
             return None
-        part = self._part_of(layout)
+        place = self._part_of(layout)
         in_node, _ = self._split(reduction)
-        tensors = layout.numels, layout.offsets, layout.end, part.copies, part.index, layout.dtype, layout.wire_dtype
-        return _native.EarlyAllreduce(counts, self._turns, self._look, *tensors, in_node, self._spin_us, patience_s)
+        tensors = layout.numels, layout.offsets, layout.end, place.copies, place.index, layout.dtype, layout.wire_dtype
+        how = counts, self._turns, self._look, *tensors, in_node, self._spin_us, patience_s
+        return _native.EarlyAllreduce(*how) if part is None else _native.EarlyReduceScatter(*how, part)
 
     def bind(self, call: _native.EarlyAllreduce, layout: Layout, reduction: Reduction) -> BoundSchedule:
         """Give ``call``, which cannot run, of the leader of a node, what it exchanges by; returns that."""

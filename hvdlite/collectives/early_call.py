@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 from hvdlite import _native
 from hvdlite.collectives.early import EarlyAllreduce
-from hvdlite.dtypes import Reduction
+from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.layout import Layout
 
 if TYPE_CHECKING:
     from hvdlite.collectives.bound import BoundSchedule
+
+MEETING = Layout.of([1], DType.UINT8, DType.UINT8)
+ANY = Reduction(ReduceOp.MAX)
+"""How the bytes of a meeting are reduced: 1 of who drops it, else 0."""
+NOBODYS = [0]
+"""Where zeros are that nobody has stored, and what nobody wants."""
 
 _DONE, _NOT_YET = _native.DirectCall.DONE, _native.DirectCall.NOT_YET
 _DONE_AND_RUNG, _ABORTED = _native.DirectCall.DONE_AND_RUNG, _native.DirectCall.ABORTED
@@ -26,6 +33,7 @@ class _EarlyCall:
     reduction: Reduction
     patience_s: float
     label: str
+    part: int | None
     is_recorded: bool
 
     def ready_ns(self) -> int:
@@ -100,12 +108,22 @@ class StepByStep(_EarlyCall):
         counts.set(plan, count)
         if not early.await_node(counts, plan, count, heard, self.patience_s):
             return _NOT_YET
+        inputs, outputs = self._tensors(inputs, outputs)
         early.begin(early.tensors(inputs, layout), layout, self.reduction, self.label)
         is_rung = partial(counts.has_news, heard)
         if not early.finish_soon(early.tensors(outputs, layout), layout, is_rung, self.patience_s):
             return _NOT_YET
         self.record(early.began_ns)
         return _DONE_AND_RUNG if is_rung() else _DONE
+
+    def _tensors(self, inputs: Sequence[int], outputs: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Addresses of all that lie in the layout."""
+        if self.part is None:
+            return inputs, outputs
+        itemsize, numels = self.layout.dtype.itemsize, self.layout.numels
+        starts = accumulate(numels[:-1], initial=0)
+        wanted = [outputs[0] if i == self.part else 0 for i in range(len(numels))]
+        return [inputs[0] + itemsize * start for start in starts], wanted
 
     def resume(self, result: int) -> int:
         raise AssertionError(result)  # `run` has raised what went wrong
@@ -128,6 +146,7 @@ def early_call(
     patience_s: float,
     label: str,
     *,
+    part: int | None = None,
     is_recorded: bool = True,
 ) -> EarlyCall:
     """A prepared call by ``early``, which takes as many bytes.
@@ -135,9 +154,15 @@ def early_call(
     Args:
         patience_s: how long others may be late before the coordinator waits for them.
         label: for people.
+        part: see `EarlyAllreduce.prepared`.
         is_recorded: by the recorder of ``early``, when it is done.
     """
-    direct = early.prepared(counts, layout, reduction, patience_s)
+    direct = early.prepared(counts, layout, reduction, patience_s, part)
     if direct is None:
-        return StepByStep(early, layout, reduction, patience_s, label, is_recorded, counts)
-    return InOneCall(early, layout, reduction, patience_s, label, is_recorded, direct)
+        return StepByStep(early, layout, reduction, patience_s, label, part, is_recorded, counts)
+    return InOneCall(early, layout, reduction, patience_s, label, part, is_recorded, direct)
+
+
+def meeting_call(early: EarlyAllreduce, counts: _native.ReadyCounts, patience_s: float, label: str) -> EarlyCall:
+    """One in which all ranks meet, and nothing is reduced: a message of a byte, of tensors that are `NOBODYS`."""
+    return early_call(early, counts, MEETING, ANY, patience_s, label, is_recorded=False)
