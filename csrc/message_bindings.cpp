@@ -12,6 +12,7 @@
 
 #include "bound_messages.h"
 #include "early_allreduce.h"
+#include "early_gather.h"
 #include "early_reduce_scatter.h"
 #include "early_turns.h"
 #include "elements.h"
@@ -131,6 +132,28 @@ void register_early_allreduce(py::module_& m) {
       .def_property_readonly("began_ns", [](const EarlyAllreduce& self) { return nanoseconds_of(self.began()); })
       .def_property_readonly("outputs", &EarlyAllreduce::outputs, py::return_value_policy::reference_internal)
       .def_property_readonly("has_news", &EarlyAllreduce::has_news);
+
+  m.def("packet_room", &packet_room, "bytes"_a);
+  using Places = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint64_t>;
+  py::class_<EarlyGather, EarlyAllreduce>(m, "EarlyGather")
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
+                       std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
+                       const std::optional<Reduction>& in_node, int spin_us, double patience_s,
+                       std::vector<std::int64_t> numbers, std::size_t column, std::uint64_t row_bytes, bool is_alltoall,
+                       std::uint32_t job_rank, const Places& packets, std::uintptr_t room) {
+             auto shape = early_shape(std::move(numels), std::move(offsets), numel, std::move(places), rank, dtype,
+                                      wire_dtype, in_node);
+             GatherShape rows{std::move(numbers), column, row_bytes, is_alltoall};
+             const auto& [own, all, bytes, beside] = packets;
+             return std::make_unique<EarlyGather>(counts, turns, look, std::move(shape),
+                                                  std::chrono::microseconds(spin_us), patience_s, std::move(rows),
+                                                  job_rank, PacketPlaces{own, all, bytes, beside}, room);
+           }),
+           "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
+           "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, "numbers"_a, "column"_a, "row_bytes"_a,
+           "is_alltoall"_a, "job_rank"_a, "packets"_a, "room"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>())
+      .def_property_readonly("is_valid", &EarlyGather::is_valid);
 
   py::class_<EarlyReduceScatter, EarlyAllreduce>(m, "EarlyReduceScatter")
       .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,

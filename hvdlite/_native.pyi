@@ -626,6 +626,50 @@ class EarlyAllreduce(DirectCall):
     def bind(self, messages: BoundMessages) -> None:
         """Of rank 0: by what it exchanges its place with other nodes, until they are closed."""
 
+def packet_room(bytes: int) -> int:
+    """The room that packets of an `EarlyGather` have for so many."""
+
+class EarlyGather(EarlyAllreduce):
+    """An allgather or alltoall of few bytes between nodes, in one call. Source: csrc/early_gather.h.
+
+    It is `BEGUN` also where all have come, and numbers were told: others give something else than was expected, which
+    they are expected to give from then on, or more than there is room for.
+
+    Attributes:
+        is_valid: whether its packets are those that other ranks send; else it cannot run.
+    """
+
+    is_valid: bool
+
+    def __init__(
+        self,
+        counts: ReadyCounts,
+        turns: EarlyTurns,
+        look: PoliteLook,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        numel: int,
+        places: Sequence[int],
+        rank: int,
+        dtype: int,
+        wire_dtype: int,
+        in_node: tuple[int, float, float] | None,
+        spin_us: int,
+        patience_s: float,
+        numbers: Sequence[int],
+        column: int,
+        row_bytes: int,
+        is_alltoall: bool,
+        job_rank: int,
+        packets: tuple[int, int, int, int],
+        room: int,
+    ) -> None:
+        """``numels``, ``offsets``: of packets; ``numbers`` and so on: see `PreparedGather`.
+
+        ``packets``: addresses of that of this rank, and of all; bytes of one, and of the room beside its numbers.
+        ``room``: address of a word, which changes where ranks send other packets.
+        """
+
 class EarlyReduceScatter(EarlyAllreduce):
     """The same of one tensor, of which this rank wants a part of the result. Source: csrc/early_reduce_scatter.cpp."""
 

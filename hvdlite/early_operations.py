@@ -62,8 +62,9 @@ class EarlyOperations:
 
     def is_met(self, request: Request) -> bool:
         """Who drops a meeting says so in it."""
+        operation: Any = request
         if _is_begun(self._engine, request):
-            return False
+            return bool(operation.is_met(self._engine, self._early.result_address))
         return not ctypes.c_uint8.from_address(self._early.result_address).value
 
     def look(self, is_disturbed: Callable[[], bool]) -> bool:

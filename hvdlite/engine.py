@@ -12,7 +12,7 @@ from hvdlite.collectives.exchange import Exchange
 from hvdlite.config import Tunable
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.memory.layout import ALIGNMENT, Layout
-from hvdlite.memory.packets import Packets
+from hvdlite.memory.packets import Packets, Rooms
 from hvdlite.memory.views import Buffer, TensorView
 from hvdlite.recorder import Recorder
 from hvdlite.topology import Topology
@@ -80,6 +80,7 @@ class Engine:
         chunk = staging.narrow(0, max(ALIGNMENT, min(chunk_bytes, staging.nbytes) // ALIGNMENT * ALIGNMENT))
         self._staging = {dtype: staging.as_dtype(dtype) for dtype in DType}
         self._packets: dict[tuple[int, int], Packets] = {}
+        self.rooms = Rooms()
         self._chunks = {dtype: chunk.as_dtype(dtype) for dtype in DType}
 
     def staging(self, dtype: DType) -> Buffer:

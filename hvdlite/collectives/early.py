@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hvdlite import _native
 from hvdlite.collectives.polite import polite_look
@@ -29,6 +29,8 @@ from hvdlite.recorder import Lane, Recorder
 if TYPE_CHECKING:
     from hvdlite.collectives.bound import BoundSchedule
     from hvdlite.collectives.requests import Endpoint
+
+E = TypeVar("E", bound=_native.EarlyAllreduce)
 
 MOST_BYTES = 32 << 10
 
@@ -155,13 +157,18 @@ class EarlyAllreduce:
             _native.reduce([part.address], part.copies, part.numel, part.dtype, *reduction)
 
     def prepared(
-        self, counts: _native.ReadyCounts, layout: Layout, reduction: Reduction, patience_s: float, part: int | None
-    ) -> _native.EarlyAllreduce | None:
+        self,
+        counts: _native.ReadyCounts,
+        layout: Layout,
+        reduction: Reduction,
+        patience_s: float,
+        make: Callable[..., E],
+    ) -> E | None:
         """`begin` and `finish` in one call, unless a rank is late; None where native code finds no MPI.
 
         Args:
             patience_s: the longest wait for other ranks of the node to be ready.
-            part: of the tensors, which are then those of one, whose result alone is wanted.
+            make: the call, of what `hvdlite._native.EarlyAllreduce` takes.
         """
         if self._leaders is not None and self._leaders.endpoint.functions is None:
             return None
@@ -169,7 +176,7 @@ class EarlyAllreduce:
         in_node, _ = self._split(reduction)
         tensors = layout.numels, layout.offsets, layout.end, place.copies, place.index, layout.dtype, layout.wire_dtype
         how = counts, self._turns, self._look, *tensors, in_node, self._spin_us, patience_s
-        return _native.EarlyAllreduce(*how) if part is None else _native.EarlyReduceScatter(*how, part)
+        return make(*how)
 
     def bind(self, call: _native.EarlyAllreduce, layout: Layout, reduction: Reduction) -> BoundSchedule:
         """Give ``call``, which cannot run, of the leader of a node, what it exchanges by; returns that."""
@@ -236,10 +243,14 @@ class EarlyAllreduce:
             self._memory.unpack(part, 0, outputs, layout.dtype)
         self._part = None
 
-    def drop(self, layout: Layout, reduction: Reduction, label: str) -> None:
-        """Some ranks have begun what will not be done: bring it to its end. All ranks call it at one place."""
+    def drop(self, inputs: _native.TensorList | None, layout: Layout, reduction: Reduction, label: str) -> None:
+        """Some ranks have begun what will not be done: bring it to its end. All ranks call it at one place.
+
+        Args:
+            inputs: of who has not begun, where others look at them.
+        """
         if not self.has_begun:
-            self.begin(None, layout, reduction, label)
+            self.begin(inputs, layout, reduction, label)
         self.finish(None, layout)
 
     def comes_soon(self, is_disturbed: Callable[[], bool], patience_s: float) -> bool:

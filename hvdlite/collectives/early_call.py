@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hvdlite import _native
 from hvdlite.collectives.early import EarlyAllreduce
-from hvdlite.dtypes import DType, ReduceOp, Reduction
+from hvdlite.dtypes import SUM, DType, ReduceOp, Reduction
 from hvdlite.memory.layout import Layout
+from hvdlite.memory.packets import Packets
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from hvdlite.collectives.bound import BoundSchedule
 
 MEETING = Layout.of([1], DType.UINT8, DType.UINT8)
@@ -68,16 +71,22 @@ class InOneCall(_EarlyCall):
         return result
 
     def resume(self, result: int) -> int:
-        direct, early = self.direct, self.early
+        direct = self.direct
         assert result == direct.BEGUN, result
-        early.take_over(direct, self.layout, self.reduction, self.label)
-        is_done = early.finish_soon(direct.outputs, self.layout, lambda: direct.has_news, self.patience_s)
-        if is_done:
-            self.record(early.began_ns)
+        is_done = self.finish()
         ended = _NOT_YET if not is_done else _DONE_AND_RUNG if direct.has_news else _DONE
         plan, count, _ = direct.last()
         self._resumed = plan, count, ended
         return ended
+
+    def finish(self) -> bool:
+        """Bring to its end what `direct` has begun, if it comes soon; whether it has."""
+        direct, early = self.direct, self.early
+        early.take_over(direct, self.layout, self.reduction, self.label)
+        is_done = early.finish_soon(direct.outputs, self.layout, lambda: direct.has_news, self.patience_s)
+        if is_done:
+            self.record(early.began_ns)
+        return is_done
 
     def count_done(self, times: int) -> None:
         if self._schedule is not None:
@@ -154,10 +163,14 @@ def early_call(
     Args:
         patience_s: how long others may be late before the coordinator waits for them.
         label: for people.
-        part: see `EarlyAllreduce.prepared`.
+        part: of the tensors, which are then those of one, whose result alone is wanted.
         is_recorded: by the recorder of ``early``, when it is done.
     """
-    direct = early.prepared(counts, layout, reduction, patience_s, part)
+
+    def make(*how: Any) -> _native.EarlyAllreduce:
+        return _native.EarlyAllreduce(*how) if part is None else _native.EarlyReduceScatter(*(*how, part))
+
+    direct = early.prepared(counts, layout, reduction, patience_s, make)
     if direct is None:
         return StepByStep(early, layout, reduction, patience_s, label, part, is_recorded, counts)
     return InOneCall(early, layout, reduction, patience_s, label, part, is_recorded, direct)
@@ -166,3 +179,57 @@ def early_call(
 def meeting_call(early: EarlyAllreduce, counts: _native.ReadyCounts, patience_s: float, label: str) -> EarlyCall:
     """One in which all ranks meet, and nothing is reduced: a message of a byte, of tensors that are `NOBODYS`."""
     return early_call(early, counts, MEETING, ANY, patience_s, label, is_recorded=False)
+
+
+@dataclass(eq=False)
+class GatherCall(InOneCall):
+    """One that tells, and gives (`hvdlite.operations.telling`), by ``packets``, which ranks send now.
+
+    Args:
+        room: that ranks make, as a word.
+    """
+
+    direct: _native.EarlyGather
+    packets: Packets
+    room: np.ndarray
+
+    def resume(self, result: int) -> int:
+        """What all have told is in `packets`, unless others are late: `NOT_YET`."""
+        direct = self.direct
+        assert result == direct.BEGUN, result
+        if direct.progress == _native.BoundMessages.DONE:
+            self.count_done(1)
+            self.record(direct.began_ns)
+            return result
+        if self.finish():
+            return result
+        plan, count, _ = direct.last()
+        self._resumed = plan, count, _NOT_YET
+        return _NOT_YET
+
+
+def gather_call(
+    early: EarlyAllreduce,
+    counts: _native.ReadyCounts,
+    packets: Packets,
+    room: np.ndarray,
+    rows: tuple[Sequence[int], int, int, bool],
+    patience_s: float,
+    label: str,
+) -> GatherCall | None:
+    """A prepared call by ``early``, which takes as many bytes; None where native code finds no MPI.
+
+    Args:
+        packets: of which each rank sends its own.
+        room: see `GatherCall`.
+        rows: numbers, column, bytes of a row, and whether it is an alltoall, as `Backend.prepare_gather` takes them.
+    """
+    places, word = packets.places, room.ctypes.data
+
+    def make(*how: Any) -> _native.EarlyGather:
+        return _native.EarlyGather(*(*how, *rows, packets.rank, places, word))
+
+    direct = early.prepared(counts, packets.layout, SUM, patience_s, make)
+    if direct is None:
+        return None
+    return GatherCall(early, packets.layout, SUM, patience_s, label, None, True, direct, packets, room)

@@ -98,6 +98,8 @@ class AtOnce:
             if not worker.begin():
                 return False
             self._settle()
+            if not prepared.is_valid:  # another thread has come before
+                return False
             begun = self._begin(prepared.request, sequence)
             if begun is None and self._is_free() and self._change(prepared.request):
                 begun = self._begin(prepared.request, sequence)

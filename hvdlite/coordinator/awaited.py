@@ -23,6 +23,7 @@ class Awaited:
     """
 
     native = None
+    is_valid = True
 
     def __init__(self, submission: Submission, meeting: Meeting, execute: Callable[[Submission], None]) -> None:
         self._submission = submission

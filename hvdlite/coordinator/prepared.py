@@ -50,6 +50,10 @@ class Prepared(Protocol[T]):
         """Its name, for people."""
 
     @property
+    def is_valid(self) -> bool:
+        """Whether it is still what ranks do; else another one has to be made."""
+
+    @property
     def native(self) -> Native[T] | None:
         """The same, if it is one native call, which others may make in its place."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +13,8 @@ from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout, align_up
 
 _NUMBER = np.dtype(np.int64)
+_REMEMBERED = 1024  # operations
+_DROPPED = -1  # instead of numbers, by who tells nothing
 
 Piece = tuple[int, int]
 """(where it begins, bytes)."""
@@ -25,7 +28,7 @@ class Packets:
         room: bytes that have place beside them.
 
     Attributes:
-        room: the same.
+        rank, room: the same.
         layout: of what is summed.
         sources, targets: the tensors.
     """
@@ -34,6 +37,7 @@ class Packets:
         self.layout = self.layout_of(size, width, room)
         packet_bytes = self.layout.numels[0]
         self._memory = memory
+        self.rank = rank
         self._start = width * _NUMBER.itemsize
         self.room = room
         self._own = np.zeros(packet_bytes, np.uint8)
@@ -45,6 +49,8 @@ class Packets:
         own = [self._own_address if other == rank else 0 for other in range(size)]
         self.sources = memory.tensors(own, self.layout.numels, self.layout.offsets)
         self.targets = memory.tensors(self._addresses[:1], [self._all.nbytes], [0])
+        self.places = self._own_address, self._addresses[0], packet_bytes, room
+        """For native code: of this rank's packet, of all, the bytes of one, and ``room``."""
 
     @staticmethod
     @lru_cache
@@ -63,6 +69,16 @@ class Packets:
                     self._memory.copy(at, address, nbytes)
                     at += nbytes
 
+    def write_dropped(self) -> None:
+        """This rank's packet, which tells nothing."""
+        self._own_numbers[:] = _DROPPED
+
+    def are_all_at(self, address: int) -> bool:
+        """Of a sum that lies there: whether every rank has told something."""
+        packets = np.ctypeslib.as_array((ctypes.c_uint8 * self._all.nbytes).from_address(address))
+        firsts = packets.reshape(self._all.shape)[:, : _NUMBER.itemsize].view(_NUMBER)
+        return bool((firsts != _DROPPED).all())
+
     @property
     def numbers(self) -> list[list[int]]:
         """Those of all ranks."""
@@ -75,3 +91,32 @@ class Packets:
             if nbytes:
                 self._memory.copy(target, address + self._start + start, nbytes)
                 target += nbytes
+
+
+class Rooms:
+    """How much room ranks make beside their numbers: enough for what they gave the last time.
+
+    The same on all ranks, also in what is forgotten: only what changes is noted, of operations that all have done.
+    """
+
+    def __init__(self) -> None:
+        self._words: dict[Hashable, np.ndarray] = {}
+
+    def word(self, operation: Hashable) -> np.ndarray | None:
+        """Where it is, as one int64; another number from when it is no longer so."""
+        return self._words.get(operation)
+
+    def of(self, operation: Hashable) -> int:
+        """0 where that is not known."""
+        word = self._words.get(operation)
+        return 0 if word is None else int(word[0])
+
+    def note(self, operation: Hashable, room: int) -> None:
+        """From now on."""
+        if room == self.of(operation):
+            return
+        word = self._words.pop(operation, None)
+        self._words[operation] = word = np.zeros(1, _NUMBER) if word is None else word
+        word[0] = room
+        if len(self._words) > _REMEMBERED:
+            self._words.pop(next(iter(self._words)))[0] = _DROPPED

@@ -15,8 +15,7 @@ from hvdlite.group import Group
 from hvdlite.memory.base import Memory
 from hvdlite.memory.packets import Piece
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.operation import Work
-from hvdlite.operations.telling import Telling
+from hvdlite.operations.telling import Telling, Told
 from hvdlite.recorder import Lane
 
 
@@ -78,16 +77,15 @@ class Allgather(Telling):
     def column(self, rank: int) -> int:
         return 0
 
-    def run(self, engine: Engine, work: Work, label: str) -> None:
-        ((_, submission),) = work
+    def give(self, engine: Engine, submission: Submission, told: Told, label: str) -> None:
         assert submission.allocate is not None
-        told, packets = self.tell(engine, submission, label)
+        numbers_of, packets = told
         for i, (spec, view, row_bytes) in enumerate(zip(self.tensors, submission.inputs, self.row_bytes, strict=True)):
-            rows = [numbers[i] for numbers in told]
+            rows = [numbers[i] for numbers in numbers_of]
             result = submission.allocate(i, (sum(rows), *spec.shape))
             nbytes = [row_bytes * count for count in rows]
             if packets is not None:
-                before = [self.nbytes([*numbers[:i]]) for numbers in told]
+                before = [self.nbytes([*numbers[:i]]) for numbers in numbers_of]
                 packets.read(result.address, [*zip(before, nbytes, strict=True)])
                 continue
             targets = [result.address + start for start in accumulate(nbytes[:-1], initial=0)]

@@ -10,8 +10,7 @@ from hvdlite.engine import Engine
 from hvdlite.group import Group
 from hvdlite.memory.packets import Piece
 from hvdlite.memory.views import TensorView
-from hvdlite.operations.operation import Work
-from hvdlite.operations.telling import Telling
+from hvdlite.operations.telling import Telling, Told
 from hvdlite.recorder import Lane
 
 
@@ -65,16 +64,15 @@ class Alltoall(Telling):
     def column(self, rank: int) -> int:
         return rank
 
-    def run(self, engine: Engine, work: Work, label: str) -> tuple[int, ...]:
-        ((_, submission),) = work
+    def give(self, engine: Engine, submission: Submission, told: Told, label: str) -> tuple[int, ...]:
         assert submission.allocate is not None
-        told, packets = self.tell(engine, submission, label)
-        received = tuple([numbers[engine.rank] for numbers in told])
+        numbers_of, packets = told
+        received = tuple([numbers[engine.rank] for numbers in numbers_of])
         result = submission.allocate(0, (sum(received), *self.tensors[0].shape))
         row_bytes = self.row_bytes[0]
         taken = [rows * row_bytes for rows in received]
         if packets is not None:
-            before = [self.nbytes(numbers[: engine.rank]) for numbers in told]
+            before = [self.nbytes(numbers[: engine.rank]) for numbers in numbers_of]
             packets.read(result.address, [*zip(before, taken, strict=True)])
             return received
         sent = [rows * row_bytes for rows in submission.splits]

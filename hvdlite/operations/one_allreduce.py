@@ -58,8 +58,12 @@ class OneAllreduce(Operation):
         early.begin(sources, layout, self.reduced_by(engine, layout), submission.label)
 
     def drop_early(self, engine: Engine) -> None:
+        self._drop_early(engine, None)
+
+    def _drop_early(self, engine: Engine, sources: TensorList | None) -> None:
+        """With ``sources`` of who has not begun."""
         early, layout = self._early(engine)
-        early.drop(layout, self.reduced_by(engine, layout), self.name)
+        early.drop(sources, layout, self.reduced_by(engine, layout), self.name)
 
     def _early(self, engine: Engine) -> tuple[EarlyAllreduce, Layout]:
         layout = self.layout_in(engine)

@@ -87,6 +87,13 @@ class Operation(Request):
         """Some ranks have begun what will not be done; all ranks call it at one place."""
         raise NotImplementedError
 
+    def is_met(self, engine: Engine, address: int) -> bool:
+        """Of what was begun early, and has come at ``address``: whether nobody has dropped it, so that all execute it.
+
+        False, where nobody waits inside for others that have to be at it.
+        """
+        return False
+
     @abstractmethod
     def run(self, engine: Engine, work: Work, label: str) -> object:
         """Do it, together with all other ranks; return what the user gets.

@@ -73,6 +73,11 @@ class PreparedOperation:
         self._dtype = dtype
 
     @property
+    def is_valid(self) -> bool:
+        """See `hvdlite.coordinator.prepared.Prepared`."""
+        return True
+
+    @property
     def native(self) -> PreparedOperation | None:
         """See `hvdlite.coordinator.prepared.Prepared`."""
         return None if self.signature is None or self.direct is None else self
@@ -141,7 +146,11 @@ class PreparedOperation:
 def prepared_once(group: Group, key: Hashable, make: Callable[[], P | None]) -> P | None:
     """What ``make`` has made for ``key``, which it does once; None where it cannot be prepared."""
     known: Remembered[P | None] = group.world.coordinator.at_once.prepared
-    return known[key] if key in known else known.remember(key, make())
+    if key in known:
+        prepared = known[key]
+        if prepared is None or prepared.is_valid:
+            return prepared
+    return known.remember(key, make())
 
 
 def has_come_before(group: Group, key: Hashable) -> bool:

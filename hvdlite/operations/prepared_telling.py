@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdlite._native import DirectCall
 from hvdlite.collectives.base import PreparedCall
+from hvdlite.collectives.early_call import GatherCall, gather_call
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.request import NAMED
@@ -46,10 +47,15 @@ class PreparedTelling(PreparedOperation):
         world = group.world
         counts, patience_s = world.coordinator.counts, world.config.caller_patience_s
         (row_bytes,) = request.row_bytes
-        call = world.engine.backend.prepare_gather(
-            counts, numbers, request.column(group.rank), row_bytes, request.is_alltoall, patience_s, request.name
-        )
-        return None if call is None else cls(group, request, call, numbers, resize)
+        rows = numbers, request.column(group.rank), row_bytes, request.is_alltoall
+        packets, room = request.packets_in(world.engine), world.engine.rooms.word(request)
+        if world.engine.early is None:
+            call = world.engine.backend.prepare_gather(counts, *rows, patience_s, request.name)
+            return None if call is None else cls(group, request, call, numbers, resize)
+        if packets is None or room is None:
+            return None
+        across = gather_call(world.engine.early, counts, packets, room, rows, patience_s, request.name)
+        return None if across is None else AcrossNodes(group, request, across, numbers, resize)
 
     def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:
         """See `hvdlite.coordinator.prepared.Prepared`."""
@@ -65,11 +71,16 @@ class PreparedTelling(PreparedOperation):
         if result != DirectCall.BEGUN:
             return super().ended(result, tensors)
         plan, count, _ = self._call.last()
-        response = Response(self.request, NAMED)
-        self.request.run(self._engine, [(response, self.submission(NAMED, tensors))], self.label)
+        if not self._go_on(self.submission(NAMED, tensors)):
+            return Outcome.NOT_YET
         self._count(1)
         self._finished = plan, count
         return Outcome.DONE_AND_RUNG  # perhaps it was
+
+    def _go_on(self, submission: Submission) -> bool:
+        """From where the native call has ended; whether others were not late."""
+        self.request.run(self._engine, [(Response(self.request, NAMED), submission)], self.label)
+        return True
 
     def outcome(self, plan: int, count: int) -> Outcome | None:
         """See `hvdlite.coordinator.prepared.Prepared`."""
@@ -87,3 +98,21 @@ class PreparedTelling(PreparedOperation):
             splits=self._numbers,
             allocate=lambda _, shape: self._resize(result, shape),
         )
+
+
+class AcrossNodes(PreparedTelling):
+    """By packets, of which ranks choose other ones where they give much more, or less."""
+
+    _call: GatherCall
+
+    @property
+    def is_valid(self) -> bool:
+        """See `PreparedOperation`."""
+        return self._call.direct.is_valid
+
+    def _go_on(self, submission: Submission) -> bool:
+        call = self._call
+        if call.resume(DirectCall.BEGUN) != DirectCall.BEGUN:
+            return False
+        self.request.go_on(self._engine, submission, call.packets, self.label)
+        return True

@@ -13,20 +13,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from hvdlite import _native
 from hvdlite.collectives.node_gather import NodeGather
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, Reduction
 from hvdlite.engine import Engine
-from hvdlite.memory.layout import Layout, align_up
+from hvdlite.memory.layout import Layout
 from hvdlite.memory.packets import Packets, Piece
 from hvdlite.operations.one_allreduce import OneAllreduce
+from hvdlite.operations.operation import Work
 from hvdlite.recorder import Lane
 
 if TYPE_CHECKING:
     from hvdlite._native import TensorList
-
-_LEAST_ROOM = 64
-_ROOM_UNIT = 512  # as there are packets for each size
 
 
 class Told(NamedTuple):
@@ -77,9 +76,21 @@ class Telling(OneAllreduce):
         """Of each tensor."""
         return [math.prod(spec.shape) * spec.dtype.itemsize for spec in self.tensors]
 
-    def tell(self, engine: Engine, submission: Submission, label: str) -> Told:
+    @abstractmethod
+    def give(self, engine: Engine, submission: Submission, told: Told, label: str) -> object:
+        """What is left to be done when all have told; returns what the user gets."""
+
+    def run(self, engine: Engine, work: Work, label: str) -> object:
+        ((_, submission),) = work
+        return self.give(engine, submission, self._tell(engine, submission, label), label)
+
+    def go_on(self, engine: Engine, submission: Submission, packets: Packets, label: str) -> None:
+        """`run`, where all have told by ``packets`` already."""
+        self.give(engine, submission, self._told_by(packets, engine), label)
+
+    def _tell(self, engine: Engine, submission: Submission, label: str) -> Told:
         """What all ranks tell, this one by ``submission``."""
-        packets, own, gather = self._packets(engine), self.numbers(submission), engine.backend.gather
+        packets, own, gather = self.packets_in(engine), self.numbers(submission), engine.backend.gather
         if gather is not None and gather.takes(len(own)):
             with engine.recorder.span(self.lane, label, self.nbytes(own)):
                 numbers = gather.tell(own, self.pieces(submission), label)
@@ -87,33 +98,52 @@ class Telling(OneAllreduce):
         if packets is None:
             return Told(engine.exchange.tell(own, label), None)
         self.reduce(engine, submission, packets.layout, label)
-        numbers = packets.numbers
-        return Told(numbers, packets if max(map(self.nbytes, numbers)) <= packets.room else None)
+        return self._told_by(packets, engine)
 
-    def _packets(self, engine: Engine) -> Packets | None:
+    def _told_by(self, packets: Packets, engine: Engine) -> Told:
+        numbers = packets.numbers
+        most = max(map(self.nbytes, numbers))
+        engine.rooms.note(self, _native.packet_room(most))
+        return Told(numbers, packets if most <= packets.room else None)
+
+    def packets_in(self, engine: Engine) -> Packets | None:
+        """By which ranks tell the next time; None where they do it otherwise."""
         if engine.early is None:
             return None
         width, wanted = self.packet(engine.size)
-        return engine.packets(width, _LEAST_ROOM if wanted <= _LEAST_ROOM else align_up(wanted, _ROOM_UNIT))
-
-    def layout_in(self, engine: Engine) -> Layout | None:
-        packets = self._packets(engine)
-        return None if packets is None else packets.layout
-
-    def early_layout(self, engine: Engine) -> Layout | None:
-        """None: where there is no room for what they give, ranks wait inside for others, which have to be at it."""
+        least = _native.packet_room(wanted)
+        for room in (max(engine.rooms.of(self), least), least):  # of what is too much numbers are told at least
+            packets = engine.packets(width, room)
+            if packets is not None:
+                return packets
         return None
 
+    def layout_in(self, engine: Engine) -> Layout | None:
+        packets = self.packets_in(engine)
+        return None if packets is None else packets.layout
+
     def sources(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
-        packets = self._packets(engine)
+        packets = self.packets_in(engine)
         assert packets is not None, self
         packets.write(self.numbers(submission), self.pieces(submission))
         return packets.sources
 
     def targets(self, engine: Engine, submission: Submission, layout: Layout) -> TensorList:
-        packets = self._packets(engine)
+        packets = self.packets_in(engine)
         assert packets is not None, self
         return packets.targets
 
     def reduced_by(self, engine: Engine, layout: Layout) -> Reduction:
         return SUM
+
+    def drop_early(self, engine: Engine) -> None:
+        packets = self.packets_in(engine)
+        assert packets is not None, self
+        packets.write_dropped()
+        self._drop_early(engine, packets.sources)
+
+    def is_met(self, engine: Engine, address: int) -> bool:
+        """Where there is no room for what they give, ranks wait inside for others, which have to be at it."""
+        packets = self.packets_in(engine)
+        assert packets is not None, self
+        return packets.are_all_at(address)

@@ -80,9 +80,9 @@ MUTANTS = [
         _EARLY,
     ),
     Mutant(
-        "hvdlite/early_operations.py",
-        "_ANY = Reduction(ReduceOp.MAX)",
-        "_ANY = Reduction(ReduceOp.MIN)",
+        "hvdlite/collectives/early_call.py",
+        "ANY = Reduction(ReduceOp.MAX)",
+        "ANY = Reduction(ReduceOp.MIN)",
         _EARLY,
     ),
     Mutant(

@@ -19,8 +19,16 @@ QEMU = "qemu-aarch64-static"
 FLAGS = ["-std=c++17", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-iquote", ROOT / "csrc"]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
 SOURCES = [
-    *("ascending_copy", "bound_messages", "deadline", "early_allreduce", "early_turns", "heartbeat"),
-    *("instruction_set", "ordered_exchange", "pack", "places_in_turn", "prepared_allreduce", "prepared_broadcast"),
+    *("ascending_copy", "bound_messages", "deadline", "early_allreduce", "early_turns", "expected_rows"),
+    *(
+        "heartbeat",
+        "instruction_set",
+        "ordered_exchange",
+        "pack",
+        "places_in_turn",
+        "prepared_allreduce",
+        "prepared_broadcast",
+    ),
     *("prepared_gather", "prepared_in_node", "prepared_reduce_scatter", "ready_counts", "reduce", "signal"),
     *("small_allreduce", "small_gather", "socket_bell", "staged_allreduce", "streaming_copy"),
 ]

@@ -225,7 +225,7 @@ def test_ranks_in_native_code_and_in_python_do_the_same(ways: str, chance: float
                 if comm.rank % 2 == 1:
                     tensors = rank.early.tensors([value.ctypes.data], rank.layout)
                     rank.early.begin(tensors, rank.layout, reduction, "dropped")
-                rank.early.drop(rank.layout, reduction, "dropped")
+                rank.early.drop(None, rank.layout, reduction, "dropped")
                 rank.counts.set(1, number)
                 continue
             if way == "P":

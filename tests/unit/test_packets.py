@@ -9,7 +9,7 @@ import pytest
 
 from hvdlite import _native
 from hvdlite.dtypes import DType
-from hvdlite.memory.packets import Packets
+from hvdlite.memory.packets import Packets, Rooms
 
 
 class Host:
@@ -24,8 +24,8 @@ def packets_of(size: int, width: int, room: int) -> list[Packets]:
     return [Packets(memory, rank, size, width, room) for rank in range(size)]
 
 
-def add(packets: list[Packets]) -> None:
-    """What an allreduce does with them."""
+def add(packets: list[Packets]) -> np.ndarray:
+    """What an allreduce does with them; where the sum lies."""
     layout, byte = packets[0].layout, DType.UINT8
     total = np.zeros(layout.end, np.uint8)
     for each in packets:
@@ -34,6 +34,7 @@ def add(packets: list[Packets]) -> None:
         total += part
     for each in packets:
         each.targets.unpack(total.ctypes.data, 0, layout.end, byte, byte)
+    return total
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -76,3 +77,31 @@ def test_without_room_the_numbers_are_told() -> None:
     add(packets)
     assert packets[1].numbers == [[0], [1], [2]]
     assert packets[1].room == 64
+
+
+@pytest.mark.parametrize("dropped", [[], [0], [1, 2], [0, 1, 2]])
+def test_a_sum_shows_whether_all_have_told(dropped: list[int]) -> None:
+    packets = packets_of(3, 2, 64)
+    for rank, each in enumerate(packets):
+        each.write([0, rank], [])
+        if rank in dropped:
+            each.write_dropped()
+    assert packets[1].are_all_at(add(packets).ctypes.data) is not bool(dropped)
+
+
+def test_rooms_are_forgotten_alike_whoever_looks_at_them() -> None:
+    looked_at, other = Rooms(), Rooms()
+    word = None
+    for number in range(2000):
+        for rooms in (looked_at, other):
+            rooms.note(number, 64)
+            rooms.note(0, 128 if number < 1000 else 256)
+        if number == 10:
+            word = looked_at.word(0)
+        looked_at.of(number // 2), looked_at.word(number // 3)
+    assert word is not None and word[0] == 256
+    assert [looked_at.of(number) for number in range(2000)] == [other.of(number) for number in range(2000)]
+    for number in range(2000, 4000):
+        looked_at.note(number, 64)
+    assert looked_at.of(0) == 0 and looked_at.word(0) is None
+    assert word[0] not in (0, 256)  # who has it sees that it is no longer so
