@@ -5,20 +5,14 @@
 
 namespace hvdlite {
 
-std::uint64_t packet_room(std::uint64_t bytes) {
-  std::uint64_t room = 64;
-  while (room < bytes) room *= 2;
-  return room;
-}
-
 EarlyGather::EarlyGather(ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, EarlyShape shape,
                          std::chrono::microseconds spin, double patience_s, GatherShape rows, std::uint32_t rank,
-                         PacketPlaces packets, std::uintptr_t room)
+                         PacketPlaces packets, PacketRoom& room)
     : EarlyAllreduce(counts, turns, look, shape, spin, patience_s),
       expected_(std::move(rows), rank, static_cast<std::uint32_t>(shape.numels.size())),
       packets_(packets),
-      room_(reinterpret_cast<const std::int64_t*>(room)),
-      room_then_(*room_),
+      room_(room),
+      room_then_(room.now()),
       given_(shape.numels.size()) {
   given_.at(rank) = packets_.own;
   for (std::size_t i = 0; i < given_.size(); ++i) taken_.push_back(packets_.all + i * packets_.nbytes);
@@ -33,9 +27,8 @@ DirectCall::Result EarlyGather::run(const std::vector<std::uintptr_t>& inputs,
   const auto told = [&](std::uint32_t rank) { return this->told(rank); };
   const bool is_expected = expected_.are(told);
   if (!is_expected) expected_.become(told);
-  const std::uint64_t most = expected_.most_bytes();
-  const bool stays = static_cast<std::int64_t>(packet_room(most)) == room_then_;
-  if (!is_expected || !stays || most > packets_.room) return last_.result = Result::kBegun;
+  if (!is_expected || expected_.most_bytes() > packets_.room) return last_.result = Result::kBegun;
+  room_.note(expected_.most_bytes());
   const std::uint64_t start = expected_.shape().numbers.size() * sizeof(std::int64_t);
   expected_.read(outputs.at(0), [&](std::uint32_t rank) { return taken_[rank] + start; });
   return result;

@@ -2,12 +2,12 @@
 // its own to zeros for those of the others (hvdlite/memory/packets.py).
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
 #include "early_allreduce.h"
 #include "expected_rows.h"
+#include "packet_room.h"
 
 namespace hvdlite {
 
@@ -19,22 +19,18 @@ struct PacketPlaces {
   std::uint64_t room;
 };
 
-// The room that ranks make for so many bytes: a power of two, as there are packets for each.
-std::uint64_t packet_room(std::uint64_t bytes);
-
 // Callers make room for what the ranks gave the last time. `run` ends with kBegun also where all have come (`progress`
-// is kDone then) and give something else, which is expected the next time, or more than there is room for, or so much
-// less that other packets come next: numbers were told, and no rows were read.
+// is kDone then) and give something else, which is expected the next time, or more than there is room for: numbers were
+// told, and neither were rows read, nor was noted what room they take.
 class EarlyGather : public EarlyAllreduce {
  public:
-  // `shape`: of the packets. `room`: a word of the room that ranks make; where it is not what it is now, these packets
-  // are no longer those that others send.
+  // `shape`: of the packets. `room`, which has to live as long: where it is not what it is now, these packets are not
+  // those that others send.
   EarlyGather(ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, EarlyShape shape,
               std::chrono::microseconds spin, double patience_s, GatherShape rows, std::uint32_t rank,
-              PacketPlaces packets, std::uintptr_t room);
+              PacketPlaces packets, PacketRoom& room);
 
-  // Whether it may ever run again.
-  bool is_valid() const { return *room_ == room_then_; }
+  bool is_valid() const { return room_.now() == room_then_; }
   bool can_run() const override { return is_valid() && EarlyAllreduce::can_run(); }
   std::uint64_t result_rows() const override { return expected_.rows(); }
 
@@ -47,8 +43,8 @@ class EarlyGather : public EarlyAllreduce {
 
   ExpectedRows expected_;
   PacketPlaces packets_;
-  const std::int64_t* room_;
-  std::int64_t room_then_;
+  PacketRoom& room_;
+  std::uint64_t room_then_;
   std::vector<std::uintptr_t> given_;
   std::vector<std::uintptr_t> taken_;
 };

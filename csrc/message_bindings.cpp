@@ -16,6 +16,7 @@
 #include "early_reduce_scatter.h"
 #include "early_turns.h"
 #include "elements.h"
+#include "packet_room.h"
 #include "polite_look.h"
 #include "ready_counts.h"
 #include "reduce.h"
@@ -133,14 +134,20 @@ void register_early_allreduce(py::module_& m) {
       .def_property_readonly("outputs", &EarlyAllreduce::outputs, py::return_value_policy::reference_internal)
       .def_property_readonly("has_news", &EarlyAllreduce::has_news);
 
-  m.def("packet_room", &packet_room, "bytes"_a);
+  py::class_<PacketRoom>(m, "PacketRoom")
+      .def(py::init())
+      .def_property_readonly("now", &PacketRoom::now)
+      .def_static("enough_for", &PacketRoom::enough_for, "bytes"_a)
+      .def("note", &PacketRoom::note, "bytes"_a)
+      .def("forget", &PacketRoom::forget);
+
   using Places = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint64_t>;
   py::class_<EarlyGather, EarlyAllreduce>(m, "EarlyGather")
       .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
                        std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
                        const std::optional<Reduction>& in_node, int spin_us, double patience_s,
                        std::vector<std::int64_t> numbers, std::size_t column, std::uint64_t row_bytes, bool is_alltoall,
-                       std::uint32_t job_rank, const Places& packets, std::uintptr_t room) {
+                       std::uint32_t job_rank, const Places& packets, PacketRoom& room) {
              auto shape = early_shape(std::move(numels), std::move(offsets), numel, std::move(places), rank, dtype,
                                       wire_dtype, in_node);
              GatherShape rows{std::move(numbers), column, row_bytes, is_alltoall};
@@ -152,7 +159,7 @@ void register_early_allreduce(py::module_& m) {
            "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
            "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, "numbers"_a, "column"_a, "row_bytes"_a,
            "is_alltoall"_a, "job_rank"_a, "packets"_a, "room"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 4>())
+           py::keep_alive<1, 4>(), py::keep_alive<1, 21>())
       .def_property_readonly("is_valid", &EarlyGather::is_valid);
 
   py::class_<EarlyReduceScatter, EarlyAllreduce>(m, "EarlyReduceScatter")

@@ -626,8 +626,22 @@ class EarlyAllreduce(DirectCall):
     def bind(self, messages: BoundMessages) -> None:
         """Of rank 0: by what it exchanges its place with other nodes, until they are closed."""
 
-def packet_room(bytes: int) -> int:
-    """The room that packets of an `EarlyGather` have for so many."""
+class PacketRoom:
+    """How much room ranks make in packets beside their numbers. Source: csrc/packet_room.h.
+
+    Attributes:
+        now: in bytes; 0 where that is not known, or no longer.
+    """
+
+    now: int
+
+    def __init__(self) -> None: ...
+    @staticmethod
+    def enough_for(bytes: int) -> int: ...
+    def note(self, bytes: int) -> None:
+        """All ranks have done the operation, and that which gave most gave so many."""
+
+    def forget(self) -> None: ...
 
 class EarlyGather(EarlyAllreduce):
     """An allgather or alltoall of few bytes between nodes, in one call. Source: csrc/early_gather.h.
@@ -662,12 +676,12 @@ class EarlyGather(EarlyAllreduce):
         is_alltoall: bool,
         job_rank: int,
         packets: tuple[int, int, int, int],
-        room: int,
+        room: PacketRoom,
     ) -> None:
         """``numels``, ``offsets``: of packets; ``numbers`` and so on: see `PreparedGather`.
 
         ``packets``: addresses of that of this rank, and of all; bytes of one, and of the room beside its numbers.
-        ``room``: address of a word, which changes where ranks send other packets.
+        ``room``: where it is another one than now, ranks send other packets.
         """
 
 class EarlyReduceScatter(EarlyAllreduce):

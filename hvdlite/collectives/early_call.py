@@ -15,8 +15,6 @@ from hvdlite.memory.layout import Layout
 from hvdlite.memory.packets import Packets
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from hvdlite.collectives.bound import BoundSchedule
 
 MEETING = Layout.of([1], DType.UINT8, DType.UINT8)
@@ -183,15 +181,10 @@ def meeting_call(early: EarlyAllreduce, counts: _native.ReadyCounts, patience_s:
 
 @dataclass(eq=False)
 class GatherCall(InOneCall):
-    """One that tells, and gives (`hvdlite.operations.telling`), by ``packets``, which ranks send now.
-
-    Args:
-        room: that ranks make, as a word.
-    """
+    """One that tells, and gives (`hvdlite.operations.telling`), by ``packets``."""
 
     direct: _native.EarlyGather
     packets: Packets
-    room: np.ndarray
 
     def resume(self, result: int) -> int:
         """What all have told is in `packets`, unless others are late: `NOT_YET`."""
@@ -212,7 +205,7 @@ def gather_call(
     early: EarlyAllreduce,
     counts: _native.ReadyCounts,
     packets: Packets,
-    room: np.ndarray,
+    room: _native.PacketRoom,
     rows: tuple[Sequence[int], int, int, bool],
     patience_s: float,
     label: str,
@@ -220,16 +213,15 @@ def gather_call(
     """A prepared call by ``early``, which takes as many bytes; None where native code finds no MPI.
 
     Args:
-        packets: of which each rank sends its own.
-        room: see `GatherCall`.
+        packets: of which each rank sends its own now.
+        room: that ranks make, as long as it stays.
         rows: numbers, column, bytes of a row, and whether it is an alltoall, as `Backend.prepare_gather` takes them.
     """
-    places, word = packets.places, room.ctypes.data
 
     def make(*how: Any) -> _native.EarlyGather:
-        return _native.EarlyGather(*(*how, *rows, packets.rank, places, word))
+        return _native.EarlyGather(*(*how, *rows, packets.rank, packets.places, room))
 
     direct = early.prepared(counts, packets.layout, SUM, patience_s, make)
     if direct is None:
         return None
-    return GatherCall(early, packets.layout, SUM, patience_s, label, None, True, direct, packets, room)
+    return GatherCall(early, packets.layout, SUM, patience_s, label, None, True, direct, packets)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from hvdlite._native import PacketRoom
 from hvdlite.dtypes import DType
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout, align_up
@@ -94,29 +95,23 @@ class Packets:
 
 
 class Rooms:
-    """How much room ranks make beside their numbers: enough for what they gave the last time.
+    """How much room ranks make beside their numbers, for what they gave the last times.
 
-    The same on all ranks, also in what is forgotten: only what changes is noted, of operations that all have done.
+    The same on all ranks, also in what is forgotten: an operation that all do enters once, whoever looks at it.
     """
 
     def __init__(self) -> None:
-        self._words: dict[Hashable, np.ndarray] = {}
+        self._rooms: dict[Hashable, PacketRoom] = {}
 
-    def word(self, operation: Hashable) -> np.ndarray | None:
-        """Where it is, as one int64; another number from when it is no longer so."""
-        return self._words.get(operation)
+    def of(self, operation: Hashable) -> PacketRoom | None:
+        """None where that is not known."""
+        return self._rooms.get(operation)
 
-    def of(self, operation: Hashable) -> int:
-        """0 where that is not known."""
-        word = self._words.get(operation)
-        return 0 if word is None else int(word[0])
-
-    def note(self, operation: Hashable, room: int) -> None:
-        """From now on."""
-        if room == self.of(operation):
-            return
-        word = self._words.pop(operation, None)
-        self._words[operation] = word = np.zeros(1, _NUMBER) if word is None else word
-        word[0] = room
-        if len(self._words) > _REMEMBERED:
-            self._words.pop(next(iter(self._words)))[0] = _DROPPED
+    def note(self, operation: Hashable, nbytes: int) -> None:
+        """All ranks have done ``operation``, and that which gave most gave so many."""
+        room = self._rooms.get(operation)
+        if room is None:
+            room = self._rooms[operation] = PacketRoom()
+            if len(self._rooms) > _REMEMBERED:
+                self._rooms.pop(next(iter(self._rooms))).forget()
+        room.note(nbytes)

@@ -48,7 +48,7 @@ class PreparedTelling(PreparedOperation):
         counts, patience_s = world.coordinator.counts, world.config.caller_patience_s
         (row_bytes,) = request.row_bytes
         rows = numbers, request.column(group.rank), row_bytes, request.is_alltoall
-        packets, room = request.packets_in(world.engine), world.engine.rooms.word(request)
+        packets, room = request.packets_in(world.engine), world.engine.rooms.of(request)
         if world.engine.early is None:
             call = world.engine.backend.prepare_gather(counts, *rows, patience_s, request.name)
             return None if call is None else cls(group, request, call, numbers, resize)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from hvdlite import _native
+from hvdlite._native import PacketRoom
 from hvdlite.collectives.node_gather import NodeGather
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import SUM, Reduction
@@ -103,20 +103,17 @@ class Telling(OneAllreduce):
     def _told_by(self, packets: Packets, engine: Engine) -> Told:
         numbers = packets.numbers
         most = max(map(self.nbytes, numbers))
-        engine.rooms.note(self, _native.packet_room(most))
+        engine.rooms.note(self, most)
         return Told(numbers, packets if most <= packets.room else None)
 
     def packets_in(self, engine: Engine) -> Packets | None:
         """By which ranks tell the next time; None where they do it otherwise."""
         if engine.early is None:
             return None
-        width, wanted = self.packet(engine.size)
-        least = _native.packet_room(wanted)
-        for room in (max(engine.rooms.of(self), least), least):  # of what is too much numbers are told at least
-            packets = engine.packets(width, room)
-            if packets is not None:
-                return packets
-        return None
+        (width, wanted), known = self.packet(engine.size), engine.rooms.of(self)
+        least = PacketRoom.enough_for(wanted)
+        enough = least if known is None else max(known.now, least)
+        return engine.packets(width, enough) or engine.packets(width, least)  # of what is too much numbers are told
 
     def layout_in(self, engine: Engine) -> Layout | None:
         packets = self.packets_in(engine)

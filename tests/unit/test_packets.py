@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvdlite import _native
+from hvdlite._native import PacketRoom
 from hvdlite.dtypes import DType
 from hvdlite.memory.packets import Packets, Rooms
 
@@ -89,19 +90,27 @@ def test_a_sum_shows_whether_all_have_told(dropped: list[int]) -> None:
     assert packets[1].are_all_at(add(packets).ctypes.data) is not bool(dropped)
 
 
+def test_room_grows_at_once_and_shrinks_late() -> None:
+    room = PacketRoom()
+    sizes = [0, 64, 65, 1, 1, 129] + 7 * [1] + [200] + 7 * [64] + [65, 1, 1000, 100_000, 0]
+    rooms = [64, 64, 128, 128, 128, 256] + 8 * [256] + 7 * [256] + [128, 128, 1024, 131072, 131072]
+    seen = []
+    for nbytes in sizes:
+        room.note(nbytes)
+        seen.append(room.now)
+    assert seen == rooms
+    assert [PacketRoom.enough_for(nbytes) for nbytes in (0, 1, 64, 65, 4097)] == [64, 64, 64, 128, 8192]
+
+
 def test_rooms_are_forgotten_alike_whoever_looks_at_them() -> None:
     looked_at, other = Rooms(), Rooms()
-    word = None
-    for number in range(2000):
+    for number in range(1500):
         for rooms in (looked_at, other):
             rooms.note(number, 64)
-            rooms.note(0, 128 if number < 1000 else 256)
+            rooms.note(number // 2, 128)
         if number == 10:
-            word = looked_at.word(0)
-        looked_at.of(number // 2), looked_at.word(number // 3)
-    assert word is not None and word[0] == 256
-    assert [looked_at.of(number) for number in range(2000)] == [other.of(number) for number in range(2000)]
-    for number in range(2000, 4000):
-        looked_at.note(number, 64)
-    assert looked_at.of(0) == 0 and looked_at.word(0) is None
-    assert word[0] not in (0, 256)  # who has it sees that it is no longer so
+            first = looked_at.of(0)
+        looked_at.of(number // 3)
+    assert first is not None and not first.now  # who has it sees that it is no longer so
+    known = [[rooms.of(number) is not None for number in range(1500)] for rooms in (looked_at, other)]
+    assert known[0] == known[1] and known[0].count(True) == 1024
