@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import hvdlite
 import hvdlite.torch as hvd
@@ -260,6 +261,50 @@ def test_a_broadcast_differentiated_twice() -> None:
     # At the root g is 3 x^2 times the average of 2 y; the gradient of g reaches every y, and comes back as an average.
     wanted = (192.0, pytest.approx(192 + 288 / hvd.size())) if hvd.rank() == root else (0.0, 0.0)
     assert (g.item(), x.grad.item()) == wanted
+
+
+LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "allreduce": hvd.allreduce,
+    "grouped_allreduce": lambda x: hvd.grouped_allreduce([torch.arange(3), x], op=hvd.Sum)[1],
+    "allgather": hvd.allgather,
+    "grouped_allgather": lambda x: hvd.grouped_allgather([torch.arange(3), x])[1],
+    "broadcast": lambda x: hvd.broadcast(x, hvd.size() - 1),
+    "alltoall": hvd.alltoall,
+    "alltoall with splits": lambda x: hvd.alltoall(x, torch.ones(hvd.size(), dtype=torch.int32))[0],
+    "reducescatter": hvd.reducescatter,
+    "grouped_reducescatter": lambda x: hvd.grouped_reducescatter([torch.arange(3), x], op=hvd.Sum)[1],
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_tangents_go_the_way_of_what_they_belong_to(name: str) -> None:
+    """In forward mode, also of an operation that is done at once by now, and of a gradient."""
+    operation = LINEAR[name]
+    x, tangent = (rank_input(hvd.rank() + i, (hvd.size() * 2,), torch.float32) for i in range(2))
+    for _ in range(100):
+        wanted = operation(tangent)
+    with forward_ad.dual_level():
+        assert torch.equal(operation(x), operation(x.clone()))  # which has no tangent
+        result = forward_ad.unpack_dual(operation(forward_ad.make_dual(x, tangent)))
+    assert torch.equal(result.primal, operation(x))
+    assert torch.equal(result.tangent, wanted)
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.grad(lambda x: operation(x).pow(3).sum())(x)
+        return found
+
+    results = torch.func.jvp(lambda x: operation(x.pow(2)), (x,), (tangent,))
+    assert torch.equal(results[1], operation(2 * x * tangent))
+    # The gradient of the sum of cubes is the gradient of twice the inner product with what is there, and so on.
+    of_cubes = torch.func.jvp(gradient, (x,), (tangent,))[1]
+    factor = 6 * operation(x) * wanted
+    assert torch.allclose(of_cubes, torch.func.grad(lambda x: (operation(x) * factor).sum())(x))
+
+
+@pytest.mark.parametrize("op", [hvd.Max, hvd.Product])
+def test_a_tangent_of_what_is_no_sum(op: int) -> None:
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"op={ReduceOp(op).label} .* forward mode"):
+        hvd.allreduce(forward_ad.make_dual(torch.ones(3), torch.ones(3)), op=op)
 
 
 def test_shutdown_and_again() -> None:
