@@ -193,6 +193,10 @@ class Coordinator:
             self._has_rung = True
             self._page.ring_self()
 
+    def has_in_flight(self, prefix: str) -> bool:
+        """Whether an operation is in flight whose name begins with ``prefix``."""
+        return self._in_flight.has(prefix)
+
     @property
     def runs_free(self) -> bool:
         """Whether `at_once` may do something."""

@@ -179,8 +179,10 @@ class GradientOptimizer(WrappedOptimizer):
         """`torch.optim.Optimizer.zero_grad`.
 
         Raises:
-            UsageError: called between backward() and step(), when gradients are on their way.
+            UsageError: called between backward() and step(), when gradients are on their way; or after a step that was
+                interrupted, if it cannot go on.
         """
+        self._hvd_reducer.see_to_interrupt()
         if self._hvd_reducer.arrival.has_pending:
             self._hvd_reducer.arrival.check_only_owner()
             raise UsageError(
