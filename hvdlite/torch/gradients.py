@@ -128,7 +128,7 @@ class Slot:
         dense = self.contribution()
         if dense is None:
             dense = torch.zeros_like(self.param, dtype=self.dtype, requires_grad=False)
-        elif dense.requires_grad or (_is_shared(dense) and not _is_placed(dense)):
+        elif dense.requires_grad or _is_anothers(dense) or (_is_shared(dense) and not _is_placed(dense)):
             dense = dense.detach().clone()
         if self.active and dense is not self.param.grad:
             self.param.grad = dense
@@ -239,7 +239,13 @@ def _is_placed(gradient: torch.Tensor) -> bool:
 
 
 _USES = 2
-"""Of memory that one tensor has: by the tensor, and by the object that is asked for the number."""
+"""Of a gradient of one parameter, by that and by the object that is asked for the number; likewise of its memory."""
+
+
+def _is_anothers(gradient: torch.Tensor) -> bool:
+    """Whether another parameter has the same tensor as its gradient, as the program has put it there."""
+    uses: int = gradient._use_count()  # type: ignore[attr-defined]
+    return uses > _USES
 
 
 def _is_shared(gradient: torch.Tensor) -> bool:

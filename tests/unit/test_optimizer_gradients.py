@@ -350,6 +350,16 @@ def test_create_graph(world: FakeWorld) -> None:
 
 
 @pytest.mark.parametrize("numel", [3, 20000])
+def test_one_tensor_as_the_gradient_of_two_parameters(world: FakeWorld, numel: int) -> None:
+    model = Scales((numel,), (numel,))
+    optimizer = wrap(model)
+    for step in range(4):
+        model.p[0].grad = model.p[1].grad = torch.full((numel,), step + 1.0)
+        optimizer.synchronize()
+        assert reduced(model) == [FACTOR * (step + 1)] * 2
+
+
+@pytest.mark.parametrize("numel", [3, 20000])
 def test_a_gradient_without_memory_of_its_own(world: FakeWorld, numel: int) -> None:
     model = Scales((numel,), (5,))
     optimizer = wrap(model)
