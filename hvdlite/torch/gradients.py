@@ -13,6 +13,7 @@ from hvdlite.memory.base import Home
 from hvdlite.memory.views import TensorView
 from hvdlite.torch.device import Now, is_on_device
 from hvdlite.torch.tensor_view import check_memory, dtype_of, gradient_dtype
+from hvdlite.tracebacks import stacklevel
 
 SMALL_BYTES = 32 << 10
 """Up to this size a gradient is copied into its slot by whoever submits the bucket, and travels with the other small
@@ -187,7 +188,7 @@ class Slot:
                     f"the gradient of '{self.name}' is sparse, but the ranks reduce it as a dense one: in the first "
                     "step it was dense on some rank, or missing on all, or it has several sparse dimensions. From now "
                     "on it is made dense, as with sparse_as_dense=True.",
-                    stacklevel=2,
+                    stacklevel=stacklevel(),
                 )
                 self.sparse_as_dense = True
             gradient = gradient.to_dense()

@@ -35,6 +35,7 @@ from hvdlite.torch.gradients import Bucket, Slot, UnderWay
 from hvdlite.torch.numerics import GradientCheck
 from hvdlite.torch.sparse import SparseReduction
 from hvdlite.torch.state_check import StateCheck
+from hvdlite.tracebacks import stacklevel
 
 _requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
 
@@ -133,7 +134,7 @@ class GradientReducer:
         warnings.warn(
             "optimizer.step() was interrupted: where another rank has taken that step, parameters differ now. "
             "hvd.broadcast_parameters() and hvd.broadcast_optimizer_state(), on every rank, make them alike.",
-            stacklevel=2,
+            stacklevel=stacklevel(),
         )
 
     # In backward.
@@ -280,7 +281,7 @@ class GradientReducer:
             f"the {were} changed between loss.backward() and optimizer.step(), on the way to other ranks; all or part "
             "of the change is lost. Call optimizer.synchronize() before you clip or unscale gradients, and "
             "optimizer.step() inside `with optimizer.skip_synchronize():` after that.",
-            stacklevel=2,
+            stacklevel=stacklevel(),
         )
 
     def _show_parameters(self, buckets: Sequence[Bucket]) -> None:
