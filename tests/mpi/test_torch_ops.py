@@ -189,6 +189,15 @@ def test_a_group_in_place_that_has_a_tensor_twice(numel: int, step: int) -> None
     assert [tied.unique().tolist(), other.unique().tolist()] == [[sum(range(hvd.size()))]] * 2
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_group_in_place_of_tensors_that_overlap(order: int) -> None:
+    numel = 3 * CHUNK
+    whole = torch.arange(numel, dtype=torch.float64)
+    whole *= hvd.rank() + 1
+    hvd.grouped_allreduce_([whole, whole[1 : CHUNK + 1], whole[numel // 2 :]][::order], op=hvd.Sum)
+    assert torch.equal(whole, torch.arange(numel, dtype=torch.float64) * sum(range(1, hvd.size() + 1)))
+
+
 @pytest.mark.parametrize("dtype", [*REDUCING, torch.bool], ids=str)
 def test_allgather(dtype: torch.dtype) -> None:
     for rows, rest in [(lambda r: r, ()), (lambda r: 3, (2, 5)), (lambda r: r % 2 * 7, (3,)), (lambda r: 0, (4,))]:
