@@ -124,8 +124,7 @@ class GradientReducer:
             self.reset()
         if not self._was_interrupted:
             return
-        name = f"optimizer{self._assignment.number}."
-        if self._assignment.phase is not Phase.SETTLED or self._group.world.coordinator.has_in_flight(name):
+        if self._assignment.phase is not Phase.SETTLED or self._has_in_flight:
             raise UsageError(
                 "optimizer.step() was interrupted while ranks waited for one another. Call hvd.shutdown() and "
                 "hvd.init() on every rank, then hvd.broadcast_parameters() and hvd.broadcast_optimizer_state()."
@@ -136,6 +135,10 @@ class GradientReducer:
             "hvd.broadcast_parameters() and hvd.broadcast_optimizer_state(), on every rank, make them alike.",
             stacklevel=stacklevel(),
         )
+
+    @property
+    def _has_in_flight(self) -> bool:
+        return self._group.world.coordinator.has_in_flight(f"optimizer{self._assignment.number}.")
 
     # In backward.
 
@@ -216,8 +219,8 @@ class GradientReducer:
             self._finish_step()
         except HorovodInternalError:
             raise
-        except BaseException:
-            self._was_interrupted = True
+        except BaseException as error:  # of this rank alone
+            self._was_interrupted = not isinstance(error, Exception) or self._has_in_flight
             raise
         if self._numerics is not None:
             self._numerics.end_step()

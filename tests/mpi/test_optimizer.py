@@ -462,24 +462,24 @@ def test_after_shutdown_and_init() -> None:
     assert all(gradient is not None and gradient.sum() >= 0 for gradient in gradients)  # memory outlives the runtime
 
 
-def interrupt_step(optimizer: Any) -> None:
-    """Ctrl-C, while this rank waits for others that do not come."""
+def interrupt_step(optimizer: Any, kind: type[BaseException] = KeyboardInterrupt) -> None:
+    """Ctrl-C, or another exception of a signal handler, while this rank waits for others that do not come."""
 
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        raise kind
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(kind):
             optimizer.step()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_after_a_step_that_was_interrupted(groups: int) -> None:
+@pytest.mark.parametrize(("groups", "kind"), [(1, KeyboardInterrupt), (2, KeyboardInterrupt), (2, TimeoutError)])
+def test_after_a_step_that_was_interrupted(groups: int, kind: type[BaseException]) -> None:
     needs_two()
     model = Scales()
     optimizer = wrap(model, op=hvd.Sum, groups=groups)
@@ -496,7 +496,7 @@ def test_after_a_step_that_was_interrupted(groups: int) -> None:
         optimizer.zero_grad()
     if hvd.rank() == 0:
         model.loss(1.0).backward()
-        interrupt_step(optimizer)
+        interrupt_step(optimizer, kind)
         for go_on in (optimizer.zero_grad, model.loss(1.0).backward, optimizer.step):
             with pytest.raises(UsageError, match=r"was interrupted .* hvd\.init\(\) on every rank"):
                 go_on()
