@@ -32,16 +32,18 @@ class Slot:
         changed: the slots of the optimizer whose gradients somebody has changed on their way; emptied by who reduces.
         is_on_device: whether the parameter is in the memory of a GPU.
         is_sparse: whether all ranks reduce this gradient as a sparse one.
+        loaded: ``p.grad`` when the bucket was loaded; until it is delivered.
         passes_left: backward passes until the gradient is complete; kept by `Arrival`.
         shape: of the gradient in the order of memory, so that ranks whose parameters lie in another order
             (channels_last) are told so, instead of adding what does not belong together.
-        version: of ``p.grad`` when the bucket was loaded; torch counts changes in place.
+        version: of `loaded`; torch counts changes in place.
         view: of the gradient's place in a block, where the gradient has one.
     """
 
     __slots__ = (
         "active", "bucket", "changed", "dtype", "element_type", "index", "is_contiguous", "is_on_device", "is_sparse",
-        "name", "nbytes", "numel", "param", "passes_left", "shape", "sparse_as_dense", "strides", "version", "view",
+        "loaded", "name", "nbytes", "numel", "param", "passes_left", "shape", "sparse_as_dense", "strides", "version",
+        "view",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str, param: torch.Tensor, sparse_as_dense: bool, changed: list[Slot]) -> None:
@@ -55,6 +57,7 @@ class Slot:
         self.passes_left = 0
         self.bucket: Bucket | None = None
         self.view: torch.Tensor | None = None
+        self.loaded: torch.Tensor | None = None
         self.version = 0
         self.measure()
 
@@ -102,7 +105,7 @@ class Slot:
         gradient = self.param.grad
         if gradient is None or not self.active:
             return None
-        self.version = gradient._version
+        self.loaded, self.version = gradient, gradient._version
         if (
             type(gradient) is torch.Tensor
             and gradient.layout is torch.strided
@@ -120,7 +123,7 @@ class Slot:
         if gradient is None or not self.active:
             return None
         self._check(gradient)
-        self.version = gradient._version
+        self.loaded, self.version = gradient, gradient._version
         # A dense one comes after another way through the model.
         return gradient if self.could_be_sparse else gradient.to_dense().to_sparse(1)
 
@@ -133,16 +136,13 @@ class Slot:
             dense = dense.detach().clone()
         if self.active and dense is not self.param.grad:
             self.param.grad = dense
-        self.version = dense._version
+        self.loaded, self.version = dense, dense._version
         return dense
 
-    def note_if_changed(self, loaded: torch.Tensor | None = None) -> None:
-        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks.
-
-        Args:
-            loaded: what it was, if that is known.
-        """
+    def note_if_changed(self) -> None:
+        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks."""
         gradient = self.param.grad
+        loaded, self.loaded = self.loaded, None
         if gradient is None:
             return
         is_other = loaded is not None and gradient is not loaded
@@ -153,7 +153,7 @@ class Slot:
     def deliver_in_place(self, reduced: torch.Tensor) -> None:
         """Make ``reduced``, in which the gradient was reduced where it was, ``p.grad``, should that be another now."""
         if self.active:
-            self.note_if_changed(reduced)
+            self.note_if_changed()
             if self.param.grad is not reduced:
                 self.param.grad = reduced
 

@@ -169,6 +169,27 @@ def test_changes_of_gradients_on_their_way_are_noticed(
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.parametrize("numel", [3, 20000])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_replaced_on_its_way_is_noticed(world: FakeWorld, set_to_none: bool, numel: int) -> None:
+    model = Scales((numel,), (3,))
+    optimizer = wrap(model)
+    for replaces in (False, False, False, True, False, True):
+        model.loss().backward()
+        if replaces:
+            gradient = model.p[0].grad
+            assert gradient is not None
+            replacement = gradient * 7.0
+            while replacement._version < gradient._version:
+                replacement.mul_(1.0)  # so that both were changed as often
+            model.p[0].grad = replacement
+            with pytest.warns(UserWarning, match=r"gradient of 'p\.0' was changed"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
 def test_zero_grad_between_backward_and_step(world: FakeWorld) -> None:
     model = Scales((3,))
     optimizer = wrap(model)
