@@ -8,6 +8,7 @@ in a result or in an error. They raise `HorovodInternalError` where hvdlite was 
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ class Group:
         self.rank = self.ranks.index(world.topology.rank)
         """This process's place among `ranks`."""
         self.memory = world.engine.memory
+        self.made_ns = time.monotonic_ns()
+        """When; it tells this group from those of other worlds, and what refers to it can be copied and pickled."""
         self._lock = threading.Lock()  # guards what follows
         self._numbered: list[int] = []  # what has each number, here or on other ranks, as a checksum
         self._missed: list[tuple[int, int]] = []  # by this rank, and before which join

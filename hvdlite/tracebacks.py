@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from hvdlite.config import FULL_TRACEBACKS, other_variable
 from hvdlite.errors import HorovodInternalError, NumericsError, StartupError
@@ -43,12 +43,28 @@ def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     return kept
 
 
+def stacklevel() -> int:
+    """For `warnings.warn` by who calls this: of the line of the program that has led there, by hvdlite and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and (_is_in_ours(frame) or _is_in_torch(frame)):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _is_ours(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename.startswith(_OURS)
+    return _is_in_ours(trace.tb_frame)
+
+
+def _is_in_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OURS)
 
 
 def _is_torch(trace: TracebackType) -> bool:
-    return str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+    return _is_in_torch(trace.tb_frame)
+
+
+def _is_in_torch(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
 def _ends_in_ours(trace: TracebackType | None) -> bool:

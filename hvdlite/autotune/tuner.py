@@ -133,8 +133,10 @@ def start_tuning(
     if not config.autotune and choice is None:
         return None
     if group is not runtime.group or number > 0:
-        which = "one of a process set" if group is not runtime.group else "another one"
-        _say(group, logging.WARNING, f"only the first DistributedOptimizer of all ranks is tuned; this is {which}")
+        is_of_all = group is runtime.group
+        if number == int(is_of_all):  # the first of them; it speaks for those after it
+            which = "another one" if is_of_all else "one of a process set"
+            _say(group, logging.WARNING, f"only the first DistributedOptimizer of all ranks is tuned; this is {which}")
         return None
     workload = Workload(group.size, len(group.world.topology.nodes), gradient_bytes)
     if choice is not None and choice.workload == workload:

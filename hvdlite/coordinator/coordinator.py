@@ -199,6 +199,10 @@ class Coordinator:
         if not self._worker.looks_within(seconds):
             self.ring_once()
 
+    def has_in_flight(self, prefix: str) -> bool:
+        """Whether an operation is in flight whose name begins with ``prefix``."""
+        return self._in_flight.has(prefix)
+
     @property
     def runs_free(self) -> bool:
         """Whether `at_once` may do something."""

@@ -41,6 +41,11 @@ class InFlight:
         with self.lock:
             return list(self._futures)
 
+    def has(self, prefix: str) -> bool:
+        """Whether there is something whose name begins with ``prefix``."""
+        with self.lock:
+            return any(name.startswith(prefix) for name, _ in self._futures)
+
     def check_open(self) -> None:
         """With `lock`. Raises why nothing may be submitted."""
         if self.closed is not None:

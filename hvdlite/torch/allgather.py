@@ -9,6 +9,7 @@ import torch
 
 from hvdlite.torch.allreduce import grouped_allreduce
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
+from hvdlite.torch.differentiated import applied_to_tangents, is_differentiated
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
@@ -21,11 +22,14 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, name: str | None, grouped: bool, process_set: ProcessSet, *tensors: torch.Tensor
+        name: str | None, grouped: bool, process_set: ProcessSet, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        gathered = start_allgather(tensors, name, process_set, grouped=grouped, background=False).synchronize()
-        ctx.shapes, ctx.process_set = [tensor.shape for tensor in tensors], process_set
-        return tuple(gathered)
+        return tuple(start_allgather(tensors, name, process_set, grouped=grouped, background=False).synchronize())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.grouped, ctx.process_set, *tensors = inputs
+        ctx.shapes = [tensor.shape for tensor in tensors]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -38,6 +42,10 @@ class _Allgather(torch.autograd.Function):
             for average, start, count, shape in zip(averages, before, rows, ctx.shapes, strict=True)
         ]
         return None, None, None, *own
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return applied_to_tangents(_Allgather, (None, ctx.grouped, ctx.process_set), tangents[3:])
 
 
 @takes_arrays()
@@ -53,7 +61,7 @@ def allgather(
     Returns:
         (rows of all ranks, ...), new.
     """
-    if not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+    if not is_differentiated(tensor):
         done = gathered_at_once(tensor, name, process_set)
         if done is not None:
             return done

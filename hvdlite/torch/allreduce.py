@@ -15,9 +15,10 @@ import torch
 from hvdlite.torch.adasum import adasum_async
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
+from hvdlite.torch.differentiated import applied_to_tangents, has_tangents, is_differentiated
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
-from hvdlite.torch.reduce_options import Adasum, ReduceOptions, reduce_options
+from hvdlite.torch.reduce_options import Adasum, Average, ReduceOptions, Sum, reduce_options
 from hvdlite.torch.repeated import again, begun_in_burst, reduced_at_once
 from hvdlite.torch.start import start_allreduce
 
@@ -38,7 +39,7 @@ def _start(
 
 
 class _Allreduce(torch.autograd.Function):
-    """The gradient of an allreduce is the same allreduce of the gradient."""
+    """The gradient of an allreduce is the same allreduce of the gradient; of a sum and an average so is the tangent."""
 
     @staticmethod
     def forward(
@@ -53,6 +54,15 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, None, None, *_Allreduce.apply(ctx.options, None, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        op = ctx.options.reduction.op
+        if op not in (Average, Sum):
+            raise NotImplementedError(
+                f"allreduce: op={op.label} has no derivative in forward mode; use hvd.Average, hvd.Sum, or backward()"
+            )
+        return applied_to_tangents(_Allreduce, (ctx.options, None, ctx.grouped), tangents[3:])
 
 
 def reduce_compressed(
@@ -79,8 +89,8 @@ def _applied(
     grouped: bool,
     tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """``function`` of ``tensors``; through autograd, which takes 10 us, where a gradient may be asked for."""
-    if torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors):
+    """``function`` of ``tensors``; through autograd only where that has to see it."""
+    if any(map(is_differentiated, tensors)):
         return list(function.apply(options, name, grouped, *tensors))  # type: ignore[no-untyped-call]
     return list(function.forward(options, name, grouped, *tensors))
 
@@ -118,11 +128,11 @@ def allreduce(
         HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
     shortcuts = getattr(process_set, "shortcuts", None)
-    if shortcuts is not None and average is None and compression is Compression.none:
+    if shortcuts is not None and average is None and compression is Compression.none and not has_tangents():
         done: torch.Tensor | None = shortcuts[True](tensor, name, op, prescale_factor, postscale_factor, False)
         if done is not None:
             return done
-    if average is None and not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+    if average is None and not is_differentiated(tensor):
         reduced = reduced_at_once(
             tensor, name, op, prescale_factor, postscale_factor, process_set, compression, in_place=False
         )

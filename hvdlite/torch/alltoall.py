@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 
 from hvdlite.torch.arrays import takes_arrays
+from hvdlite.torch.differentiated import is_differentiated
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.repeated_rows import exchanged_at_once
@@ -18,20 +19,33 @@ class _Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet
+        tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        output, received = start_alltoall(tensor, splits, name, process_set, background=False).synchronize()
-        ctx.shape, ctx.received, ctx.process_set = tensor.shape, received, process_set
+        return start_alltoall(tensor, splits, name, process_set, background=False).synchronize()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        tensor, splits, _, ctx.process_set = inputs
+        _, received = output
+        ctx.shape = tensor.shape
+        ctx.save_for_backward(received)
+        ctx.save_for_forward(splits)
         ctx.mark_non_differentiable(received)
-        return output, received
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        returned, _ = alltoall(gradient, ctx.received, process_set=ctx.process_set)
+        (received,) = ctx.saved_tensors
+        returned, _ = alltoall(gradient, received, process_set=ctx.process_set)
         if returned.shape[0] < ctx.shape[0]:  # rows beyond the splits went nowhere
             rest = returned.new_zeros((ctx.shape[0] - returned.shape[0], *ctx.shape[1:]))
             returned = torch.cat([returned, rest])
         return returned, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
+        (splits,) = ctx.saved_tensors
+        output, _ = _Alltoall.apply(tangent, splits, None, ctx.process_set)  # type: ignore[no-untyped-call]
+        return output, None
 
 
 @overload
@@ -68,7 +82,7 @@ def alltoall(
     Raises:
         ValueError: ``splits`` makes no sense, or the rows do not divide into equal parts.
     """
-    if splits is None and not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+    if splits is None and not is_differentiated(tensor):
         done = exchanged_at_once(tensor, name, process_set)
         if done is not None:
             return done

@@ -62,7 +62,7 @@ class Assignment:
         self._made = 0
         self._first_gradients: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []  # large ones, of the step before
         for slot in arrival.slots:
-            slot.bucket = slot.view = None
+            slot.bucket = slot.view = slot.loaded = None
             slot.active = slot.is_sparse = False
 
     def guess(self) -> None:

@@ -98,8 +98,8 @@ class Block:
 
     def _deliver_views(self) -> None:
         if self._is_usual:
-            for slot, version in zip(self._slots, self._versions, strict=True):
-                slot.version = version
+            for slot, gradient, version in zip(self._slots, self._taken.gradients, self._versions, strict=True):
+                slot.loaded, slot.version = gradient, version
         for slot in self._slots:
             slot.deliver_view()
 

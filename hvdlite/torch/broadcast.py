@@ -9,6 +9,7 @@ import torch
 import hvdlite
 from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.arrays import takes_arrays
+from hvdlite.torch.differentiated import is_differentiated
 from hvdlite.torch.handle import Handle, label_of, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
@@ -21,11 +22,12 @@ class _Broadcast(torch.autograd.Function):
     """The gradient of a broadcast is the average of the gradients at the root and zero elsewhere."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> torch.Tensor:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
+    def forward(tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
         return _start_on_copy(tensor, root_rank, name, process_set, background=False).synchronize()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.root_rank, _, ctx.process_set = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -34,6 +36,10 @@ class _Broadcast(torch.autograd.Function):
             # Zeros with the history of the others': a second backward pass is an allreduce, in which all take part.
             reduced = reduced.masked_fill(torch.ones_like(reduced, dtype=torch.bool), 0)
         return reduced, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
+        return broadcast(tangent, ctx.root_rank, process_set=ctx.process_set)
 
 
 @takes_arrays()
@@ -55,7 +61,7 @@ def broadcast(
     Raises:
         ValueError: there is no such rank.
     """
-    if not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+    if not is_differentiated(tensor):
         done = broadcast_at_once(tensor, root_rank, name, process_set, in_place=False)
         if done is not None:
             return done

@@ -18,7 +18,7 @@ from hvdlite.torch.eager import eager
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.start import start_broadcast
-from hvdlite.torch.tensor_view import gradient_dtype
+from hvdlite.torch.tensor_view import check_tensor, gradient_dtype
 
 
 @eager
@@ -281,7 +281,7 @@ class _ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves the contents of tensors out, and collects the tensors, each once."""
+    """Leaves the contents of tensors out, and collects the tensors, each once; but for those that are not broadcast."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
@@ -289,12 +289,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
+        if not isinstance(obj, torch.Tensor) or not _can_be_broadcast(obj):
             return None
         number = self._numbers.setdefault(id(obj), len(self._tensors))
         if number == len(self._tensors):
             self._tensors.append(obj)
         return number, obj.shape, torch.empty_like(obj, device="meta").stride(), obj.dtype, is_on_device(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):  # as a whole: what is in it is there when it is made
+            return pickle.loads, (cloudpickle.dumps(obj),)
+        return super().reducer_override(obj)
+
+
+def _can_be_broadcast(tensor: torch.Tensor) -> bool:
+    """Sparse tensors, for example, cannot; nor those that are expanded, in which elements share a place."""
+    try:
+        check_tensor(tensor, "state")
+    except ValueError:
+        return False
+    return all(stride or n == 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class _Unpickler(pickle.Unpickler):

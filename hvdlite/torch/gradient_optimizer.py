@@ -15,6 +15,7 @@ from hvdlite.errors import UsageError
 from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.reducer import GradientReducer
 from hvdlite.torch.wrapped_optimizer import WrappedOptimizer, parameters_of
+from hvdlite.tracebacks import stacklevel
 
 
 class GradientOptimizer(WrappedOptimizer):
@@ -93,7 +94,7 @@ class GradientOptimizer(WrappedOptimizer):
                     warnings.warn(
                         "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): "
                         "it reduces the gradients a second time; call it inside `with optimizer.skip_synchronize():`",
-                        stacklevel=2,
+                        stacklevel=stacklevel(),
                     )
                 self.synchronize()
         if self._hvd_arguments["sparse_as_dense"] and isinstance(self, torch.optim.SparseAdam):  # it takes no others
@@ -179,8 +180,10 @@ class GradientOptimizer(WrappedOptimizer):
         """`torch.optim.Optimizer.zero_grad`.
 
         Raises:
-            UsageError: called between backward() and step(), when gradients are on their way.
+            UsageError: called between backward() and step(), when gradients are on their way; or after a step that was
+                interrupted, if it cannot go on.
         """
+        self._hvd_reducer.see_to_interrupt()
         if self._hvd_reducer.arrival.has_pending:
             self._hvd_reducer.arrival.check_only_owner()
             raise UsageError(

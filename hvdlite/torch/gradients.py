@@ -13,6 +13,7 @@ from hvdlite.memory.base import Home
 from hvdlite.memory.views import TensorView
 from hvdlite.torch.device import Now, is_on_device
 from hvdlite.torch.tensor_view import check_memory, dtype_of, gradient_dtype
+from hvdlite.tracebacks import stacklevel
 
 SMALL_BYTES = 32 << 10
 """Up to this size a gradient is copied into its slot by whoever submits the bucket, and travels with the other small
@@ -31,16 +32,18 @@ class Slot:
         changed: the slots of the optimizer whose gradients somebody has changed on their way; emptied by who reduces.
         is_on_device: whether the parameter is in the memory of a GPU.
         is_sparse: whether all ranks reduce this gradient as a sparse one.
+        loaded: ``p.grad`` when the bucket was loaded; until it is delivered.
         passes_left: backward passes until the gradient is complete; kept by `Arrival`.
         shape: of the gradient in the order of memory, so that ranks whose parameters lie in another order
             (channels_last) are told so, instead of adding what does not belong together.
-        version: of ``p.grad`` when the bucket was loaded; torch counts changes in place.
+        version: of `loaded`; torch counts changes in place.
         view: of the gradient's place in a block, where the gradient has one.
     """
 
     __slots__ = (
         "active", "bucket", "changed", "dtype", "element_type", "index", "is_contiguous", "is_on_device", "is_sparse",
-        "name", "nbytes", "numel", "param", "passes_left", "shape", "sparse_as_dense", "strides", "version", "view",
+        "loaded", "name", "nbytes", "numel", "param", "passes_left", "shape", "sparse_as_dense", "strides", "version",
+        "view",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str, param: torch.Tensor, sparse_as_dense: bool, changed: list[Slot]) -> None:
@@ -54,6 +57,7 @@ class Slot:
         self.passes_left = 0
         self.bucket: Bucket | None = None
         self.view: torch.Tensor | None = None
+        self.loaded: torch.Tensor | None = None
         self.version = 0
         self.measure()
 
@@ -101,7 +105,7 @@ class Slot:
         gradient = self.param.grad
         if gradient is None or not self.active:
             return None
-        self.version = gradient._version
+        self.loaded, self.version = gradient, gradient._version
         if (
             type(gradient) is torch.Tensor
             and gradient.layout is torch.strided
@@ -119,7 +123,7 @@ class Slot:
         if gradient is None or not self.active:
             return None
         self._check(gradient)
-        self.version = gradient._version
+        self.loaded, self.version = gradient, gradient._version
         # A dense one comes after another way through the model.
         return gradient if self.could_be_sparse else gradient.to_dense().to_sparse(1)
 
@@ -128,20 +132,17 @@ class Slot:
         dense = self.contribution()
         if dense is None:
             dense = torch.zeros_like(self.param, dtype=self.dtype, requires_grad=False)
-        elif dense.requires_grad or (_is_shared(dense) and not _is_placed(dense)):
+        elif dense.requires_grad or _is_anothers(dense) or (_is_shared(dense) and not _is_placed(dense)):
             dense = dense.detach().clone()
         if self.active and dense is not self.param.grad:
             self.param.grad = dense
-        self.version = dense._version
+        self.loaded, self.version = dense, dense._version
         return dense
 
-    def note_if_changed(self, loaded: torch.Tensor | None = None) -> None:
-        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks.
-
-        Args:
-            loaded: what it was, if that is known.
-        """
+    def note_if_changed(self) -> None:
+        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks."""
         gradient = self.param.grad
+        loaded, self.loaded = self.loaded, None
         if gradient is None:
             return
         is_other = loaded is not None and gradient is not loaded
@@ -152,7 +153,7 @@ class Slot:
     def deliver_in_place(self, reduced: torch.Tensor) -> None:
         """Make ``reduced``, in which the gradient was reduced where it was, ``p.grad``, should that be another now."""
         if self.active:
-            self.note_if_changed(reduced)
+            self.note_if_changed()
             if self.param.grad is not reduced:
                 self.param.grad = reduced
 
@@ -187,7 +188,7 @@ class Slot:
                     f"the gradient of '{self.name}' is sparse, but the ranks reduce it as a dense one: in the first "
                     "step it was dense on some rank, or missing on all, or it has several sparse dimensions. From now "
                     "on it is made dense, as with sparse_as_dense=True.",
-                    stacklevel=2,
+                    stacklevel=stacklevel(),
                 )
                 self.sparse_as_dense = True
             gradient = gradient.to_dense()
@@ -239,7 +240,13 @@ def _is_placed(gradient: torch.Tensor) -> bool:
 
 
 _USES = 2
-"""Of memory that one tensor has: by the tensor, and by the object that is asked for the number."""
+"""Of a gradient of one parameter, by that and by the object that is asked for the number; likewise of its memory."""
+
+
+def _is_anothers(gradient: torch.Tensor) -> bool:
+    """Whether another parameter has the same tensor as its gradient, as the program has put it there."""
+    uses: int = gradient._use_count()  # type: ignore[attr-defined]
+    return uses > _USES
 
 
 def _is_shared(gradient: torch.Tensor) -> bool:

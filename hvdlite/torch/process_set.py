@@ -129,14 +129,19 @@ class ProcessSet:
             self._process_group = (dist.group.WORLD, group)
         return group
 
-    def joins(self) -> int:
-        """How often all members have joined, for `next_number`; 0 while hvdlite does not run, and of who is none."""
-        group = self.group_of_members() if hvdlite.is_initialized() and self.is_registered() else None
-        return 0 if group is None else group.joins
+    def moment(self) -> tuple[int, int]:
+        """Now, for `next_number`: which group this is, and how often all its members have joined.
 
-    def next_number(self, made_after: int, what: str) -> int:
-        """See `hvdlite.group.Group.next_number`."""
-        return self.group().next_number(made_after, what)
+        (0, 0) while hvdlite does not run, and of who is no member.
+        """
+        group = self.group_of_members() if hvdlite.is_initialized() and self.is_registered() else None
+        return (0, 0) if group is None else (group.made_ns, group.joins)
+
+    def next_number(self, made: tuple[int, int], what: str) -> int:
+        """See `hvdlite.group.Group.next_number`; ``made`` is the `moment` at which it was."""
+        group = self.group()
+        made_ns, joins = made
+        return group.next_number(joins if made_ns == group.made_ns else 0, what)
 
     def size(self) -> int:
         return len(self.ranks)

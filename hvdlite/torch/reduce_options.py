@@ -11,6 +11,7 @@ from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.errors import UsageError
 from hvdlite.torch.compression import AnyCompressor, Compression, check_compression, wire_dtype
 from hvdlite.torch.process_set import ProcessSet, check_process_set
+from hvdlite.tracebacks import stacklevel
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -56,7 +57,9 @@ def reduce_options(
             raise UsageError(
                 f"{name} was passed as the second argument, which is average, and deprecated: pass op={name}"
             )
-        warnings.warn("average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        warnings.warn(
+            "average is deprecated; pass op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=stacklevel()
+        )
         op = Average if average else Sum
     reduction = Reduction(check_op(Average if op is None else op), float(prescale), float(postscale))
     return ReduceOptions(reduction, wire_dtype(check_compression(compression)), check_process_set(process_set))

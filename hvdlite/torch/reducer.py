@@ -18,7 +18,7 @@ import torch
 
 import hvdlite
 from hvdlite.autotune.tuner import Tuner, start_tuning
-from hvdlite.errors import HorovodInternalError
+from hvdlite.errors import HorovodInternalError, UsageError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.prepared_allreduce import allreduce_now
@@ -35,6 +35,7 @@ from hvdlite.torch.gradients import Bucket, Slot, UnderWay
 from hvdlite.torch.numerics import GradientCheck
 from hvdlite.torch.sparse import SparseReduction
 from hvdlite.torch.state_check import StateCheck
+from hvdlite.tracebacks import stacklevel
 
 _requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
 
@@ -85,6 +86,7 @@ class GradientReducer:
         self._tuner: Tuner | None = None
         self._recount()
         self._completed = 0  # buckets of this step
+        self._was_interrupted = False  # the last step, by Ctrl-C or another exception of a signal handler
         self._backward_ns = (0, 0)
         self._shown = (0, 0)  # a recording, and the steps of it whose parameters were shown
         if self.is_distributed:
@@ -111,10 +113,38 @@ class GradientReducer:
             if group is not self._group:
                 self._attach(group)
 
+    def see_to_interrupt(self) -> None:
+        """Before a step: whether ranks can go on if the last one was interrupted.
+
+        Raises:
+            UsageError: they cannot, as some wait for the rest of it.
+        """
+        if self._group.world.has_ended:  # and with it all that was on its way
+            self._was_interrupted = False
+            self.reset()
+        if not self._was_interrupted:
+            return
+        if self._assignment.phase is not Phase.SETTLED or self._has_in_flight:
+            raise UsageError(
+                "optimizer.step() was interrupted while ranks waited for one another. Call hvd.shutdown() and "
+                "hvd.init() on every rank, then hvd.broadcast_parameters() and hvd.broadcast_optimizer_state()."
+            )
+        self._was_interrupted = False
+        warnings.warn(
+            "optimizer.step() was interrupted: where another rank has taken that step, parameters differ now. "
+            "hvd.broadcast_parameters() and hvd.broadcast_optimizer_state(), on every rank, make them alike.",
+            stacklevel=stacklevel(),
+        )
+
+    @property
+    def _has_in_flight(self) -> bool:
+        return self._group.world.coordinator.has_in_flight(f"optimizer{self._assignment.number}.")
+
     # In backward.
 
     def _begin(self) -> bool:
         """The first gradient of a step, or a step without any; whether there is something to reduce."""
+        self.see_to_interrupt()
         self.follow()
         if self._assignment.phase is Phase.UNASSIGNED and self.is_distributed:
             self._assignment.guess()
@@ -185,14 +215,13 @@ class GradientReducer:
             self._begin()
         if not self.is_distributed:
             return
-        if self._is_as_before:
-            try:
-                self._finish(self._live)
-            finally:
-                self.reset()
-        else:
-            with torch.inference_mode(False):  # gradients that stay must be such as later steps may change
-                self._finish_changes()
+        try:
+            self._finish_step()
+        except HorovodInternalError:
+            raise
+        except BaseException as error:  # of this rank alone
+            self._was_interrupted = not isinstance(error, Exception) or self._has_in_flight
+            raise
         if self._numerics is not None:
             self._numerics.end_step()
         if self._tuner is not None and not self._tuner.after_step():
@@ -209,6 +238,16 @@ class GradientReducer:
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
         return [(slot.name, slot.param) for slot in self.arrival.slots]
+
+    def _finish_step(self) -> None:
+        if self._is_as_before:
+            try:
+                self._finish(self._live)
+            finally:
+                self.reset()
+        else:
+            with torch.inference_mode(False):  # gradients that stay must be such as later steps may change
+                self._finish_changes()
 
     def _finish(self, buckets: Sequence[Bucket]) -> None:
         """Submit what is left of ``buckets``, wait for all, and deliver."""
@@ -245,7 +284,7 @@ class GradientReducer:
             f"the {were} changed between loss.backward() and optimizer.step(), on the way to other ranks; all or part "
             "of the change is lost. Call optimizer.synchronize() before you clip or unscale gradients, and "
             "optimizer.step() inside `with optimizer.skip_synchronize():` after that.",
-            stacklevel=2,
+            stacklevel=stacklevel(),
         )
 
     def _show_parameters(self, buckets: Sequence[Bucket]) -> None:

@@ -12,6 +12,7 @@ from hvdlite.torch.allgather import grouped_allgather
 from hvdlite.torch.allreduce import reduce_compressed
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.compression import AnyCompressor, Compression
+from hvdlite.torch.differentiated import applied_to_tangents, has_tangents, is_differentiated
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum, check_op, reduce_options
@@ -30,7 +31,7 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.options = inputs[0]
+        ctx.options, _, ctx.grouped = inputs[:3]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -42,6 +43,10 @@ class _Reducescatter(torch.autograd.Function):
             factor *= process_set.size()
         gathered = grouped_allgather(gradients, process_set=process_set)
         return None, None, None, *(gradient if factor == 1.0 else gradient * factor for gradient in gathered)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return applied_to_tangents(_Reducescatter, (ctx.options, None, ctx.grouped), tangents[3:])
 
 
 @takes_arrays()
@@ -70,12 +75,12 @@ def reducescatter(
         HorovodInternalError: ranks contradict one another, or hvdlite does not run; says more.
     """
     shortcuts = getattr(process_set, "shortcuts", None)
-    if shortcuts is not None and compression is Compression.none:
+    if shortcuts is not None and compression is Compression.none and not has_tangents():
         done: torch.Tensor | None = shortcuts.reducescatter(tensor, name, op, prescale_factor, postscale_factor, False)
         if done is not None:
             return done
     options = _checked(op, prescale_factor, postscale_factor, process_set, compression)
-    if not (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
+    if not is_differentiated(tensor):
         done = scattered_at_once(tensor, name, op, prescale_factor, postscale_factor, options, compression)
         if done is not None:
             return done

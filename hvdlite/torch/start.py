@@ -39,7 +39,7 @@ def start_allreduce(
     label = label_of("allreduce", name)
     sources = [contiguous_block(tensor, label) for tensor in tensors]
     if in_place and grouped:
-        sources = _each_once(sources)
+        sources = _apart(sources)
     results = sources if in_place else [new_result(source, tuple(source.shape)) for source in sources]
     now = Now()
     inputs = views_of(sources, now)
@@ -199,14 +199,14 @@ def _as_tensor(counts: Sequence[int], splits: object) -> torch.Tensor:
     return torch.tensor(counts, dtype=torch.int32 if fits else torch.int64, device=where)
 
 
-def _each_once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors``, with copies of those that have come before: what is large is reduced while the first is written."""
-    known: set[int] = set()
-    result = []
-    for tensor in tensors:
-        address = tensor.data_ptr()
-        result.append(tensor.clone() if address in known else tensor)
-        known.add(address)
+def _apart(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors``, with copies of those that overlap others: what is large is reduced while the first is written."""
+    result = list(tensors)
+    end = 0
+    for address, i in sorted((tensor.data_ptr(), i) for i, tensor in enumerate(tensors)):
+        if address < end:
+            result[i] = tensors[i].clone()
+        end = max(end, address + tensors[i].nbytes)
     return result
 
 

@@ -49,8 +49,9 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = check_process_set(process_set)
-        self._made_after = self.process_set.joins()
-        self._name: str | None = None  # of the operations; given when all ranks first come to this layer
+        self._made = self.process_set.moment()
+        self._name = ""  # of the operations; given when all ranks first come to this layer
+        self._named_ns = 0  # `made_ns` of the group that has given it
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -75,9 +76,10 @@ class SyncBatchNorm(_BatchNorm):
         if self.process_set.size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        if self._name is None:
-            number = self.process_set.next_number(self._made_after, f"batch norm of {self.num_features}")
-            self._name = f"sync_batch_norm{number}"
+        made_ns = self.process_set.group().made_ns
+        if self._named_ns != made_ns:
+            number = self.process_set.next_number(self._made, f"batch norm of {self.num_features}")
+            self._name, self._named_ns = f"sync_batch_norm{number}", made_ns
         with torch.no_grad():
             own = local_statistics(input).unsqueeze(0).cpu()  # a few numbers per channel travel by way of the CPU
             name = f"{self._name}.forward"

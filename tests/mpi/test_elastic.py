@@ -13,6 +13,7 @@ from mpi4py import MPI
 import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError, UsageError
+from hvdlite.torch.elastic.handlers import SamplerStateHandler
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 
@@ -102,6 +103,23 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in tensors(item)]
     return [value] if isinstance(value, torch.Tensor) else []
+
+
+def test_a_sampler_with_a_handler() -> None:
+    """As a program has it that registers Horovod's."""
+    sampler = hvd.elastic.ElasticSampler(range(4 * hvd.size()), shuffle=False)
+    handler = SamplerStateHandler(sampler)
+    sampler.record_indices([hvd.rank()])
+    handler.restore()
+    assert sampler.processed_indices == set()
+    sampler.record_indices([hvd.rank()])
+    handler.save()
+    assert sampler.processed_indices == {hvd.rank()}
+    handler.restore()
+    assert sampler.processed_indices == {*range(hvd.size())}
+    sampler.set_epoch(hvd.rank() + 1)
+    handler.sync()
+    assert (sampler.epoch, sampler.processed_indices) == (1, set())
 
 
 def test_sync_unites_what_samplers_have_processed() -> None:

@@ -193,6 +193,27 @@ def test_tensors_that_groups_of_the_root_share() -> None:
         assert [first, second] == [1.0, 1.0 if names[0] is root else 2.0]
 
 
+def test_optimizer_state_of_unusual_tensors() -> None:
+    """Only the root has them, so others cannot tell why it would not send them."""
+    unusual = {
+        "sparse": torch.eye(3).to_sparse(),
+        "expanded": torch.tensor([2.0]).expand(4),
+        "complex": torch.tensor([1 + 2j]),
+        "usual": torch.tensor([3.0]),
+    }
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if hvd.rank() == 0:
+        optimizer.state[model.weight] = {**unusual, "several": [unusual["sparse"], unusual["usual"]]}
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    received = optimizer.state[model.weight]
+    for name, tensor in unusual.items():
+        assert received[name].layout is tensor.layout
+        assert torch.equal(received[name].to_dense(), tensor.to_dense())
+    assert received["several"][0].is_sparse
+    assert received["several"][1] is received["usual"]
+
+
 def test_optimizer_state_that_cannot_be_broadcast() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     with pytest.raises(ValueError, match="LBFGS"):

@@ -243,6 +243,37 @@ def test_copies_work_on() -> None:
     assert torch.equal(outputs[0], outputs[2])
 
 
+def test_after_a_restart_beside_a_layer_that_is_new() -> None:
+    """As of a rank that comes to an elastic job; the others have their layers from before."""
+
+    class Trained:
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            layers = hvd.SyncBatchNorm(CHANNELS), torch.nn.Linear(CHANNELS, 2), hvd.SyncBatchNorm(2)
+            self.model = torch.nn.Sequential(*layers)
+            inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.optimizer = hvd.DistributedOptimizer(inner, self.model.named_parameters())
+
+        def step(self) -> None:
+            self.optimizer.zero_grad()
+            self.model(torch.randn(4, CHANNELS)).square().mean().backward()
+            self.optimizer.step()
+
+    hvd.SyncBatchNorm(CHANNELS)(torch.randn(4, CHANNELS))
+    hvd.join()
+    trained = Trained()
+    trained.step()
+    hvd.shutdown()
+    hvd.init()
+    if hvd.rank() == last_rank():
+        trained = Trained()
+    hvd.broadcast_parameters(trained.model.state_dict(), root_rank=0)
+    for _ in range(2):
+        trained.step()
+    for parameter in trained.model.parameters():
+        assert hvd.broadcast(parameter.detach(), 0).equal(parameter)
+
+
 def test_several_layers_in_one_graph() -> None:
     """Each layer's operations have names of their own."""
     torch.manual_seed(0)

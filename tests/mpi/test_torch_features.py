@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import hvdlite.torch as hvd
+from torch_lab import LINEAR, rank_input
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -301,3 +302,19 @@ def test_workers_that_are_forked(persistent: bool) -> None:
     expected, _ = train(alone, plain_loss, whole, False)
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_torch_func(name: str) -> None:
+    """Gradients, tangents, and tangents of gradients."""
+    operation = LINEAR[name]
+    x, tangent = (rank_input(hvd.rank() + i, (hvd.size() * 2,), torch.float32) for i in range(2))
+    outputs, tangents = torch.func.jvp(lambda x: operation(x.square()), (x,), (tangent,))
+    assert torch.equal(outputs, operation(x.square()))
+    assert torch.equal(tangents, operation(2 * x * tangent))
+    gradient = torch.func.grad(lambda x: operation(x).pow(3).sum())
+    weights = 3 * operation(x).square()
+    assert torch.allclose(gradient(x), torch.func.grad(lambda x: (operation(x) * weights).sum())(x))
+    weights = 6 * operation(x) * operation(tangent)  # the tangent of the ones above
+    of_gradient = torch.func.jvp(gradient, (x,), (tangent,))[1]
+    assert torch.allclose(of_gradient, torch.func.grad(lambda x: (operation(x) * weights).sum())(x))

@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import NotInitializedError
-from torch_lab import REDUCING, rank_input
+from torch_lab import LINEAR, REDUCING, rank_input
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
@@ -188,6 +189,15 @@ def test_a_group_in_place_that_has_a_tensor_twice(numel: int, step: int) -> None
     assert [tied.unique().tolist(), other.unique().tolist()] == [[sum(range(hvd.size()))]] * 2
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_group_in_place_of_tensors_that_overlap(order: int) -> None:
+    numel = 3 * CHUNK
+    whole = torch.arange(numel, dtype=torch.float64)
+    whole *= hvd.rank() + 1
+    hvd.grouped_allreduce_([whole, whole[1 : CHUNK + 1], whole[numel // 2 :]][::order], op=hvd.Sum)
+    assert torch.equal(whole, torch.arange(numel, dtype=torch.float64) * sum(range(1, hvd.size() + 1)))
+
+
 @pytest.mark.parametrize("dtype", [*REDUCING, torch.bool], ids=str)
 def test_allgather(dtype: torch.dtype) -> None:
     for rows, rest in [(lambda r: r, ()), (lambda r: 3, (2, 5)), (lambda r: r % 2 * 7, (3,)), (lambda r: 0, (4,))]:
@@ -260,6 +270,26 @@ def test_a_broadcast_differentiated_twice() -> None:
     # At the root g is 3 x^2 times the average of 2 y; the gradient of g reaches every y, and comes back as an average.
     wanted = (192.0, pytest.approx(192 + 288 / hvd.size())) if hvd.rank() == root else (0.0, 0.0)
     assert (g.item(), x.grad.item()) == wanted
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_tangents_go_the_way_of_what_they_belong_to(name: str) -> None:
+    """In forward mode, also of an operation that is done at once by now."""
+    operation = LINEAR[name]
+    x, tangent = (rank_input(hvd.rank() + i, (hvd.size() * 2,), torch.float32) for i in range(2))
+    for _ in range(100):
+        wanted = operation(tangent)
+    with forward_ad.dual_level():
+        assert torch.equal(operation(x), operation(x.clone()))  # which has no tangent
+        result = forward_ad.unpack_dual(operation(forward_ad.make_dual(x, tangent)))
+    assert torch.equal(result.primal, operation(x))
+    assert torch.equal(result.tangent, wanted)
+
+
+@pytest.mark.parametrize("op", [hvd.Max, hvd.Product])
+def test_a_tangent_of_what_is_no_sum(op: int) -> None:
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=f"op={ReduceOp(op).label} .* forward mode"):
+        hvd.allreduce(forward_ad.make_dual(torch.ones(3), torch.ones(3)), op=op)
 
 
 def test_shutdown_and_again() -> None:

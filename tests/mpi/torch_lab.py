@@ -44,3 +44,17 @@ def finite_differences(loss: Callable[[], torch.Tensor], own: torch.Tensor, step
             if rank == hvd.rank():
                 gradient.view(-1)[i] = (above - below) / (2 * step)
     return gradient
+
+
+LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "allreduce": hvd.allreduce,
+    "grouped_allreduce": lambda x: hvd.grouped_allreduce([torch.arange(3), x], op=hvd.Sum)[1],
+    "allgather": hvd.allgather,
+    "grouped_allgather": lambda x: hvd.grouped_allgather([torch.arange(3), x])[1],
+    "broadcast": lambda x: hvd.broadcast(x, hvd.size() - 1),
+    "alltoall": hvd.alltoall,
+    "alltoall with splits": lambda x: hvd.alltoall(x, torch.ones(hvd.size(), dtype=torch.int32))[0],
+    "reducescatter": hvd.reducescatter,
+    "grouped_reducescatter": lambda x: hvd.grouped_reducescatter([torch.arange(3), x], op=hvd.Sum)[1],
+}
+"""Operations whose result is a linear function of the tensors of all ranks, of (a multiple of size(),)."""

@@ -168,6 +168,10 @@ class _Coordinator:
         world.submitted.append(Submitted(submission, background))
         submission.assist = lambda waiting: waiting.fail(error) if error else waiting.succeed(world.execute(waiting))
 
+    def has_in_flight(self, prefix: str) -> bool:
+        in_flight = (one.submission for one in self._world.submitted if not one.submission.is_done)
+        return any(one.request.name.startswith(prefix) for one in in_flight)
+
 
 class FakeWorld:
     """Rank 0 of ``size`` ranks on ``nodes`` nodes; what a `Group` and the operations need of a `World`.

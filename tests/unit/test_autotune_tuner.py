@@ -213,16 +213,17 @@ def said(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_a_second_optimizer_is_not_tuned(world: FakeWorld, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = train(), train()
+    first, *others = [train() for _ in range(3)]
     assert first._hvd_reducer._tuner is not None
-    assert second._hvd_reducer._tuner is None
+    assert [other._hvd_reducer._tuner for other in others] == [None, None]
     assert "only the first DistributedOptimizer of all ranks is tuned; this is another one" in said(caplog)
 
 
 def test_a_process_set_is_not_tuned(world: FakeWorld, caplog: pytest.LogCaptureFixture) -> None:
-    whole = SimpleNamespace(group=None, choice=None)
-    tuner = start_tuning(whole, world.group, 0, BYTES, 4096, lambda limit: (limit,), lambda: None)  # type: ignore[arg-type]
-    assert tuner is None
+    whole: Any = SimpleNamespace(group=None, choice=None)
+    for number in range(2):
+        tuner = start_tuning(whole, world.group, number, BYTES, 4096, lambda limit: (limit,), lambda: None)
+        assert tuner is None
     assert "this is one of a process set" in said(caplog)
 
 

@@ -344,10 +344,13 @@ class CounterHandler(StateHandler):
         CounterHandler.synced += 1
 
 
-def test_a_handler_for_a_type_of_one_s_own(universe: Universe) -> None:
+@pytest.mark.parametrize("registers", ["set", "append"])
+def test_a_handler_for_a_type_of_one_s_own(universe: Universe, registers: str) -> None:
     before = get_handler_registry()
-    set_handler_registry([*before, (Counter, CounterHandler)])
+    set_handler_registry([*before, (Counter, CounterHandler)] if registers == "set" else [*before])
     try:
+        if registers == "append":
+            get_handler_registry().append((Counter, CounterHandler))
         state = hvd.elastic.TorchState(counter=Counter(), epoch=0)
     finally:
         set_handler_registry(before)
@@ -364,6 +367,7 @@ def test_a_handler_for_a_type_of_one_s_own(universe: Universe) -> None:
     state.restore()
     assert state.counter.count == 0
     universe.start(2)
+    synced = CounterHandler.synced
     state.sync()
-    assert CounterHandler.synced == 1
+    assert CounterHandler.synced == synced + 1
     assert hvd.elastic.TorchState(epoch=1).epoch == 1

@@ -95,6 +95,8 @@ from horovod.common.util import _cache, check_installed_version, get_average_bac
 from horovod.common.util import is_version_greater_equal_than
 from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from horovod.torch.elastic.state import StateHandler, TorchState, get_handler_registry, set_handler_registry
+from horovod.torch.elastic.state import LRSchedulerStateHandler, ModelStateHandler, OptimizerStateHandler
+from horovod.torch.elastic.state import SamplerStateHandler
 try:
     hvd.no_such_name
 except AttributeError as error:

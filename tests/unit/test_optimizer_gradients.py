@@ -60,7 +60,7 @@ def test_one_warning_names_the_first_of_many_gradients_that_were_clipped_too_ear
         more = len(SHAPES) - 1
         with pytest.warns(UserWarning, match=f"the gradients of 'p.0' and {more} more were changed between") as raised:
             optimizer.step()
-        assert len(raised) == 1
+        assert [warning.filename for warning in raised] == [__file__]
         optimizer.zero_grad()
 
 
@@ -169,6 +169,27 @@ def test_changes_of_gradients_on_their_way_are_noticed(
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.parametrize("numel", [3, 20000])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_replaced_on_its_way_is_noticed(world: FakeWorld, set_to_none: bool, numel: int) -> None:
+    model = Scales((numel,), (3,))
+    optimizer = wrap(model)
+    for replaces in (False, False, False, True, False, True):
+        model.loss().backward()
+        if replaces:
+            gradient = model.p[0].grad
+            assert gradient is not None
+            replacement = gradient * 7.0
+            while replacement._version < gradient._version:
+                replacement.mul_(1.0)  # so that both were changed as often
+            model.p[0].grad = replacement
+            with pytest.warns(UserWarning, match=r"gradient of 'p\.0' was changed"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
 def test_zero_grad_between_backward_and_step(world: FakeWorld) -> None:
     model = Scales((3,))
     optimizer = wrap(model)
@@ -224,8 +245,10 @@ def test_step_after_synchronize_warns(world: FakeWorld, recwarn: pytest.Warnings
     optimizer = wrap(model)
     model.loss().backward()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match="skip_synchronize"):
-        optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with pytest.warns(UserWarning, match="skip_synchronize") as raised:
+        scaler.step(optimizer)
+    assert [warning.filename for warning in raised] == [__file__]
     recwarn.clear()
     optimizer.zero_grad()
     model.loss().backward()
@@ -347,6 +370,16 @@ def test_create_graph(world: FakeWorld) -> None:
         assert all(p.grad is not None and not p.grad.requires_grad for p in model.p)
         assert reduced(model) == [-4 * FACTOR, -4 * FACTOR]
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("numel", [3, 20000])
+def test_one_tensor_as_the_gradient_of_two_parameters(world: FakeWorld, numel: int) -> None:
+    model = Scales((numel,), (numel,))
+    optimizer = wrap(model)
+    for step in range(4):
+        model.p[0].grad = model.p[1].grad = torch.full((numel,), step + 1.0)
+        optimizer.synchronize()
+        assert reduced(model) == [FACTOR * (step + 1)] * 2
 
 
 @pytest.mark.parametrize("numel", [3, 20000])

@@ -109,8 +109,9 @@ def test_a_sparse_gradient_of_a_dense_parameter(world: FakeWorld) -> None:
     model.table.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.warns(UserWarning, match="'table' is sparse.*in the first step it was dense"):
+    with pytest.warns(UserWarning, match="'table' is sparse.*in the first step it was dense") as raised:
         model.loss(2).backward()
+    assert raised[0].filename == __file__
     optimizer.step()
     assert not gradient(model).is_sparse
     assert gradient(model)[:4, 0].tolist() == [

@@ -199,8 +199,15 @@ def test_errors_come_at_synchronize(world: FakeWorld) -> None:
 def test_average_is_deprecated(world: FakeWorld) -> None:
     with pytest.warns(DeprecationWarning, match="op=hvd.Average"):
         assert hvd.allreduce(torch.ones(1), average=False).item() == 6.0
-    with pytest.warns(DeprecationWarning, match="op=hvd.Average"):
-        assert hvd.allreduce(torch.ones(1), average=True).item() == 2.0
+    averages: list[Callable[[], torch.Tensor]] = [
+        lambda: hvd.allreduce(torch.ones(1), average=True),
+        lambda: hvd.allreduce_(torch.ones(1), average=True),
+        lambda: hvd.grouped_allreduce([torch.ones(1)], average=True)[0],
+    ]
+    for average in averages:
+        with pytest.warns(DeprecationWarning, match="op=hvd.Average") as raised:
+            assert average().item() == 2.0
+        assert raised[0].filename == __file__  # by default Python shows those of programs only
     with pytest.raises(ValueError, match="supersedes"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with pytest.raises(UsageError, match="hvd.Sum was passed as the second argument.*: pass op=hvd.Sum"):
@@ -328,5 +335,7 @@ def test_tensors_with_memory(world: FakeWorld) -> None:
 
 
 def test_inside_vmap(world: FakeWorld) -> None:
-    with pytest.raises(ValueError, match="without memory of its own"):
+    with pytest.raises(RuntimeError, match="_Allreduce, but it does not have vmap support"):
         torch.vmap(lambda row: hvd.allreduce(row))(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="without memory of its own"):
+        torch.vmap(lambda row: hvd.allreduce_(row))(torch.ones(2, 3))

@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from hvdlite.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hvdlite.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 
 
 class StateHandler:
     """Of one value. Register a subclass for the value's type::
 
-        set_handler_registry([*get_handler_registry(), (MyType, MyHandler)])
+        get_handler_registry().append((MyType, MyHandler))
 
     Models, optimizers, samplers, and what has state_dict and load_state_dict, need none.
     """
@@ -68,19 +73,39 @@ class OptimizerStateHandler(LRSchedulerStateHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
+class SamplerStateHandler(StateHandler):
+    """Of an `ElasticSampler`; `save` is collective."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._saved = value.state_dict()
+
+    def save(self) -> None:
+        """Keep what any rank has processed."""
+        processed = set().union(*allgather_object(self.value.processed_indices))
+        self._saved = {**self.value.state_dict(), "processed_indices": processed}
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
 Registry = list[tuple[type, type[StateHandler]]]
 
 _registry: Registry = []  # of the process, as Horovod's is
 
 
 def get_handler_registry() -> Registry:
-    """Types, and the handlers of their values; the first whose type fits is taken."""
-    return list(_registry)
+    """Types, and the handlers of their values; the first whose type fits is taken. What is added to it counts."""
+    return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
     """For each `TorchState` that is made from here on."""
-    _registry[:] = registry
+    global _registry
+    _registry = registry
 
 
 def handlers_of(values: dict[str, Any]) -> dict[str, StateHandler]:
