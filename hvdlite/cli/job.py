@@ -91,6 +91,14 @@ class Command:
     notes: list[str]
 
 
+def check_directory() -> None:
+    """Raises ConfigError where the working directory is gone, in which programs, torch and mpirun fail in odd ways."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError("the working directory has been removed: change to one that is there") from error
+
+
 def is_this_machine(host: Host) -> bool:
     own, name = socket.gethostname(), host.address
     # Either may lack its domain; where both have one, hosts may differ by it alone.

@@ -419,6 +419,20 @@ class TestBuilding:
             build(MPICH, Launch(PROGRAM, 4, interfaces="=none"), {})
 
 
+@pytest.mark.parametrize(
+    "words", ["a.py", "--output-filename logs a.py", "--elastic a.py", "--mpi a.py", "--config-file c.yaml a.py"]
+)
+def test_a_directory_that_is_gone(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert run.main(["-np", "2", *words.split()]) == 2
+    assert capfd.readouterr().err == (
+        "hvdlite run: the working directory has been removed: change to one that is there\n"
+    )
+
+
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
