@@ -16,6 +16,7 @@ from hvdlite.interfaces import is_own
 
 # What mpirun and ssh take for a host: nothing that begins with a dash, which they take for an option.
 _HOST = re.compile(r"((?:[a-z0-9_][a-z0-9_.-]*@)?[a-z0-9_][a-z0-9_.-]*)(?::([0-9]{1,6}))?", re.IGNORECASE | re.ASCII)
+_SLOTS = re.compile(r"\s+(max[_-])?slots\s*=\s*(\S+)")
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def united(hosts: Iterable[Host]) -> tuple[Host, ...]:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """A file of ``host slots=2`` (Open MPI's form) or ``host:2`` (MPICH's), a host a line; ``#`` starts a comment.
 
+    Open MPI's ``max_slots`` are a host's slots where the line has no others, as there, and else mean nothing.
+
     Raises:
         ConfigError: the file cannot be read or has no host; a line makes no sense; names file and line.
     """
@@ -147,7 +150,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         raise ConfigError(f"hostfile {path}: is no text: {error}") from error
     hosts = []
     for number, line in enumerate(lines, start=1):
-        entry = re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip())
+        entry = line.partition("#")[0].strip()
+        if slots := dict(_SLOTS.findall(entry)):
+            entry = f"{_SLOTS.sub('', entry)}:{slots.get('') or next(iter(slots.values()))}"
         if entry:
             hosts.append(_host(entry, f"{path}:{number}: {line.strip()}"))
     if not hosts:

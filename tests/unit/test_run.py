@@ -119,6 +119,8 @@ class TestParsing:
             "a slots=2  # comment\n\nb\n",
             "a:2\n# comment\nb:1\n",
             "a   slots = 2\nb slots=1",
+            "a slots=2 max_slots=4\nb max-slots = 1 # as for Open MPI",
+            "a max_slots=2\nb max-slots=4 slots=1",
             "\ufeffa\tslots=2\r\nb\r\n",  # as editors of Windows write it
             "a\nb\na\n",
         ],
