@@ -221,7 +221,7 @@ class Sentinel:
                 # It is told as well: should it have been stopped, it shall wake to blame nobody else.
                 silence = (
                     f"rank {neighbour.rank} ({neighbour.where}) has not answered for {silent_s:.0f} s: its process is "
-                    "stopped, or its host is unreachable. If it was only busy, raise "
+                    f"stopped, or its host is unreachable from that of rank {self._rank}. If it was only busy, raise "
                     "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS."
                 )
                 self.report(Failed(neighbour.rank, silence))
