@@ -102,6 +102,8 @@ def _main(argv: Sequence[str], announce: bool) -> int:
         if "doctor" in arguments.switches and launch.host_count > 1:
             environ |= before_mpi.invitation([host.address for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
+        if chosen is not None:
+            mpirun.check_directory(launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:
             say(note)

@@ -435,6 +435,19 @@ def test_a_directory_that_is_gone(
     )
 
 
+def test_a_directory_that_mpirun_could_not_enter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As with su, which stays where root was. Ranks that hvdliterun starts itself are there already."""
+    mpirun = says(tmp_path / "mpirun", "mpirun (Open MPI) 5.0.11")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path) or mode != os.X_OK)
+    assert run.main(["--mpirun", str(mpirun), "--elastic", "-np", "2", "a.py"]) == 2
+    assert f"mpirun starts ranks in {tmp_path}, which this user may not enter" in capfd.readouterr().err
+    assert run.main(["--mpirun", str(mpirun), "--dry-run", "--wdir", "/", "-np", "2", "a.py"]) == 0
+    assert run.main(["--dry-run", "-np", "2", "a.py"]) == 0
+
+
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
