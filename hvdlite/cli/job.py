@@ -101,7 +101,7 @@ def check_directory() -> None:
 
 
 def is_this_machine(host: Host) -> bool:
-    own, name = socket.gethostname(), host.address
+    own, name = socket.gethostname().lower(), host.address.lower()
     # Either may lack its domain; where both have one, hosts may differ by it alone.
     same_name = name in (own, own.partition(".")[0]) or name.partition(".")[0] == own
     return name == "localhost" or is_own(name) or same_name

@@ -141,7 +141,8 @@ class TestParsing:
         ("hostname", "here", "elsewhere"),
         [
             ("gpu", ["gpu", "me@gpu", "gpu.east", "localhost", "127.0.0.1"], ["gpu2", "east.gpu", "198.51.100.1"]),
-            ("gpu.east", ["gpu", "gpu.east"], ["gpu.west", "gpu.east.lab", "east"]),
+            ("GPU", ["gpu", "GPU", "Gpu.East", "LOCALHOST"], ["GPU2"]),  # names have no case
+            ("gpu.east", ["gpu", "gpu.east", "GPU.East"], ["gpu.west", "gpu.east.lab", "east"]),
             ("198.51.100.1", ["198.51.100.1"], ["198.51.100.2"]),
         ],
     )
