@@ -141,6 +141,10 @@ class Health:
         """This rank is closing: a failure of others is no news any more."""
         self._is_closing = True
 
+    def say_finished(self) -> None:
+        """All ranks have done their work, and this one ends MPI."""
+        self._sentinel.say_finished()
+
     def close(self) -> None:
         """This rank has ended in order: nobody takes its silence for its death."""
         with self._lock:

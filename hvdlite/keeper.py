@@ -56,11 +56,12 @@ class Word(IntEnum):
     FAILED = 10  # likewise: the ranks of this generation end after a failure, to be started anew
     STARTING = 13  # likewise: it comes to hvd.init(); the start, see BEGIN, and the rank
     STARTED = 14  # likewise: it is through
+    UNLIKE = 16  # likewise: it comes to none, since ranks run different versions
     GONE = 15  # to hvdliterun: it has ended before that
     TAKE = 12  # hvdliterun: the keeper shall have the second copy; answered with what it has then, as by HOLDS
 
 
-_FOR_HEAD = (Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.FAILED, Word.STARTING, Word.STARTED)
+_FOR_HEAD = (Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.FAILED, Word.STARTING, Word.STARTED, Word.UNLIKE)
 OF_RANKS = (*_FOR_HEAD, Word.GONE)
 """What hvdliterun hears of ranks."""
 

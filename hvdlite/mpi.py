@@ -229,8 +229,13 @@ def _meet(mpi: Any, timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:
     return True
 
 
-def finalize(timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:
+def finalize(
+    timeout_s: float, is_hopeless: Callable[[], bool], say_finished: Callable[[], None] = lambda: None
+) -> bool:
     """End MPI if hvdlite started it, sleeping rather than spinning until the other ranks are there.
+
+    Args:
+        say_finished: called once all are there, before MPI_Finalize, which may not come back.
 
     Returns:
         Whether they came within ``timeout_s``, and before it was hopeless; otherwise MPI still runs.
@@ -241,8 +246,12 @@ def finalize(timeout_s: float, is_hopeless: Callable[[], bool]) -> bool:
     if not _meet(mpi, timeout_s, is_hopeless):
         return False
     # All are there, and have done their work: a network that is lost in this moment shall not keep them.
+    say_finished()
     limit = _native.Deadline(
-        _FINALIZE_S, f"hvdlite: MPI_Finalize was not through after {_FINALIZE_S:.0f} s; the process ends without it", 0
+        _FINALIZE_S,
+        f"hvdlite: rank {mpi.COMM_WORLD.rank} has finished, but MPI_Finalize did not come back within "
+        f"{_FINALIZE_S:.0f} s; the process ends without it",
+        0,
     )
     mpi.Finalize()
     limit.cancel()

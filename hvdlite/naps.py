@@ -19,6 +19,14 @@ def growing_pause_s(first_s: float, longest_s: float, times: int) -> float:
     return min(longest_s, first_s * 2.0 ** min(times, 100))  # 2.0**1024 is an OverflowError
 
 
+def wait_for_verdict(check: Callable[[], None], patience_s: float) -> None:
+    """Something has failed here: let others say why, which ``check`` raises then; returns after ``patience_s``."""
+    until_s = time.monotonic() + patience_s
+    while time.monotonic() < until_s:
+        check()
+        time.sleep(_CHECK_S)
+
+
 def nap_until(
     done: Callable[[], bool],
     late: str,

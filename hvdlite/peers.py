@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hvdlite import _native, connections, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
 from hvdlite.config import KEEPER, MEETING_POINT, START, WORKER, Config, other_variable
-from hvdlite.errors import ConfigError, StartupError
+from hvdlite.errors import ConfigError, HorovodVersionMismatchError, StartupError
 from hvdlite.launched import Launched, Meeting
 from hvdlite.meeting_point import AtMeetingPoint
 from hvdlite.membership import Membership
@@ -66,7 +66,12 @@ class Peers:
         start = int(other_variable(START) or 0)
         with suppress(OSError):  # the keeper is gone, or stopped
             self.keeper.say_starting(start, process.rank)
-        yield
+        try:
+            yield
+        except HorovodVersionMismatchError:
+            with suppress(OSError):
+                self.keeper.say_unlike(start, process.rank)
+            raise
         self._has_started = True
         with suppress(OSError):
             self.keeper.say_started(start, process.rank)

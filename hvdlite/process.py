@@ -177,10 +177,16 @@ class ProcessHooks:
         else:
             if self.peers.survivors is not None:
                 self.peers.survivors.leave()
-            if not mpi.finalize(patience_s, lambda: runtime is not None and not runtime.can_end_in_order):
+            if not mpi.finalize(
+                patience_s, lambda: runtime is not None and not runtime.can_end_in_order, self._say_finished
+            ):
                 self._end_without_mpi(self._explain_end(patience_s))
         if runtime is not None:
             runtime.end_watch()
+
+    def _say_finished(self) -> None:
+        if self.runtime is not None:
+            self.runtime.world.health.say_finished()
 
     def _explain_end(self, patience_s: float) -> int:
         """Says why MPI cannot end in order after this rank has come to its end; returns the least exit status."""

@@ -72,6 +72,10 @@ class Safekeeping:
         """Tell hvdliterun that it is through; a rank that ends before, others may wait for."""
         self._ask(Word.STARTED, pair_of(start, rank))
 
+    def say_unlike(self, start: int, rank: int) -> None:
+        """Tell hvdliterun that this rank has not started, since ranks run different versions."""
+        self._ask(Word.UNLIKE, pair_of(start, rank))
+
     def begin_anew(self) -> None:
         """Tell hvdliterun that the ranks end in order now, to be started on other hosts."""
         self._ask(Word.ANEW)

@@ -32,6 +32,7 @@ from hvdlite.sentinel_messages import (
     HEARTBEAT,
     DamagedError,
     Failed,
+    Finished,
     Goodbye,
     Inbox,
     frame,
@@ -52,6 +53,7 @@ class _Neighbour:
     link: socket.socket
     heard_s: float
     inbox: Inbox = field(default_factory=Inbox)
+    has_finished: bool = False
     said_goodbye: bool = False
 
 
@@ -97,6 +99,11 @@ class Sentinel:
     def report(self, failed: Failed) -> None:
         """Tell every rank. From any thread; the first report wins."""
         self._spread(failed, learned_from=None)
+
+    def say_finished(self) -> None:
+        """What this rank does from here on is to end MPI, where it may hang or die: it had done its work then."""
+        for neighbour in self._neighbours:
+            self._send(neighbour, Finished(self._rank))
 
     def close(self) -> None:
         """Say goodbye and stop watching: from here on nobody takes this rank's silence for its death."""
@@ -183,6 +190,12 @@ class Sentinel:
                 f"rank {self._rank} (pid {os.getpid()}) did not run for {self._slept_s:.0f} s, stopped or suspended, "
                 "which is longer than HVDLITE_HEARTBEAT_TIMEOUT_SECONDS; the others have ended meanwhile.",
             )
+        if neighbour.has_finished:
+            return Failed(
+                neighbour.rank,
+                f"rank {neighbour.rank} ({neighbour.where}) had finished; its process ended inside MPI_Finalize, which "
+                "did not come back.",
+            )
         return Failed(
             neighbour.rank,
             f"rank {neighbour.rank} ({neighbour.where}) died without a word: killed, out of memory, or "
@@ -195,6 +208,8 @@ class Sentinel:
             _LOG.warning("rank %d has sent %d bytes that are no message; they are ignored", neighbour.rank, len(body))
         elif isinstance(message, Goodbye):
             neighbour.said_goodbye = True
+        elif isinstance(message, Finished):
+            neighbour.has_finished = True
         else:
             self._spread(message, neighbour)
 
@@ -206,7 +221,7 @@ class Sentinel:
                 # It is told as well: should it have been stopped, it shall wake to blame nobody else.
                 silence = (
                     f"rank {neighbour.rank} ({neighbour.where}) has not answered for {silent_s:.0f} s: its process is "
-                    "stopped, or its host is unreachable. If it was only busy, raise "
+                    f"stopped, or its host is unreachable from that of rank {self._rank}. If it was only busy, raise "
                     "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS."
                 )
                 self.report(Failed(neighbour.rank, silence))
@@ -230,7 +245,7 @@ class Sentinel:
                 self._send(neighbour, failed)
         self._on_failure(failed)
 
-    def _send(self, neighbour: _Neighbour, message: Goodbye | Failed) -> None:
+    def _send(self, neighbour: _Neighbour, message: Goodbye | Finished | Failed) -> None:
         """Never waits: a neighbour that does not read must not hold up the others, nor this thread."""
         assert self._voice is not None
         self._voice.send(neighbour.index, written(message))

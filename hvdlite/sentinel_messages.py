@@ -21,6 +21,12 @@ class Goodbye(NamedTuple):
     rank: int
 
 
+class Finished(NamedTuple):
+    """``rank`` has done its work, as all have, and ends MPI, from which it may not come back."""
+
+    rank: int
+
+
 class Failed(NamedTuple):
     """``rank`` has failed, for the reason ``text``.
 
@@ -64,7 +70,7 @@ class Inbox:
             yield body
 
 
-def read(body: bytes) -> Goodbye | Failed | None:
+def read(body: bytes) -> Goodbye | Finished | Failed | None:
     """The message of a body that is no heartbeat; None where it is none."""
     try:
         message = json.loads(body)
@@ -72,6 +78,8 @@ def read(body: bytes) -> Goodbye | Failed | None:
             return None
         if "goodbye" in message:
             return Goodbye(int(message["goodbye"]))
+        if "finished" in message:
+            return Finished(int(message["finished"]))
         return Failed(
             int(message["failed"]), str(message["text"]), "leaver" in message, _process(message.get("leaver"))
         )
@@ -88,10 +96,12 @@ def _process(told: Any) -> ProcessAddress | None:
     return ProcessAddress(str(machine), int(namespace), int(pid))
 
 
-def written(message: Goodbye | Failed) -> bytes:
+def written(message: Goodbye | Finished | Failed) -> bytes:
     """The frame of ``message``."""
     if isinstance(message, Goodbye):
         told: dict[str, object] = {"goodbye": message.rank}
+    elif isinstance(message, Finished):
+        told = {"finished": message.rank}
     else:
         told = {"failed": message.rank, "text": message.text}
         if message.for_lack:

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from hvdlite.cli import horovod_install
+from hvdlite.cli.job import check_directory
 from hvdlite.cli.reader import ends_with_reader
+from hvdlite.errors import ConfigError
 
 USAGE = """\
 usage: python -m hvdlite horovod script.py [arguments]
@@ -43,6 +45,11 @@ def main(argv: Sequence[str]) -> int:
             return 1
     if not argv[0].endswith(".py") and argv[0] != "-m" and not _is_program(Path(argv[0])):
         print(f"python -m hvdlite horovod: {argv[0]!r} is neither a script nor -m; see --help", file=sys.stderr)
+        return 2
+    try:
+        check_directory()
+    except ConfigError as error:
+        print(f"python -m hvdlite horovod: {error}", file=sys.stderr)
         return 2
     from hvdlite.compat.horovod import search_path  # from here on `horovod` is hvdlite
 

@@ -16,6 +16,7 @@ from hvdlite.interfaces import is_own
 
 # What mpirun and ssh take for a host: nothing that begins with a dash, which they take for an option.
 _HOST = re.compile(r"((?:[a-z0-9_][a-z0-9_.-]*@)?[a-z0-9_][a-z0-9_.-]*)(?::([0-9]{1,6}))?", re.IGNORECASE | re.ASCII)
+_SLOTS = re.compile(r"\s+(max[_-])?slots\s*=\s*(\S+)")
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,16 @@ class Command:
     notes: list[str]
 
 
+def check_directory() -> None:
+    """Raises ConfigError where the working directory is gone, in which programs, torch and mpirun fail in odd ways."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError("the working directory has been removed: change to one that is there") from error
+
+
 def is_this_machine(host: Host) -> bool:
-    own, name = socket.gethostname(), host.address
+    own, name = socket.gethostname().lower(), host.address.lower()
     # Either may lack its domain; where both have one, hosts may differ by it alone.
     same_name = name in (own, own.partition(".")[0]) or name.partition(".")[0] == own
     return name == "localhost" or is_own(name) or same_name
@@ -128,6 +137,8 @@ def united(hosts: Iterable[Host]) -> tuple[Host, ...]:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """A file of ``host slots=2`` (Open MPI's form) or ``host:2`` (MPICH's), a host a line; ``#`` starts a comment.
 
+    Open MPI's ``max_slots`` are a host's slots where the line has no others, as there, and else mean nothing.
+
     Raises:
         ConfigError: the file cannot be read or has no host; a line makes no sense; names file and line.
     """
@@ -139,7 +150,9 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         raise ConfigError(f"hostfile {path}: is no text: {error}") from error
     hosts = []
     for number, line in enumerate(lines, start=1):
-        entry = re.sub(r"\s+slots\s*=\s*", ":", line.partition("#")[0].strip())
+        entry = line.partition("#")[0].strip()
+        if slots := dict(_SLOTS.findall(entry)):
+            entry = f"{_SLOTS.sub('', entry)}:{slots.get('') or next(iter(slots.values()))}"
         if entry:
             hosts.append(_host(entry, f"{path}:{number}: {line.strip()}"))
     if not hosts:

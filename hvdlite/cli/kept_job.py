@@ -79,6 +79,8 @@ class KeptJob:
         self._avoided = Avoided()
         self._hosts: Sequence[Host] = ()
         self._unreached: set[str] = set()  # since ranks were started: hosts where a keeper has ended, and none starts
+        self._alike: set[str] = set()  # hosts whose ranks have started together
+        self._unlike: set[str] = set()  # others, which are left out: ranks there run other versions
         self._said = ""
         self._stops = Stops()
         self._words = RankWords(limits.least, limits.silence_s, limits.grace_s)
@@ -100,7 +102,7 @@ class KeptJob:
                     )
                     return 1
                 status = self._run_generation(keepers, chosen)
-                lost = self._find_lost(keepers, chosen)
+                lost, unlike = self._find_lost(keepers, chosen), self._leave_out_unlike(chosen)
                 if stops:
                     return stops.status
                 if self._words.anew:
@@ -111,6 +113,9 @@ class KeptJob:
                 if status == 0:
                     return status
                 failures += 1
+                if self._words.are_unlike and not unlike:
+                    say("the job ends: its ranks run different versions, which no restart changes")
+                    return status
                 if failures > self._limits.restarts:
                     self._end(f"it has failed {failures} times (--restarts {self._limits.restarts})", keepers)
                     return status
@@ -119,6 +124,8 @@ class KeptJob:
                 committed = newest
                 where = f"commit {newest}, which is kept in memory" if newest else _FROM_THE_BEGINNING
                 what = f"{', '.join(lost)} did not answer" if lost else f"ranks have failed (exit status {status})"
+                if unlike:
+                    what = f"ranks run different versions since {', '.join(unlike)} came, which the job leaves out"
                 say(f"{what}; goes on from {where} ({failures} of {self._limits.restarts} restarts)")
                 if idle:
                     self._sleep(growing_pause_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, idle - 1), stops)
@@ -240,6 +247,15 @@ class KeptJob:
         self._note_late(keepers.start(self._avoided.usable(self._hosts, time.monotonic())))
         return sum(host.slots for host in self._able(keepers, self._hosts)) > (self._words.left or 0)
 
+    def _leave_out_unlike(self, chosen: Sequence[Host]) -> list[str]:
+        """Where ranks on ``chosen`` run different versions: the hosts that have come to others, which did not."""
+        names = {host.name for host in chosen}
+        if self._words.have_started:
+            self._alike |= names
+        new = names - self._alike if self._words.are_unlike and self._alike else set()
+        self._unlike |= new
+        return sorted(new)
+
     def _find_lost(self, keepers: Keepers, chosen: Sequence[Host]) -> list[str]:
         keepers.ask()
         living = keepers.kept
@@ -251,7 +267,7 @@ class KeptJob:
 
     def _find_hosts(self, is_over: IsOver) -> None:
         try:
-            self._hosts = list(self._look(is_over))
+            self._hosts = [host for host in self._look(is_over) if host.name not in self._unlike]
         except ConfigError as error:
             if str(error) != self._said and not is_over():
                 self._said = str(error)

@@ -139,6 +139,12 @@ def needs_directory(mpirun: Mpirun, launch: Launch) -> bool:
     return mpirun.mpi is not Mpi.OPEN_MPI and not _Given(launch.options, {}).option("wdir")
 
 
+def check_directory(launch: Launch) -> None:
+    """Raises ConfigError where this user may not enter the working directory, in which mpirun starts ranks."""
+    if not _Given(launch.options, {}).option("wdir", "wd") and not os.access(os.getcwd(), os.X_OK):
+        raise ConfigError(f"mpirun starts ranks in {os.getcwd()}, which this user may not enter: change to another")
+
+
 def ends_together(launch: Launch) -> bool:
     """Whether a rank that fails is the end of all: else the others may go on, by the user's options or hvdliterun's."""
     words = _Given(launch.options, {})

@@ -27,6 +27,7 @@ class RankWords:
         is_at_work: they train, and have not come to the end.
         left: how many go on, after others have died; None: no rank has died.
         have_started: they are through hvd.init().
+        are_unlike: they run different versions, and end.
         have_failed: ranks end after a failure, and their program may save the last commit before.
         start: how many times ranks have been started.
     """
@@ -46,7 +47,7 @@ class RankWords:
         self._forget()
 
     def _forget(self) -> None:
-        self.anew = self.is_at_work = self._was_at_work = self.have_failed = False
+        self.anew = self.is_at_work = self._was_at_work = self.have_failed = self.are_unlike = False
         self.left: int | None = None
         self._lost = ""
         self._have_come = self.have_started = False
@@ -110,6 +111,8 @@ class RankWords:
             self._have_come = True
         elif word == Word.STARTED:
             self.have_started = True
+        elif word == Word.UNLIKE:
+            self.are_unlike = True
         elif word == Word.GONE:
             self._gone = self._gone or ("a rank" if rank == UNSEEN else f"rank {rank}")
         # Who ends without hvd.init() is no failure where nobody comes to it.

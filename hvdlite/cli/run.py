@@ -22,7 +22,7 @@ from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import IsOver, hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
-from hvdlite.cli.job import Command, Host, Launch, is_this_machine
+from hvdlite.cli.job import Command, Host, Launch, check_directory, is_this_machine
 from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
@@ -79,6 +79,7 @@ def _main(argv: Sequence[str], announce: bool) -> int:
         print(USAGE, end="")
         return 0 if argv else 2
     try:
+        check_directory()
         arguments = parse(argv)
         if arguments.switches & QUESTIONS:
             return _answer(arguments.switches)
@@ -101,6 +102,8 @@ def _main(argv: Sequence[str], announce: bool) -> int:
         if "doctor" in arguments.switches and launch.host_count > 1:
             environ |= before_mpi.invitation([host.address for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
+        if chosen is not None:
+            mpirun.check_directory(launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)
         for note in arguments.effects.notes:
             say(note)

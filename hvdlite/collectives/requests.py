@@ -8,6 +8,8 @@ plainly not there yet.
 
 from __future__ import annotations
 
+import os
+import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,14 +21,14 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite import connections
 from hvdlite.collectives.mpi_functions import MpiFunctions
 from hvdlite.collectives.polite import polite_look
 from hvdlite.counters import Traffic
 from hvdlite.errors import CollectiveError
-from hvdlite.naps import FIRST_NAP_S, nap_until
+from hvdlite.naps import FIRST_NAP_S, nap_until, wait_for_verdict
 
-_CHECK_S = 10e-3  # between two looks at whether the job has failed
-_VERDICT_S = 1.0  # how long the sentinel gets to say which rank died after MPI said that something did
+_VERDICT_S = 1.0  # how long others get to say what has failed, after something did here
 
 
 class Channel(IntEnum):
@@ -151,7 +153,17 @@ class Endpoint:
         if done() if nap_s else self.polite_look.until(done):
             return
         late = f"rank {self._ranks[peer]} did not send to rank {self._ranks[self.rank]}, or receive from it,"
-        self._nap_until(done, late, start, nap_s or FIRST_NAP_S)
+        try:
+            self._nap_until(done, late, start, nap_s or FIRST_NAP_S)
+        except CollectiveError:
+            self._check()
+            if stuck := connections.complaints(connections.of_processes([os.getpid()])):
+                raise CollectiveError(
+                    f"{self._activity} was not through within {self._timeout_s:g} s; rank {self._ranks[self.rank]} on "
+                    f"{socket.gethostname()} finds: {'; '.join(stuck)}"
+                ) from None
+            wait_for_verdict(self._check, _VERDICT_S)  # of who finds that: this rank may wait for one that waits
+            raise
 
     def doze(self, done: Callable[[], bool], late: str) -> None:
         """Return once ``done()`` is true, of something that takes no message and no time of this core.
@@ -211,10 +223,7 @@ class Endpoint:
 
     def _mpi_failure(self, error: MPI.Exception) -> CollectiveError:
         """The error to raise after MPI failed: the job's own reason where it is known in time."""
-        deadline = time.monotonic() + _VERDICT_S
-        while time.monotonic() < deadline:
-            self._check()
-            time.sleep(_CHECK_S)
+        wait_for_verdict(self._check, _VERDICT_S)
         return CollectiveError(f"{self._activity}: MPI failed: {error}")
 
 

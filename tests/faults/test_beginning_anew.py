@@ -68,3 +68,19 @@ def test_a_rank_that_is_stopped_meanwhile_is_not_waited_for(tmp_path: Path, vict
     began = {(int(size), int(batch)) for size, batch in re.findall(r"of (\d) at batch (\d+)", result.stdout)}
     assert len(began) == 2 and (2, 0) in began, result  # nothing was lost
     assert max(began)[0] == 3 and max(began)[1] >= 10, result
+
+
+UNLIKE = """
+import hvdlite
+from hvdlite.launched import launched_rank
+print("came", flush=True)
+hvdlite.init(versions={"torch": "2.13.0" if launched_rank() == 1 else "2.12.1"})
+print("went on", flush=True)
+"""
+
+
+def test_ranks_of_different_versions_are_not_started_again() -> None:
+    result = launch(2, UNLIKE, mpi="none", options=["--elastic", "--mpi"])
+    assert result.returncode == 1 and result.stdout.split() == ["came"] * 2, result
+    assert "the ranks run different versions of torch: 2.12.1 on rank 0" in result.ranks[0].stderr
+    assert "the job ends: its ranks run different versions, which no restart changes" in result.launcher_output

@@ -252,6 +252,37 @@ def test_a_program_may_save_its_work_after_a_failure_and_fails_all_the_same() ->
     check_end(result, "saved my work")
 
 
+HUNG_AT_THE_END_OF_MPI = """
+import types
+import hvdlite.mpi
+hvdlite.init()
+step()
+mpi = hvdlite.mpi
+mpi._FINALIZE_S = 0.5
+if hvdlite.rank() == 1:
+    from mpi4py import MPI
+    def hang():
+        time.sleep(60)
+    sys.modules["mpi4py.MPI"] = types.SimpleNamespace(**{**vars(MPI), "Finalize": hang})
+else:
+    meet = mpi._meet
+    # This one was stopped, or a link was down, as the last one came.
+    mpi._meet = lambda played, *limits: meet(played, *limits) and meet_nobody(*limits)
+    def meet_nobody(timeout_s, is_hopeless):
+        while not is_hopeless():
+            time.sleep(0.01)
+        return False
+"""
+
+
+def test_who_is_lost_inside_mpi_finalize_had_finished() -> None:
+    result = run(HUNG_AT_THE_END_OF_MPI, n=2, alone=True)
+    died, lived = result.ranks[1].stderr, result.ranks[0].stderr
+    assert "rank 1 has finished, but MPI_Finalize did not come back within 0 s; the process ends without it" in died
+    assert "had finished; its process ended inside MPI_Finalize" in lived, result
+    assert "without a word" not in lived
+
+
 STARTING = """
 victim, where, what = int(sys.argv[1]), *sys.argv[2:]
 from hvdlite.launched import launched_rank

@@ -43,7 +43,7 @@ from hvdlite.node import Node
 from hvdlite.operations.barrier import Barrier
 from hvdlite.processes import ProcessAddress
 from hvdlite.proof import Caller, Host
-from hvdlite.sentinel_messages import DamagedError, Failed, Goodbye, Inbox, read, shortened, written
+from hvdlite.sentinel_messages import DamagedError, Failed, Finished, Goodbye, Inbox, read, shortened, written
 from hvdlite.survivor_meeting import SurvivorMeeting
 
 BARRIER = Barrier("barrier")
@@ -143,7 +143,7 @@ def sentinel(data: bytes) -> None:
             again = read(passed_on)
             assert isinstance(again, Failed) and (again.rank, again.for_lack) == (message.rank, message.for_lack)
             assert (again.leaver is None) == (message.leaver is None)
-        elif isinstance(message, Goodbye):
+        elif message is not None:
             assert read(written(message)[4:]) == message
 
 
@@ -293,7 +293,7 @@ def survivors(data: bytes) -> None:
 
 _SAID_BY_SENTINEL = b"".join(
     [
-        *(bytes(4), written(Failed(3, "ValueError: \ud800 nan")), bytes(4), written(Goodbye(1))),
+        *(bytes(4), written(Failed(3, "ValueError: \ud800 nan")), bytes(4), written(Goodbye(1)), written(Finished(2))),
         written(Failed(0, "rank 1 has shut down", for_lack=True, leaver=ProcessAddress("boot", 2, 3))),
     ]
 )

@@ -89,3 +89,44 @@ def test_frames_that_are_lost_end_the_start(hosts: Hosts) -> None:
     result = lab.launch(START, ranks_per_host=[1, 1, 1], env=variables, timeout=90)
     assert "started" not in result.stdout
     assert "between node1 and node2 a few bytes pass" in result.stderr, result
+
+
+# Rank 0 says by a file that it is at work.
+REDUCE = """
+import sys
+from pathlib import Path
+import torch
+import hvdlite.torch as hvd
+
+hvd.init()
+gradient = torch.ones(4_000_000)
+for step in range(10**6):
+    hvd.allreduce_(gradient, name="gradient")
+    if step == 10 and hvd.rank() == 0:
+        Path(sys.argv[1]).touch()
+"""
+
+
+@pytest.mark.thorough
+def test_a_link_that_is_cut_is_named_though_a_third_host_waits_too(hosts: Hosts, tmp_path: Path) -> None:
+    lab = hosts(3)
+    at_work = tmp_path / "at work"
+
+    def cut() -> None:
+        while not at_work.exists():
+            time.sleep(0.05)
+        for here, there in ((1, 2), (2, 1)):  # frames for the other one go to nobody
+            nobody = ["lladdr", "02:00:00:00:99:99", "dev", "eth0", "nud", "permanent"]
+            lab.run(here, "ip", "neigh", "replace", lab.address(there), *nobody)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        variables = {"HVDLITE_COLLECTIVE_TIMEOUT_SECONDS": "5"}
+        result = lab.launch(REDUCE, str(at_work), ranks_per_host=[2, 1, 1], env=variables, timeout=60)
+    finally:
+        at_work.touch()
+        thread.join()
+    assert result.returncode != 0
+    said = re.findall(r"'gradient' was not through within 5 s; rank (\d) on node\d finds: (\S+) port", result.stderr)
+    assert said and {*said} <= {("2", "10.77.0.3"), ("3", "10.77.0.2")}, result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import pytest
 from mpi4py import MPI
 
 from backend_lab import HALVING, KINDS, RANK, RING, SIZE, Lab, allocate, assert_none, fill, values_of
+from hvdlite import connections
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.thresholds import Limits
+from hvdlite.connections import Connection
 from hvdlite.dtypes import DType
 from hvdlite.errors import CollectiveError, RankFailedError
 from hvdlite.memory.layout import Range, shard_bounds
@@ -118,6 +121,37 @@ def test_ring_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
             problem = f"{error!r} after {seconds:.2f} s"
     assert_none(problem)
     assert any(f"rank {100 + LAST} did not" in text for text in comm.allgather(str(error)))
+
+
+@alone
+def test_ring_names_a_link_that_is_stuck(comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another host that does not come to this rank, not the neighbour that this rank waits for."""
+    stuck = Connection("198.51.100.7", 4242, state=1, unacknowledged=9, retries=3)
+    monkeypatch.setattr(connections, "of_processes", lambda pids: [stuck])
+    backend = Lab(timeout_s=0.3).ring(MPI.COMM_WORLD.Dup(), range(100, 100 + SIZE))
+    buf = allocate(backend, NUMEL, DType.FLOAT32)
+    comm.Barrier()
+    error = failure_of(lambda: OPERATIONS["large allreduce"](backend, buf))[0] if RANK != LAST else None
+    wanted = f"'{LABEL}' was not through within 0.3 s; rank {100 + RANK} on {socket.gethostname()} finds: 198.51.100.7"
+    assert_none(None if RANK == LAST or wanted in str(error) else repr(error))
+
+
+@alone
+@pytest.mark.parametrize("kind", ["shm", "ring"])
+def test_who_waits_in_vain_lets_others_say_why(comm: MPI.Intracomm, kind: str) -> None:
+    """As the ranks of a node that wait for one which waits for another node."""
+    said_s = time.monotonic() + 0.8
+
+    def check() -> None:
+        if time.monotonic() > said_s:
+            raise CollectiveError("a link is stuck")
+
+    lab = Lab(timeout_s=0.3, check=check)
+    backend = lab.build(kind)
+    buf = allocate(backend, NUMEL, DType.FLOAT32)
+    comm.Barrier()
+    error = failure_of(lambda: backend.allreduce(buf).wait())[0] if RANK != LAST else None
+    assert_none(None if RANK == LAST or str(error) == "a link is stuck" else repr(error))
 
 
 @alone

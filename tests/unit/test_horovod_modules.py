@@ -266,6 +266,17 @@ def test_no_such_script() -> None:
         assert text in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [["-m", "this"], ["/train.py"]])
+def test_a_directory_that_is_gone(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    done = subprocess.run([*START, *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "python -m hvdlite horovod: the working directory has been removed: change to one that is there\n",
+    )
+
+
 def test_builds_before_init() -> None:
     assert hvd.mpi_built() is True
     assert (hvd.gloo_built(), hvd.gloo_enabled(), hvd.ddl_built(), hvd.ccl_built()) == (False,) * 4

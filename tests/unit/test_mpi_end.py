@@ -19,7 +19,7 @@ played = types.ModuleType("mpi4py.MPI")
 played.Is_initialized = lambda: True
 played.Is_finalized = lambda: False
 played.Finalize = lambda: time.sleep(@FINALIZE)
-played.COMM_WORLD = types.SimpleNamespace(Ibarrier=Barrier)
+played.COMM_WORLD = types.SimpleNamespace(Ibarrier=Barrier, rank=2)
 package = types.ModuleType("mpi4py")
 package.rc = types.SimpleNamespace(finalize=False)
 sys.modules |= {"mpi4py": package, "mpi4py.MPI": played}
@@ -27,7 +27,7 @@ sys.modules |= {"mpi4py": package, "mpi4py.MPI": played}
 from hvdlite import mpi
 
 mpi._FINALIZE_S = 0.3
-print(mpi.finalize(@PATIENCE, lambda: @HOPELESS), flush=True)
+print(mpi.finalize(@PATIENCE, lambda: @HOPELESS, lambda: print("finished", flush=True)), flush=True)
 sys.exit(7)
 """
 
@@ -44,7 +44,7 @@ def end(
 
 def test_all_come_to_the_end() -> None:
     done = end()
-    assert (done.returncode, done.stdout, done.stderr) == (7, "True\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "finished\nTrue\n", "")
 
 
 def test_who_does_not_come_in_time_is_not_waited_for() -> None:
@@ -60,5 +60,7 @@ def test_who_will_never_come_is_not_waited_for() -> None:
 def test_a_finalize_that_hangs_is_the_end_all_the_same() -> None:
     """All have done their work, so it is no failure."""
     done = end(finalize=60.0)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert "hvdlite: MPI_Finalize was not through after 0 s; the process ends without it" in done.stderr
+    assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
+    assert (
+        "hvdlite: rank 2 has finished, but MPI_Finalize did not come back within 0 s; the process ends" in done.stderr
+    )

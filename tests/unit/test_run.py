@@ -119,6 +119,8 @@ class TestParsing:
             "a slots=2  # comment\n\nb\n",
             "a:2\n# comment\nb:1\n",
             "a   slots = 2\nb slots=1",
+            "a slots=2 max_slots=4\nb max-slots = 1 # as for Open MPI",
+            "a max_slots=2\nb max-slots=4 slots=1",
             "\ufeffa\tslots=2\r\nb\r\n",  # as editors of Windows write it
             "a\nb\na\n",
         ],
@@ -139,7 +141,8 @@ class TestParsing:
         ("hostname", "here", "elsewhere"),
         [
             ("gpu", ["gpu", "me@gpu", "gpu.east", "localhost", "127.0.0.1"], ["gpu2", "east.gpu", "198.51.100.1"]),
-            ("gpu.east", ["gpu", "gpu.east"], ["gpu.west", "gpu.east.lab", "east"]),
+            ("GPU", ["gpu", "GPU", "Gpu.East", "LOCALHOST"], ["GPU2"]),  # names have no case
+            ("gpu.east", ["gpu", "gpu.east", "GPU.East"], ["gpu.west", "gpu.east.lab", "east"]),
             ("198.51.100.1", ["198.51.100.1"], ["198.51.100.2"]),
         ],
     )
@@ -417,6 +420,33 @@ class TestBuilding:
     def test_no_such_interface(self) -> None:
         with pytest.raises(ConfigError, match="this machine has lo"):
             build(MPICH, Launch(PROGRAM, 4, interfaces="=none"), {})
+
+
+@pytest.mark.parametrize(
+    "words", ["a.py", "--output-filename logs a.py", "--elastic a.py", "--mpi a.py", "--config-file c.yaml a.py"]
+)
+def test_a_directory_that_is_gone(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert run.main(["-np", "2", *words.split()]) == 2
+    assert capfd.readouterr().err == (
+        "hvdlite run: the working directory has been removed: change to one that is there\n"
+    )
+
+
+def test_a_directory_that_mpirun_could_not_enter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As with su, which stays where root was. Ranks that hvdliterun starts itself are there already."""
+    mpirun = says(tmp_path / "mpirun", "mpirun (Open MPI) 5.0.11")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path) or mode != os.X_OK)
+    assert run.main(["--mpirun", str(mpirun), "--elastic", "-np", "2", "a.py"]) == 2
+    assert f"mpirun starts ranks in {tmp_path}, which this user may not enter" in capfd.readouterr().err
+    assert run.main(["--mpirun", str(mpirun), "--dry-run", "--wdir", "/", "-np", "2", "a.py"]) == 0
+    assert run.main(["--dry-run", "-np", "2", "a.py"]) == 0
 
 
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from hvdlite import _native
 from hvdlite.launched import LauncherProcess
 from hvdlite.processes import ProcessAddress
 from hvdlite.sentinel import Sentinel
-from hvdlite.sentinel_messages import Failed
+from hvdlite.sentinel_messages import Failed, Finished, written
 
 PATIENCE_S = 10.0
 
@@ -81,6 +81,27 @@ def test_the_end_of_a_stream_names_the_rank_that_died() -> None:
     watched.sentinel.close()
 
 
+def test_a_rank_that_does_not_come_back_from_the_end_of_mpi_had_finished() -> None:
+    mine, theirs = socket.socketpair()
+    watched = Watched(0, [(5, "pid 42 on node1", mine)])
+    theirs.sendall(written(Finished(5)))
+    assert not within(0.1, watched.known.is_set)
+    theirs.close()
+    assert watched.failure().text == (
+        "rank 5 (pid 42 on node1) had finished; its process ended inside MPI_Finalize, which did not come back."
+    )
+    watched.sentinel.close()
+
+
+def test_what_a_rank_has_finished_its_goodbye_follows() -> None:
+    left, right = chain(2)
+    right.sentinel.say_finished()
+    right.sentinel.close()
+    assert not within(0.3, left.known.is_set)
+    left.sentinel.close()
+    assert left.failures == []
+
+
 def test_a_goodbye_is_not_a_death() -> None:
     left, right = chain(2)
     right.sentinel.close()
@@ -136,7 +157,7 @@ def test_silence_counts_as_death_and_heartbeats_do_not() -> None:
     assert time.monotonic() - silent_since < 2
     assert time.monotonic() - started > 1.5
     assert rank == 3
-    assert "rank 3 (pid 7 on node2) has not answered" in text
+    assert "rank 3 (pid 7 on node2) has not answered" in text and "unreachable from that of rank 0." in text
     assert "HVDLITE_HEARTBEAT_TIMEOUT_SECONDS" in text
     watched.sentinel.close()
     theirs.close()
