@@ -433,3 +433,33 @@ def test_all_ranks_are_started_again(mpi: str, tmp_path: Path) -> None:
     assert [len(pids) for pids in starts] == [2, 2] and len({*starts[0], *starts[1]}) == 4, result
     assert result.launcher_output.count("starts the job again") == 1, result
     assert result.stdout == "sum 2.0\n" * 2
+
+
+PROCESS_GROUP = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import hvdlite.torch as hvd
+
+hvd.init()
+state = hvd.elastic.ObjectState(batch=0)
+
+@hvd.elastic.run
+def train(state):
+    for _ in range(2):  # one after the other
+        dist.init_process_group("hvdlite")
+        total = torch.tensor([hvd.rank() + 1.0])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+    print("total", total.item(), "of", hvd.size(), flush=True)
+    state.commit()
+    if os.environ["HVDLITE_WORKER"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.barrier()
+
+train(state)
+"""
+
+
+def test_each_generation_may_have_process_groups_of_torch() -> None:
+    result = launch(3, PROCESS_GROUP, mpi="none", options=["--elastic", "--restarts", "0"], timeout=100).check()
+    assert sorted(re.findall("total .*", result.stdout)) == ["total 3.0 of 2"] * 2 + ["total 6.0 of 3"] * 3
