@@ -88,6 +88,7 @@ def _created(options: Any) -> HvdliteProcessGroup:
             names=ranks,
         )
         on_failure.pop_all()
+    start.world.health.recovers = default_runtime.membership() is not None  # by elastic.run, as hvd.init()'s does
     worlds = default_runtime.worlds()
     timeline = None
     if not options.global_ranks_in_group:  # of all ranks
