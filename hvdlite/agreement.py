@@ -30,7 +30,7 @@ class Bootstrap(Ranks, Protocol):
     """What a world asks of whoever started its ranks, and nothing more; used while worlds are built.
 
     `hvdlite.mpi.MpiRanks` has it by MPI, `hvdlite.rendezvous.RendezvousRanks` without. Every call ends in a result or
-    in an error; without MPI within HVDLITE_START_TIMEOUT, and the error names the ranks that did not come.
+    in an error; without MPI within the time that ranks have, and the error names those that did not come.
     """
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from hvdlite import _native
@@ -44,6 +45,7 @@ class Health:
         failed_rank: None where no rank has failed, or none alone.
         was_logged: the first line of ``failure`` has been written to the log, or is about to be.
         recovers: the program goes on after a failure, so this rank is not ended soon after one.
+        is_said: whether another world of this process has logged that line, or is about to.
 
     Args:
         links: (rank, where it is, connected socket) of every neighbour, for the sentinel, which owns the sockets.
@@ -61,6 +63,7 @@ class Health:
         self.failed_rank: int | None = None
         self.was_logged = False
         self.recovers = False
+        self.is_said: Callable[[str], bool] = lambda line: False
         self._rank = rank
         self._config = config
         self._is_known = threading.Event()
@@ -181,8 +184,9 @@ class Health:
             mortal.fail(failure)
         if ends:
             say_end()
-        if is_news:
-            _LOG.error("%s", text.splitlines()[0])
+        line = text.splitlines()[0]
+        if is_news and not self.is_said(line):
+            _LOG.error("%s", line)
         self._was_said.set()
 
     def _deadline(self, text: str) -> _native.Deadline:

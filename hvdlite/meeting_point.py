@@ -22,7 +22,7 @@ from hvdlite.config import MEETING_POINT
 from hvdlite.errors import StartupError
 from hvdlite.proof import Secret, new_key, prove
 from hvdlite.reception import PATIENCE_S, Reception
-from hvdlite.rendezvous import MissingError
+from hvdlite.rendezvous import START_LIMIT, MissingError
 from hvdlite.roster import Join
 from hvdlite.wire import SHORTAGES, connect_unix, is_ours, read_exactly
 
@@ -32,13 +32,14 @@ _ANSWER_S = 5.0  # how much longer than it may wait a rank listens for the answe
 
 
 class Visit(NamedTuple):
-    """What a rank says: ``data`` for all ``ranks``, under ``key``."""
+    """What a rank says: ``data`` for all ``ranks``, under ``key``; ``limit`` is what ``timeout_s`` comes from."""
 
     key: str
     ranks: tuple[int, ...]
     rank: int
     timeout_s: float
     data: bytes
+    limit: str = START_LIMIT
 
 
 @dataclass
@@ -115,7 +116,9 @@ class MeetingPoint:
                 answer = [], str(error)
             send(link, plain.dumps(answer))
 
-    def _gather(self, key: str, ranks: tuple[int, ...], rank: int, timeout_s: float, data: bytes) -> list[bytes]:
+    def _gather(
+        self, key: str, ranks: tuple[int, ...], rank: int, timeout_s: float, data: bytes, limit: str
+    ) -> list[bytes]:
         """What ``ranks`` have left. Raises MissingError."""
         with self._changed:
             gathering = self._gatherings.setdefault(key, _Gathering(ranks))
@@ -135,7 +138,7 @@ class MeetingPoint:
             if gone := self._gone(gathering):
                 raise MissingError.of([gone[0]], self._ended[gone[0]])
             if gathering.missing:
-                raise MissingError.late(gathering.missing, timeout_s)
+                raise MissingError.late(gathering.missing, timeout_s, limit)
             values = [gathering.left[other] for other in ranks]
             if gathering.readers == 0:
                 gathering.left.clear()
@@ -153,17 +156,19 @@ class AtMeetingPoint:
     Args:
         where: what `MeetingPoint.environment` says.
         whose: who has opened it, for errors.
+        limit: what sets the time that ranks have to come, for errors.
     """
 
-    def __init__(self, where: str, whose: str) -> None:
+    def __init__(self, where: str, whose: str, limit: str = START_LIMIT) -> None:
         self._where = where
         self._whose = whose
+        self._limit = limit
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.rendezvous.Place`."""
         try:
             with connect(self._where) as link:
-                send(link, plain.dumps(Visit(key, tuple(ranks), rank, timeout_s, data)))
+                send(link, plain.dumps(Visit(key, tuple(ranks), rank, timeout_s, data, self._limit)))
                 link.settimeout(timeout_s + _ANSWER_S)
                 values, complaint = _answer(receive(link))
         except OSError as error:
@@ -210,7 +215,7 @@ def _request(data: bytes) -> Join | Visit:
                 isinstance(failed, int) and failed >= 0
             ):
                 return join
-            case Visit(key=str(), ranks=tuple() as ranks, rank=int() as rank, timeout_s=limit_s, data=bytes()) as visit:
+            case Visit(str(), tuple() as ranks, int() as rank, limit_s, bytes(), str()) as visit:
                 if (
                     rank in ranks
                     and all(isinstance(other, int) for other in ranks)

@@ -16,7 +16,7 @@ from hvdlite.errors import ConfigError, HorovodVersionMismatchError, StartupErro
 from hvdlite.launched import Launched, Meeting
 from hvdlite.meeting_point import AtMeetingPoint
 from hvdlite.membership import Membership
-from hvdlite.rendezvous import Place, RendezvousRanks
+from hvdlite.rendezvous import Place, RendezvousRanks, Wait
 from hvdlite.roster import Generation
 from hvdlite.safekeeping import Safekeeping
 from hvdlite.survivors import Survivors
@@ -36,7 +36,7 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self._without_mpi: RendezvousRanks | None = None
+        self._without_mpi: dict[str, RendezvousRanks] = {}  # by name; they number their meetings
         self.told: Bootstrap | None = None
         """What the program has told torch.distributed, which no launcher knows."""
         self.store_key = b""
@@ -93,14 +93,19 @@ class Peers:
         return generation
 
     @contextmanager
-    def of(self, comm: MPI.Intracomm | Sequence[int] | None, config: Config) -> Iterator[Bootstrap | None]:
+    def of(
+        self, comm: MPI.Intracomm | Sequence[int] | None, config: Config, wait: Wait | None = None
+    ) -> Iterator[Bootstrap | None]:
         """The ranks that hvd.init(``comm``) means, while a runtime is built over them; None: this process alone.
+
+        Args:
+            wait: where they meet without MPI; None: as hvd.init() does. Others than those of that one meet apart.
 
         Raises:
             StartupError: see `_all`; ``comm`` has been freed.
             ConfigError: ``comm`` lists ranks that are not there.
         """
-        everybody = self._all(config)
+        everybody = self._all(config, wait or Wait(_MEETING_SHARE * config.start_timeout_s))
         if comm is None:
             yield everybody
         elif isinstance(self.membership, Membership):
@@ -123,7 +128,7 @@ class Peers:
                 f"hvd.init(comm={list(comm)}), but this process was started alone; start it with hvdliterun"
             )
 
-    def _all(self, config: Config) -> Bootstrap | None:
+    def _all(self, config: Config, wait: Wait) -> Bootstrap | None:
         """Those that the launcher has started, MPI initialized where they meet by it; None: this process alone.
 
         Raises:
@@ -146,30 +151,34 @@ class Peers:
                 return everybody
             return self.survivors.ranks(everybody, config)
         assert process is not None
+        ranks: Sequence[int]
         if isinstance(self.membership, Membership):
-            generation, worker = self.membership.generation, self.membership.worker
+            generation = self.membership.generation
             assert generation is not None
-            timeout_s = _MEETING_SHARE * config.start_timeout_s
-            name = f"generation {generation.number}"
-            return RendezvousRanks(_place(process, timeout_s), name, generation.workers, worker, timeout_s)
-        if self._without_mpi is None:
+            name, ranks, rank = f"generation {generation.number}", generation.workers, self.membership.worker
+        else:
             process.check_not_alone(1 if process.launcher.meeting is Meeting.NOWHERE else process.size)
-            timeout_s = _MEETING_SHARE * config.start_timeout_s
-            place = _place(process, timeout_s)
-            self._without_mpi = RendezvousRanks(place, "", range(process.size), process.rank, timeout_s)
-        return self._without_mpi
+            name, ranks, rank = "", range(process.size), process.rank
+        name = f"{wait.where} {name}"
+        found = self._without_mpi.get(name)
+        if found is None:
+            place = _place(process, wait)
+            found = RendezvousRanks(place, name, ranks, rank, wait.timeout_s, waits_in=wait.where)
+            self._without_mpi[name] = found
+        found.timeout_s = wait.timeout_s
+        return found
 
 
 def _meet_by_mpi(process: Launched | None) -> bool:
     return mpi.was_imported() or (process is not None and process.launcher.meeting is Meeting.MPI)
 
 
-def _place(process: Launched, timeout_s: float) -> Place:
+def _place(process: Launched, wait: Wait) -> Place:
     if process.launcher.meeting is Meeting.POINT:
-        return AtMeetingPoint(other_variable(MEETING_POINT), process.launcher.name)
+        return AtMeetingPoint(other_variable(MEETING_POINT), process.launcher.name, wait.limit)
     from hvdlite.torch_store import InStore
 
-    return InStore(process, environment.variables(), timeout_s)
+    return InStore(process, environment.variables(), wait.timeout_s)
 
 
 def _is_worker(process: Launched | None) -> bool:

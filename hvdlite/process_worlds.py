@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from hvdlite.errors import HorovodInternalError
 from hvdlite.health import Health
@@ -46,6 +47,8 @@ class ProcessWorlds:
         self._lock = threading.RLock()  # guards all that follows; taken again where news come back
         self._places: list[_Place] = []
         self._ended: Counter[str] = Counter()  # what groups that are no more have counted
+        self._saying = threading.Lock()  # guards _said; held by nobody who waits
+        self._said: dict[str, Health] = {}  # what the log has about failures, and by whom
         self._recorder: Recorder | None = None
         self._end_recording: Callable[[], None] | None = None
 
@@ -94,6 +97,7 @@ class ProcessWorlds:
             statistics: what this process has done there, if the job's statistics are to have it.
         """
         place = _Place(health, dict(zip(processes, names, strict=True)), statistics, self._pass_on)
+        health.is_said = partial(self._is_said, health)
         with self._lock:
             if any(other.ranks.keys() == place.ranks.keys() and other.ranks != place.ranks for other in self._places):
                 _LOG.warning("hvdlite and torch.distributed number the same processes differently")
@@ -112,6 +116,8 @@ class ProcessWorlds:
                 self._places.remove(place)
                 self._ended.update(place.statistics())
                 health.remove(place)
+        with self._saying:
+            self._said = {line: speaker for line, speaker in self._said.items() if speaker is not health}
 
     def statistics(self) -> dict[str, int]:
         """What this process has done in worlds that tell it, in those that have ended too."""
@@ -120,6 +126,10 @@ class ProcessWorlds:
             for place in self._places:
                 total.update(place.statistics())
             return dict(total)
+
+    def _is_said(self, health: Health, line: str) -> bool:
+        with self._saying:
+            return self._said.setdefault(line, health) is not health
 
     def _pass_on(self, source: _Place, failed: int, text: str) -> None:
         process = next((process for process, rank in source.ranks.items() if rank == failed), None)

@@ -8,11 +8,28 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hvdlite import plain
 from hvdlite.agreement import check_subset
 from hvdlite.errors import StartupError
+
+START_LIMIT = "HVDLITE_START_TIMEOUT (seconds)"
+GROUP_LIMIT = "the timeout that the process group was given"
+
+
+class Wait(NamedTuple):
+    """For ranks that are to come.
+
+    Attributes:
+        timeout_s: the longest.
+        where: what errors call it.
+        limit: what ``timeout_s`` comes from.
+    """
+
+    timeout_s: float
+    where: str = "hvd.init()"
+    limit: str = START_LIMIT
 
 
 class Place(Protocol):
@@ -47,9 +64,7 @@ class MissingError(StartupError):
         return cls(f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} {how}", missing)
 
     @classmethod
-    def late(
-        cls, missing: Sequence[int], timeout_s: float, limit: str = "HVDLITE_START_TIMEOUT (seconds)"
-    ) -> MissingError:
+    def late(cls, missing: Sequence[int], timeout_s: float, limit: str = START_LIMIT) -> MissingError:
         """``limit`` says what ``timeout_s`` comes from."""
         return cls.of(missing, f"did not come within {timeout_s:.1f} s; if the start is only slow, raise {limit}")
 
@@ -73,6 +88,9 @@ class RendezvousRanks:
         name: what no other ranks at ``place`` are called.
         timeout_s: how long the ranks may take from here on, where they build a world.
         waits_in: what errors call the wait.
+
+    Attributes:
+        timeout_s: of the subsets that follow.
     """
 
     comm = None
@@ -92,7 +110,7 @@ class RendezvousRanks:
         self._place = place
         self._name = name
         self._ranks = tuple(ranks)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._waits_in = waits_in
         self._deadline_s = time.monotonic() + timeout_s
         self._gathered = 0
@@ -121,7 +139,7 @@ class RendezvousRanks:
         self._subsets[members] += 1
         name = f"{self._name}/{','.join(map(str, members))}#{self._subsets[members]}"
         own = self._ranks[self.rank]
-        return RendezvousRanks(self._place, name, members, own, self._timeout_s, waits_in=self._waits_in)
+        return RendezvousRanks(self._place, name, members, own, self.timeout_s, waits_in=self._waits_in)
 
     def close(self) -> None:
         """Nothing is held."""

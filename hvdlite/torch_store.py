@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdlite.errors import StartupError
 from hvdlite.launched import Launched
-from hvdlite.rendezvous import MissingError
+from hvdlite.rendezvous import START_LIMIT, MissingError
 
 _TRIES_SHARE = 1 / 3  # torch tries to connect once more, after up to twice as long as it has tried before
 _PROOF_BYTES = 32  # of SHA-256
@@ -24,7 +24,7 @@ class InGivenStore:
         limit: what sets the time that ranks have to come, for errors.
     """
 
-    def __init__(self, store: Any, key: bytes = b"", limit: str = "HVDLITE_START_TIMEOUT (seconds)") -> None:
+    def __init__(self, store: Any, key: bytes = b"", limit: str = START_LIMIT) -> None:
         self._store = store
         self._key = key
         self._limit = limit

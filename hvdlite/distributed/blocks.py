@@ -20,10 +20,12 @@ def block_of(tensor: torch.Tensor) -> torch.Tensor:
     The result of a functional collective is waited for.
 
     Raises:
-        ValueError: it is sparse, or has no memory.
+        ValueError: it is sparse or quantized, or has no memory.
     """
     if tensor.layout is not torch.strided:
         raise ValueError(f"this call takes dense tensors, not {tensor.layout}; pass tensor.to_dense()")
+    if tensor.is_quantized:  # only its integers would arrive, to be read by another scale
+        raise ValueError("this call takes no quantized tensors; pass tensor.int_repr(), and its scales on their own")
     if type(tensor) is not torch.Tensor:
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.wait()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hvdlite.distributed.call import Call
 from hvdlite.dtypes import Reduction
+from hvdlite.errors import StallError
 from hvdlite.memory.layout import Layout
 
 Part = tuple[int, int]
@@ -67,3 +68,11 @@ class Carrier(ABC):
 
     def leave(self) -> None:
         """From here on, whoever waits for this rank learns that it will not come."""
+
+
+def half_done(call: Call, group: str, rank: int, error: BaseException) -> StallError:
+    """Why ``group`` is of no use any more: ``error``, mostly of a signal handler, came between steps of ``call``."""
+    return StallError(
+        f"{call} of process group {group}: rank {rank} has left it half done, by {type(error).__name__}. Make the "
+        "group anew if the program goes on"
+    )

@@ -23,7 +23,7 @@ from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.errors import StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
-from hvdlite.rendezvous import MissingError, RendezvousRanks, read
+from hvdlite.rendezvous import GROUP_LIMIT, MissingError, RendezvousRanks, read
 from hvdlite.torch_store import InGivenStore
 from hvdlite.world import World
 
@@ -88,6 +88,7 @@ def _created(options: Any) -> HvdliteProcessGroup:
             names=ranks,
         )
         on_failure.pop_all()
+    start.world.health.recovers = default_runtime.membership() is not None  # by elastic.run, as hvd.init()'s does
     worlds = default_runtime.worlds()
     timeline = None
     if not options.global_ranks_in_group:  # of all ranks
@@ -135,7 +136,7 @@ def _meet(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: flo
     # A store may outlive a group, whose name another one gets then, which may be of another size.
     turn = f"{size}.{(store.add(f'hvdlite/members/{size}', 1) - 1) // size}"
     waits_in = f"the start of process group {name}"
-    users = InGivenStore(store, default_runtime.peers().store_key, "the timeout that the process group was given")
+    users = InGivenStore(store, default_runtime.peers().store_key, GROUP_LIMIT)
     by_mpi = _was_started_by_mpi()
 
     def gather(key: str, told: _Where) -> list[_Where]:

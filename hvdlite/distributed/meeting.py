@@ -18,8 +18,10 @@ from hvdlite.errors import StartupError
 from hvdlite.interfaces import interfaces, select
 from hvdlite.launched import Meeting
 from hvdlite.proof import new_key
+from hvdlite.rendezvous import GROUP_LIMIT, Wait
 
 _TRY_S = 2.0  # an address that leads nowhere
+_FOREVER_S = 1e9  # clocks cannot count much longer waits
 
 
 def meets_without_variables(url: str) -> bool:
@@ -38,7 +40,8 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
         StartupError: the processes do not find one another; says what to do.
     """
     config = Config.from_env()
-    with default_runtime.peers().of(None, config) as everybody:
+    wait = Wait(min(timeout.total_seconds(), _FOREVER_S), "init_process_group()", GROUP_LIMIT)
+    with default_runtime.peers().of(None, config, wait) as everybody:
         if everybody is None or everybody.size == 1:
             yield HashStore(), 0, 1
             return

@@ -10,12 +10,12 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
-from hvdlite.distributed.carrier import Carrier, Part
+from hvdlite.distributed.carrier import Carrier, Part, half_done
 from hvdlite.distributed.engine_moves import EngineMoves
 from hvdlite.distributed.late_watch import LateWatch
 from hvdlite.dtypes import DType, ReduceOp, Reduction
 from hvdlite.engine import Engine
-from hvdlite.errors import CollectiveError, StallError
+from hvdlite.errors import CollectiveError, HorovodInternalError, StallError
 from hvdlite.memory.layout import Layout
 from hvdlite.world import World
 
@@ -35,6 +35,11 @@ def _told(method: Method) -> Method:
             method(self, call, *args)
         except CollectiveError as error:
             self.health.report(StallError(str(error)))  # the first that is reported counts, of the cause as a rule
+            raise
+        except HorovodInternalError:
+            raise
+        except BaseException as error:
+            self.health.report(half_done(call, self._name, self._ranks[self._engine.rank], error))
             raise
         finally:
             self.watch.end()

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from hvdlite import _native
 from hvdlite.collectives.shm import ShmBackend
 from hvdlite.distributed.call import TEXT_BYTES, Call, contradiction
-from hvdlite.distributed.carrier import Carrier, Part
+from hvdlite.distributed.carrier import Carrier, Part, half_done
 from hvdlite.distributed.engine_moves import EngineMoves
 from hvdlite.dtypes import Reduction
-from hvdlite.errors import CollectiveError, StallError
+from hvdlite.errors import CollectiveError, HorovodInternalError, StallError
 from hvdlite.memory.layout import Layout
 from hvdlite.rank_list import rank_list
 from hvdlite.recorder import Lane
@@ -65,8 +65,15 @@ class NodeCarrier(Carrier):
     def allreduce(
         self, call: Call, inputs: Sequence[int], outputs: Sequence[int], layout: Layout, reduction: Reduction
     ) -> None:
-        self.meet(call)
-        self._moves.allreduce(inputs, outputs, layout, reduction, call.operation)
+        try:
+            self.meet(call)
+            self._moves.allreduce(inputs, outputs, layout, reduction, call.operation)
+        except HorovodInternalError:
+            raise
+        except BaseException as error:  # the others may wait for this rank in the second step
+            rank = self._ranks[self._world.topology.rank]
+            self._world.health.report(half_done(call, self._name, rank, error))
+            raise
 
     def reduce_scatter(
         self, call: Call, inputs: Sequence[int], output: int, layout: Layout, reduction: Reduction

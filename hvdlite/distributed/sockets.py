@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import select
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
+_LONGEST_S = 1e6  # Linux counts milliseconds in an int
 
 
 class Watchable(Protocol):
@@ -58,8 +58,8 @@ class Sockets:
             self._epoll.unregister(link)
 
     def ready(self, most_s: float) -> Sequence[Watched]:
-        """Those that have something, once there is one, or ``most_s`` have passed."""
-        found = self._epoll.poll(-1 if math.isinf(most_s) else most_s)
+        """Those that have something, once there is one, or ``most_s`` have passed, or 11 days."""
+        found = self._epoll.poll(min(most_s, _LONGEST_S))
         return [self._watched[number] for number, _ in found]
 
     def serve(self, ready: Sequence[Watched]) -> None:

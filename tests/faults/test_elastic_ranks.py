@@ -433,3 +433,39 @@ def test_all_ranks_are_started_again(mpi: str, tmp_path: Path) -> None:
     assert [len(pids) for pids in starts] == [2, 2] and len({*starts[0], *starts[1]}) == 4, result
     assert result.launcher_output.count("starts the job again") == 1, result
     assert result.stdout == "sum 2.0\n" * 2
+
+
+PROCESS_GROUP = """
+import os, signal, time
+import torch, torch.distributed as dist
+import hvdlite.torch as hvd
+
+if os.environ["HVDLITE_WORKER"] == "2":
+    time.sleep(2)  # longer than ranks may live on that do not begin anew
+hvd.init()
+state = hvd.elastic.ObjectState(batch=0)
+
+@hvd.elastic.run
+def train(state):
+    for _ in range(2):  # one after the other
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("hvdlite")
+        total = torch.tensor([hvd.rank() + 1.0])
+        dist.all_reduce(total)
+    print("total", total.item(), "of", hvd.size(), flush=True)
+    if state.batch == 0:
+        state.batch = 1
+        state.commit()
+        if os.environ["HVDLITE_WORKER"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+train(state)
+"""
+
+
+def test_each_generation_may_have_process_groups_of_torch() -> None:
+    options, settings = ["--elastic", "--min-np", "2"], {"HVDLITE_FAILURE_GRACE_SECONDS": "0.5"}
+    result = launch(2, PROCESS_GROUP, mpi="none", options=options, env=settings, timeout=100).check()
+    assert re.findall("total .*", result.stdout) == ["total 3.0 of 2"] * 4

@@ -143,6 +143,16 @@ def test_without_mpi_a_rank_that_does_not_come_is_named() -> None:
     )
 
 
+def test_without_mpi_a_rank_that_does_not_come_to_a_process_group_is_named_with_the_timeout_that_it_was_given() -> None:
+    grouped = "import torch.distributed as dist\nfrom datetime import timedelta\n" + ABSENT.replace(
+        "hvdlite.init()", 'dist.init_process_group("hvdlite", timeout=timedelta(seconds=2))'
+    )
+    result = run(grouped, n=3, env={"HVDLITE_START_TIMEOUT": "0.5"}, mpi="none")
+    late = "rank 1 did not come within 2.0 s; if the start is only slow, raise the timeout that the process group"
+    assert f"StartupError: rank 0 has waited in init_process_group(), but {late}" in result.stderr, result
+    assert result.returncode != 0 and not result.leftovers and "went on" not in result.stdout
+
+
 @pytest.mark.parametrize(
     ("end", "words"),
     [

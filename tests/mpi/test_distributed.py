@@ -344,6 +344,23 @@ def test_sparse_tensors_of_other_dimensions_contradict(group: dist.ProcessGroup)
         dist.all_reduce(torch.eye(3).to_sparse(1 if RANK == LAST else 2))
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantized_tensors_are_refused(group: dist.ProcessGroup) -> None:
+    """Their integers alone would arrive, and be read by the scale that the result has had before."""
+
+    def quantized(numel: int = 2) -> torch.Tensor:
+        return torch.quantize_per_tensor(torch.ones(numel), 0.5 + RANK, 0, torch.quint8)
+
+    for call in (
+        lambda: dist.broadcast(quantized(), 0),
+        lambda: dist.all_gather([quantized() for _ in range(SIZE)], quantized()),
+        lambda: dist.all_to_all_single(quantized(SIZE), quantized(SIZE)),
+        lambda: dist.recv(quantized(), 0),
+    ):
+        with pytest.raises(ValueError, match="no quantized tensors"):
+            call()
+
+
 @pytest.mark.skipif(SIZE == 1, reason="nobody to contradict")
 def test_contradictions_are_named_on_all_ranks(group: dist.ProcessGroup) -> None:
     odd = RANK == LAST

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distributed_lab import NODES, RANK, SIZE, process_group, told
 from hvdlite.distributed import late_watch
+from hvdlite.distributed.engine_moves import EngineMoves
 from hvdlite.distributed.pump import Pump
 from hvdlite.errors import StartupError
 
@@ -126,6 +127,27 @@ def test_who_waits_for_a_message_learns_that_the_group_has_failed(nodes: tuple[i
                 group.allreduce([torch.ones(3)], options).wait()
             else:
                 dist.recv(torch.ones(3), None if from_anybody else LAST)
+        told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody waits")
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_an_interruption_between_the_steps_of_a_call_ends_the_group(
+    nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exception of a signal handler comes as soon as the ranks have met; what the others wait for never does."""
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    half_done = f"all_reduce.*: rank {LAST} has left it half done, by KeyboardInterrupt"
+    with process_group(nodes):
+        if RANK == LAST:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(EngineMoves, "allreduce", interrupted)
+                dist.all_reduce(torch.ones(3))
+        with pytest.raises(RuntimeError, match=half_done):
+            dist.all_reduce(torch.ones(3))
         told(None)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hvdlite.distributed import reach
 from hvdlite.distributed.links import Incoming, Outgoing
 from hvdlite.distributed.messages import ANY, Arrival, Offer, Parcel, Wish, memory_of
 from hvdlite.distributed.pump import Pump
-from hvdlite.distributed.sockets import READ
+from hvdlite.distributed.sockets import READ, Sockets
 from hvdlite.distributed.work import GroupWork
 from hvdlite.proof import new_key
 
@@ -182,3 +184,12 @@ def test_who_waits_serves_and_otherwise_the_thread_does_and_sleeps() -> None:
     assert client.hears(3) and not client.failures  # on a busy machine the pump's thread may have been faster
     client.pump.close()
     client.other.close()
+
+
+@pytest.mark.parametrize("most_s", [30 * 86400.0, math.inf])
+def test_sockets_are_waited_for_longer_than_the_system_counts(most_s: float) -> None:
+    one, other = socket.socketpair()
+    with closing(Sockets()) as sockets, other:
+        sockets.add(one, READ, lambda link: link.recv(1))
+        other.send(b"x")
+        assert [watched.link for watched in sockets.ready(most_s)] == [one]

@@ -46,6 +46,22 @@ def test_who_comes_later_hears_of_it_and_who_has_left_does_not(healths: list[Hea
     assert late.failed_rank == 0
 
 
+def test_a_death_is_logged_once_and_once_more_where_those_that_knew_of_it_are_gone(
+    healths: list[Health], caplog: pytest.LogCaptureFixture
+) -> None:
+    worlds = ProcessWorlds()
+    for health in healths[:2]:
+        worlds.add(health, ["a", "b"], [0, 1])
+    healths[0].rank_failed(1, "rank 1 died")
+    assert all(health.was_logged for health in healths[:2])
+    assert [record.message for record in caplog.records] == ["rank 1 died"]
+    for health in healths[:2]:
+        worlds.remove(health)
+    worlds.add(healths[2], ["a", "b"], [0, 1])
+    healths[2].rank_failed(1, "rank 1 died")
+    assert [record.message for record in caplog.records] == ["rank 1 died"] * 2
+
+
 def test_a_stall_stays_where_it_is(healths: list[Health]) -> None:
     worlds = ProcessWorlds()
     for health in healths:
