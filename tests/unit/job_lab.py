@@ -29,6 +29,7 @@ class AtOnce:
         self.request, self.label = made.request, made.label
         self.interrupt: str | None = None
         self.native = None
+        self.is_valid = True
 
     def run(self, tensors: None, plan: int, count: int, heard: int) -> Outcome:
         if self.interrupt == "before":
