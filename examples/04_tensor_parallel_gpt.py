@@ -101,6 +101,8 @@ def main() -> None:
     options = parse_options()
     hvd.init()
     grid = tp.init(options.tp_size or hvd.size())
+    if options.batch_size % grid.dp.size():
+        raise SystemExit(f"--batch-size {options.batch_size} is not a multiple of {grid.dp.size()} teams")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))  # ranks share the cores
     torch.manual_seed(0)  # on every rank, so that all parts are of the same model
 

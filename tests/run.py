@@ -119,7 +119,8 @@ FOR_INTEL_MPI = (
     "test_runtime.py",
     "test_runtime_lifecycle.py",
 )
-TIME_LIMIT_S = dict.fromkeys(SUITES, 900) | {"unit": 600}
+# In words of Python 3.7: older ones than hvdlite needs are to get as far as the sentence that says so.
+TIME_LIMIT_S = {**dict.fromkeys(SUITES, 900), "unit": 600}
 
 
 @dataclass

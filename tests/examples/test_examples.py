@@ -87,6 +87,12 @@ def test_split_gpt_has_the_losses_of_one_process(launch: Launch, tmp_path: Path,
         torch.testing.assert_close(value, states[0][name], rtol=1e-2, atol=1e-2)
 
 
+def test_split_gpt_takes_no_batch_whose_teams_would_have_different_shares(launch: Launch) -> None:
+    result = launch(2, EXAMPLES / "04_tensor_parallel_gpt.py", "--tp-size=1", "--batch-size=3", mpi="none")
+    assert (result.returncode, result.leftovers) == (1, ())
+    assert "--batch-size 3 is not a multiple of 2 teams\n" in result.stderr
+
+
 SHARDED = ("--batch-size=6", "--context=16", "--width=32", "--layers=1", "--heads=2")
 
 

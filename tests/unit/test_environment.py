@@ -250,3 +250,16 @@ def test_stages_that_never_began_need_no_end() -> None:
     stage, beside = stage_beside(runner, "")
     beside.stop()
     assert not stage.counts
+
+
+@pytest.mark.parametrize("program", ["examples/quickstart.py", "tests/run.py"])
+@pytest.mark.parametrize("version", ["3.7", "3.8", "3.9"])
+def test_an_old_python_gets_as_far_as_the_sentence(version: str, program: str) -> None:
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
+    candidates = [f"/usr/bin/python{version}", *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))]
+    python = next((path for path in candidates if os.access(path, os.X_OK)), None)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    done = subprocess.run([python, str(ROOT / program)], capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "hvdlite needs Python 3.10 or newer" in done.stderr.splitlines()[-1]

@@ -45,6 +45,12 @@ def test_urls_follow_from_one() -> None:
     assert PAGE["project_urls"]("https://example.org/main/")["Changelog"] == "https://example.org/main/CHANGELOG.md"
 
 
+def test_the_source_distribution_has_what_the_readme_links_to() -> None:
+    grafted = re.findall(r"^graft (\S+)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE)
+    files = [target for target in LINK.findall(README) if ":" not in target and "/" in target]
+    assert {file.partition("/")[0] for file in files} <= {*grafted, "hvdlite"}  # packages are there anyway
+
+
 @pytest.mark.parametrize(("system", "way_out"), [("darwin", "Linux container"), ("win32", "WSL 2"), ("aix", "virtual")])
 def test_other_systems_get_a_sentence(system: str, way_out: str) -> None:
     pytest.importorskip("pybind11")

@@ -145,6 +145,13 @@ def test_each_name_is_here_or_not_as_the_page_says(section: str, mirrors: dict[s
                 assert exists(name) is (row.word != "not here"), f"{name}: {row}"
 
 
+def test_each_name_has_one_row() -> None:
+    sections = {row.section for row in ROWS} - {"Modules"}  # where a row has some of a module's names
+    for section in sections:
+        names = [name for row in ROWS if row.section == section for name in row.names]
+        assert sorted(names) == sorted({*names}), section
+
+
 def methods(kind: type) -> set[str]:
     return {name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")}
 
