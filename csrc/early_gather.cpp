@@ -7,12 +7,12 @@ namespace hvdlite {
 
 EarlyGather::EarlyGather(ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, EarlyShape shape,
                          std::chrono::microseconds spin, double patience_s, GatherShape rows, std::uint32_t rank,
-                         PacketPlaces packets, PacketRoom& room)
+                         PacketPlaces packets, PacketRoom& room, std::uint64_t room_then)
     : EarlyAllreduce(counts, turns, look, shape, spin, patience_s),
       expected_(std::move(rows), rank, static_cast<std::uint32_t>(shape.numels.size())),
       packets_(packets),
       room_(room),
-      room_then_(room.now()),
+      room_then_(room_then),
       given_(shape.numels.size()) {
   given_.at(rank) = packets_.own;
   for (std::size_t i = 0; i < given_.size(); ++i) taken_.push_back(packets_.all + i * packets_.nbytes);

@@ -24,11 +24,11 @@ struct PacketPlaces {
 // told, and neither were rows read, nor was noted what room they take.
 class EarlyGather : public EarlyAllreduce {
  public:
-  // `shape`: of the packets. `room`, which has to live as long: where it is not what it is now, these packets are not
+  // `shape`: of the packets. `room`, which has to live as long: where it is not `room_then`, these packets are not
   // those that others send.
   EarlyGather(ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, EarlyShape shape,
               std::chrono::microseconds spin, double patience_s, GatherShape rows, std::uint32_t rank,
-              PacketPlaces packets, PacketRoom& room);
+              PacketPlaces packets, PacketRoom& room, std::uint64_t room_then);
 
   bool is_valid() const { return room_.now() == room_then_; }
   bool can_run() const override { return is_valid() && EarlyAllreduce::can_run(); }

@@ -147,19 +147,19 @@ void register_early_allreduce(py::module_& m) {
                        std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
                        const std::optional<Reduction>& in_node, int spin_us, double patience_s,
                        std::vector<std::int64_t> numbers, std::size_t column, std::uint64_t row_bytes, bool is_alltoall,
-                       std::uint32_t job_rank, const Places& packets, PacketRoom& room) {
+                       std::uint32_t job_rank, const Places& packets, PacketRoom& room, std::uint64_t room_then) {
              auto shape = early_shape(std::move(numels), std::move(offsets), numel, std::move(places), rank, dtype,
                                       wire_dtype, in_node);
              GatherShape rows{std::move(numbers), column, row_bytes, is_alltoall};
              const auto& [own, all, bytes, beside] = packets;
              return std::make_unique<EarlyGather>(counts, turns, look, std::move(shape),
                                                   std::chrono::microseconds(spin_us), patience_s, std::move(rows),
-                                                  job_rank, PacketPlaces{own, all, bytes, beside}, room);
+                                                  job_rank, PacketPlaces{own, all, bytes, beside}, room, room_then);
            }),
            "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
            "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, "numbers"_a, "column"_a, "row_bytes"_a,
-           "is_alltoall"_a, "job_rank"_a, "packets"_a, "room"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 4>(), py::keep_alive<1, 21>())
+           "is_alltoall"_a, "job_rank"_a, "packets"_a, "room"_a, "room_then"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 21>())
       .def_property_readonly("is_valid", &EarlyGather::is_valid);
 
   py::class_<EarlyReduceScatter, EarlyAllreduce>(m, "EarlyReduceScatter")

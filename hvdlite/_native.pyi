@@ -677,11 +677,12 @@ class EarlyGather(EarlyAllreduce):
         job_rank: int,
         packets: tuple[int, int, int, int],
         room: PacketRoom,
+        room_then: int,
     ) -> None:
         """``numels``, ``offsets``: of packets; ``numbers`` and so on: see `PreparedGather`.
 
         ``packets``: addresses of that of this rank, and of all; bytes of one, and of the room beside its numbers.
-        ``room``: where it is another one than now, ranks send other packets.
+        ``room``: where it is not ``room_then``, ranks send other packets.
         """
 
 class EarlyReduceScatter(EarlyAllreduce):

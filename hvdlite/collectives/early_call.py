@@ -206,6 +206,7 @@ def gather_call(
     counts: _native.ReadyCounts,
     packets: Packets,
     room: _native.PacketRoom,
+    room_then: int,
     rows: tuple[Sequence[int], int, int, bool],
     patience_s: float,
     label: str,
@@ -214,12 +215,12 @@ def gather_call(
 
     Args:
         packets: of which each rank sends its own now.
-        room: that ranks make, as long as it stays.
+        room: that ranks make, as long as it stays ``room_then``.
         rows: numbers, column, bytes of a row, and whether it is an alltoall, as `Backend.prepare_gather` takes them.
     """
 
     def make(*how: Any) -> _native.EarlyGather:
-        return _native.EarlyGather(*(*how, *rows, packets.rank, packets.places, room))
+        return _native.EarlyGather(*(*how, *rows, packets.rank, packets.places, room, room_then))
 
     direct = early.prepared(counts, packets.layout, SUM, patience_s, make)
     if direct is None:

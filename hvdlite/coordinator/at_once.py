@@ -150,7 +150,7 @@ class AtOnce:
         """What was prepared is done another way from now on, or not at all. By who is at work, if anybody is."""
         self.shortcut.forget()
         self._known.clear()
-        self.prepared.clear()
+        self.prepared = Remembered()  # another one, as a thread may be making what enters the one before
         self.seen.clear()
 
     def settle_soon(self) -> None:

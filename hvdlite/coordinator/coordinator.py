@@ -356,7 +356,8 @@ class Coordinator:
         if plan is None:
             return
         if plan.is_free:
-            self._readiness.tell(self._plan.number, plan)
+            if self._plan.free is not None:  # what is told after the answer to HOLD, the end of the plan does not know
+                self._readiness.tell(self._plan.number, plan)
         elif plan.ready > plan.told:
             plan.told = plan.ready
             self._page.set_ready(self._plan.number, plan.told)

@@ -48,13 +48,15 @@ class PreparedTelling(PreparedOperation):
         counts, patience_s = world.coordinator.counts, world.config.caller_patience_s
         (row_bytes,) = request.row_bytes
         rows = numbers, request.column(group.rank), row_bytes, request.is_alltoall
-        packets, room = request.packets_in(world.engine), world.engine.rooms.of(request)
         if world.engine.early is None:
             call = world.engine.backend.prepare_gather(counts, *rows, patience_s, request.name)
             return None if call is None else cls(group, request, call, numbers, resize)
-        if packets is None or room is None:
+        room = world.engine.rooms.of(request)
+        room_then = 0 if room is None else room.now  # once: what another thread submitted may be under way
+        packets = request.packets_with(world.engine, room_then)
+        if packets is None or room is None or not room_then:
             return None
-        across = gather_call(world.engine.early, counts, packets, room, rows, patience_s, request.name)
+        across = gather_call(world.engine.early, counts, packets, room, room_then, rows, patience_s, request.name)
         return None if across is None else AcrossNodes(group, request, across, numbers, resize)
 
     def run(self, tensors: Tensors, plan: int, count: int, heard: int) -> Outcome:

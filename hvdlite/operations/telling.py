@@ -108,12 +108,17 @@ class Telling(OneAllreduce):
 
     def packets_in(self, engine: Engine) -> Packets | None:
         """By which ranks tell the next time; None where they do it otherwise."""
+        known = engine.rooms.of(self)
+        return self.packets_with(engine, 0 if known is None else known.now)
+
+    def packets_with(self, engine: Engine, room: int) -> Packets | None:
+        """Likewise, where `PacketRoom.now` is ``room``."""
         if engine.early is None:
             return None
-        (width, wanted), known = self.packet(engine.size), engine.rooms.of(self)
+        width, wanted = self.packet(engine.size)
         least = PacketRoom.enough_for(wanted)
-        enough = least if known is None else max(known.now, least)
-        return engine.packets(width, enough) or engine.packets(width, least)  # of what is too much numbers are told
+        # Of what is too much numbers are told.
+        return engine.packets(width, max(room, least)) or engine.packets(width, least)
 
     def layout_in(self, engine: Engine) -> Layout | None:
         packets = self.packets_in(engine)

@@ -5,6 +5,7 @@ So it is between nodes; in a node they are tried as well.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import hvdlite
 import hvdlite.torch as hvd
 import machines_lab
 from hvdlite._native import PacketRoom
+from hvdlite.memory.packets import Packets
 from machines_lab import ONE_MACHINE, WORLD, Machines
 
 REPEATS = 12
@@ -88,6 +90,32 @@ def test_sizes_that_change_and_names_that_do_not(apart: list[object], machine_of
         gathered(lambda rank, number=number: (7 * rank + 31 * number) % 100, number, "changing")  # type: ignore[misc]
         gathered(lambda rank: rank % 2, number, None, torch.int64)
     assert len(apart) <= 1 or machine_of == ONE_MACHINE
+
+
+def test_room_that_changes_while_a_call_is_prepared(monkeypatch: pytest.MonkeyPatch, machine_of: Machines) -> None:
+    """By what was submitted before: one rank alone prepares it meanwhile, and sends what the others do."""
+    engine = hvdlite.runtime().group.world.engine
+    make = engine.packets
+    handles: list[Any] = []
+
+    def packets(width: int, room: int) -> Packets | None:
+        made = make(width, room)
+        if handles and threading.current_thread() is threading.main_thread():
+            assert hvd.synchronize(handles.pop()).shape == (300 * hvd.size(), 1)
+        return made
+
+    for number in range(60):
+        gathered(lambda _: 8, number, None)  # until that is prepared, and in a plan that runs free
+    gathered(lambda _: 9, 0, None)
+    if hvd.rank() == 0:
+        monkeypatch.setattr(engine, "packets", packets)
+    own = hvd.allgather_async(torch.ones(300, 1, dtype=torch.uint8))
+    if hvd.rank() == 0:
+        handles.append(own)
+    for number in range(REPEATS):
+        gathered(lambda _: 9, number, None)
+    assert machine_of == ONE_MACHINE or not handles
+    hvd.synchronize(own)
 
 
 def test_groups(apart: list[object], machine_of: Machines) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
+from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Future, Pace
 from hvdlite.errors import CollectiveError, ShutDownError
+from hvdlite.operations.prepared import prepared_once
 
 CHAIN = [(0, 1), (2, 3), (4,)]
 
@@ -154,3 +156,18 @@ def test_what_was_collected_is_handed_over_once_though_an_interrupt_comes() -> N
         if not interrupt.has_come:
             assert place > 5
             return
+
+
+def test_what_is_being_prepared_while_settings_change_is_forgotten_as_well() -> None:
+    """Another thread than the one that prepares it takes the new ones over."""
+    (rank,) = Lab([(0,)], 0).ranks
+    group: Any = SimpleNamespace(world=SimpleNamespace(coordinator=rank))
+    made: list[Any] = [SimpleNamespace(is_valid=True) for _ in range(2)]
+
+    def make() -> Any:
+        rank.at_once.forget()
+        return made[0]
+
+    assert prepared_once(group, "a", make) is made[0]
+    assert prepared_once(group, "a", lambda: made[1]) is made[1]
+    assert prepared_once(group, "a", make) is made[1]

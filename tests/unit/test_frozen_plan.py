@@ -200,6 +200,30 @@ def test_what_fails_while_it_is_looked_for_is_the_end(monkeypatch: pytest.Monkey
     assert rank.has_ended and [type(error) for error in died] == [CollectiveError]
 
 
+def test_who_is_held_says_to_be_ready_for_nothing_more() -> None:
+    """Having done what all had begun; its answer is what the end of the plan goes by."""
+    lab = Lab([(0,), (1,)], 0)
+    job = Job(lab, at_once=True)
+    job.freeze([("A", 4), ("|", 0), ("B", 4), ("|", 0)])
+    made = [[submission(name, kind="broadcast") for name in "AB"] + [submission("more")] for _ in range(2)]
+    (root, other), (_, owner) = lab.ranks, lab.owners
+    for one in made[1][:2]:  # by two threads
+        other.submit(one)
+    other.cycle()
+    for one in made[0][::2]:
+        root.submit(one)
+    root.cycle()
+    before = len(owner.buckets)
+    while len(owner.buckets) == before:
+        other.cycle()
+    assert other._plan.plan is not None and other._plan.free is None
+    other.submit(made[1][2])
+    other.cycle()
+    root.submit(made[0][1])
+    lab.settle([*made[0], *made[1]])
+    job.check_order()
+
+
 MANY = [(name, 4) for name in "ab?cd?"] + [("|", 0)] + [(name, 4) for name in "ef?"] + [("loss", 1), ("|", 0)]
 
 
