@@ -210,11 +210,12 @@ def test_a_result_has_memory_of_its_size() -> None:
 @pytest.mark.parametrize(
     ("before", "then"), [(2, performed), (3, new_result)], ids=["by Python", "by the shortcut, which knows these rows"]
 )
+@pytest.mark.parametrize("rows", [100, 4_000], ids=["which fits", "which does not fit"])
 def test_a_thread_that_comes_in_between_is_given_something_else(
-    before: int, then: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    rows: int, before: int, then: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the moment at which a caller makes room, and its operation, as a handler of a signal may, too."""
-    few, much = [3] * SIZE, [3, *[4_000] * (SIZE - 1)]
+    few, much = [3] * SIZE, [3, *[rows] * (SIZE - 1)]
 
     def step(rows: list[int], number: int = 0) -> None:
         gathered(rows, number)

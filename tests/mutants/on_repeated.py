@@ -9,6 +9,7 @@ _CHANGES = "unit/test_plan_changes.py"
 _BROADCASTS = "2 mpi/test_small_broadcasts.py"
 _PACKETS = "2 mpi/test_packets.py"
 _ROWS = "2 mpi/test_repeated_rows.py"
+_EARLY = "unit/test_early.py"
 
 MUTANTS = [
     Mutant("csrc/signature.cpp", " || arguments.op != op_.ptr()) return false;", ") return false;", _SHORTCUT),
@@ -126,8 +127,8 @@ MUTANTS = [
     Mutant("csrc/early_gather.cpp", "  room_.note(expected_.most_bytes());\n", "", _ROWS),
     Mutant("csrc/early_gather.h", "return room_.now() == room_then_;", "return true;", _ROWS),
     Mutant("csrc/early_reduce_scatter.cpp", "end += numel * item_bytes(shape.dtype);", "", _ROWS),
-    Mutant("hvdlite/operations/telling.py", "return packets.are_all_at(address)", "return True", _ROWS),
-    Mutant("hvdlite/operations/telling.py", "        packets.write_dropped()\n", "", _ROWS),
+    Mutant("hvdlite/operations/telling.py", "return packets.are_all_at(address)", "return True", _EARLY),
+    Mutant("hvdlite/operations/telling.py", "        packets.write_dropped()\n", "", _EARLY),
     Mutant("hvdlite/coordinator/at_once.py", "if not prepared.is_valid:", "if False:", _ROWS),
     Mutant("csrc/prepared_reduce_scatter.cpp", "    at += numel * item_bytes(shape_.dtype);\n", "", _ROWS),
     Mutant("csrc/small_allreduce.cpp", "reducer.reduce({tensor - begin_bytes}", "reducer.reduce({tensor}", _ROWS),

@@ -25,8 +25,10 @@ from hvdlite.early_operations import EarlyOperations
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.memory_file import create_memory_file
+from hvdlite.memory.packets import Packets, Rooms
 from hvdlite.memory.segment import Segment
-from hvdlite.memory.views import Buffer
+from hvdlite.memory.views import Buffer, TensorView
+from hvdlite.operations.allgather import Allgather
 from hvdlite.operations.barrier import Barrier
 from hvdlite.recorder import Recorder
 from mpi_lab import Mpi
@@ -278,6 +280,42 @@ def test_who_has_begun_a_meeting_sees_whether_somebody_drops_it(ways: str, chanc
                     time.sleep(0)
                 met[number - 1 :] = [operations.is_met(request)]
                 (operations.enter if met[-1] else operations.drop)(request)
+            assert not operations.has_begun
+        return met
+
+    for way, met in zip(ways, on_ranks(len(ways), work), strict=True):
+        assert met == ([] if way == "d" else ["d" not in ways] * 29)
+
+
+@pytest.mark.parametrize("ways", ["b", "d", "bb", "bd", "db", "dd", "bbd", "dbb"])
+def test_who_has_begun_packets_sees_whether_somebody_drops_them(ways: str) -> None:
+    """Likewise, as rows may have to follow."""
+
+    def work(comm: ThreadComm) -> list[bool]:
+        rank, way = Rank(comm), ways[comm.rank]
+        packets = Packets(rank.memory, comm.rank, comm.size, 1, 64)
+        engine: Any = SimpleNamespace(
+            early=rank.early, memory=rank.memory, rooms=Rooms(), size=comm.size, packets=lambda width, room: packets
+        )
+        given = TensorView(0, (0, 3), DType.FLOAT32, None)
+        operations, request = EarlyOperations(engine), Allgather.of(None, [given], False)
+        met = []
+        for number in range(1, 30):
+            rank.counts.set(1, number)
+            rank.await_counts(number)
+            if way == "d":
+                operations.drop(request)
+                continue
+            operations.begin(Submission(request, number, [given]))
+            while not operations.has_come():
+                time.sleep(0)
+            met.append(operations.is_met(request))
+            if met[-1]:
+                operations.enter(request)
+                rank.early.finish(packets.targets, packets.layout)
+                assert packets.numbers == [[0]] * comm.size
+            else:
+                operations.drop(request)
             assert not operations.has_begun
         return met
 
