@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-import signal
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,57 +13,11 @@ import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from hvdlite.errors import MismatchError, UsageError
+from hvdlite.errors import MismatchError
 from hvdlite.recorder import Lane
+from scales_lab import SHAPES, Scales, check, needs_two, same_everywhere, total, wrap
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
-
-
-SHAPES = [(3, 5), (5,), (400, 300), (7,), (), (0, 2), (33, 3), (1000, 1001), (2, 3, 4, 5)]
-
-
-class Scales(torch.nn.Module):
-    """The gradient of parameter i is ``i + 1`` times the factor of the loss, in every element."""
-
-    def __init__(self, shapes: list[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.p = torch.nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
-
-    def loss(self, factor: float, leave_out: tuple[int, ...] = ()) -> torch.Tensor:
-        terms = [(i + 1) * p.sum() for i, p in enumerate(self.p) if i not in leave_out]
-        return factor * torch.stack([term.double() for term in terms]).sum()
-
-
-def wrap(model: torch.nn.Module, **arguments: Any) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **arguments)
-
-
-def check(model: Scales, factors: Callable[[int], float]) -> None:
-    """Every gradient is its parameter's number times ``factors(i)``, everywhere."""
-    for i, p in enumerate(model.p):
-        assert p.grad is not None
-        assert p.grad.shape == p.shape
-        assert torch.equal(p.grad, torch.full_like(p, (i + 1) * factors(i))), (i, p.grad, (i + 1) * factors(i))
-
-
-def same_everywhere(model: torch.nn.Module) -> bool:
-    return all(
-        torch.equal(gathered[0], other)
-        for p in model.parameters()
-        for gathered in [hvd.allgather(p.detach().unsqueeze(0))]
-        for other in gathered
-    )
-
-
-def total() -> float:
-    """Sum of rank + 1."""
-    return hvd.size() * (hvd.size() + 1) / 2
-
-
-def needs_two() -> None:
-    if hvd.size() == 1:
-        pytest.skip("alone a parameter without gradient keeps none")
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -460,76 +412,6 @@ def test_after_shutdown_and_init() -> None:
         hvd.init()
     gradients = [p.grad for p in model.p]
     assert all(gradient is not None and gradient.sum() >= 0 for gradient in gradients)  # memory outlives the runtime
-
-
-def interrupt_step(optimizer: Any, kind: type[BaseException] = KeyboardInterrupt) -> None:
-    """Ctrl-C, or another exception of a signal handler, while this rank waits for others that do not come."""
-
-    def interrupt(*_: object) -> None:
-        raise kind
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        with pytest.raises(kind):
-            optimizer.step()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.parametrize(("groups", "kind"), [(1, KeyboardInterrupt), (2, KeyboardInterrupt), (2, TimeoutError)])
-def test_after_a_step_that_was_interrupted(groups: int, kind: type[BaseException]) -> None:
-    needs_two()
-    model = Scales()
-    optimizer = wrap(model, op=hvd.Sum, groups=groups)
-
-    def check_step() -> None:
-        model.loss(hvd.rank() + 1).backward()
-        optimizer.synchronize()
-        check(model, lambda _: total())
-        with optimizer.skip_synchronize():
-            optimizer.step()
-
-    for _ in range(4):
-        check_step()
-        optimizer.zero_grad()
-    if hvd.rank() == 0:
-        model.loss(1.0).backward()
-        interrupt_step(optimizer, kind)
-        for go_on in (optimizer.zero_grad, model.loss(1.0).backward, optimizer.step):
-            with pytest.raises(UsageError, match=r"was interrupted .* hvd\.init\(\) on every rank"):
-                go_on()
-        hvd.barrier()
-    else:
-        hvd.barrier()
-        model.loss(1.0).backward()
-        optimizer.step()
-    hvd.barrier()
-    with pytest.warns(UserWarning, match="was interrupted") if hvd.rank() == 0 else nullcontext():
-        optimizer.zero_grad()
-    check_step()
-
-
-@pytest.mark.parametrize("interrupted", ["step", "backward"])
-def test_shutdown_and_init_after_an_interrupt(interrupted: str) -> None:
-    needs_two()
-    model = Scales()
-    optimizer = wrap(model, op=hvd.Sum)
-    model.loss(1.0).backward()
-    if hvd.rank() == 0 and interrupted == "step":
-        interrupt_step(optimizer)
-        with pytest.raises(UsageError, match="was interrupted"):
-            optimizer.zero_grad()
-    hvd.barrier()
-    hvd.shutdown()
-    hvd.init()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model.loss(hvd.rank() + 1).backward()
-        optimizer.step()
-        check(model, lambda _: total())
 
 
 def test_gradients_of_users_in_the_fusion_buffer() -> None:
