@@ -29,7 +29,8 @@ class _Alltoall(torch.autograd.Function):
         _, received = output
         ctx.shape = tensor.shape
         ctx.save_for_backward(received)
-        ctx.save_for_forward(splits)
+        ctx.array = None if isinstance(splits, torch.Tensor) else splits  # of NumPy, or a list
+        ctx.save_for_forward(None if splits is ctx.array else splits)
         ctx.mark_non_differentiable(received)
 
     @staticmethod
@@ -44,7 +45,9 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
         (splits,) = ctx.saved_tensors
-        output, _ = _Alltoall.apply(tangent, splits, None, ctx.process_set)  # type: ignore[no-untyped-call]
+        output, _ = _Alltoall.apply(  # type: ignore[no-untyped-call]
+            tangent, ctx.array if splits is None else splits, None, ctx.process_set
+        )
         return output, None
 
 

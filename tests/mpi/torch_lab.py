@@ -54,6 +54,7 @@ LINEAR: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "broadcast": lambda x: hvd.broadcast(x, hvd.size() - 1),
     "alltoall": hvd.alltoall,
     "alltoall with splits": lambda x: hvd.alltoall(x, torch.ones(hvd.size(), dtype=torch.int32))[0],
+    "alltoall with a list of splits": lambda x: hvd.alltoall(x, [1] * hvd.size())[0],  # type: ignore[call-overload, no-any-return]
     "reducescatter": hvd.reducescatter,
     "grouped_reducescatter": lambda x: hvd.grouped_reducescatter([torch.arange(3), x], op=hvd.Sum)[1],
 }
