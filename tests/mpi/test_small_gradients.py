@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -140,7 +141,8 @@ def test_another_tensor_as_often_changed_gets_the_result(which: int) -> None:
         while other._version < grads(parameters)[which]._version:
             other.mul_(1)
         parameters[which].grad = other
-        with pytest.warns(UserWarning, match=f"the gradient of '{which}' was changed between"):
+        changed = pytest.warns(UserWarning, match=f"the gradient of '{which}' was changed between")
+        with nullcontext() if hvd.size() == 1 else changed:  # alone nothing is on its way
             optimizer.step()
         check(parameters)
 
