@@ -79,7 +79,8 @@ def work(rank, size, port):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": str(size)}
     hvd.init()
     time.sleep(0.3 * rank)
-    print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item(), flush=True)
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+    os.write(1, f"sum {total}\\n".encode())  # in one piece, as both write into one pipe
     if sys.argv[1] == "raise":
         if rank == 1:
             raise ValueError("no good")
