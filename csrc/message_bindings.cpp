@@ -90,20 +90,6 @@ void register_bound_messages(py::module_& m) {
       .def_property_readonly("error", &BoundMessages::error);
 }
 
-using Reduction = std::tuple<int, double, double>;
-
-EarlyShape early_shape(Counts numels, Counts offsets, std::uint64_t numel, Addresses places, std::uint32_t rank,
-                       int dtype, int wire_dtype, const std::optional<Reduction>& in_node) {
-  const auto wire = static_cast<DType>(wire_dtype);
-  EarlyShape shape{
-      std::move(numels), std::move(offsets), numel, std::move(places), rank, static_cast<DType>(dtype), wire, {}};
-  if (in_node) {
-    const auto& [op, prescale, postscale] = *in_node;
-    shape.in_node.emplace(wire, static_cast<Op>(op), prescale, postscale);
-  }
-  return shape;
-}
-
 void register_early_allreduce(py::module_& m) {
   using Progress = EarlyAllreduce::Progress;
   py::class_<EarlyTurns>(m, "EarlyTurns")
@@ -114,20 +100,37 @@ void register_early_allreduce(py::module_& m) {
       .def("bring", &EarlyTurns::bring)
       .def("has_come", &EarlyTurns::has_come);
 
+  using Reduction = std::tuple<int, double, double>;
+  py::class_<EarlyShape>(m, "EarlyShape")
+      .def(py::init([](Counts numels, Counts offsets, std::uint64_t numel, Addresses places, std::uint32_t rank,
+                       int dtype, int wire_dtype, const std::optional<Reduction>& in_node) {
+             const auto wire = static_cast<DType>(wire_dtype);
+             EarlyShape shape{std::move(numels),
+                              std::move(offsets),
+                              numel,
+                              std::move(places),
+                              rank,
+                              static_cast<DType>(dtype),
+                              wire,
+                              {}};
+             if (in_node) {
+               const auto& [op, prescale, postscale] = *in_node;
+               shape.in_node.emplace(wire, static_cast<Op>(op), prescale, postscale);
+             }
+             return shape;
+           }),
+           "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a, "wire_dtype"_a, "in_node"_a);
+
   py::class_<EarlyAllreduce, DirectCall> early(m, "EarlyAllreduce");
   early.attr("NODE_IS_LATE") = static_cast<int>(Progress::kNodeIsLate);
   early
-      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
-                       std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
-                       const std::optional<Reduction>& in_node, int spin_us, double patience_s) {
-             auto shape = early_shape(std::move(numels), std::move(offsets), numel, std::move(places), rank, dtype,
-                                      wire_dtype, in_node);
-             return std::make_unique<EarlyAllreduce>(counts, turns, look, std::move(shape),
-                                                     std::chrono::microseconds(spin_us), patience_s);
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, const EarlyShape& shape, int spin_us,
+                       double patience_s) {
+             const std::chrono::microseconds spin(spin_us);
+             return std::make_unique<EarlyAllreduce>(counts, turns, look, shape, spin, patience_s);
            }),
-           "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
-           "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 4>())
+           "counts"_a, "turns"_a, "look"_a, "shape"_a, "spin_us"_a, "patience_s"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
       .def("bind", &EarlyAllreduce::bind, "messages"_a)
       .def_property_readonly("progress", [](const EarlyAllreduce& self) { return static_cast<int>(self.progress()); })
       .def_property_readonly("began_ns", [](const EarlyAllreduce& self) { return nanoseconds_of(self.began()); })
@@ -143,36 +146,28 @@ void register_early_allreduce(py::module_& m) {
 
   using Places = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint64_t>;
   py::class_<EarlyGather, EarlyAllreduce>(m, "EarlyGather")
-      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
-                       std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
-                       const std::optional<Reduction>& in_node, int spin_us, double patience_s,
-                       std::vector<std::int64_t> numbers, std::size_t column, std::uint64_t row_bytes, bool is_alltoall,
-                       std::uint32_t job_rank, const Places& packets, PacketRoom& room, std::uint64_t room_then) {
-             auto shape = early_shape(std::move(numels), std::move(offsets), numel, std::move(places), rank, dtype,
-                                      wire_dtype, in_node);
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, const EarlyShape& shape, int spin_us,
+                       double patience_s, std::vector<std::int64_t> numbers, std::size_t column,
+                       std::uint64_t row_bytes, bool is_alltoall, std::uint32_t job_rank, const Places& packets,
+                       PacketRoom& room, std::uint64_t room_then) {
+             const std::chrono::microseconds spin(spin_us);
              GatherShape rows{std::move(numbers), column, row_bytes, is_alltoall};
              const auto& [own, all, bytes, beside] = packets;
-             return std::make_unique<EarlyGather>(counts, turns, look, std::move(shape),
-                                                  std::chrono::microseconds(spin_us), patience_s, std::move(rows),
+             return std::make_unique<EarlyGather>(counts, turns, look, shape, spin, patience_s, std::move(rows),
                                                   job_rank, PacketPlaces{own, all, bytes, beside}, room, room_then);
            }),
-           "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
-           "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, "numbers"_a, "column"_a, "row_bytes"_a,
-           "is_alltoall"_a, "job_rank"_a, "packets"_a, "room"_a, "room_then"_a, py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 21>())
+           "counts"_a, "turns"_a, "look"_a, "shape"_a, "spin_us"_a, "patience_s"_a, "numbers"_a, "column"_a,
+           "row_bytes"_a, "is_alltoall"_a, "job_rank"_a, "packets"_a, "room"_a, "room_then"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 14>())
       .def_property_readonly("is_valid", &EarlyGather::is_valid);
 
   py::class_<EarlyReduceScatter, EarlyAllreduce>(m, "EarlyReduceScatter")
-      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, Counts numels, Counts offsets,
-                       std::uint64_t numel, Addresses places, std::uint32_t rank, int dtype, int wire_dtype,
-                       const std::optional<Reduction>& in_node, int spin_us, double patience_s, std::uint32_t part) {
-             auto shape = early_shape(std::move(numels), std::move(offsets), numel, std::move(places), rank, dtype,
-                                      wire_dtype, in_node);
-             return std::make_unique<EarlyReduceScatter>(counts, turns, look, std::move(shape),
-                                                         std::chrono::microseconds(spin_us), patience_s, part);
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, const EarlyShape& shape, int spin_us,
+                       double patience_s, std::uint32_t part) {
+             const std::chrono::microseconds spin(spin_us);
+             return std::make_unique<EarlyReduceScatter>(counts, turns, look, shape, spin, patience_s, part);
            }),
-           "counts"_a, "turns"_a, "look"_a, "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a,
-           "wire_dtype"_a, "in_node"_a, "spin_us"_a, "patience_s"_a, "part"_a, py::keep_alive<1, 2>(),
+           "counts"_a, "turns"_a, "look"_a, "shape"_a, "spin_us"_a, "patience_s"_a, "part"_a, py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
 }
 

@@ -585,6 +585,25 @@ class EarlyTurns:
         """Of rank 0: the result is in every place."""
     def has_come(self) -> bool: ...
 
+class EarlyShape:
+    """Where tensors of an `EarlyAllreduce` lie. Source: csrc/early_allreduce.h."""
+
+    def __init__(
+        self,
+        numels: Sequence[int],
+        offsets: Sequence[int],
+        numel: int,
+        places: Sequence[int],
+        rank: int,
+        dtype: int,
+        wire_dtype: int,
+        in_node: tuple[int, float, float] | None,
+    ) -> None:
+        """At ``places``, of each rank of the node, of ``numel`` elements, as they travel.
+
+        ``in_node``: op and scales, by which all places are reduced into that of rank 0; None where it is alone.
+        """
+
 class EarlyAllreduce(DirectCall):
     """An allreduce of few bytes between nodes, in one call. Source: csrc/early_allreduce.cpp.
 
@@ -607,22 +626,11 @@ class EarlyAllreduce(DirectCall):
         counts: ReadyCounts,
         turns: EarlyTurns,
         look: PoliteLook,
-        numels: Sequence[int],
-        offsets: Sequence[int],
-        numel: int,
-        places: Sequence[int],
-        rank: int,
-        dtype: int,
-        wire_dtype: int,
-        in_node: tuple[int, float, float] | None,
+        shape: EarlyShape,
         spin_us: int,
         patience_s: float,
     ) -> None:
-        """Tensors lie at ``places``, of each rank of the node, of ``numel`` elements, as they travel.
-
-        ``in_node``: op and scales, by which all places are reduced into that of rank 0; None where it is alone.
-        ``patience_s``: the longest wait until all ranks of the node are ready, of which ``spin_us`` without sleep.
-        """
+        """``patience_s``: the longest wait until all ranks of the node are ready, of which ``spin_us`` without sleep."""
     def bind(self, messages: BoundMessages) -> None:
         """Of rank 0: by what it exchanges its place with other nodes, until they are closed."""
 
@@ -660,14 +668,7 @@ class EarlyGather(EarlyAllreduce):
         counts: ReadyCounts,
         turns: EarlyTurns,
         look: PoliteLook,
-        numels: Sequence[int],
-        offsets: Sequence[int],
-        numel: int,
-        places: Sequence[int],
-        rank: int,
-        dtype: int,
-        wire_dtype: int,
-        in_node: tuple[int, float, float] | None,
+        shape: EarlyShape,
         spin_us: int,
         patience_s: float,
         numbers: Sequence[int],
@@ -679,7 +680,7 @@ class EarlyGather(EarlyAllreduce):
         room: PacketRoom,
         room_then: int,
     ) -> None:
-        """``numels``, ``offsets``: of packets; ``numbers`` and so on: see `PreparedGather`.
+        """``shape``: of packets; ``numbers`` and so on: see `PreparedGather`.
 
         ``packets``: addresses of that of this rank, and of all; bytes of one, and of the room beside its numbers.
         ``room``: where it is not ``room_then``, ranks send other packets.
@@ -693,19 +694,12 @@ class EarlyReduceScatter(EarlyAllreduce):
         counts: ReadyCounts,
         turns: EarlyTurns,
         look: PoliteLook,
-        numels: Sequence[int],
-        offsets: Sequence[int],
-        numel: int,
-        places: Sequence[int],
-        rank: int,
-        dtype: int,
-        wire_dtype: int,
-        in_node: tuple[int, float, float] | None,
+        shape: EarlyShape,
         spin_us: int,
         patience_s: float,
         part: int,
     ) -> None:
-        """``numels``, ``offsets``: of the parts, which lie one after the other. ``part``: that which is wanted."""
+        """``shape``: of the parts, which lie one after the other. ``part``: that which is wanted."""
 
 def load64(address: int) -> int:
     """Atomic load, sequentially consistent."""

@@ -33,12 +33,12 @@ def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    if frames and _is_ours(frames[-1]):
-        while frames and (_is_ours(frames[-1]) or _is_torch(frames[-1])):
+    if frames and _is_ours(frames[-1].tb_frame):
+        while frames and (_is_ours(frames[-1].tb_frame) or _is_torch(frames[-1].tb_frame)):
             frames.pop()
     kept = None
     for frame in reversed(frames):
-        if not _is_ours(frame):
+        if not _is_ours(frame.tb_frame):
             kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return kept
 
@@ -46,31 +46,23 @@ def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 def stacklevel() -> int:
     """For `warnings.warn` by who calls this: of the line of the program that has led there, by hvdlite and torch."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and (_is_in_ours(frame) or _is_in_torch(frame)):
+    while frame.f_back is not None and (_is_ours(frame) or _is_torch(frame)):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _is_ours(trace: TracebackType) -> bool:
-    return _is_in_ours(trace.tb_frame)
-
-
-def _is_in_ours(frame: FrameType) -> bool:
+def _is_ours(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OURS)
 
 
-def _is_torch(trace: TracebackType) -> bool:
-    return _is_in_torch(trace.tb_frame)
-
-
-def _is_in_torch(frame: FrameType) -> bool:
+def _is_torch(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
 
 
 def _ends_in_ours(trace: TracebackType | None) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    return trace is not None and _is_ours(trace)
+    return trace is not None and _is_ours(trace.tb_frame)
 
 
 def _is_on_purpose(error: BaseException, trace: TracebackType | None) -> bool:

@@ -175,8 +175,8 @@ class EarlyAllreduce:
         place = self._part_of(layout)
         in_node, _ = self._split(reduction)
         tensors = layout.numels, layout.offsets, layout.end, place.copies, place.index, layout.dtype, layout.wire_dtype
-        how = counts, self._turns, self._look, *tensors, in_node, self._spin_us, patience_s
-        return make(*how)
+        shape = _native.EarlyShape(*tensors, in_node)
+        return make(counts, self._turns, self._look, shape, self._spin_us, patience_s)
 
     def bind(self, call: _native.EarlyAllreduce, layout: Layout, reduction: Reduction) -> BoundSchedule:
         """Give ``call``, which cannot run, of the leader of a node, what it exchanges by; returns that."""

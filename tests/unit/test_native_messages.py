@@ -146,12 +146,7 @@ class Early:
                 self.counts[rank],
                 self.turns[rank],
                 look,
-                *layout,
-                places,
-                rank,
-                DType.FLOAT32,
-                wire,
-                in_node,
+                _native.EarlyShape(*layout, places, rank, DType.FLOAT32, wire, in_node),
                 spin_us=1,
                 patience_s=0.001,
             )
