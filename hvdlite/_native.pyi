@@ -630,7 +630,7 @@ class EarlyAllreduce(DirectCall):
         spin_us: int,
         patience_s: float,
     ) -> None:
-        """``patience_s``: the longest wait until all ranks of the node are ready, of which ``spin_us`` without sleep."""
+        """``patience_s``: longest wait until all ranks of the node are ready, of which ``spin_us`` without sleep."""
     def bind(self, messages: BoundMessages) -> None:
         """Of rank 0: by what it exchanges its place with other nodes, until they are closed."""
 
