@@ -9,7 +9,7 @@ from hvdlite import _native
 from hvdlite.errors import CollectiveError
 from hvdlite.naps import wait_for_verdict
 
-_VERDICT_S = 2.0  # for ranks of the node that wait for other nodes, and say why they are late
+VERDICT_S = 2.0  # for ranks of the node that wait for other nodes, and say why they are late
 
 
 class WaitedIn(Protocol):
@@ -46,7 +46,7 @@ class NodeWaits:
             self._check()
             raise CollectiveError(f"{activity}: the job was aborted while this rank waited for its node")
         assert status == _native.Barrier.TIMEOUT, status
-        wait_for_verdict(self._check, _VERDICT_S)
+        wait_for_verdict(self._check, VERDICT_S)
         late = [self._ranks[local_rank] for local_rank in waited_in.late()]
         raise CollectiveError(
             f"{activity}: of ranks {list(self._ranks)} on this node, {late} did not come within "

@@ -28,7 +28,7 @@ from hvdlite.counters import Traffic
 from hvdlite.errors import CollectiveError
 from hvdlite.naps import FIRST_NAP_S, nap_until, wait_for_verdict
 
-_VERDICT_S = 1.0  # how long others get to say what has failed, after something did here
+VERDICT_S = 1.0  # how long others get to say what has failed, after something did here
 
 
 class Channel(IntEnum):
@@ -162,7 +162,7 @@ class Endpoint:
                     f"{self._activity} was not through within {self._timeout_s:g} s; rank {self._ranks[self.rank]} on "
                     f"{socket.gethostname()} finds: {'; '.join(stuck)}"
                 ) from None
-            wait_for_verdict(self._check, _VERDICT_S)  # of who finds that: this rank may wait for one that waits
+            wait_for_verdict(self._check, VERDICT_S)  # of who finds that: this rank may wait for one that waits
             raise
 
     def doze(self, done: Callable[[], bool], late: str) -> None:
@@ -223,7 +223,7 @@ class Endpoint:
 
     def _mpi_failure(self, error: MPI.Exception) -> CollectiveError:
         """The error to raise after MPI failed: the job's own reason where it is known in time."""
-        wait_for_verdict(self._check, _VERDICT_S)
+        wait_for_verdict(self._check, VERDICT_S)
         return CollectiveError(f"{self._activity}: MPI failed: {error}")
 
 

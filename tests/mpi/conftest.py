@@ -176,6 +176,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     session.exitstatus = status if WORLD.rank == 0 else 0
 
 
+@pytest.fixture
+def nobody_else_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has failed on this rank is raised at once."""
+    from hvdlite.collectives import node_waits, requests
+
+    for module in (node_waits, requests):
+        monkeypatch.setattr(module, "VERDICT_S", 0.05)
+
+
 @pytest.fixture(scope="module")
 def running() -> Iterator[None]:
     """hvdlite.torch, initialized; modules ask for it with a mark."""

@@ -88,6 +88,7 @@ def test_the_end_of_the_job_ends_the_wait(comm: MPI.Intracomm, kind: str) -> Non
 
 
 @alone
+@pytest.mark.usefixtures("nobody_else_says_why")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_node_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
     lab = Lab(timeout_s=0.3)
@@ -105,6 +106,7 @@ def test_node_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
 
 
 @alone
+@pytest.mark.usefixtures("nobody_else_says_why")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_ring_names_the_late_rank(comm: MPI.Intracomm, operation: str) -> None:
     """Some rank waits for the last one, and says so; the others wait for ranks that wait."""
@@ -155,6 +157,7 @@ def test_who_waits_in_vain_lets_others_say_why(comm: MPI.Intracomm, kind: str) -
 
 
 @alone
+@pytest.mark.usefixtures("nobody_else_says_why")
 @pytest.mark.parametrize("limits", [RING, HALVING], ids=["doubling", "halving"])
 def test_a_call_that_came_before_names_the_late_rank_too(comm: MPI.Intracomm, limits: Limits) -> None:
     backend = Lab(timeout_s=0.3).ring(MPI.COMM_WORLD.Dup(), limits=limits)
@@ -170,6 +173,7 @@ def test_a_call_that_came_before_names_the_late_rank_too(comm: MPI.Intracomm, li
 
 
 @alone
+@pytest.mark.usefixtures("nobody_else_says_why")
 def test_failures_of_mpi_become_ours() -> None:
     """The last rank breaks the contract and sends more than rank 0 has room for."""
     backend = Lab(timeout_s=10).ring(MPI.COMM_WORLD.Dup())

@@ -83,7 +83,7 @@ def asked(
 
 
 @pytest.fixture
-def reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def reported(monkeypatch: pytest.MonkeyPatch, nobody_else_says_why: None) -> None:
     monkeypatch.setattr(cuda_aware_mpi, "is_reported", lambda: True)
 
 
