@@ -1,7 +1,7 @@
 """Operations of which ranks tell one another how much they give, and give it with that if it is little.
 
-Where a program repeats one within a node, and waits for it, it is one native call as long as ranks give as much as
-the last time (prepared_telling.py).
+Where a program repeats one, and waits for it, it is one native call as long as ranks give as much as the last time
+(prepared_telling.py), between nodes if that is little.
 """
 
 from __future__ import annotations

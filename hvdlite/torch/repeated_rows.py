@@ -1,4 +1,4 @@
-"""Likewise, as repeated.py has it of allreduces, operations within a node that move rows between ranks; and barriers.
+"""Likewise, as repeated.py has it of allreduces, operations that move rows between ranks; and barriers.
 
 Each returns None where nothing was done, and the operation must be started as any other.
 """
