@@ -131,7 +131,7 @@ class LateWatch:
             self._declared, self._warned_s = current.number, 0.0
         if self._declared == current.number and waited_s - self._warned_s >= self._stall_s:
             self._warned_s = waited_s
-            _LOG.warning("%s for %.0f s", self._told(current, "has not come"), waited_s)
+            _LOG.warning("%s for %.0f s", self._told(current), waited_s)
 
     def _next_look_after(self, current: _UnderWay, waited_s: float) -> float:
         """Seconds after its beginning when there is something to do for it."""
@@ -149,13 +149,11 @@ class LateWatch:
 
     def _give_up(self, current: _UnderWay) -> None:
         if self._under_way == current:
-            self._report(
-                StallError(f"{self._told(current, 'did not come')} within the timeout of {current.limit_s:g} s")
-            )
+            self._report(StallError(f"{self._told(current)} within the timeout of {current.limit_s:g} s"))
 
-    def _told(self, current: _UnderWay, what: str) -> str:
+    def _told(self, current: _UnderWay) -> str:
         late = self.late()
-        return f"{current.call} of process group {self._name}: {rank_list(late) if late else 'a rank'} {what}"
+        return f"{current.call} of process group {self._name}: {rank_list(late) if late else 'a rank'} did not come"
 
     def _declare(self, number: int) -> None:
         with suppress(RuntimeError):  # the store is gone: nobody will hear of it

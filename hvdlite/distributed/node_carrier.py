@@ -116,7 +116,7 @@ class NodeCarrier(Carrier):
             left_s = self._timeout_s - waited_s
             if left_s <= 0:
                 self._fail(StallError(f"{self._late(call)} did not come within the timeout of {self._timeout_s:g} s"))
-            _LOG.warning("%s has not come for %.0f s", self._late(call), waited_s)
+            _LOG.warning("%s did not come for %.0f s", self._late(call), waited_s)
             status = again(min(left_s, self._patience_s))
         if status == _native.OrderedExchange.CONTRADICTION:
             raise contradiction(self._name, self._tell(call), self._ranks)
@@ -124,7 +124,7 @@ class NodeCarrier(Carrier):
             gone = rank_list([self._ranks[place] for place in self._exchange.departed()])
             self._fail(
                 StallError(
-                    f"{call} of process group {self._name}: {gone} has left the group, by destroy_process_group() or "
+                    f"{call} of process group {self._name}: {gone} left the group, by destroy_process_group() or "
                     "at its end, so this call cannot be completed"
                 )
             )

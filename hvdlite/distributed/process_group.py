@@ -109,6 +109,10 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     supports_splitting = True
     options = None  # of a parent, which torch hands to its parts
 
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether tensors for calls are allocated by the backend; torch's allocator has them."""
+        return False
+
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Called where init_process_group has a ``device_id``, which torch binds to groups in C++ alone."""
         self.bound_device_id = device

@@ -22,6 +22,7 @@ from hvdlite import mpi, rendezvous
 from hvdlite.collectives import shm_exchange
 from hvdlite.distributed import doors
 from hvdlite.errors import ShutDownError, StartupError
+from hvdlite.rank_list import rank_list
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -159,10 +160,24 @@ def test_who_has_left_is_named() -> None:
             for _ in range(2):
                 with pytest.raises(RuntimeError, match=f"rank {LAST} has left"):
                     dist.recv(torch.ones(3), LAST, group=group)
-            with pytest.raises(RuntimeError, match=f"rank {LAST} has left the group"):
+            with pytest.raises(RuntimeError, match=f"rank {LAST} left the group"):
                 dist.all_reduce(torch.ones(3), group=group)
         told(None)
         dist.barrier()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody leaves")
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch 2.7 and later tell groups that they end")
+def test_all_that_have_left_are_named() -> None:
+    with process_group():
+        group = dist.new_group(range(SIZE))
+        if RANK:
+            dist.destroy_process_group(group)
+        told(None)
+        if RANK == 0:
+            with pytest.raises(RuntimeError, match=f"{rank_list(range(1, SIZE))} left the group"):
+                dist.all_reduce(torch.ones(3), group=group)
+        told(None)
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)

@@ -230,6 +230,21 @@ def test_fsdp2(groups: Groups, options: dict[str, Any]) -> None:
     groups.both(train)
 
 
+@pytest.mark.skipif(
+    not hasattr(fsdp.FSDPModule, "set_allocate_memory_from_process_group_for_comm"), reason="older torch has none"
+)
+def test_fsdp2_asks_the_group_for_memory(groups: Groups) -> None:
+    def train(group: dist.ProcessGroup) -> Weights:
+        model = sharded(DeviceMesh.from_group(group, "cpu"))
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.set_allocate_memory_from_process_group_for_comm(enable=True)
+        steps(model)
+        return whole(model)
+
+    groups.both(train)
+
+
 def test_fsdp2_in_two_dimensions(groups: Groups) -> None:
     """Sharded between pairs of ranks, replicated across them (HSDP)."""
     ranks = dist.get_world_size()
