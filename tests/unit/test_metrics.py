@@ -117,8 +117,9 @@ def test_a_job_with_the_setting() -> None:
 
 
 FORKING_PROGRAM = """
-import os, sys, time, urllib.request
+import os, sys, time, urllib.request, warnings
 import hvdlite
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later: of fork() beside threads
 hvdlite.init()
 child = os.fork()  # a worker of a DataLoader, say
 if child == 0:
