@@ -24,6 +24,7 @@ from hvdlite.proof import Secret, new_key, prove
 from hvdlite.reception import PATIENCE_S, Reception
 from hvdlite.rendezvous import START_LIMIT, MissingError
 from hvdlite.roster import Join
+from hvdlite.version import __version__
 from hvdlite.wire import SHORTAGES, connect_unix, is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
@@ -172,12 +173,14 @@ class AtMeetingPoint:
                 link.settimeout(timeout_s + _ANSWER_S)
                 values, complaint = _answer(receive(link))
         except OSError as error:
-            cause = (
-                "raise the limits on open files (ulimit -n) and memory"
-                if error.errno in SHORTAGES
-                else "it has ended, or this process runs in a network namespace of its own, where `hvdliterun --mpi` "
-                "may work"
-            )
+            if error.errno in SHORTAGES:
+                cause = "raise the limits on open files (ulimit -n) and memory"
+            elif isinstance(error, ConnectionRefusedError):
+                cause = "it has ended, or this process runs in a network namespace of its own, where "
+                cause += "`hvdliterun --mpi` may work"
+            else:
+                cause = f"it has ended, or is of another version of hvdlite than this process ({__version__}): "
+                cause += "start ranks by `python -m hvdlite run` with their own python"
             raise StartupError(
                 f"rank {rank} cannot reach the {self._whose} that has started it ({error}): {cause}"
             ) from error

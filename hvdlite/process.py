@@ -24,6 +24,7 @@ from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.processes import ProcessAddress
+from hvdlite.worker_error import WorkerError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -108,7 +109,7 @@ class ProcessHooks:
             if multiprocessing.parent_process() is None:
                 atexit.register(self._at_exit)
             else:
-                multiprocessing.util.Finalize(None, self._at_worker_exit, exitpriority=0)
+                multiprocessing.util.Finalize(None, self._at_worker_exit, [WorkerError()], exitpriority=0)
             os.register_at_fork(after_in_child=self._forked)
 
     def started(self, runtime: Runtime, arguments: InitArguments) -> None:
@@ -214,13 +215,11 @@ class ProcessHooks:
             os._exit(1 if self._was_uncaught else least)
         _native.end_at_exit(least)
 
-    def _at_worker_exit(self) -> None:
+    def _at_worker_exit(self, worker_error: WorkerError) -> None:
         """Of a process of multiprocessing, which ends without atexit, and shows errors itself."""
         if self.in_child:
             return
-        error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):
-            error = error.__context__ if error.code else None  # torch.multiprocessing.spawn catches, and exits
+        error = worker_error.get()
         for companion in list(self.companions):
             if error is not None:
                 companion.fail(error)

@@ -20,6 +20,7 @@ from hvdlite.errors import ConfigError, StartupError
 from hvdlite.meeting_point import AtMeetingPoint, MeetingPoint, Visit
 from hvdlite.proof import Caller, Secret, prove
 from hvdlite.rendezvous import RendezvousRanks
+from hvdlite.version import __version__
 
 
 @pytest.fixture
@@ -174,8 +175,15 @@ def test_who_leaves_while_it_waits_harms_nobody(point: MeetingPoint) -> None:
 def test_a_point_that_is_gone() -> None:
     with closing(MeetingPoint()) as point:
         gone = at(point)
-    with pytest.raises(StartupError, match="rank 1 cannot reach the hvdliterun that has started it"):
+    with pytest.raises(StartupError, match="rank 1 cannot reach the hvdliterun that has started it.*namespace"):
         gone.gather("key", [0, 1], 1, b"", 1.0)
+
+
+def test_a_rank_of_another_version_says_so(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says has other parts, say."""
+    monkeypatch.setattr(meeting_point, "Visit", lambda *parts: parts[:4])
+    with pytest.raises(StartupError, match=rf"another version of hvdlite than this process \({__version__}\).*own python"):
+        at(point).gather("key", [0], 0, b"", 1.0)
 
 
 def test_a_rank_without_descriptors_says_so(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
