@@ -180,9 +180,10 @@ def test_a_point_that_is_gone() -> None:
 
 
 def test_a_rank_of_another_version_says_so(point: MeetingPoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says has other parts, say."""
-    monkeypatch.setattr(meeting_point, "Visit", lambda *parts: parts[:4])
-    with pytest.raises(StartupError, match=rf"another version of hvdlite than this process \({__version__}\).*own python"):
+    """What it says has other parts."""
+    send = meeting_point.send
+    monkeypatch.setattr(meeting_point, "send", lambda link, data: send(link, plain.dumps(("key", 0, 1.0))))
+    with pytest.raises(StartupError, match=rf"another version of hvdlite than this process \({__version__}\)"):
         at(point).gather("key", [0], 0, b"", 1.0)
 
 
