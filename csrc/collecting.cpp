@@ -1,5 +1,6 @@
 #include "collecting.h"
 
+#include <iterator>
 #include <utility>
 
 #include "tensor_attributes.h"
@@ -41,15 +42,17 @@ py::object Collecting::take(const Arguments& arguments, bool in_place, const Mak
     target = address_of(result);
   }
   // As it is now, should `tensor.set_()` bring another.
-  py::object owner = tensor.attr("untyped_storage")();
+  py::object owner = call(arguments.tensor, names().untyped_storage);
   if (!in_place) owner = py::make_tuple(owner, result);
 
   // From here on no Python runs until it is taken.
-  if (expected() != signature || lock_.attr("locked")().ptr() != Py_False) return {};
+  static PyObject* const locked = interned("locked");
+  if (expected() != signature || call(lock_.ptr(), locked).ptr() != Py_False) return {};
   const py::object burst = burst_;
-  const std::size_t place = parts_.size();
+  const py::int_ place(parts_.size());
   parts_.append(py::make_tuple(source, target, signature->is_named() ? maker.named : maker.unnamed->next++, owner));
-  return maker.make_handle(burst, place, result, py::handle(arguments.name));
+  PyObject* const made_of[] = {burst.ptr(), place.ptr(), result.ptr(), arguments.name};
+  return checked(PyObject_Vectorcall(maker.make_handle.ptr(), made_of, std::size(made_of), nullptr));
 }
 
 }  // namespace hvdlite

@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t kMostEarlier = 16;
 
-bool is_true(const py::object& object, const char* name) { return object.attr(name).ptr() == Py_True; }
+bool is_true(const py::object& object, PyObject* name) { return attribute(object.ptr(), name).ptr() == Py_True; }
 
 // Lets others be at work again.
 class AtWork {
@@ -126,7 +126,7 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   std::uintptr_t target = address;
   std::uint64_t rows = 0;
   if (new_like) {
-    if (is_true(result, "requires_grad")) return {};
+    if (is_true(result, names().requires_grad)) return {};
     expected = next();  // as what was asked may have run code of Python
     if (expected == nullptr || expected->signature != signature) return {};
     rows = expected->call->result_rows();
@@ -134,7 +134,8 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
     result = new_result.is_none() ? new_like(result) : new_result(result, rows);
     target = address_of(result);
   }
-  if (is_true(recorder_, "enabled")) return {};
+  static PyObject* const enabled = interned("enabled");
+  if (is_true(recorder_, enabled)) return {};
 
   // From here on no Python runs until the operation does.
   Entry* entry = next();
@@ -167,7 +168,7 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   std::optional<py::error_already_set> interrupt;
   if (PyErr_CheckSignals() != 0) interrupt.emplace();
   // The storage, as `tensor.set_()` may bring another once a signal has ended the wait.
-  const py::object owner = py::make_tuple(py::handle(arguments.tensor).attr("untyped_storage")(), result);
+  const py::object owner = py::make_tuple(hvdlite::call(arguments.tensor, names().untyped_storage), result);
   const py::object left = rest_(prepared, sequence, address, target, owner, static_cast<int>(ended));
   at_work.end();
   if (interrupt) throw *interrupt;

@@ -43,6 +43,7 @@ struct Names {
   PyObject* numel = interned("numel");
   PyObject* requires_grad = interned("requires_grad");
   PyObject* shape = interned("shape");
+  PyObject* untyped_storage = interned("untyped_storage");
   PyObject* version = interned("_version");
 };
 

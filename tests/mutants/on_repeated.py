@@ -38,8 +38,8 @@ MUTANTS = [
         _SHORTCUT,
     ),
     Mutant("csrc/signature.cpp", "address == place_ && ", "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", '    if (is_true(result, "requires_grad")) return {};\n', "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", '  if (is_true(recorder_, "enabled")) return {};\n', "", _SHORTCUT),
+    Mutant("csrc/shortcut.cpp", "    if (is_true(result, names().requires_grad)) return {};\n", "", _SHORTCUT),
+    Mutant("csrc/shortcut.cpp", "  if (is_true(recorder_, enabled)) return {};\n", "", _SHORTCUT),
     Mutant("csrc/shortcut.cpp", "  if (entry->unnamed != nullptr) ++entry->unnamed->next;\n", "", _SHORTCUT),
     Mutant("csrc/shortcut.cpp", "if (PyErr_CheckSignals() != 0) interrupt.emplace();", "", "2 mpi/test_prepared.py"),
     Mutant(
