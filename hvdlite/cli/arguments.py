@@ -108,6 +108,8 @@ def parse(argv: Sequence[str]) -> Arguments:
             if len(words) < arity:
                 raise ConfigError(f"{word} needs {'an argument' if arity == 1 else f'{arity} arguments'}")
             value, words = " ".join(words[:arity]), words[arity:]
+        if joined and arity == 0 and (name in _SWITCHES or of_horovodrun is not None):
+            raise ConfigError(f"{word}: {option} takes no argument")
         if name in _SWITCHES:
             arguments.switches.add(name)
         elif name in _WITH_ARGUMENT:

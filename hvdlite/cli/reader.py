@@ -40,6 +40,12 @@ def ends_with_reader(main: Callable[P, int]) -> Callable[P, int]:
     return wrapped
 
 
+def printable(text: str) -> str:
+    """``text`` with escapes for what the encoding of stdout lacks, as it may of names that programs have chosen."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def _has_gone() -> bool:
     look = select.poll()
     look.register(sys.stdout.fileno(), 0)

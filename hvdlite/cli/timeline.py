@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from hvdlite.cli.reader import ends_with_reader
+from hvdlite.cli.reader import ends_with_reader, printable
 from hvdlite.timeline.page import PlotlyMissingError, page
 from hvdlite.timeline.report import Bucket, Report, Step, build_report
 from hvdlite.timeline.trace_file import TraceError, merge_traces, read_trace
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.command == "merge":
             count = merge_traces(options.out, options.parts)
-            print(f"{options.out}: {count} events from {len(options.parts)} files")
+            print(printable(f"{options.out}: {count} events from {len(options.parts)} files"))
         else:
             _report(options.trace, options.json, options.steps, options.html)
     except (TraceError, PlotlyMissingError) as error:
@@ -83,20 +83,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError("must not be negative")
-    return value
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number, 0 or more")
+    return int(text)
 
 
 def _report(path: str, as_json: bool, last: int, html: str | None) -> None:
     report = build_report(read_trace(path))
     if html is not None:
-        Path(html).write_text(page(os.path.basename(path), report), encoding="utf-8")
+        Path(html).write_text(page(os.path.basename(path), report), encoding="utf-8", errors="backslashreplace")
     if as_json:
         print(json.dumps({"trace": path, **dataclasses.asdict(report)}, indent=2))
     else:
-        print(format_report(path, report, last))
+        print(printable(format_report(path, report, last)))
     parts = sorted(str(part) for part in Path(path).parent.glob(f"{glob.escape(Path(path).stem)}.node*.json"))
     if parts:
         print(

@@ -113,6 +113,8 @@ def test_port_and_key_for_ssh(tmp_path: Path) -> None:
         ("--log-level loud", "--log-level loud: must be trace, debug"),
         ("--ssh-port ssh", "--ssh-port ssh: must be a number"),
         ("--ssh-port 65536", "--ssh-port 65536: must be between 1 and 65535"),
+        ("--elastic=false", "--elastic=false: --elastic takes no argument"),
+        ("--no-stall-check=0", "--no-stall-check=0: --no-stall-check takes no argument"),
         ("-i /nonexistent/key", "--ssh-identity-file /nonexistent/key: no such file"),
     ],
 )

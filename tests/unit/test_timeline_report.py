@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +200,29 @@ def test_errors_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "other.json").write_text("[]")
     assert main(["merge", missing, str(tmp_path / "other.json")]) == 1
     assert "other.json is not a timeline of hvdlite" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stopped:
-        main(["report", missing, "--steps", "-1"])
-    assert stopped.value.code == 2
-    assert "must not be negative" in capsys.readouterr().err
+    for number in ("-1", "many"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["report", missing, "--steps", number])
+        assert stopped.value.code == 2
+        assert f"argument --steps: '{number}': a whole number, 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", b"gr\\xf6\\xdfe \\udcff"), ("utf-8", b"gr\xc3\xb6\xc3\x9fe \\udcff")]
+)
+def test_names_that_stdout_cannot_encode(
+    encoding: str, shown: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One holds a byte of a file name that is no UTF-8."""
+    name = "größe \udcff"
+    path = write_trace(tmp_path / "trace.json", {0: [(Lane.RING, name, 1, 2, 1)]})
+    html = tmp_path / "report.html"
+    monkeypatch.setattr("hvdlite.cli.timeline.page", lambda *_: name)
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding))
+    assert main(["report", path, "--html", str(html)]) == 0
+    assert shown in output.getvalue()
+    assert html.read_text("utf-8") == r"größe \udcff"
 
 
 def test_split_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
