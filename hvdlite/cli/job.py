@@ -113,7 +113,8 @@ def thread_settings(launch: Launch, environ: Mapping[str, str]) -> tuple[dict[st
         return {}, []
     cores, ranks = len(os.sched_getaffinity(0)), launch.ranks_per_host
     threads = max(1, cores // ranks)
-    note = f"OMP_NUM_THREADS={threads}: {cores} cores, {ranks} ranks on a host; set it to choose yourself"
+    shared = f"{cores} core{'s' * (cores != 1)}, {ranks} rank{'s' * (ranks != 1)} on a host"
+    note = f"OMP_NUM_THREADS={threads}: {shared}; set it to choose yourself"
     return {"OMP_NUM_THREADS": str(threads)}, [note]
 
 
