@@ -112,7 +112,7 @@ def _build(arguments: InitArguments, config: Config) -> None:
         with _hooks.peers.announced(), _hooks.peers.of(arguments.comm, config) as ranks:
             configure_logging(config, 0 if ranks is None else ranks.rank)
             _hooks.started(Runtime(ranks, config, versions=arguments.versions, worlds=_hooks.worlds), arguments)
-        runtime().world.health.recovers = membership() is not None  # elastic.run sees to it, however late it is called
+        expect_recovery(True)  # elastic.run sees to it, however late it is called
         if _hooks.peers.survivors is not None:
             runtime().world.health.add(_hooks.peers.survivors)
     except BaseException:
@@ -159,10 +159,10 @@ def leave() -> None:
         _hooks.runtime.is_left = True
 
 
-def expect_no_recovery() -> None:
-    """From here on a failure is soon followed by the end of this process, in an elastic job too."""
+def expect_recovery(is_expected: bool) -> None:
+    """Whether from here on this process of an elastic job goes on after a failure, or soon ends."""
     if _hooks.runtime is not None:
-        _hooks.runtime.world.health.recovers = False
+        _hooks.runtime.world.health.recovers = is_expected and membership() is not None
 
 
 def is_initialized() -> bool:

@@ -27,6 +27,8 @@ from hvdlite.world import World
 
 T = TypeVar("T")
 
+_SHAPE_BITS = 32  # of a checksum of what has a number; those above are of its kind
+
 
 class Group:
     """The ranks of ``world``."""
@@ -41,7 +43,7 @@ class Group:
         self.made_ns = time.monotonic_ns()
         """When; it tells this group from those of other worlds, and what refers to it can be copied and pickled."""
         self._lock = threading.Lock()  # guards what follows
-        self._numbered: list[int] = []  # what has each number, here or on other ranks, as a checksum
+        self._numbered: list[int] = []  # what has a number, here or on other ranks, as a checksum
         self._missed: list[tuple[int, int]] = []  # by this rank, and before which join
         self._unnamed: defaultdict[str, Count] = defaultdict(Count)
         self._joins = world.joins
@@ -68,27 +70,33 @@ class Group:
         """How often all ranks have joined."""
         return self.world.joins
 
-    def next_number(self, made_after: int, what: str) -> int:
-        """0, 1, 2, ...: for names of what every rank uses in the same order.
+    def next_number(self, made_after: int, kind: str, shape: str = "") -> int:
+        """0, 1, 2, ... of each ``kind``: for names of what every rank uses in the same order.
 
         Args:
             made_after: `joins` when that was made. A rank that had joined has not used what the others have, and gives
                 it the numbers that it has missed.
-            what: tells it from others, and is the same on all ranks.
+            shape: tells it from others of its kind, and is the same on all ranks.
         """
-        checksum = zlib.crc32(what.encode())
+        checksum = zlib.crc32(kind.encode()) >> 1 << _SHAPE_BITS | zlib.crc32(shape.encode())  # not negative, as int64
         with self._lock:
-            for missed in self._missed:
-                before, number = missed
-                if made_after < before and self._numbered[number] == checksum:
-                    self._missed.remove(missed)
-                    return number
-            self._numbered.append(checksum)
-            return len(self._numbered) - 1
+            place = self._missed_place(made_after, checksum)
+            if place is None:
+                place = len(self._numbered)
+                self._numbered.append(checksum)
+            return sum(not (other ^ checksum) >> _SHAPE_BITS for other in self._numbered[:place])
+
+    def _missed_place(self, made_after: int, checksum: int) -> int | None:
+        for missed in self._missed:
+            before, place = missed
+            if made_after < before and self._numbered[place] == checksum:
+                self._missed.remove(missed)
+                return place
+        return None
 
     @property
     def numbered(self) -> tuple[int, ...]:
-        """A checksum of what has each number."""
+        """A checksum of all that has a number, as it came."""
         with self._lock:
             return tuple(self._numbered)
 
@@ -96,7 +104,7 @@ class Group:
         """All ranks have, of which one has used what is ``numbered``, and others the first of it."""
         with self._lock:
             first = len(self._numbered)
-            self._missed += [(self.joins, number) for number in range(first, len(numbered))]
+            self._missed += [(self.joins, place) for place in range(first, len(numbered))]
             self._numbered += numbered[first:]
 
     def statistics(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ class Assignment:
         """Assign the gradients for the first step."""
         self.phase = Phase.BY_REGISTRATION
         shapes = [(tuple(slot.param.shape), slot.param.dtype) for slot in self._arrival.slots]
-        self.number = self._group.next_number(self._made_after, f"optimizer of {shapes}")
+        self.number = self._group.next_number(self._made_after, "optimizer", str(shapes))
         self._bucketing = Bucketing(BUCKET_BYTES, False, self._registration_order())
         self._assign(is_guess=True)
 

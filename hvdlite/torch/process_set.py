@@ -137,11 +137,11 @@ class ProcessSet:
         group = self.group_of_members() if hvdlite.is_initialized() and self.is_registered() else None
         return (0, 0) if group is None else (group.made_ns, group.joins)
 
-    def next_number(self, made: tuple[int, int], what: str) -> int:
+    def next_number(self, made: tuple[int, int], kind: str, shape: str) -> int:
         """See `hvdlite.group.Group.next_number`; ``made`` is the `moment` at which it was."""
         group = self.group()
         made_ns, joins = made
-        return group.next_number(joins if made_ns == group.made_ns else 0, what)
+        return group.next_number(joins if made_ns == group.made_ns else 0, kind, shape)
 
     def size(self) -> int:
         return len(self.ranks)

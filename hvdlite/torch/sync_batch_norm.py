@@ -78,7 +78,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         made_ns = self.process_set.group().made_ns
         if self._named_ns != made_ns:
-            number = self.process_set.next_number(self._made, f"batch norm of {self.num_features}")
+            number = self.process_set.next_number(self._made, "batch norm", str(self.num_features))
             self._name, self._named_ns = f"sync_batch_norm{number}", made_ns
         with torch.no_grad():
             own = local_statistics(input).unsqueeze(0).cpu()  # a few numbers per channel travel by way of the CPU

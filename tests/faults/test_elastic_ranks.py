@@ -331,6 +331,38 @@ def test_who_dies_outside_of_the_training_function_is_no_more_than_replaced(mome
     assert "trained 5 as 0" in result.stdout, result
 
 
+SECOND_FUNCTION = """
+import os, time
+import torch
+import hvdlite
+import hvdlite.torch as hvd
+
+me = int(os.environ["HVDLITE_WORKER"])
+hvd.init()
+
+def train(state):
+    while state.batch < 5:
+        hvd.allreduce(torch.ones(1), name="gradient")
+        state.batch += 1
+        if state.name == "second" and state.batch == 2 and hvd.size() == 2:
+            if me == 1:
+                os._exit(7)
+            hvdlite.runtime().wait_for_failure(30)
+            time.sleep(1.0)
+        state.commit()
+    print(state.name, "trained", state.batch, "as", me, flush=True)
+
+for name in ("first", "second"):
+    hvd.elastic.run(train)(hvd.elastic.ObjectState(batch=0, name=name))
+"""
+
+
+def test_a_second_training_function_has_as_much_time_to_notice_a_death() -> None:
+    options, limits = ["--elastic", "--restarts", "0"], {"HVDLITE_FAILURE_GRACE_SECONDS": "0.5"}
+    result = launch(2, SECOND_FUNCTION, mpi="none", options=options, env=limits, timeout=200).check()
+    assert "second trained 5 as 0" in result.stdout, result
+
+
 DIE_WHILE_STARTING = """
 import os
 from hvdlite import default_runtime

@@ -109,6 +109,17 @@ def test_a_choice_is_loaded(shared_path: Path, autotune: int) -> None:
         assert all(map(torch.equal, tuned_parameters, parameters))
 
 
+def test_layers_that_communicate_are_no_optimizers() -> None:
+    """They have numbers as well, and the optimizer of a model with them is the first one all the same."""
+    with started(AUTOTUNE=1):
+        model = torch.nn.Sequential(hvd.SyncBatchNorm(WIDTH), *(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        assert is_tuning(optimizer)
+
+
 @pytest.mark.any_mpi
 def test_what_rank_0_cannot_load_is_an_error_on_all(shared_path: Path) -> None:
     path = shared_path / "none.csv"

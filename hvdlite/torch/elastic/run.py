@@ -101,13 +101,14 @@ def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], st
 def _leaving() -> Iterator[None]:
     """Whatever is raised is the end of this rank for the others: once it shuts hvdlite down, it is not waited for."""
     hvdlite.runtime().is_left = False
+    default_runtime.expect_recovery(True)  # also after an earlier training function
     try:
         yield
     except BaseException:
         default_runtime.leave()
         raise
     finally:
-        default_runtime.expect_no_recovery()
+        default_runtime.expect_recovery(False)
 
 
 def _are_alike() -> bool:
