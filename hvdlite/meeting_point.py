@@ -176,11 +176,15 @@ class AtMeetingPoint:
             if error.errno in SHORTAGES:
                 cause = "raise the limits on open files (ulimit -n) and memory"
             elif isinstance(error, ConnectionRefusedError):
-                cause = "it has ended, or this process runs in a network namespace of its own, where "
-                cause += "`hvdliterun --mpi` may work"
+                cause = (
+                    "it has ended, or this process runs in a network namespace of its own, where `hvdliterun --mpi` "
+                    "may work"
+                )
             else:
-                cause = f"it has ended, or is of another version of hvdlite than this process ({__version__}): "
-                cause += "start ranks by `python -m hvdlite run` with their own python"
+                cause = (
+                    f"it has ended, or is of another version of hvdlite than this process ({__version__}): start ranks "
+                    "by `python -m hvdlite run` with their own python"
+                )
             raise StartupError(
                 f"rank {rank} cannot reach the {self._whose} that has started it ({error}): {cause}"
             ) from error
