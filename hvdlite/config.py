@@ -351,3 +351,15 @@ OTHER_VARIABLES = {
 def other_variable(name: str) -> str:
     """What one of `OTHER_VARIABLES` says; empty where it is not set."""
     return environment.variables().get(name, "")
+
+
+def told_number(name: str) -> int | None:
+    """The number that hvdliterun has given this process as one of `TOLD`; None where it has given none.
+
+    Raises:
+        ConfigError: what is there is no number.
+    """
+    text = other_variable(name)
+    if text and not text.isdecimal():
+        raise ConfigError(f"{name}={text!r}: must be a number; hvdliterun sets it, so unset it")
+    return int(text) if text else None

@@ -137,6 +137,12 @@ class Launched:
             way_out = self.launcher.way_out.format(size=self.size, library=library)
             raise StartupError(f"{self.launcher.name} started {self.size} processes, but each is alone: {way_out}")
 
+    def check_number(self) -> None:
+        """Raises StartupError where there is no such rank."""
+        if self.rank >= self.size:
+            numbers = f"{self.launcher.rank}={self.rank}, {self.launcher.size}={self.size}"
+            raise StartupError(f"this process has {numbers}: ranks are numbered from 0 to {self.size - 1}")
+
 
 @dataclass(frozen=True)
 class LauncherProcess:
@@ -197,7 +203,7 @@ def _is_marked(launcher: Launcher, environ: Mapping[str, str]) -> bool:
 
 
 def _number(environ: Mapping[str, str], names: str, default: int) -> int:
-    return next((int(environ[name]) for name in names.split() if environ.get(name, "").isdigit()), default)
+    return next((int(environ[name]) for name in names.split() if environ.get(name, "").isdecimal()), default)
 
 
 def this_process() -> Launched | None:

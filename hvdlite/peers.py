@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hvdlite import _native, connections, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
-from hvdlite.config import KEEPER, MEETING_POINT, START, WORKER, Config, other_variable
+from hvdlite.config import KEEPER, MEETING_POINT, START, WORKER, Config, other_variable, told_number
 from hvdlite.errors import ConfigError, HorovodVersionMismatchError, StartupError
 from hvdlite.launched import Launched, Meeting
 from hvdlite.meeting_point import AtMeetingPoint
@@ -41,13 +41,13 @@ class Peers:
         """What the program has told torch.distributed, which no launcher knows."""
         self.store_key = b""
         """By which they know what one of them has written into torch's store, where they had another place to meet."""
-        worker = other_variable(WORKER)
+        worker = told_number(WORKER)
         where = other_variable(KEEPER)
         self.keeper = Safekeeping(where) if where else None
         self._has_started = False
         self.membership: Membership | Survivors | None = None
-        if worker:
-            self.membership = Membership(other_variable(MEETING_POINT), int(worker))
+        if worker is not None:
+            self.membership = Membership(other_variable(MEETING_POINT), worker)
         elif self.keeper is not None and mpi.outlives_ranks():
             self.membership = Survivors(self.keeper.claim)
 
@@ -63,7 +63,7 @@ class Peers:
         if self.keeper is None or process is None or self._has_started:
             yield
             return
-        start = int(other_variable(START) or 0)
+        start = told_number(START) or 0
         with suppress(OSError):  # the keeper is gone, or stopped
             self.keeper.say_starting(start, process.rank)
         try:
@@ -158,6 +158,7 @@ class Peers:
             name, ranks, rank = f"generation {generation.number}", generation.workers, self.membership.worker
         else:
             process.check_not_alone(1 if process.launcher.meeting is Meeting.NOWHERE else process.size)
+            process.check_number()
             name, ranks, rank = "", range(process.size), process.rank
         name = f"{wait.where} {name}"
         found = self._without_mpi.get(name)

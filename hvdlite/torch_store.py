@@ -68,7 +68,7 @@ class InStore(InGivenStore):
         timeout_s: the longest wait for the store.
 
     Raises:
-        StartupError: the store cannot be reached.
+        StartupError: the store cannot be reached, or ``environ`` names none.
     """
 
     def __init__(self, process: Launched, environ: Mapping[str, str], timeout_s: float) -> None:
@@ -78,6 +78,8 @@ class InStore(InGivenStore):
         is_agents = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise StartupError(f"MASTER_PORT={port}: must be between 1 and 65535")
         try:
             store = distributed.TCPStore(
                 host,
@@ -88,7 +90,7 @@ class InStore(InGivenStore):
                 wait_for_workers=False,
                 multi_tenant=True,
             )
-        except (RuntimeError, ValueError) as error:
+        except RuntimeError as error:
             raise StartupError(
                 f"rank {process.rank} cannot reach the store of torch.distributed at MASTER_ADDR={host} and "
                 f"MASTER_PORT={port}, where ranks meet: {str(error).splitlines()[0].rstrip('.')}. If the start is only "

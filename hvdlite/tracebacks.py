@@ -25,7 +25,7 @@ def are_full() -> bool:
 
 
 def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` without the frames of hvdlite, and without those of torch that only lead to its end in hvdlite.
+    """``trace`` without the frames of hvdlite, nor those of torch and contextlib that only lead to its end in hvdlite.
 
     None where nothing else is in it.
     """
@@ -34,7 +34,7 @@ def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
         frames.append(trace)
         trace = trace.tb_next
     if frames and _is_ours(frames[-1].tb_frame):
-        while frames and (_is_ours(frames[-1].tb_frame) or _is_torch(frames[-1].tb_frame)):
+        while frames and (_is_ours(frames[-1].tb_frame) or _leads_to_ours(frames[-1].tb_frame)):
             frames.pop()
     kept = None
     for frame in reversed(frames):
@@ -46,7 +46,7 @@ def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
 def stacklevel() -> int:
     """For `warnings.warn` by who calls this: of the line of the program that has led there, by hvdlite and torch."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and (_is_ours(frame) or _is_torch(frame)):
+    while frame.f_back is not None and (_is_ours(frame) or _leads_to_ours(frame)):
         frame, level = frame.f_back, level + 1
     return level
 
@@ -55,8 +55,8 @@ def _is_ours(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OURS)
 
 
-def _is_torch(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] == "torch"
+def _leads_to_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("contextlib", "torch")
 
 
 def _ends_in_ours(trace: TracebackType | None) -> bool:

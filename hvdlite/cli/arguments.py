@@ -53,7 +53,7 @@ _FLAGS = frozenset(
 )
 _PAIRS = frozenset("mca gmca prtemca pmixmca gpmixmca omca gomca env genv append-env prepend-env".split())
 
-QUESTIONS = frozenset({"check-build", "cb", "version"})
+QUESTIONS = frozenset({"help", "h", "check-build", "cb", "version"})
 _SWITCHES = frozenset({"dry-run", "verbose", "doctor", "json", "elastic"}) | QUESTIONS
 _WITH_ARGUMENT = frozenset(
     """

@@ -144,9 +144,14 @@ def _main(argv: Sequence[str], announce: bool) -> int:
 
 
 def _answer(switches: Container[str]) -> int:
-    from hvdlite.cli import check_build  # which imports all of hvdlite
+    if "help" in switches or "h" in switches:
+        print(USAGE, end="")
+    elif "version" in switches:
+        print(f"hvdlite {__version__}")
+    else:
+        from hvdlite.cli import check_build  # which imports all of hvdlite
 
-    print(f"hvdlite {__version__}" if "version" in switches else check_build.report())
+        print(check_build.report())
     return 0
 
 

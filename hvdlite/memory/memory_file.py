@@ -85,5 +85,5 @@ def refused(nbytes: int, error: Exception) -> StartupError:
     """What to raise where the machine has not given ``nbytes``, or a descriptor for them."""
     return StartupError(
         f"cannot create {nbytes} bytes of shared memory ({error}); "
-        "raise the limits on open files and memory, or lower HVDLITE_STAGING_BYTES"
+        "raise the limits on open files and memory, or lower HVDLITE_STAGING_BYTES and HVDLITE_CHUNK_BYTES"
     )

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.errors import StartupError
+from hvdlite.config import told_number
+from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import LAUNCHERS, Launched, Launcher, Meeting, find, launcher_process, without_launcher
+from hvdlite.torch_store import InStore
 
 
 def variables(text: str) -> dict[str, str]:
@@ -111,6 +113,32 @@ def test_the_error_names_the_launcher_and_a_command_that_works(launcher: Launche
     launched.check_not_alone(16)
 
 
+def test_numbers_of_launchers_are_those_that_python_reads() -> None:
+    launched = find({"OMPI_COMM_WORLD_RANK": "²", "OMPI_COMM_WORLD_SIZE": "²"})
+    assert launched is not None
+    assert (launched.rank, launched.size) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["HVDLITE_WORKER", "HVDLITE_START"])
+def test_what_hvdliterun_tells_is_a_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name, raising=False)
+    assert told_number(name) is None
+    monkeypatch.setenv(name, "12")
+    assert told_number(name) == 12
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ConfigError, match=f"^{name}='abc': must be a number; hvdliterun sets it, so unset it$"):
+        told_number(name)
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    environ = TORCHRUN | {"MASTER_PORT": "1"}
+    launched = find(environ)
+    assert launched is not None
+    words = "^rank 1 cannot reach the store of torch.distributed at MASTER_ADDR=localhost and MASTER_PORT=1, where"
+    with pytest.raises(StartupError, match=words):
+        InStore(launched, environ, 0.1)
+
+
 INIT = "import hvdlite, sys; hvdlite.init(); print(hvdlite.rank(), hvdlite.size(), 'mpi4py.MPI' in sys.modules)"
 
 
@@ -123,14 +151,12 @@ def init(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        (
-            TORCHRUN,
-            "rank 1 cannot reach the store of torch.distributed at MASTER_ADDR=localhost and MASTER_PORT=, where",
-        ),
+        (TORCHRUN | variables("MASTER_PORT=70000"), "MASTER_PORT=70000: must be between 1 and 65535"),
+        (BY_HAND | variables("RANK=2"), "this process has RANK=2, WORLD_SIZE=2: ranks are numbered from 0 to 1"),
         (HVDLITERUN, "rank 1 cannot reach the hvdliterun that has started it"),
         (STEP, "srun started 2 processes, but each is alone: srun has told MPI nothing of them. Use `srun --mpi=pmix"),
     ],
-    ids=["torchrun", "hvdliterun", "srun"],
+    ids=["torchrun", "a rank too many", "hvdliterun", "srun"],
 )
 def test_init_refuses_to_train_alone(environ: dict[str, str], words: str) -> None:
     done = init(environ)

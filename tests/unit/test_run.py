@@ -18,6 +18,7 @@ from hvdlite.cli.arguments import parse
 from hvdlite.cli.job import Host, Launch, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.cli.mpirun import Mpi, Mpirun, build, find_mpirun, identify
 from hvdlite.errors import ConfigError, StartupError
+from hvdlite.version import __version__
 from run_lab import OPEN_MPI_5, PROGRAM, TWO_HOSTS, executable, gone
 
 OPEN_MPI_4 = Mpirun("/opt/4/bin/mpirun", Mpi.OPEN_MPI, (4, 1, 4))
@@ -453,3 +454,16 @@ def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 25 and max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("words", ["-np 2 --help", "--elastic -h", "--mpi --version --help a.py"])
+def test_help_may_come_after_other_options(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(words.split()) == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+def test_the_version_takes_no_array_library() -> None:
+    """Where an installation is broken, this is what people are asked for."""
+    program = "import sys; sys.modules['numpy'] = None; from hvdlite.cli.run import main; main(['--version'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == (f"hvdlite {__version__}\n", "")

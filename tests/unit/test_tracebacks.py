@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from types import TracebackType
 
 import pytest
@@ -50,6 +51,12 @@ def test_our_frames_between_those_of_a_program_are_left_out(capsys: pytest.Captu
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "KeyError: 'of the program'"
     assert not any("in ours" in line for line in lines)
+
+
+def test_frames_of_our_context_managers_are_left_out() -> None:
+    manager = contextmanager(inside("raise kind('the text')\n    yield", kind=MismatchError))  # type: ignore[arg-type]
+    error = raised(inside("with manager(): pass", manager=manager))
+    assert files(tracebacks.without_our_frames(error.__traceback__)) == ["raised"]
 
 
 def test_the_message_of_our_own_errors_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
