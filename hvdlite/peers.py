@@ -76,6 +76,15 @@ class Peers:
         with suppress(OSError):
             self.keeper.say_started(start, process.rank)
 
+    def say_failed(self) -> None:
+        """In an elastic job by mpirun: these ranks end after a failure, unless the others go on without this one."""
+        member = self.survivors
+        if self.keeper is None or (member is not None and member.is_left_out):
+            return
+        generation = 1 if member is None or member.generation is None else member.generation.number
+        with suppress(OSError):  # the keeper has ended with hvdliterun
+            self.keeper.say_failed(generation)
+
     def meet_anew(self, failed: int | None, *, follows_rank_0: bool) -> Generation | None:
         """In an elastic job, become a rank of its next generation, which waits for all that live; see `Membership`.
 

@@ -194,6 +194,7 @@ class ProcessHooks:
         failure = self.runtime.failure if self.runtime is not None else None
         if self.runtime is not None and not self.runtime.can_end_in_order:
             _LOG.warning("rank %d ends, without the others: %s", launched_rank(), failure)
+            self.peers.say_failed()
             return 0
         _LOG.error(
             "rank %d has ended, but others have not, %.0f s (HVDLITE_COLLECTIVE_TIMEOUT_SECONDS) after this: %s",

@@ -143,3 +143,13 @@ def test_a_job_all_of_whose_ranks_are_killed_begins_anew(tmp_path: Path) -> None
     """mpirun takes that for a success. Nobody is left to hand over the last commit, if it was on its way."""
     result = run(tmp_path, KILLED, {0, 1, 2}).check()
     assert {began[:2] for began in starts(result)} in ({(3, 0), (3, 5)}, {(3, 0), (3, 4)}), result
+
+
+@pytest.mark.parametrize("mishap", [KILLED, pytest.param(RAISES, marks=pytest.mark.thorough)])
+def test_a_rank_that_fails_where_nobody_trains_is_no_success(mishap: str) -> None:
+    """mpirun takes that for one."""
+    script = f"import hvdlite, os, signal\nhvdlite.init()\nif hvdlite.rank():\n    {mishap}\n"
+    result = launch(2, script, mpi="none", options=["--elastic", "--mpi", "--restarts", "0"])
+    assert result.returncode == 1
+    assert "the job ends: it has failed 1 times (--restarts 0)" in result.launcher_output
+    assert "rank 0 ends, without the others" in result.stderr

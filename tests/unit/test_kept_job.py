@@ -264,9 +264,14 @@ def test_ranks_that_were_killed_are_no_success() -> None:
         assert job.words.is_over
         return 0
 
-    job = Job(killed, trained, succeed)
+    def died_after_training(job: Job) -> int:
+        trained(job)
+        job.says(Word.FAILED, 1)
+        return 0
+
+    job = Job(killed, died_after_training, trained, succeed)
     assert job.run() == 0
-    assert len(job.ran) == 2
+    assert len(job.ran) == 3
 
 
 @pytest.mark.parametrize("begins_anew", [False, True])

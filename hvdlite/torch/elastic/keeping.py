@@ -124,7 +124,7 @@ def end_to_begin_anew(state: Kept, why: HorovodInternalError | HostsUpdatedInter
     """
     if isinstance(why, HorovodInternalError):
         state.restore()
-        _say_failed()
+        default_runtime.peers().say_failed()
         raise UnrecoverableError(
             "these ranks end, and hvdliterun --elastic starts them anew from the last commit, which the state is now, "
             f"unless no restart is left. What has happened: {why}"
@@ -135,14 +135,3 @@ def end_to_begin_anew(state: Kept, why: HorovodInternalError | HostsUpdatedInter
         keeper.begin_anew()  # all ranks say so, as one of them may be stopped just now
     # hvdlite ends with the process: until then its heartbeats tell who does not come to the end of MPI.
     sys.exit(0)
-
-
-def _say_failed() -> None:
-    member = default_runtime.peers().survivors
-    if member is not None and member.is_left_out:  # the others go on
-        return
-    generation = 1 if member is None or member.generation is None else member.generation.number
-    keeper = default_runtime.peers().keeper
-    if keeper is not None:
-        with suppress(OSError):  # it has ended with hvdliterun
-            keeper.say_failed(generation)
