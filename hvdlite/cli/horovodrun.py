@@ -242,17 +242,25 @@ def read_config_file(path: str) -> Effects:
     return effects
 
 
+def _found(path: str, key: str, value: object) -> Option | None:
+    """Raises ConfigError where ``value`` is nothing that the option of ``key`` may be."""
+    found = [option for option in OPTIONS if option.key.removeprefix("not ") == key]
+    if not found:
+        return None
+    is_switch = found[0].arity == 0
+    is_one_line = not isinstance(value, Mapping | list) and str(value).isprintable()
+    if isinstance(value, bool) is not is_switch or not is_one_line:
+        kind = "true or false" if is_switch else "a number or a line of text"
+        raise ConfigError(f"{path}: {key} {value!r}: must be {kind}")
+    return next(option for option in found if option.key.startswith("not ") is (value is False))
+
+
 def _add_entry(effects: Effects, path: str, key: str, value: object) -> None:
     if value is None:
         return
     if key == "logging.hide_timestamp" and isinstance(value, bool):  # so Horovod's own example has it
         key, value = "logging.with_timestamp", not value
-    if key == "controller":
-        option = BY_NAME.get(str(value).lower())
-    else:
-        wanted = f"not {key}" if value is False else key
-        found = [option for option in OPTIONS if option.key and option.key == wanted]
-        option = next((option for option in found if (option.arity == 0) is isinstance(value, bool)), None)
+    option = BY_NAME.get(str(value).lower()) if key == "controller" else _found(path, key, value)
     if option is None:
         effects.notes.append(f"{path}: {key}: {value}: hvdlite has no such setting; ignored")
     else:

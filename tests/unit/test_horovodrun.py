@@ -203,6 +203,10 @@ class TestConfigFile:
             ("{", "config.yaml: Expecting"),
             ("[1]", "must hold sections"),
             ('{"params": {"cycle_time_ms": "long"}}', "config.yaml: params.cycle_time_ms long: must be a number"),
+            ('{"params": {"cycle_time_ms": true}}', "config.yaml: params.cycle_time_ms True: must be a number or"),
+            ('{"timeline": {"filename": ["a"]}}', r"config.yaml: timeline.filename \['a'\]: must be a number or"),
+            ('{"timeline": {"filename": "a\\u0000"}}', "config.yaml: timeline.filename .*: must be a number or"),
+            ('{"autotune": {"enabled": "true"}}', "config.yaml: autotune.enabled 'true': must be true or false"),
         ],
     )
     def test_mistakes(self, path: str, text: str, match: str) -> None:
