@@ -112,7 +112,8 @@ class World:
         self._ranks = ranks
         self._on_notice = on_notice
         self._numbers = itertools.count(1)  # of subsets
-        self._ended: Counter[str] = Counter()  # what subsets that are no more have counted
+        # What subsets that are no more have counted, and those that are; replaced as a whole, as several threads look.
+        self._counted: tuple[Counter[str], tuple[World, ...]] = (Counter(), ())
         self._companions: tuple[Companion, ...] = ()  # replaced as a whole, as several threads look
         self._own = ExitStack()  # what this rank closes for itself
         self._shared = ExitStack()  # what all ranks release together, on their coordinator threads
@@ -376,6 +377,7 @@ class World:
         if self.topology.rank not in ranks:
             return number, None
         subset = self.subsets[number] = self.subset(ranks)
+        self._counted = (self._counted[0], tuple(self.subsets.values()))
         subset.start()
         return number, subset
 
@@ -390,8 +392,10 @@ class World:
         subset._announce_end(text, text)
         while not subset.coordinator.join(_LOOK_S):
             self.check()
-        self._ended.update(subset.own_statistics())
+        ended = Counter(self._counted[0])
+        ended.update(subset.own_statistics())
         del self.subsets[number]
+        self._counted = (ended, tuple(self.subsets.values()))
         self.health.remove(subset)
         subset.release()
         subset.coordinator.retire()
@@ -400,8 +404,9 @@ class World:
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done so far, in this world and its subsets; see `hvdlite.statistics`."""
+        ended, subsets = self._counted
         total = Counter(self.own_statistics())
-        for counts in (self._ended, *(subset.own_statistics() for subset in list(self.subsets.values()))):
+        for counts in (ended, *(subset.own_statistics() for subset in subsets)):
             total.update(counts)
         return dict(total)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+import hvdlite
 import hvdlite.torch as hvd
 from backend_lab import RANK, SIZE, reduced
 from hvdlite.dtypes import DType, ReduceOp
@@ -195,3 +197,31 @@ def test_process_sets_add_up_and_stay_counted() -> None:
         hvd.shutdown()
     with pytest.raises(hvd.HorovodInternalError):
         hvd.statistics()
+
+
+def test_counts_do_not_go_back_after_a_look_while_a_process_set_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    if SIZE == 1:
+        return
+    with machines((0,) * SIZE):
+        hvd.init()
+    try:
+        made = hvd.add_process_set([0])
+        if RANK == 0:
+            hvd.allreduce(torch.ones(2), process_set=made)
+            (subset,) = hvdlite.runtime().world.subsets.values()
+            own = subset.own_statistics()
+            removal = threading.Thread(target=hvd.remove_process_set, args=[made])
+
+            def meanwhile() -> dict[str, int]:
+                if removal.ident is None:
+                    removal.start()
+                    removal.join()
+                return own
+
+            monkeypatch.setattr(subset, "own_statistics", meanwhile)
+            seen, later = hvd.statistics(), hvd.statistics()
+            assert {name for name, count in seen.items() if later[name] < count} == set()
+        else:
+            hvd.remove_process_set(made)
+    finally:
+        hvd.shutdown()
