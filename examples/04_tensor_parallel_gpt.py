@@ -103,6 +103,11 @@ def main() -> None:
     grid = tp.init(options.tp_size or hvd.size())
     if options.batch_size % grid.dp.size():
         raise SystemExit(f"--batch-size {options.batch_size} is not a multiple of {grid.dp.size()} teams")
+    if options.heads < 1 or options.width % options.heads or options.heads % grid.tp.size:
+        raise SystemExit(
+            f"--heads {options.heads}: must divide --width {options.width}, and be a multiple of the {grid.tp.size} "
+            "ranks that share a model"
+        )
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))  # ranks share the cores
     torch.manual_seed(0)  # on every rank, so that all parts are of the same model
 

@@ -87,10 +87,18 @@ def test_split_gpt_has_the_losses_of_one_process(launch: Launch, tmp_path: Path,
         torch.testing.assert_close(value, states[0][name], rtol=1e-2, atol=1e-2)
 
 
-def test_split_gpt_takes_no_batch_whose_teams_would_have_different_shares(launch: Launch) -> None:
-    result = launch(2, EXAMPLES / "04_tensor_parallel_gpt.py", "--tp-size=1", "--batch-size=3", mpi="none")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tp-size=1", "--batch-size=3"], "--batch-size 3 is not a multiple of 2 teams\n"),
+        (["--heads=1"], "--heads 1: must divide --width 128, and be a multiple of the 2 ranks that share a model\n"),
+    ],
+    ids=["batch", "heads"],
+)
+def test_split_gpt_refuses_what_cannot_be_shared_evenly(launch: Launch, options: list[str], said: str) -> None:
+    result = launch(2, EXAMPLES / "04_tensor_parallel_gpt.py", *options, mpi="none")
     assert (result.returncode, result.leftovers) == (1, ())
-    assert "--batch-size 3 is not a multiple of 2 teams\n" in result.stderr
+    assert said in result.stderr
 
 
 SHARDED = ("--batch-size=6", "--context=16", "--width=32", "--layers=1", "--heads=2")
