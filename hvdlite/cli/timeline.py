@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import glob
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 from hvdlite.cli.reader import ends_with_reader, printable
 from hvdlite.timeline.page import PlotlyMissingError, page
 from hvdlite.timeline.report import Bucket, Report, Step, build_report
-from hvdlite.timeline.trace_file import TraceError, merge_traces, read_trace
+from hvdlite.timeline.trace_file import TraceError, merge_traces, missing_parts, read_trace
 from hvdlite.timeline.verdict import verdict
 
 _DEFINITIONS = """\
@@ -89,18 +89,19 @@ def _count(text: str) -> int:
 
 
 def _report(path: str, as_json: bool, last: int, html: str | None) -> None:
-    report = build_report(read_trace(path))
+    trace = read_trace(path)
+    report = build_report(trace)
     if html is not None:
         Path(html).write_text(page(os.path.basename(path), report), encoding="utf-8", errors="backslashreplace")
     if as_json:
         print(json.dumps({"trace": path, **dataclasses.asdict(report)}, indent=2))
     else:
         print(printable(format_report(path, report, last)))
-    parts = sorted(str(part) for part in Path(path).parent.glob(f"{glob.escape(Path(path).stem)}.node*.json"))
+    parts = missing_parts(path, trace)
     if parts:
         print(
             f"hvdlite timeline: other nodes are missing here, their files were not merged yet: "
-            f"python -m hvdlite timeline merge {path} {' '.join([path, *parts])}",
+            f"python -m hvdlite timeline merge {shlex.join([path, path, *parts])}",
             file=sys.stderr,
         )
 

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -189,6 +190,21 @@ def _is_trace(content: Any) -> bool:
     return is_number and all(isinstance(event, dict) and isinstance(event.get("pid"), int) for event in events)
 
 
+def missing_parts(path: str, trace: Mapping[str, Any]) -> list[str]:
+    """Files of other nodes beside ``path``: of the recording ``trace``, which was read there, and not merged yet."""
+    directory, name = os.path.split(path)
+    beside = glob.escape(os.path.join(directory, os.path.splitext(name)[0]))
+    ranks = {event["pid"] for event in trace["traceEvents"]}
+    found = []
+    for part in sorted(glob.glob(f"{beside}.node*.json")):
+        with suppress(OSError, TraceError):
+            other = read_trace(part)
+            is_same = other["otherData"] == trace["otherData"]
+            if is_same and ranks.isdisjoint(event["pid"] for event in other["traceEvents"]):
+                found.append(part)
+    return found
+
+
 def merge_traces(out: str, parts: Sequence[str]) -> int:
     """Write the traces of the nodes of one job as one; ``out`` may be one of them. The number of events.
 
@@ -206,8 +222,9 @@ def merge_traces(out: str, parts: Sequence[str]) -> int:
             first, second = origins.values()
             raise TraceError(f"{first} and {second} are not of the same recording")
         for rank in {event["pid"] for event in trace["traceEvents"]}:
-            if ranks.setdefault(rank, path) != path:
+            if rank in ranks:
                 raise TraceError(f"rank {rank} is in both {ranks[rank]} and {path}")
+            ranks[rank] = path
         lines += [json.dumps(event, separators=(",", ":")).encode("ascii") for event in trace["traceEvents"]]
     TraceFile(out, int(next(iter(origins)))).write(lines)
     return len(lines)

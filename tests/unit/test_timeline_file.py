@@ -311,6 +311,8 @@ def test_merge_puts_nodes_together(tmp_path: Path) -> None:
     assert trace["otherData"]["origin_ns"] == "5"
     with pytest.raises(TraceError, match=r"rank 1 is in both .*part0.json and .*part1.json"):
         merge_traces(parts[0], parts)
+    with pytest.raises(TraceError, match=r"rank 1 is in both .*part1.json and .*part1.json"):
+        merge_traces(parts[0], [parts[1], parts[1]])
     TraceFile(parts[2], 6).open(INTRODUCTION)
     with pytest.raises(TraceError, match="not of the same recording"):
         merge_traces(str(tmp_path / "out.json"), parts[1:])
