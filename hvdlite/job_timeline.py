@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -43,7 +44,8 @@ class JobTimeline:
     def __init__(self, world: World, worlds: ProcessWorlds) -> None:
         self._world = world
         self._worlds = worlds
-        self._switched = threading.Event()
+        self._numbers = itertools.count()  # of switches
+        self._switches: dict[int, threading.Event] = {}  # that threads of rank 0 wait for
         self._is_over = threading.Event()  # nothing will be written any more
         self._timeline, self._offset_ns = begun_timeline(world, worlds)
 
@@ -63,7 +65,7 @@ class JobTimeline:
 
     def fail(self, _: BaseException) -> None:
         """The job has failed: nobody shall wait for a switch any more."""
-        self._switched.set()
+        self._end_switches()
         self._is_over.set()
 
     def close(self) -> None:
@@ -76,10 +78,18 @@ class JobTimeline:
         if self._world.topology.rank != 0:
             self._world.check()
             return
-        self._switched.clear()
-        self._world.coordinator.announce(content)  # raises where nobody would hear it
-        self._switched.wait()
+        number, is_done = next(self._numbers), threading.Event()
+        self._switches[number] = is_done
+        try:
+            self._world.coordinator.announce({**content, "switch": number})  # raises where nobody would hear it
+            is_done.wait()
+        finally:
+            del self._switches[number]
         self._world.check()
+
+    def _end_switches(self) -> None:
+        for is_done in list(self._switches.values()):
+            is_done.set()
 
     # On the coordinator thread.
 
@@ -95,8 +105,10 @@ class JobTimeline:
             self._timeline.merge(None if self._world.leaders is None else self._world.gather_from_leaders)
             self._worlds.stop_recording(self._timeline.close)
         if kind == "shutdown":
+            self._end_switches()
             self._is_over.set()
-        self._switched.set()
+        elif (is_done := self._switches.get(content["switch"])) is not None:
+            is_done.set()
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from hvdlite.config import Config
+from hvdlite.job_runtime import Runtime
 from hvdlite.recorder import INSTANT, Event, Lane, Recorder
 from hvdlite.timeline.chrome_trace import TraceWriter
 from hvdlite.timeline.clock import estimate_offset
@@ -345,3 +347,22 @@ def test_a_row_for_every_parameter() -> None:
     assert list(rows) == ["fc.weight", "fc.bias"]
     drawn = [(line["name"], line["tid"], line["args"]) for line in lines if line["ph"] == "X"]
     assert drawn == [(name, rows[name], {"bytes": 8, "bucket": bucket}) for name, _, _, bucket in spans]
+
+
+def test_who_stops_waits_for_that_though_another_thread_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Runtime(None, Config()) as runtime:
+        notices = queue.Queue[dict[str, Any]]()
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.world.coordinator, "announce", notices.put)
+            starting = threading.Thread(target=runtime.start_timeline, args=[tmp_path / "trace.json"])
+            starting.start()
+            start = notices.get()
+            stopping = threading.Thread(target=runtime.stop_timeline)
+            stopping.start()
+            stop = notices.get()
+        runtime.world.take_notice(start)
+        starting.join()
+        stopping.join(0.05)
+        assert stopping.is_alive()
+        runtime.world.take_notice(stop)
+        stopping.join()
