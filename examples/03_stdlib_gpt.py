@@ -116,11 +116,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=30, help="steps (default: %(default)s)")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients (default: %(default)s)")
-    parser.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="default: %(default)s")
+    parser.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="0: at both ends (default: 25)")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="resume from FILE if it exists, and save to it")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="default: %(default)s")
     parser.add_argument("--timeline", metavar="FILE", help="for: python -m hvdlite timeline report FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.batch_size < 1:
+        parser.error(f"--batch-size {options.batch_size}: must be 1 or more")
+    return options
 
 
 def main() -> None:
@@ -152,7 +155,7 @@ def main() -> None:
         loss = train_step(model, optimizer, batch, options.clip)
 
         done = step + 1
-        if done in (first + 1, options.steps) or done % options.log_every == 0:
+        if done in (first + 1, options.steps) or (options.log_every and done % options.log_every == 0):
             loss = hvd.allreduce(loss, name="loss")
             if is_main:
                 speed = (done - logged) * tokens_per_step / (time.perf_counter() - start)

@@ -92,7 +92,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--heads", type=int, default=4, help="per layer (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="default: %(default)s")
-    parser.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="default: %(default)s")
+    parser.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="0: at the end (default: 10)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the weights of the unsplit model at the end")
     return parser.parse_args()
 
@@ -101,8 +101,8 @@ def main() -> None:
     options = parse_options()
     hvd.init()
     grid = tp.init(options.tp_size or hvd.size())
-    if options.batch_size % grid.dp.size():
-        raise SystemExit(f"--batch-size {options.batch_size} is not a multiple of {grid.dp.size()} teams")
+    if options.batch_size < 1 or options.batch_size % grid.dp.size():
+        raise SystemExit(f"--batch-size {options.batch_size}: must be a multiple of {grid.dp.size()} (teams), not 0")
     if options.heads < 1 or options.width % options.heads or options.heads % grid.tp.size:
         raise SystemExit(
             f"--heads {options.heads}: must divide --width {options.width}, and be a multiple of the {grid.tp.size} "
@@ -129,7 +129,7 @@ def main() -> None:
         optimizer.step()
 
         done = step + 1
-        if done % options.log_every == 0 or done == options.steps:
+        if done == options.steps or (options.log_every and done % options.log_every == 0):
             loss = hvd.allreduce(loss.detach(), name="loss", process_set=grid.dp)
             if hvd.rank() == 0:
                 speed = (done - logged) * tokens.numel() / (time.perf_counter() - start)

@@ -117,7 +117,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--heads", type=int, default=4, help="per layer (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: %(default)s)")
-    parser.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="default: %(default)s")
+    parser.add_argument("--log-every", type=int, default=25, metavar="STEPS", help="0: at the end (default: 25)")
     parser.add_argument("--checkpoints", type=Path, metavar="DIRECTORY", help="go on from the last one, and save")
     return parser.parse_args()
 
@@ -126,8 +126,8 @@ def main() -> None:
     options = parse_options()
     dist.init_process_group("hvdlite")  # (hvd)
     is_main, ranks = dist.get_rank() == 0, dist.get_world_size()
-    if options.batch_size % ranks:
-        raise SystemExit(f"--batch-size {options.batch_size} is not a multiple of {ranks} ranks")
+    if options.batch_size < 1 or options.batch_size % ranks:
+        raise SystemExit(f"--batch-size {options.batch_size}: must be a multiple of {ranks} (ranks), not 0")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))  # ranks share the cores
     torch.manual_seed(0)  # all ranks build the same model, of which each keeps its shards
 
@@ -152,7 +152,7 @@ def main() -> None:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % options.log_every == 0 or step + 1 == options.steps:
+        if step + 1 == options.steps or (options.log_every and (step + 1) % options.log_every == 0):
             everywhere = mean(loss)
             if is_main:
                 ms = (time.perf_counter() - start) / (step + 1 - first) * 1e3

@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together (default: 64)")
     parser.add_argument("--kill-at", type=int, default=60, metavar="STEP", help="0: nobody dies (default: 60)")
     options = parser.parse_args()
+    if 0 < options.kill_at < COMMIT_EVERY:  # without a commit all would begin anew, and die one after the other
+        parser.error(f"--kill-at {options.kill_at}: nothing is committed before step {COMMIT_EVERY}")
 
     hvd.init()
     torch.set_num_threads(1)

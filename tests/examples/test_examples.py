@@ -90,10 +90,11 @@ def test_split_gpt_has_the_losses_of_one_process(launch: Launch, tmp_path: Path,
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tp-size=1", "--batch-size=3"], "--batch-size 3 is not a multiple of 2 teams\n"),
+        (["--tp-size=1", "--batch-size=3"], "--batch-size 3: must be a multiple of 2 (teams), not 0\n"),
+        (["--batch-size=0"], "--batch-size 0: must be a multiple of 1 (teams), not 0\n"),
         (["--heads=1"], "--heads 1: must divide --width 128, and be a multiple of the 2 ranks that share a model\n"),
     ],
-    ids=["batch", "heads"],
+    ids=["batch", "no batch", "heads"],
 )
 def test_split_gpt_refuses_what_cannot_be_shared_evenly(launch: Launch, options: list[str], said: str) -> None:
     result = launch(2, EXAMPLES / "04_tensor_parallel_gpt.py", *options, mpi="none")
@@ -101,11 +102,25 @@ def test_split_gpt_refuses_what_cannot_be_shared_evenly(launch: Launch, options:
     assert said in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("example", "option", "said"),
+    [
+        ("03_stdlib_gpt.py", "--batch-size=0", "--batch-size 0: must be 1 or more"),
+        ("05_fsdp2.py", "--batch-size=0", "--batch-size 0: must be a multiple of 1 (ranks), not 0"),
+        ("06_elastic.py", "--kill-at=4", "--kill-at 4: nothing is committed before step 5"),
+    ],
+)
+def test_others_refuse_what_leads_nowhere(launch: Launch, example: str, option: str, said: str) -> None:
+    result = launch(1, EXAMPLES / example, option, mpi="none")
+    assert result.returncode != 0
+    assert said in result.stderr
+
+
 SHARDED = ("--batch-size=6", "--context=16", "--width=32", "--layers=1", "--heads=2")
 
 
 def test_a_sharded_gpt_learns(launch: Launch, tmp_path: Path) -> None:
-    options = ("--steps=30", "--lr=0.01", f"--checkpoints={tmp_path}", *SHARDED)
+    options = ("--steps=30", "--lr=0.01", "--log-every=0", f"--checkpoints={tmp_path}", *SHARDED)
     said = launch(2, EXAMPLES / "05_fsdp2.py", *options, mpi="none", timeout=240).check().ranks[0].stdout
     assert "29,600 parameters, 14,800 of them on rank 0 of 2" in said
     assert float(final_loss(said)) < 4  # ln(256) = 5.5 knows nothing
