@@ -45,7 +45,7 @@ def broadcast_async(
         ValueError: there is no such rank in the group.
     """
     if root_rank not in group.ranks:
-        raise ValueError(f"root_rank is {root_rank}, but the ranks of this process set are {list(group.ranks)}")
+        raise ValueError(f"root_rank is {root_rank!r}, but the ranks of this process set are {list(group.ranks)}")
     request = Broadcast.of(name, tensors, int(root_rank), needs_all, names=names)
     return group.submit(request, name, tensors, tensors, background=background)
 

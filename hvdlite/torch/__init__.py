@@ -66,7 +66,13 @@ with uncollected():
     from hvdlite.torch.handle import Handle, poll, synchronize
     from hvdlite.torch.join import join
     from hvdlite.torch.optimizer import DistributedOptimizer
-    from hvdlite.torch.process_set import ProcessSet, add_process_set, global_process_set, remove_process_set
+    from hvdlite.torch.process_set import (
+        ProcessSet,
+        add_process_set,
+        check_process_set,
+        global_process_set,
+        remove_process_set,
+    )
     from hvdlite.torch.reduce_options import Adasum, Average, Max, Min, Product, Sum
     from hvdlite.torch.reducescatter import (
         grouped_reducescatter,
@@ -191,6 +197,6 @@ def statistics(process_set: ProcessSet | None = None) -> dict[str, int]:
         process_set: only what it did there; None sums over all, those that were removed included.
 
     Raises:
-        ValueError: this rank is not a member of ``process_set``.
+        ValueError: this rank is not a member of ``process_set``, or that is none.
     """
-    return hvdlite.statistics() if process_set is None else process_set.group().statistics()
+    return hvdlite.statistics() if process_set is None else check_process_set(process_set).group().statistics()

@@ -302,8 +302,8 @@ def test_ranks_outside_a_set_and_unknown_sets(name: str) -> None:
 def test_invalid_roots(name: str, chosen: hvd.ProcessSet) -> None:
     if not chosen.included():
         return
-    for root in {-1, hvd.size(), *range(hvd.size())}.difference(chosen.ranks):
-        with pytest.raises(ValueError, match=f"root_rank is {root}, but the ranks of this process set are"):
+    for root in {-1, hvd.size(), "0", *range(hvd.size())}.difference(chosen.ranks):
+        with pytest.raises(ValueError, match=f"root_rank is {root!r}, but the ranks of this process set are"):
             DOORS[name].call([torch.ones(ROWS, 2)], {"root_rank": root, "process_set": chosen})
     goes_on(DOORS[name], chosen)
 

@@ -178,6 +178,8 @@ def test_process_sets_add_up_and_stay_counted() -> None:
     try:
         made = hvd.add_process_set([SIZE - 1]) if SIZE > 1 else hvd.global_process_set
         before = hvd.statistics()
+        with pytest.raises(ValueError, match="process_set is 3; pass hvd.global_process_set or an hvd.ProcessSet"):
+            hvd.statistics(3)  # type: ignore[arg-type]
         if made.included():
             for _ in range(3):
                 hvd.allreduce(torch.ones(2), process_set=made)
