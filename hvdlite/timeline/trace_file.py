@@ -136,13 +136,15 @@ class TraceFile:
 
     def _replace(self, descriptor: int, end: int, addition: bytes, room_bytes: int) -> None:
         """Put a file in place that holds the first ``end`` bytes of this one, ``addition``, and room for more."""
-        with suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.lstat(self.path).st_mode):  # /dev/null, say, for everybody on this machine
-                raise OSError(errno.EINVAL, "not a regular file, so nothing takes its place", self.path)
+        _check_regular(self.path)
         unfinished = f"{self.path}.tmp"
         with suppress(FileNotFoundError):
             os.unlink(unfinished)  # of a rank that was killed, or somebody else's, who shall not read along
-        copy = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            copy = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            error.filename = self.path  # which the user has named
+            raise
         try:
             position = 0
             while position < end:
@@ -277,6 +279,7 @@ def _locked(path: str, flags: int) -> Iterator[int]:
     while True:
         descriptor = _open_itself(path, flags)
         try:
+            _check_regular(path)
             if not _lock(descriptor, fcntl.LOCK_EX, deadline_s):
                 raise TimeoutError(errno.ETIMEDOUT, f"locked by another process for {_LOCK_TIMEOUT_S:.0f} s", path)
             if os.path.samestat(os.fstat(descriptor), os.lstat(path)):  # else its copy took its place meanwhile
@@ -293,6 +296,12 @@ def _open_itself(path: str, flags: int) -> int:
         if error.errno != errno.ELOOP:
             raise
         raise OSError(errno.ELOOP, "a symbolic link, which is not followed; name the file itself", path) from None
+
+
+def _check_regular(path: str) -> None:
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.lstat(path).st_mode):  # /dev/null, say, for everybody on this machine
+            raise OSError(errno.EINVAL, "not a regular file, so nothing takes its place", path)
 
 
 def _wait_for_writers(descriptor: int) -> None:

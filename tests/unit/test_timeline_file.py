@@ -351,8 +351,17 @@ def test_a_device_is_not_replaced(tmp_path: Path) -> None:
     for path in (pipe, tmp_path / "link"):
         with pytest.raises(OSError, match="not a regular file"):
             TraceFile(str(path), 7).write(INTRODUCTION)
+        with pytest.raises(OSError, match="not a regular file|symbolic link"):
+            TraceFile(str(path), 7).complete()
     assert pipe.is_fifo()
     assert (tmp_path / "link").is_symlink()
+
+
+def test_a_file_that_cannot_be_made_is_named_itself(tmp_path: Path) -> None:
+    path = str(tmp_path / "missing" / "trace.json")
+    with pytest.raises(FileNotFoundError) as caught:
+        TraceFile(path, 7).write(INTRODUCTION)
+    assert caught.value.filename == path
 
 
 def test_a_link_that_takes_the_place_of_the_file_while_it_is_written(tmp_path: Path) -> None:
