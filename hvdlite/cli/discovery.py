@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -32,6 +33,9 @@ def hosts_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) 
     """
     try:
         text = _printed_by(script, is_over)
+    except FileNotFoundError as error:
+        what = "what its first line names is missing" if os.path.exists(script) else error
+        raise ConfigError(f"--host-discovery-script {script}: {what}") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(f"--host-discovery-script {script}: {error}") from error
     return printed_hosts(text, slots_per_host)
@@ -66,13 +70,13 @@ def _printed_by(script: str, is_over: IsOver) -> str:
 
 
 def printed_hosts(text: str, slots_per_host: int) -> tuple[Host, ...]:
-    """What a script has printed. Of 0 slots is a host that may not be used now.
+    """What a script has printed. Of 0 slots is a host that may not be used now; ``#`` starts a comment.
 
     Raises:
         ConfigError: a line is no host.
     """
     hosts = []
-    for line in filter(None, map(str.strip, text.splitlines())):
+    for line in filter(None, (line.partition("#")[0].strip() for line in text.splitlines())):
         if line.endswith(":0") and parse_host(line.removesuffix(":0")):
             continue
         host = parse_host(line, slots_per_host)

@@ -31,6 +31,7 @@ def script(directory: Path, body: str) -> str:
         ("echo localhost", 3),
         ("echo 127.0.0.1:1; hostname", 4),
         ("true", 0),
+        ("echo '# hosts'; echo 'localhost:2 # here'", 2),
         ("echo localhost:0", 0),
     ],
 )
@@ -60,6 +61,14 @@ def test_what_makes_no_sense_is_said(tmp_path: Path, body: str, text: str) -> No
         slots_of(script(tmp_path, body), 1)
     with pytest.raises(ConfigError, match="No such file"):
         slots_of(str(tmp_path / "missing"), 1)
+
+
+def test_a_missing_interpreter_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "discover.py"
+    path.write_text("#!/missing/python\n")
+    path.chmod(0o755)
+    with pytest.raises(ConfigError, match="discover.py: what its first line names is missing"):
+        slots_of(str(path), 1)
 
 
 HANGS = 'sleep 100 &\necho $! >"$0.pid"; wait'
