@@ -237,6 +237,8 @@ def read_config_file(path: str) -> Effects:
         if isinstance(entries, Mapping):
             for name, value in entries.items():
                 _add_entry(effects, path, f"{section}.{name}", value)
+        elif entries is not None and any(option.key.startswith(f"{section}.") for option in OPTIONS):
+            raise ConfigError(f"{path}: {section} {entries!r}: must be a section, of names with values")
         else:
             _add_entry(effects, path, str(section), entries)
     return effects

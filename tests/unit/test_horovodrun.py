@@ -202,6 +202,7 @@ class TestConfigFile:
         [
             ("{", "config.yaml: Expecting"),
             ("[1]", "must hold sections"),
+            ('{"params": 3}', "config.yaml: params 3: must be a section, of names with values"),
             ('{"params": {"cycle_time_ms": "long"}}', "config.yaml: params.cycle_time_ms long: must be a number"),
             ('{"params": {"cycle_time_ms": true}}', "config.yaml: params.cycle_time_ms True: must be a number or"),
             ('{"timeline": {"filename": ["a"]}}', r"config.yaml: timeline.filename \['a'\]: must be a number or"),
