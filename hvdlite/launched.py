@@ -137,8 +137,11 @@ class Launched:
             way_out = self.launcher.way_out.format(size=self.size, library=library)
             raise StartupError(f"{self.launcher.name} started {self.size} processes, but each is alone: {way_out}")
 
-    def check_number(self) -> None:
-        """Raises StartupError where there is no such rank."""
+    def check_number(self, environ: Mapping[str, str]) -> None:
+        """Raises StartupError where there is no such rank, or ``environ``, the process's, has no numbers."""
+        for name in (self.launcher.rank, self.launcher.size):
+            if not environ.get(name, "0").isdecimal():
+                raise StartupError(f"this process has {name}={environ[name]}: must be a number")
         if self.rank >= self.size:
             numbers = f"{self.launcher.rank}={self.rank}, {self.launcher.size}={self.size}"
             raise StartupError(f"this process has {numbers}: ranks are numbered from 0 to {self.size - 1}")

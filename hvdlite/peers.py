@@ -142,10 +142,13 @@ class Peers:
 
         Raises:
             StartupError: the launcher has started this process as one of several, which do not find one another; it has
-                started not this process but its parent; see also `hvdlite.mpi.world`.
+                given it numbers that cannot be; it has started not this process but its parent; see also
+                `hvdlite.mpi.world`.
         """
         process = launched.this_process()
         by_mpi = _meet_by_mpi(process)
+        if not by_mpi and process is not None and self.membership is None:
+            process.check_number(environment.variables())
         if not by_mpi and (process is None or (process.size == 1 and self.membership is None)):
             return self.told
         if _is_worker(process):  # it has its parent's environment, and would wait for what the parent has got already
@@ -167,7 +170,6 @@ class Peers:
             name, ranks, rank = f"generation {generation.number}", generation.workers, self.membership.worker
         else:
             process.check_not_alone(1 if process.launcher.meeting is Meeting.NOWHERE else process.size)
-            process.check_number()
             name, ranks, rank = "", range(process.size), process.rank
         name = f"{wait.where} {name}"
         found = self._without_mpi.get(name)

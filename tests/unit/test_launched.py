@@ -153,10 +153,11 @@ def init(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     [
         (TORCHRUN | variables("MASTER_PORT=70000"), "MASTER_PORT=70000: must be between 1 and 65535"),
         (BY_HAND | variables("RANK=2"), "this process has RANK=2, WORLD_SIZE=2: ranks are numbered from 0 to 1"),
+        (BY_HAND | variables("WORLD_SIZE=abc"), "this process has WORLD_SIZE=abc: must be a number"),
         (HVDLITERUN, "rank 1 cannot reach the hvdliterun that has started it"),
         (STEP, "srun started 2 processes, but each is alone: srun has told MPI nothing of them. Use `srun --mpi=pmix"),
     ],
-    ids=["torchrun", "a rank too many", "hvdliterun", "srun"],
+    ids=["torchrun", "a rank too many", "no number", "hvdliterun", "srun"],
 )
 def test_init_refuses_to_train_alone(environ: dict[str, str], words: str) -> None:
     done = init(environ)
