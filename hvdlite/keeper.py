@@ -54,6 +54,7 @@ class Word(IntEnum):
     AT_WORK = 8  # likewise: the ranks train, 1, or have trained to the end, 0
     CLAIM = 9  # likewise: ranks want to go on without others, a generation and how many; answered with 1 or 0
     FAILED = 10  # likewise: the ranks of this generation end after a failure, to be started anew
+    ENDED = 17  # likewise: a rank of this generation, which goes on without others, has come to its end
     STARTING = 13  # likewise: it comes to hvd.init(); the start, see BEGIN, and the rank
     STARTED = 14  # likewise: it is through
     UNLIKE = 16  # likewise: it comes to none, since ranks run different versions
@@ -61,7 +62,7 @@ class Word(IntEnum):
     TAKE = 12  # hvdliterun: the keeper shall have the second copy; answered with what it has then, as by HOLDS
 
 
-_FOR_HEAD = (Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.FAILED, Word.STARTING, Word.STARTED, Word.UNLIKE)
+_FOR_HEAD = (Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.FAILED, Word.ENDED, Word.STARTING, Word.STARTED, Word.UNLIKE)
 OF_RANKS = (*_FOR_HEAD, Word.GONE)
 """What hvdliterun hears of ranks."""
 

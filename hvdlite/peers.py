@@ -85,6 +85,13 @@ class Peers:
         with suppress(OSError):  # the keeper has ended with hvdliterun
             self.keeper.say_failed(generation)
 
+    def say_ended(self) -> None:
+        """This rank has come to its end, after it went on without others: they do not wait for one another there."""
+        member = self.survivors
+        if self.keeper is not None and member is not None and member.generation is not None:
+            with suppress(OSError):  # the keeper has ended with hvdliterun
+                self.keeper.say_ended(member.generation.number)
+
     def meet_anew(self, failed: int | None, *, follows_rank_0: bool) -> Generation | None:
         """In an elastic job, become a rank of its next generation, which waits for all that live; see `Membership`.
 

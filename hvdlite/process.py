@@ -174,6 +174,7 @@ class ProcessHooks:
             self._end_without_mpi(1)
         elif self.peers.survivors is not None and self.peers.survivors.has_lost_some:
             self.peers.survivors.close()
+            self.peers.say_ended()
             self._end_without_mpi(0)
         else:
             if self.peers.survivors is not None:

@@ -84,6 +84,10 @@ class Safekeeping:
         """Tell hvdliterun that the ranks of ``generation`` end now, as one has failed and they cannot go on."""
         self._ask(Word.FAILED, generation)
 
+    def say_ended(self, generation: int) -> None:
+        """Tell hvdliterun that a rank of ``generation``, which goes on without others, has come to its end."""
+        self._ask(Word.ENDED, generation)
+
     def claim(self, number: int, count: int) -> bool:
         """Whether hvdliterun lets ``count`` ranks go on as generation ``number``, after others have died."""
         return bool(self._ask(Word.CLAIM, pair_of(number, count))[0])

@@ -108,7 +108,7 @@ class KeptJob:
                 if self._words.anew:
                     say("the ranks have ended at a commit, and begin anew on the hosts that there are now")
                     continue
-                if status == 0 and (self._words.is_at_work or self._words.have_failed):
+                if status == 0 and (self._words.is_at_work or self._words.have_failed or self._words.miss_some):
                     status = 1  # mpirun does not mind ranks that were killed
                 if status == 0:
                     return status

@@ -49,6 +49,7 @@ class RankWords:
     def _forget(self) -> None:
         self.anew = self.is_at_work = self._was_at_work = self.have_failed = self.are_unlike = False
         self.left: int | None = None
+        self._ended = 0  # of them
         self._lost = ""
         self._have_come = self.have_started = False
         self._gone = ""  # who has ended before all have started
@@ -61,6 +62,11 @@ class RankWords:
     def is_over(self) -> bool:
         """Whether the ranks have trained to the end."""
         return self._was_at_work and not self.is_at_work
+
+    @property
+    def miss_some(self) -> bool:
+        """Whether some of those that have gone on without others have not come to their end."""
+        return self.left is not None and self._ended < self.left
 
     @property
     def are_late(self) -> bool:
@@ -97,6 +103,8 @@ class RankWords:
             elif word == Word.FAILED and number >= self._generation:
                 self.have_failed = True
                 self._expect_end(self._grace_s)
+            elif word == Word.ENDED:
+                self._ended += number == self._generation
             elif word == Word.AT_WORK:
                 self.is_at_work = bool(number)
                 self._was_at_work = True
@@ -122,7 +130,7 @@ class RankWords:
     def _grant(self, generation: int, count: int) -> int:
         if generation <= self._generation or count < self._least:
             return 0
-        self._generation, self.left = generation, count
+        self._generation, self.left, self._ended = generation, count, 0
         self._end_s, self.have_failed, self.have_started = math.inf, False, True
         self._alone_until_s = time.monotonic() + growing_pause_s(_FIRST_S, _LONGEST_S, self._times)
         self._times += 1

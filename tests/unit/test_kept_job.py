@@ -274,6 +274,23 @@ def test_ranks_that_were_killed_are_no_success() -> None:
     assert len(job.ran) == 3
 
 
+def test_ranks_that_go_on_without_others_are_through_when_each_has_said_so() -> None:
+    """They do not wait for one another at their end, and mpirun does not mind one that is killed there."""
+
+    def ended(job: Job, *generations: int) -> int:
+        job.says(Word.CLAIM, pair_of(2, 3))
+        job.says(Word.AT_WORK, 1)
+        job.says(Word.CLAIM, pair_of(3, 2))
+        job.says(Word.AT_WORK, 0)
+        for generation in generations:
+            job.says(Word.ENDED, generation)
+        return 0
+
+    job = Job(lambda job: ended(job, 3), lambda job: ended(job, 2, 3), lambda job: ended(job, 3, 3), succeed)
+    assert job.run() == 0
+    assert len(job.ran) == 3
+
+
 @pytest.mark.parametrize("begins_anew", [False, True])
 def test_a_signal_is_the_end(begins_anew: bool) -> None:
     def interrupted(job: Job) -> int:
