@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from hvdlite.config import Config, Tunable
+from hvdlite.counted import counted
 from hvdlite.errors import ConfigError
 
 _LOG = logging.getLogger("hvdlite")
@@ -23,7 +24,8 @@ class Workload:
     gradient_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.ranks} ranks on {self.nodes} nodes with {self.gradient_bytes} bytes of gradients"
+        where = f"{counted(self.ranks, 'rank')} on {counted(self.nodes, 'node')}"
+        return f"{where} with {self.gradient_bytes} bytes of gradients"
 
 
 @dataclass(frozen=True)

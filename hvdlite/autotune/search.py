@@ -80,7 +80,7 @@ class Search:
             self.outcome = "nothing to choose from: with these gradients all values come to the same"
             return self._default
         if self._left < self._warmup + 2 + 2 * _FEWEST_TURNS:
-            self.outcome = f"nothing is tuned: {self._left} samples are too few"
+            self.outcome = f"nothing is tuned: too few samples ({self._left})"
             return self._default
         for _ in range(self._warmup):
             yield self._default

@@ -20,6 +20,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.cli.reader import ends_with_reader
+from hvdlite.counted import counted
 
 _PERIOD = 5  # of the input, whose sums over ranks stay exact in 16-bit floats up to 16 ranks
 _DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     hvd.init()
     operation = OPERATIONS[options.operation]
     rows = []
-    ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
+    ranks = counted(hvd.size(), "rank")
     _say(
         options,
         f"{options.operation}, {options.dtype} on {options.device}, {ranks}\n"

@@ -18,6 +18,7 @@ from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.say import say
+from hvdlite.counted import counted
 from hvdlite.errors import ConfigError
 from hvdlite.keeper import Word
 from hvdlite.membership import ADDED, REMOVED
@@ -117,7 +118,8 @@ class KeptJob:
                     say("the job ends: its ranks run different versions, which no restart changes")
                     return status
                 if failures > self._limits.restarts:
-                    self._end(f"it has failed {failures} times (--restarts {self._limits.restarts})", keepers)
+                    times = counted(failures, "time")
+                    self._end(f"it has failed {times} (--restarts {self._limits.restarts})", keepers)
                     return status
                 newest = keepers.newest
                 idle = 0 if newest > committed else idle + 1

@@ -31,6 +31,7 @@ from hvdlite.cli.reader import ends_with_reader
 from hvdlite.cli.say import finish, say, show
 from hvdlite.cli.supervise import supervise
 from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
+from hvdlite.counted import counted
 from hvdlite.doctor import before_mpi
 from hvdlite.end_notice import EndNotices
 from hvdlite.errors import ConfigError, StartupError
@@ -344,7 +345,7 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
     if allocation is not None:
         return _scheduled(launch, allocation)
     if arguments.hosts and count > slots:  # for horovodrun an error, for mpirun too unless it is told otherwise
-        have = "1 slot" if slots == 1 else f"{slots} slots"
+        have = counted(slots, "slot")
         return replace(launch, notes=(f"the hosts have {have}; {_SHARE_CORES.format(count)}",))
     return launch
 
@@ -352,7 +353,8 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
 def _scheduled(launch: Launch, allocation: Allocation) -> Launch:
     """``launch`` on the hosts of ``allocation``."""
     hosts = allocation.first(launch.ranks)
-    notes = [f"{allocation.scheduler} has given {allocation.slots} ranks on {len(allocation.hosts)} hosts"]
+    given = f"{counted(allocation.slots, 'rank')} on {counted(len(allocation.hosts), 'host')}"
+    notes = [f"{allocation.scheduler} has given {given}"]
     if launch.ranks > allocation.slots:
         notes.append(_SHARE_CORES.format(launch.ranks))
     alone = all(map(is_this_machine, hosts))
@@ -369,7 +371,7 @@ def _description(chosen: Mpirun | None, launch: Launch, notes: Sequence[str]) ->
     starter = "without MPI" if chosen is None else str(chosen)
     alone = launch.hosts[0].name if launch.hosts else "this machine"
     where = f"{launch.host_count} hosts" if launch.host_count > 1 else alone
-    many = "1 rank" if launch.ranks == 1 else f"{launch.ranks} ranks"
+    many = counted(launch.ranks, "rank")
     return "\n".join([f"hvdlite run: {starter}, {many} on {where}", *(f"  {note}" for note in (*launch.notes, *notes))])
 
 

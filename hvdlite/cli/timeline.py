@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hvdlite.cli.reader import ends_with_reader, printable
+from hvdlite.counted import counted
 from hvdlite.timeline.page import PlotlyMissingError, page
 from hvdlite.timeline.report import Bucket, Report, Step, build_report
 from hvdlite.timeline.trace_file import TraceError, merge_traces, missing_parts, read_trace
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if options.command == "merge":
             count = merge_traces(options.out, options.parts)
-            print(printable(f"{options.out}: {count} events from {len(options.parts)} files"))
+            print(printable(f"{options.out}: {counted(count, 'event')} from {counted(len(options.parts), 'file')}"))
         else:
             _report(options.trace, options.json, options.steps, options.html)
     except (TraceError, PlotlyMissingError) as error:
@@ -108,8 +109,8 @@ def _report(path: str, as_json: bool, last: int, html: str | None) -> None:
 
 def format_report(path: str, report: Report, last: int) -> str:
     """The report as text, with the last ``last`` steps, or all for 0."""
-    ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
-    lines = [f"{os.path.basename(path)}: {ranks}, {len(report.steps)} complete steps", verdict(report)]
+    ranks, steps = counted(report.ranks, "rank"), counted(len(report.steps), "complete step")
+    lines = [f"{os.path.basename(path)}: {ranks}, {steps}", verdict(report)]
     if report.dropped:
         lines.append(f"{report.dropped} events were dropped, so times are too low: raise HVDLITE_TIMELINE_EVENTS.")
     lines.append("")

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hvdlite.counted import counted
 from hvdlite.timeline.report import Bucket, RankStep, Report, Step
 from hvdlite.timeline.verdict import verdict
 
@@ -80,10 +81,9 @@ def _plotly() -> str:
 
 
 def _facts(report: Report) -> str:
-    ranks = "1 rank" if report.ranks == 1 else f"{report.ranks} ranks"
     shown = f"; the charts over time show the last {STEPS_SHOWN}" * (len(report.steps) > STEPS_SHOWN)
     dropped = f"; {report.dropped} events were dropped, so times are too low" * bool(report.dropped)
-    return f"{ranks}, {len(report.steps)} complete steps{shown}{dropped}"
+    return f"{counted(report.ranks, 'rank')}, {counted(len(report.steps), 'complete step')}{shown}{dropped}"
 
 
 def _charts(report: Report) -> Iterable[Chart]:

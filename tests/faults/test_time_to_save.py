@@ -55,7 +55,7 @@ def test_the_last_commit_can_be_saved(tmp_path: Path, mpi: str) -> None:
     said = done.stdout + done.stderr
     assert done.returncode != 0 and said.count("trains from") == 3, said
     saved = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
-    ranks, why = ({0, 2}, "these ranks end") if mpi == "openmpi" else ({0, 1, 2}, "the job ends: it has failed 1 times")
+    ranks, why = ({0, 2}, "these ranks end") if mpi == "openmpi" else ({0, 1, 2}, "the job ends: it has failed 1 time")
     assert saved.keys() == {f"rank{rank}" for rank in ranks}, said
     assert all(text.startswith("10 ") and why in text for text in saved.values()), saved
     is_once_more = re.search(r"ranks are started once more, only to save commit 2, which is kept in memory", said)

@@ -87,7 +87,7 @@ def test_the_batch_script(slurm: Cluster, script: str, tmp_path: Path) -> None:
     for job, how in ((alone, "without"), (over_mpi, "over")):
         assert job.wait() == "COMPLETED 0:0", job.text()
         assert sorted(line for line in job.text().splitlines() if line.startswith("rank ")) == lines(how), job.text()
-        assert "Slurm has given 2 ranks on 1 hosts" in job.text()
+        assert "Slurm has given 2 ranks on 1 host" in job.text()
 
 
 def test_a_job_that_slurm_ends_leaves_nothing(slurm: Cluster, script: str, tmp_path: Path) -> None:

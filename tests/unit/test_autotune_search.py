@@ -119,7 +119,7 @@ def test_never_more_samples_than_allowed(samples: int) -> None:
         search.record([bowl(bucket_bytes=MIB // 2, segment_bytes=1 << 20)(search.settings)] * COUNTED)
     assert count <= samples
     assert (count == 0) is (samples < 7)  # a warm-up, the defaults, another, and two turns of two
-    assert samples >= 7 or search.outcome == f"nothing is tuned: {samples} samples are too few"
+    assert samples >= 7 or search.outcome == f"nothing is tuned: too few samples ({samples})"
 
 
 def test_samples_for_warming_up_do_not_count() -> None:

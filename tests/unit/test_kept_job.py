@@ -355,7 +355,7 @@ def test_who_had_no_time_to_save_gets_it_once_more(
         return commits(3, "b", then=7)(job)
 
     def save(job: Job) -> int:
-        assert job.to_save == "it has failed 1 times (--restarts 0)"
+        assert job.to_save == "it has failed 1 time (--restarts 0)"
         return 1
 
     job = Job(fail, save, restarts=0, leaves_time=leaves_time)
