@@ -50,6 +50,12 @@ using Addresses = std::vector<std::uintptr_t>;
 using Counts = std::vector<std::uint64_t>;
 using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
+SplitPhaseCall& phases_of(DirectCall& call) {
+  SplitPhaseCall* const phases = call.split_phase();
+  if (phases == nullptr) throw std::invalid_argument("DirectCall: it has no two phases");
+  return *phases;
+}
+
 void register_reduce(py::module_& m) {
   m.def("instruction_set", &instruction_set_name);
   m.def("use_instruction_set", &use_instruction_set, "name"_a);
@@ -284,6 +290,7 @@ void register_plans(py::module_& m) {
   direct.attr("ABORTED") = static_cast<int>(Result::kAborted);
   direct.attr("BEGUN") = static_cast<int>(Result::kBegun);
   direct.def_property_readonly("can_run", &DirectCall::can_run)
+      .def_property_readonly("has_two_phases", [](DirectCall& self) { return self.split_phase() != nullptr; })
       .def_property_readonly("result_rows", &DirectCall::result_rows)
       .def(
           "run",
@@ -291,6 +298,18 @@ void register_plans(py::module_& m) {
              std::uint64_t count,
              std::uint32_t heard) { return static_cast<int>(self.run(inputs, outputs, plan, count, heard)); },
           "inputs"_a, "outputs"_a, "plan"_a, "count"_a, "heard"_a, WithoutGil())
+      .def(
+          "start",
+          [](DirectCall& self, const Addresses& inputs, const Addresses& outputs, std::uint64_t plan,
+             std::uint64_t count) { phases_of(self).start(inputs, outputs, plan, count); },
+          "inputs"_a, "outputs"_a, "plan"_a, "count"_a, WithoutGil())
+      .def(
+          "complete",
+          [](DirectCall& self, std::uint32_t heard) { return static_cast<int>(phases_of(self).complete(heard)); },
+          "heard"_a, WithoutGil())
+      .def(
+          "complete_now", [](DirectCall& self) { return static_cast<int>(phases_of(self).complete_now()); },
+          WithoutGil())
       .def("last", [](const DirectCall& self) {
         const auto& last = self.last();
         return std::make_tuple(last.plan, last.count, static_cast<int>(last.result));

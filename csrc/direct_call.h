@@ -1,10 +1,13 @@
 // An operation of a frozen plan that comes again and again, as one call of which no Python is part.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
 namespace hvdlite {
+
+class SplitPhaseCall;
 
 class DirectCall {
  public:
@@ -24,6 +27,9 @@ class DirectCall {
     Result result;
   };
 
+  // The same in two phases; null where it is not done so.
+  virtual SplitPhaseCall* split_phase() { return nullptr; }
+
   // Whether `run` may be called now.
   virtual bool can_run() const { return true; }
   // Rows of the result for which callers have to make room, where that is not always the same.
@@ -38,6 +44,29 @@ class DirectCall {
 
  protected:
   Last last_{};
+};
+
+// Between the two phases the other ranks do not wait for this one, and nothing else of the plan may be done. For the
+// arguments see `DirectCall::run`.
+class SplitPhaseCall {
+ public:
+  using Result = DirectCall::Result;
+
+  // The first phase. If it throws, nobody has been told.
+  virtual void start(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs,
+                     std::uint64_t plan, std::uint64_t count) = 0;
+  // Whether all ranks have started, or do so within `moment`.
+  virtual bool is_ready(std::chrono::microseconds moment) const = 0;
+  // The second phase; returns what `run` would.
+  virtual Result complete(std::uint32_t heard) = 0;
+  // It as well, if `is_ready(kMoment)`; else this rank is rung once all have started. Never kDoneAndRung.
+  virtual Result complete_now() = 0;
+
+  // What ranks that do the same at the same time are apart: less than it takes to leave something to another thread.
+  static constexpr std::chrono::microseconds kMoment{20};
+
+ protected:
+  ~SplitPhaseCall() = default;
 };
 
 }  // namespace hvdlite

@@ -26,11 +26,15 @@ struct Windows {
   std::uint64_t card;
 };
 
-// For `heard` and kDoneAndRung see ReadyCounts::await.
-class PreparedInNode : public DirectCall {
+// For `heard` and kDoneAndRung see ReadyCounts::await. What is of few bytes is done in two phases: the first has put
+// them where the other ranks reach them.
+class PreparedInNode : public DirectCall, private SplitPhaseCall {
  public:
+  using Result = DirectCall::Result;
+
   Result run(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,
              std::uint64_t count, std::uint32_t heard) final;
+  SplitPhaseCall* split_phase() final { return places_ == nullptr ? nullptr : this; }
 
   // When all ranks were ready for the last that was done.
   Clock::time_point ready() const { return ready_; }
@@ -51,7 +55,14 @@ class PreparedInNode : public DirectCall {
   const Patience patience_;
 
  private:
-  ReadyCounts::Outcome await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard);
+  void start(const std::vector<std::uintptr_t>& inputs, const std::vector<std::uintptr_t>& outputs, std::uint64_t plan,
+             std::uint64_t count) final;
+  bool is_ready(std::chrono::microseconds moment) const final;
+  Result complete(std::uint32_t heard) final;
+  Result complete_now() final;
+
+  ReadyCounts::Outcome await(std::uint32_t heard);
+  Result finish_as(ReadyCounts::Outcome ready);
 
   ReadyCounts& counts_;
   const PlacesInTurn* places_;

@@ -1,6 +1,6 @@
 #include "shortcut.h"
 
-#include <optional>
+#include <iterator>
 #include <utility>
 
 #include "tensor_attributes.h"
@@ -15,36 +15,50 @@ constexpr std::size_t kMostEarlier = 16;
 
 bool is_true(const py::object& object, PyObject* name) { return attribute(object.ptr(), name).ptr() == Py_True; }
 
-// Lets others be at work again.
-class AtWork {
+// Of what a tensor and a result refer to now, as `tensor.set_()` may bring other memory.
+py::object owner_of(PyObject* tensor, const py::object& result) {
+  return py::make_tuple(call(tensor, names().untyped_storage), result);
+}
+
+}  // namespace
+
+// Whoever has begun to be at work with it lets others be at work again.
+class Shortcut::AtWork {
  public:
-  explicit AtWork(const py::object& release) : release_(release) {}
+  explicit AtWork(const Shortcut& shortcut) : shortcut_(shortcut) {}
   ~AtWork() { end(); }
   AtWork(const AtWork&) = delete;
   AtWork& operator=(const AtWork&) = delete;
 
+  bool begin() {
+    if (shortcut_.is_own_thread_at_work()) return false;
+    has_begun_ = checked(PyObject_CallOneArg(shortcut_.acquire_.ptr(), Py_False)).ptr() == Py_True;
+    return has_begun_;
+  }
+
   void end() {
-    if (has_ended_) return;
-    has_ended_ = true;
+    if (!has_begun_) return;
+    has_begun_ = false;
     py::error_scope keep;  // what is being raised
-    PyObject* done = PyObject_CallNoArgs(release_.ptr());
-    if (done == nullptr) PyErr_WriteUnraisable(release_.ptr());
+    PyObject* done = PyObject_CallNoArgs(shortcut_.release_.ptr());
+    if (done == nullptr) PyErr_WriteUnraisable(shortcut_.release_.ptr());
     Py_XDECREF(done);
   }
 
  private:
-  const py::object& release_;
-  bool has_ended_ = false;
+  const Shortcut& shortcut_;
+  bool has_begun_ = false;
 };
 
-}  // namespace
-
-Shortcut::Shortcut(py::object at_work, py::object recorder, py::object rest)
+Shortcut::Shortcut(py::object at_work, py::object recorder, py::object rest, py::object settle)
     : is_owned_(at_work.attr("_is_owned")),
       acquire_(at_work.attr("acquire")),
       release_(at_work.attr("release")),
       recorder_(std::move(recorder)),
-      rest_(std::move(rest)) {}
+      rest_(std::move(rest)),
+      settle_(std::move(settle)) {}
+
+bool Shortcut::is_own_thread_at_work() const { return checked(PyObject_CallNoArgs(is_owned_.ptr())).ptr() == Py_True; }
 
 bool Shortcut::follow(std::uint64_t plan, std::size_t period, std::uint64_t serial) {
   close();
@@ -101,79 +115,138 @@ std::vector<std::pair<py::object, std::uint64_t>> Shortcut::take() {
 }
 
 Shortcut::Entry* Shortcut::next() {
-  if (!is_open_ || entries_.empty()) return nullptr;
+  if (!is_open_ || started_ != nullptr || entries_.empty()) return nullptr;
   Entry& entry = entries_[done_ % entries_.size()];
   return entry.signature == nullptr ? nullptr : &entry;
 }
 
-bool Shortcut::begin_work() const {
-  const auto asked = [](PyObject* answer) {
-    const auto owned = py::reinterpret_steal<py::object>(answer);
-    if (!owned) throw py::error_already_set();
-    return owned.ptr() == Py_True;
-  };
-  if (asked(PyObject_CallNoArgs(is_owned_.ptr()))) return false;  // a signal handler has interrupted who is at work
-  return asked(PyObject_CallOneArg(acquire_.ptr(), Py_False));
+// What comes next, if that is what a caller asks for: begun, so that others have to hear of it.
+bool Shortcut::begin(const Arguments& arguments, py::handle new_like, bool starts, AtWork& at_work, Next& next) {
+  const Entry* expected = this->next();
+  if (expected == nullptr) return false;
+  const auto signature = expected->signature;
+  if (!signature->matches(arguments, next.input)) return false;
+  next.result = py::reinterpret_borrow<py::object>(arguments.tensor);
+  next.output = next.input;
+  std::uint64_t rows = 0;
+  if (new_like) {
+    if (is_true(next.result, names().requires_grad)) return false;
+    expected = this->next();  // as what was asked may have run code of Python
+    if (expected == nullptr || expected->signature != signature) return false;
+    rows = expected->call->result_rows();
+    const py::object new_result = expected->new_result;
+    next.result = new_result.is_none() ? new_like(next.result) : new_result(next.result, rows);
+    next.output = address_of(next.result);
+  }
+  if (starts) next.owner = owner_of(arguments.tensor, next.result);
+  static PyObject* const enabled = interned("enabled");
+  if (is_true(recorder_, enabled)) return false;
+
+  // From here on no Python runs until the operation does.
+  Entry* entry = this->next();
+  if (entry == nullptr || entry->signature != signature) return false;
+  const auto turn = static_cast<std::int64_t>(done_ / entries_.size());
+  next.sequence = entry->sequence + turn * entry->stride;
+  if (entry->unnamed != nullptr && entry->unnamed->next != next.sequence) return false;
+  if (starts && entry->call->split_phase() == nullptr) return false;
+  if (!at_work.begin()) return false;
+  if (!entry->call->can_run() || (new_like && entry->call->result_rows() != rows)) return false;
+  if (entry->unnamed != nullptr) ++entry->unnamed->next;
+  next.call = entry->call;
+  next.prepared = entry->prepared;
+  input_[0] = entry->gives ? next.input : 0;
+  output_[0] = next.output;
+  return true;
+}
+
+// Nobody else was at work, so there was no other plan; but it may have been told to forget this one.
+bool Shortcut::count_done(DirectCall::Result ended) {
+  if (ended != DirectCall::Result::kDone || entries_.empty()) return false;
+  ++entries_[done_ % entries_.size()].times;
+  ++done_;
+  ++untold_;
+  return true;
+}
+
+// By who is at work: what is left to be waited for, or None.
+py::object Shortcut::hand_over(const Started::Operation& operation, DirectCall::Result ended,
+                               std::optional<py::error_already_set>& interrupt) {
+  close();
+  // Handlers of signals run here, and not at the first instruction of `rest`: what was begun has to be taken over.
+  if (PyErr_CheckSignals() != 0) interrupt.emplace();
+  return rest_(operation.prepared, operation.sequence, operation.input, operation.output, operation.owner,
+               static_cast<int>(ended));
 }
 
 py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
-  const Entry* expected = next();
-  if (expected == nullptr) return {};
-  const auto signature = expected->signature;
-  std::uintptr_t address = 0;
-  if (!signature->matches(arguments, address)) return {};
-  auto result = py::reinterpret_borrow<py::object>(arguments.tensor);
-  std::uintptr_t target = address;
-  std::uint64_t rows = 0;
-  if (new_like) {
-    if (is_true(result, names().requires_grad)) return {};
-    expected = next();  // as what was asked may have run code of Python
-    if (expected == nullptr || expected->signature != signature) return {};
-    rows = expected->call->result_rows();
-    const py::object new_result = expected->new_result;
-    result = new_result.is_none() ? new_like(result) : new_result(result, rows);
-    target = address_of(result);
-  }
-  static PyObject* const enabled = interned("enabled");
-  if (is_true(recorder_, enabled)) return {};
-
-  // From here on no Python runs until the operation does.
-  Entry* entry = next();
-  if (entry == nullptr || entry->signature != signature) return {};
-  const auto turn = static_cast<std::int64_t>(done_ / entries_.size());
-  const std::int64_t sequence = entry->sequence + turn * entry->stride;
-  if (entry->unnamed != nullptr && entry->unnamed->next != sequence) return {};
-  if (!begin_work()) return {};
-  AtWork at_work(release_);
-  if (!entry->call->can_run() || (new_like && entry->call->result_rows() != rows)) return {};
-  if (entry->unnamed != nullptr) ++entry->unnamed->next;
-  DirectCall* const call = entry->call;
-  const py::object prepared = entry->prepared;
-  input_[0] = entry->gives ? address : 0;
-  output_[0] = target;
+  if (started_ != nullptr && !is_rid_of_started(true)) return {};
+  AtWork at_work(*this);
+  Next next;
+  if (!begin(arguments, new_like, false, at_work, next)) return {};
   DirectCall::Result ended;
   {
     const py::gil_scoped_release without_gil;
-    ended = call->run(input_, output_, plan_, done_ + 1, heard_);
+    ended = next.call->run(input_, output_, plan_, done_ + 1, heard_);
   }
-  // Nobody else was at work, so there was no other plan; but it may have been told to forget this one.
-  if (ended == DirectCall::Result::kDone && !entries_.empty()) {
-    ++entries_[done_ % entries_.size()].times;
-    ++done_;
-    ++untold_;
-    return result;
-  }
-  close();
-  // Handlers of signals run here, and not at the first instruction of `rest`: what was begun has to be taken over.
+  if (count_done(ended)) return next.result;
+  const py::object owner = owner_of(arguments.tensor, next.result);
   std::optional<py::error_already_set> interrupt;
-  if (PyErr_CheckSignals() != 0) interrupt.emplace();
-  // The storage, as `tensor.set_()` may bring another once a signal has ended the wait.
-  const py::object owner = py::make_tuple(hvdlite::call(arguments.tensor, names().untyped_storage), result);
-  const py::object left = rest_(prepared, sequence, address, target, owner, static_cast<int>(ended));
+  const py::object left =
+      hand_over({next.prepared, nullptr, next.sequence, next.input, next.output, owner}, ended, interrupt);
   at_work.end();
   if (interrupt) throw *interrupt;
   if (!left.is_none()) left.attr("wait")();
-  return result;
+  return next.result;
+}
+
+py::object Shortcut::start(const Arguments& arguments, py::handle new_like, py::handle make_handle) {
+  if (started_ != nullptr && !is_rid_of_started(false)) return {};
+  AtWork at_work(*this);
+  Next next;
+  if (!begin(arguments, new_like, true, at_work, next)) return {};
+  SplitPhaseCall* const call = next.call->split_phase();
+  started_ = std::make_shared<Started>(
+      Started::Operation{next.prepared, call, next.sequence, next.input, next.output, next.owner}, shared_from_this());
+  call->start(input_, output_, plan_, done_ + 1);
+  const py::object started = py::cast(started_);
+  at_work.end();
+  PyObject* const made_of[] = {started.ptr(), next.result.ptr(), arguments.name};
+  return checked(PyObject_Vectorcall(make_handle.ptr(), made_of, std::size(made_of), nullptr));
+}
+
+// Whether what was started is complete; if not `waits`, after a moment.
+bool Shortcut::is_rid_of_started(bool waits) {
+  const auto started = started_;
+  if (!waits && !started->operation().call->is_ready(SplitPhaseCall::kMoment)) return false;
+  complete(started);
+  return started->is_complete();
+}
+
+void Shortcut::complete(const std::shared_ptr<Started>& started) {
+  AtWork at_work(*this);
+  if (started_ != started || !at_work.begin()) return;
+  const Started::Operation operation = started->operation();
+  DirectCall::Result ended;
+  {
+    const py::gil_scoped_release without_gil;
+    ended = operation.call->complete(heard_);
+  }
+  if (started_ != started) return;  // all was forgotten meanwhile
+  started_.reset();
+  if (count_done(ended)) {
+    at_work.end();
+    started->settle(py::none());
+    return;
+  }
+  std::optional<py::error_already_set> interrupt;
+  try {
+    started->settle(hand_over(operation, ended, interrupt));
+  } catch (const py::error_already_set& error) {
+    started->fail(error.value());
+    throw;
+  }
+  at_work.end();
+  if (interrupt) throw *interrupt;
 }
 
 }  // namespace hvdlite

@@ -6,10 +6,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "direct_call.h"
 #include "signature.h"
+#include "started.h"
 
 namespace hvdlite {
 
@@ -19,12 +21,15 @@ namespace hvdlite {
 //
 // All is done with the GIL, but the operation itself; so between two looks at what Python sees nobody else does
 // anything. Whoever is at work holds `at_work`, as the coordinator does.
-class Shortcut {
+// An operation of two phases that nobody waits for at once is only started. Until it is complete it is the last thing
+// that was begun: whatever comes next completes it, or leaves it to the coordinator.
+class Shortcut : public std::enable_shared_from_this<Shortcut> {
  public:
   // `at_work`: a threading.RLock. `recorder`: while its `enabled` is true nothing is done here. `rest`: is called, at
   // work, with what was not done at once: (prepared, sequence, input, output, owner, result); returns what is to be
-  // waited for afterwards, or None.
-  Shortcut(pybind11::object at_work, pybind11::object recorder, pybind11::object rest);
+  // waited for afterwards, or None. `settle`: is called where somebody else is at work, for a while: that what was
+  // started be settled.
+  Shortcut(pybind11::object at_work, pybind11::object recorder, pybind11::object rest, pybind11::object settle);
 
   // A plan begins. Whether what was learned is known still, as another one of this `serial` was followed before.
   bool follow(std::uint64_t plan, std::size_t period, std::uint64_t serial);
@@ -51,6 +56,7 @@ class Shortcut {
   void open(std::uint64_t done, std::uint32_t heard, std::uint64_t closings);
   // Something else is begun.
   void close();
+  bool is_open() const { return is_open_; }
   std::uint64_t closings() const { return closings_; }
   void forget();
 
@@ -63,19 +69,50 @@ class Shortcut {
   // Raises what the operation ends in.
   pybind11::object repeat(const Arguments& arguments, pybind11::handle new_like);
 
+  // Starts it: what `make_handle` makes of (started, result, name).
+  pybind11::object start(const Arguments& arguments, pybind11::handle new_like, pybind11::handle make_handle);
+  // What was started last and is not settled; null where there is nothing.
+  const std::shared_ptr<Started>& started() const { return started_; }
+  // By who is at work, and settles it.
+  std::shared_ptr<Started> take_started() { return std::move(started_); }
+  // Waits for it as `repeat` does. Nothing happens if somebody else is at work, or has settled it. Raises what it ends
+  // in.
+  void complete(const std::shared_ptr<Started>& started);
+  void have_settled() const { settle_(); }
+  // A signal handler has interrupted it there, and must not wait.
+  bool is_own_thread_at_work() const;
+
  private:
   struct Entry : Operation {
     std::uint64_t times = 0;  // that `take` has yet to tell of
   };
 
+  // What is about to be done, and with what.
+  struct Next {
+    pybind11::object prepared;
+    DirectCall* call = nullptr;
+    std::int64_t sequence = 0;
+    std::uintptr_t input = 0;
+    std::uintptr_t output = 0;
+    pybind11::object result;
+    pybind11::object owner;  // where it is only started
+  };
+  class AtWork;
+
   Entry* next();
-  bool begin_work() const;
+  bool begin(const Arguments& arguments, pybind11::handle new_like, bool starts, AtWork& at_work, Next& next);
+  bool is_rid_of_started(bool waits);
+  bool count_done(DirectCall::Result ended);
+  pybind11::object hand_over(const Started::Operation& operation, DirectCall::Result ended,
+                             std::optional<pybind11::error_already_set>& interrupt);
 
   pybind11::object is_owned_;
   pybind11::object acquire_;
   pybind11::object release_;
   pybind11::object recorder_;
   pybind11::object rest_;
+  pybind11::object settle_;
+  std::shared_ptr<Started> started_;
   std::vector<Entry> entries_;
   std::map<std::uint64_t, std::vector<Entry>> earlier_;  // of plans that are not followed now, by their serials
   std::uint64_t serial_ = 0;

@@ -53,10 +53,12 @@ struct Repeater {
   py::object new_like;
 };
 
-struct Collector {
+struct Submitter {
   py::object kind;
+  std::shared_ptr<Shortcut> shortcut;
+  py::object make_handle;  // of what is started
   std::shared_ptr<Collecting> collecting;
-  Collecting::Maker maker;
+  Collecting::Maker maker;  // of what is collected
 };
 
 PyObject* repeat(PyObject* self, PyObject* const* given, Py_ssize_t count) {
@@ -65,9 +67,12 @@ PyObject* repeat(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   });
 }
 
-PyObject* collect(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-  return attempted<Collector>(self, given, count, [](Collector& closure, const Arguments& arguments, bool in_place) {
-    return closure.collecting->take(arguments, in_place, closure.maker);
+PyObject* submit(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  return attempted<Submitter>(self, given, count, [](Submitter& closure, const Arguments& arguments, bool in_place) {
+    const py::object taken = closure.collecting->take(arguments, in_place, closure.maker);
+    if (taken) return taken;
+    const py::handle new_like = in_place ? py::handle() : closure.maker.new_like;
+    return closure.shortcut->start(arguments, new_like, closure.make_handle);
   });
 }
 
@@ -77,7 +82,7 @@ PyMethodDef definition(const char* name) {
 }
 
 PyMethodDef repeat_definition = definition<repeat>("repeat");
-PyMethodDef collect_definition = definition<collect>("collect");
+PyMethodDef submit_definition = definition<submit>("submit");
 
 }  // namespace
 
@@ -113,8 +118,26 @@ void register_shortcut(py::module_& m) {
           },
           "place"_a, "signature"_a);
 
+  py::class_<Started, std::shared_ptr<Started>>(m, "Started")
+      .def_property_readonly("operation",
+                             [](const Started& self) {
+                               const auto& operation = self.operation();
+                               return py::make_tuple(operation.prepared, operation.sequence, operation.input,
+                                                     operation.output, operation.owner);
+                             })
+      .def("complete_now",
+           [](const Started& self) {
+             const auto operation = self.operation();
+             const py::gil_scoped_release without_gil;
+             return static_cast<int>(operation.call->complete_now());
+           })
+      .def("settle", &Started::settle, "left"_a)
+      .def("fail", &Started::fail, "error"_a)
+      .def("wait", &Started::wait)
+      .def("poll", &Started::poll);
+
   py::class_<Shortcut, std::shared_ptr<Shortcut>>(m, "Shortcut")
-      .def(py::init<py::object, py::object, py::object>(), "at_work"_a, "recorder"_a, "rest"_a)
+      .def(py::init<py::object, py::object, py::object, py::object>(), "at_work"_a, "recorder"_a, "rest"_a, "settle"_a)
       .def("follow", &Shortcut::follow, "plan"_a, "period"_a, "serial"_a)
       .def("knows", &Shortcut::knows, "position"_a, "prepared"_a)
       .def(
@@ -133,25 +156,37 @@ void register_shortcut(py::module_& m) {
       .def("forget", &Shortcut::forget)
       .def("take", &Shortcut::take)
       .def_property_readonly("untold", &Shortcut::untold)
+      .def_property_readonly("has_started", [](const Shortcut& self) { return self.started() != nullptr; })
+      .def("take_started", &Shortcut::take_started)
       .def(
           "function",
           [](std::shared_ptr<Shortcut> self, py::object kind, py::object new_like) {
             return function_of(repeat_definition, Repeater{std::move(kind), std::move(self), std::move(new_like)});
           },
-          "kind"_a, "new_like"_a);
+          "kind"_a, "new_like"_a)
+      .def(
+          "submitting_function",
+          [](std::shared_ptr<Shortcut> self, py::object kind, py::object make_handle,
+             std::shared_ptr<Collecting> collecting, py::object make_handle_in_burst, py::object new_like,
+             std::int64_t named, std::shared_ptr<Count> unnamed) {
+            Collecting::Maker maker{std::move(make_handle_in_burst), std::move(new_like), named, std::move(unnamed)};
+            return function_of(submit_definition, Submitter{std::move(kind), std::move(self), std::move(make_handle),
+                                                            std::move(collecting), std::move(maker)});
+          },
+          "kind"_a, "make_handle"_a, "collecting"_a, "make_handle_in_burst"_a, "new_like"_a, "named"_a, "unnamed"_a);
 
   py::class_<Collecting, std::shared_ptr<Collecting>>(m, "Collecting")
-      .def(py::init<>())
-      .def("begin", &Collecting::begin, "burst"_a, "parts"_a, "signatures"_a, "lock"_a)
-      .def("end", &Collecting::end)
+      .def(py::init<py::object, py::object, py::object>(), "lock"_a, "open"_a, "complete"_a)
       .def(
-          "function",
-          [](std::shared_ptr<Collecting> self, py::object kind, py::object make_handle, py::object new_like,
-             std::int64_t named, std::shared_ptr<Count> unnamed) {
-            Collecting::Maker maker{std::move(make_handle), std::move(new_like), named, std::move(unnamed)};
-            return function_of(collect_definition, Collector{std::move(kind), std::move(self), std::move(maker)});
+          "follow",
+          [](Collecting& self, const std::vector<std::pair<py::object, std::shared_ptr<Signatures>>>& given) {
+            std::vector<Collecting::Known> known;
+            for (const auto& [burst, signatures] : given) known.push_back({burst, signatures});
+            self.follow(std::move(known));
           },
-          "kind"_a, "make_handle"_a, "new_like"_a, "named"_a, "unnamed"_a);
+          "known"_a)
+      .def("begin", &Collecting::begin, "burst"_a, "parts"_a, "signatures"_a)
+      .def("end", &Collecting::end);
 }
 
 }  // namespace hvdlite

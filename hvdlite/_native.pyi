@@ -322,6 +322,9 @@ class DirectCall:
     def can_run(self) -> bool:
         """Whether `run` may be called now."""
     @property
+    def has_two_phases(self) -> bool:
+        """Whether it can be started, and completed later."""
+    @property
     def result_rows(self) -> int:
         """Of the result for which there has to be room, where that is not always the same."""
     def run(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int, heard: int) -> int:
@@ -329,6 +332,12 @@ class DirectCall:
 
         ``heard``: the rings that were followed; any more end the wait.
         """
+    def start(self, inputs: Sequence[int], outputs: Sequence[int], plan: int, count: int) -> None:
+        """Of what has two phases, the first: after it the other ranks do not wait for this one."""
+    def complete(self, heard: int) -> int:
+        """The second phase; what `run` returns."""
+    def complete_now(self) -> int:
+        """The same if all ranks have started; else NOT_YET, and this rank is rung once they have."""
     def last(self) -> tuple[int, int, int]:
         """Plan, count and result of the last `run`, if it has said so; else those of the one before."""
 
@@ -454,6 +463,23 @@ class Signatures:
     def knows(self, place: int) -> bool: ...
     def learn(self, place: int, signature: Signature) -> None: ...
 
+class Started:
+    """What the shortcut has started, and nobody waits for at once. Source: csrc/started.cpp."""
+
+    operation: tuple[Any, int, int, int, object]
+    """While it is not settled: what was prepared, sequence, addresses of the input and of the output, owner of both."""
+
+    def complete_now(self) -> int:
+        """By who is at work: do the rest if all ranks have started; what `DirectCall.run` returns."""
+    def settle(self, left: object) -> None:
+        """``left``: what is waited for from now on, or None if it is complete."""
+    def fail(self, error: BaseException) -> None:
+        """It has ended in ``error``."""
+    def wait(self) -> None:
+        """Sleep until it is complete; raises what it ended in."""
+    def poll(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
 class Shortcut:
     """From a call in Python to what comes next in a plan that runs free. Source: csrc/shortcut.cpp."""
 
@@ -461,16 +487,20 @@ class Shortcut:
     """How often it was closed."""
     untold: int
     """Operations that were done here, and that `take` has yet to tell of."""
+    has_started: bool
+    """Whether there is something for `take_started`."""
 
     def __init__(
         self,
         at_work: Any,
         recorder: object,
         rest: Callable[[Any, int, int, int, object, int], Any],
+        settle: Callable[[], object],
     ) -> None:
         """``rest``: called with what was begun and not done without a remark, by whoever is at work, as (prepared,
         sequence, address of the input, of the output, owner of both, result of `DirectCall.run`); returns what
-        is to be waited for afterwards, or None."""
+        is to be waited for afterwards, or None. ``settle``: called again and again by who waits for what was started,
+        while another thread is at work, that it be settled."""
     def follow(self, plan: int, period: int, serial: int) -> bool:
         """A plan begins, of so many operations in a period; whether what was learned of the last one of ``serial`` is
         known still."""
@@ -501,27 +531,41 @@ class Shortcut:
         """Refer to no operation any more."""
     def take(self) -> list[tuple[Any, int]]:
         """(prepared, how often it was done) since the last time, the one that was done last at the end."""
+    def take_started(self) -> Started | None:
+        """What was started last, unless it is settled: who takes it settles it."""
     def function(self, kind: object, new_like: Callable[[Any], Any]) -> Callable[..., Any]:
         """Of operations of ``kind``: (tensor, name, op, prescale, postscale, in_place) -> the result, or None where
         nothing was done."""
-
-class Collecting:
-    """What is submitted of a burst between its first operation and its last. Source: csrc/collecting.cpp."""
-
-    def begin(self, burst: object, parts: list[Any], signatures: Signatures, lock: threading.Lock) -> None:
-        """From now on, appended to ``parts`` unless ``lock`` is held: (input, output, sequence, owner)."""
-    def end(self) -> None: ...
-    def function(
+    def submitting_function(
         self,
         kind: object,
-        make_handle: Callable[[Any, int, Any, Any], Any],
+        make_handle: Callable[[Started, Any, Any], Any],
+        collecting: Collecting,
+        make_handle_in_burst: Callable[[Any, int, Any, Any], Any],
         new_like: Callable[[Any], Any],
         named: int,
         unnamed: Count,
     ) -> Callable[..., Any]:
-        """Of operations of ``kind``: (tensor, name, op, prescale, postscale, in_place) ->
-        ``make_handle(burst, place, result, name)``, or None where nothing was done. ``named`` is the
+        """Of operations of ``kind`` that nobody waits for at once: (tensor, name, op, prescale, postscale, in_place) ->
+        ``make_handle_in_burst(burst, place, result, name)`` of what ``collecting`` expects;
+        ``make_handle(started, result, name)`` of what was started; or None where nothing was done. ``named`` is the
         sequence of what has a name, ``unnamed`` counts what has none."""
+
+class Collecting:
+    """What is submitted of bursts that came before. Source: csrc/collecting.cpp.
+
+    Nothing is taken while ``lock`` is held. ``open``: begins a burst of what is `follow`ed, if that comes next; whether
+    it has. ``complete``: all of a burst is there.
+    """
+
+    def __init__(
+        self, lock: threading.Lock, open: Callable[[Any], bool], complete: Callable[[Any], object]
+    ) -> None: ...
+    def follow(self, known: Sequence[tuple[object, Signatures]]) -> None:
+        """What may come."""
+    def begin(self, burst: object, parts: list[Any], signatures: Signatures) -> None:
+        """From now on, appended to ``parts``: (input, output, sequence, owner)."""
+    def end(self) -> None: ...
 
 class PoliteLook:
     """How long one looks for what others bring, before one leaves them the core. Source: csrc/polite_look.h."""

@@ -147,6 +147,15 @@ class Group:
             coordinator.submit(submission, background=False)
         submission.wait()
 
+    def opens_for(self, prepared: Prepared[T], name: str | None) -> bool:
+        """Whether native code can start a prepared operation, so that nobody has to wait for it at once."""
+        native = prepared.native
+        if native is None or native.direct is None or not native.direct.has_two_phases or self.recorder.enabled:
+            return False
+        unnamed = self.unnamed(prepared.request.label) if name is None else None
+        sequence = NAMED if unnamed is None else unnamed.next
+        return self.world.coordinator.at_once.opens_for(native, sequence, unnamed)
+
     def submit(
         self,
         request: Request,

@@ -140,7 +140,7 @@ class Launched:
     def check_number(self, environ: Mapping[str, str]) -> None:
         """Raises StartupError where there is no such rank, or ``environ``, the process's, has no numbers."""
         for name in (self.launcher.rank, self.launcher.size):
-            if not environ.get(name, "0").isdecimal():
+            if not (environ.get(name) or "0").isdecimal():
                 raise StartupError(f"this process has {name}={environ[name]}: must be a number")
         if self.rank >= self.size:
             numbers = f"{self.launcher.rank}={self.rank}, {self.launcher.size}={self.size}"

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from hvdlite.agreement import Bootstrap
 from hvdlite.collectives.select import build_backend, build_exchange, build_ring, spin_us
 from hvdlite.config import Config, Tunable
+from hvdlite.coordinator.burst import KnownBurst
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.coordinator import Coordinator
+from hvdlite.coordinator.prepared import PreparedBurst
 from hvdlite.coordinator.tree import Tree
 from hvdlite.dtypes import DType
 from hvdlite.early_operations import EarlyOperations
@@ -352,6 +354,12 @@ class World:
                 self._end_subset(number, content["text"])
             self._shared.close()
 
+    def prepare_burst(self, known: KnownBurst) -> PreparedBurst | None:
+        operation: Any = known.requests[0]
+        counts, patience_s = self.coordinator.counts, self.config.caller_patience_s
+        prepared: PreparedBurst | None = operation.prepare_small_burst(self.engine, known.requests, counts, patience_s)
+        return prepared
+
     def withdraw(self) -> None:
         self._backend.withdraw()
 
@@ -366,7 +374,7 @@ class World:
         self._backend.configure(self.config)
         if self.executor.device is not None:
             self.executor.device.configure(self.config)
-        self.coordinator.at_once.forget()
+        self.coordinator.forget_prepared()
 
     def all_have_joined(self) -> None:
         self.joins += 1

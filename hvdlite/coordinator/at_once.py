@@ -62,7 +62,9 @@ class AtOnce:
         clock: Callable[[], float],
     ) -> None:
         own = weakref.proxy(self)
-        self.shortcut = Shortcut(worker.at_work, recorder, lambda *left: own._go_on(*left))
+        self.shortcut = Shortcut(
+            worker.at_work, recorder, lambda *left: own._go_on(*left), lambda: own._await_settled()
+        )
         self.prepared: Remembered[Any] = Remembered()
         self.seen: Remembered[None] = Remembered()
         self._known: Remembered[tuple[Native[Any], Count | None]] = Remembered()  # by their requests
@@ -97,7 +99,7 @@ class AtOnce:
         try:  # an interrupt may come between any two instructions
             if not worker.begin():
                 return False
-            self._settle()
+            self.settle_or_end()
             if not prepared.is_valid:  # another thread has come before
                 return False
             begun = self._begin(prepared.request, sequence)
@@ -117,7 +119,7 @@ class AtOnce:
             if left is Outcome.DONE_AND_RUNG:
                 worker.follow()
             if self.shortcut.closings == closings:
-                self._learn(plan, prepared, unnamed)
+                self._learn(plan, plan.done - 1, prepared, unnamed)
                 self.shortcut.open(plan.done, heard, closings)
             return True
         finally:
@@ -136,8 +138,50 @@ class AtOnce:
     def _is_free(self) -> bool:
         return self._is_idle() and self._in_flight.is_quiet
 
+    @property
+    def is_free(self) -> bool:
+        """Whether `opens_for` may be true."""
+        return self._plan.free is not None and self._is_free()
+
+    def opens_for(self, native: Native[Any], sequence: int, unnamed: Count | None) -> bool:
+        """Whether an operation comes next in a plan that runs free, and the shortcut can start it from here on.
+
+        Args:
+            sequence: which it would have.
+            unnamed: what will count it, where it has no name.
+        """
+        if not self.is_free or self._worker.is_own_thread_at_work:
+            return False
+        try:  # likewise
+            if not self._worker.begin():
+                return False
+            self.settle_or_end()
+            closings, plan = self.shortcut.closings, self._plan.free
+            if plan is None or not native.is_valid or not self._is_free():
+                return False
+            if not plan.has_next(native.request, sequence):
+                return False
+            self._learn(plan, plan.ready, native, unnamed)
+            self.shortcut.open(plan.done, self._worker.heard, closings)
+            return True
+        finally:
+            try:  # noqa: SIM105 (likewise)
+                self._worker.at_work.release()
+            except RuntimeError:
+                pass
+
+    def reopen(self, closings: int) -> None:
+        """Open the shortcut for what comes next, if nothing is under way. By who is at work.
+
+        Args:
+            closings: how often it had been closed, by something that is complete now, or before that.
+        """
+        plan = self._plan.free
+        if plan is not None and not plan.waits and self._is_free():
+            self.shortcut.open(plan.done, self._worker.heard, closings)
+
     def settle(self) -> None:
-        """Count what the shortcut has done, and close it. By who is at work."""
+        """Count what the shortcut has done, complete or leave what it has started, and close it. By who is at work."""
         self.shortcut.close()
         for prepared, times in self.shortcut.take():
             plan = self._plan.plan
@@ -145,9 +189,24 @@ class AtOnce:
             plan.count_done(prepared.request, times)
             prepared.count_done(times)
             self._done(prepared.label, times)
+        started = self.shortcut.take_started()
+        if started is not None:
+            native, sequence, source, target, owner = started.operation
+            try:
+                result = started.complete_now()
+                started.settle(self._proceed(native, sequence, source, target, owner, result))
+            except BaseException as error:
+                started.fail(error)
+                raise
 
     def forget(self) -> None:
         """What was prepared is done another way from now on, or not at all. By who is at work, if anybody is."""
+        started = self.shortcut.take_started()
+        if started is not None:  # nobody will be at work any more
+            native, sequence, source, target, owner = started.operation
+            submission = native.submission(sequence, native.tensors(source, target, owner))
+            self._in_flight.resume(submission)
+            started.settle(submission)
         self.shortcut.forget()
         self._known.clear()
         self.prepared = Remembered()  # another one, as a thread may be making what enters the one before
@@ -158,10 +217,10 @@ class AtOnce:
         if self._worker.is_own_thread_at_work:
             return
         until_s = time.monotonic() + _SOON_S
-        while self.shortcut.untold:
+        while self.shortcut.untold or self.shortcut.has_started:
             try:
                 if self._worker.begin():
-                    self._settle()
+                    self.settle_or_end()
                     return
             finally:
                 try:  # noqa: SIM105 (likewise)
@@ -172,7 +231,16 @@ class AtOnce:
                 return
             time.sleep(_NAP_S)
 
-    def _settle(self) -> None:
+    def _await_settled(self) -> None:
+        """Somebody waits for what was started, and somebody else is at work, or was: that it be settled."""
+        if self._worker.is_own_thread_at_work:
+            raise RuntimeError("an operation was waited for by a signal handler that interrupted hvdlite at work")
+        if self.shortcut.has_started:
+            self.settle_soon()
+        else:
+            time.sleep(_NAP_S)
+
+    def settle_or_end(self) -> None:
         """The same on a thread that an interrupt may hit in the middle of it: that is the end then."""
         try:
             self.settle()
@@ -203,8 +271,14 @@ class AtOnce:
         self, native: Native[Any], sequence: int, source: int, target: int, owner: object, result: int
     ) -> Submission | None:
         """What the shortcut has begun, at work, and not done without a remark; what is left to be waited for."""
+        self.settle_or_end()
+        return self._proceed(native, sequence, source, target, owner, result)
+
+    def _proceed(
+        self, native: Native[Any], sequence: int, source: int, target: int, owner: object, result: int
+    ) -> Submission | None:
+        """The same of what comes next, with nothing left to be counted."""
         try:  # others know that this rank is ready, so it has to be counted
-            self.settle()
             tensors, plan, number = native.tensors(source, target, owner), self._plan.free, self._plan.number
             assert plan is not None
             begun = plan.begin_next(native.request, sequence)
@@ -233,10 +307,10 @@ class AtOnce:
             if known is not None:
                 self._show(plan, *known)
 
-    def _learn(self, plan: FrozenPlan, prepared: Prepared[T], unnamed: Count | None) -> None:
-        """What was done is the shortcut's from now on, if it can do it."""
+    def _learn(self, plan: FrozenPlan, number: int, prepared: Prepared[T], unnamed: Count | None) -> None:
+        """Operation ``number`` is the shortcut's from now on, if it can do it."""
         native = prepared.native
-        if native is not None and not self.shortcut.knows((plan.done - 1) % len(plan), native):
+        if native is not None and not self.shortcut.knows(number % len(plan), native):
             self._known.remember(native.request, (native, unnamed))
             self._show(plan, native, unnamed)
 

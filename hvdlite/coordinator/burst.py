@@ -60,9 +60,14 @@ class Burst(Future):
         parts: of every operation that was submitted so far.
         is_open: more of it is to come.
         has_succeeded: all of it is done, as one.
+        complete: of one that was started, and the thread was not rung for: does the rest, once all ranks have started
+            it, for which it waits if it is told to; it may also do nothing, and leave it to the thread.
     """
 
-    __slots__ = ("_apart", "_take_apart", "has_succeeded", "is_open", "known", "parts", "pause_s", "since_ns")
+    __slots__ = (
+        "_apart", "_keys", "_take_apart", "complete", "has_succeeded", "is_open", "known", "parts", "pause_s",
+        "since_ns",
+    )  # fmt: skip
 
     def __init__(self, known: KnownBurst, since_ns: int, pause_s: float, take_apart: Callable[[], object]) -> None:
         super().__init__()
@@ -72,8 +77,10 @@ class Burst(Future):
         self.parts: list[Part] = []
         self.is_open = True
         self.has_succeeded = False
+        self.complete: Callable[[Burst, bool], None] | None = None
         self._take_apart = take_apart
         self._apart: Sequence[Submission] = ()
+        self._keys: Collection[Key] = ()
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -83,10 +90,15 @@ class Burst(Future):
     @property
     def keys(self) -> Collection[Key]:
         """Of all that was submitted of it."""
-        names, parts = self.known.names, self.parts
+        if self._keys:
+            return self._keys
+        names, parts, requests = self.known.names, self.parts, self.known.requests
         if len(names) == len(parts):
             return names
-        return [(request.name, part[2]) for request, part in zip(self.known.requests, parts, strict=False)]
+        keys = [(request.name, part[2]) for request, part in zip(requests, parts, strict=False)]
+        if len(parts) == len(requests):  # which are all
+            self._keys = keys
+        return keys
 
     def labels(self) -> Iterator[tuple[Request, str]]:
         """The request of every operation, and its name for people."""
@@ -98,6 +110,8 @@ class Burst(Future):
         if self.is_open:  # the rest may come only after this
             self._take_apart()
         self.ask()
+        if self.complete is not None and not self.is_done:
+            self.complete(self, True)
         self._sleep()
         if self._apart:
             self._apart[number].wait()
@@ -109,6 +123,8 @@ class Burst(Future):
         if self.is_open:
             self._take_apart()
         self.ask()
+        if self.complete is not None and not self.is_done:
+            self.complete(self, False)
         return self._apart[number].poll() if self._apart else self.is_done
 
     def succeed(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -23,14 +24,20 @@ from hvdlite.coordinator.submission import Future, Pace, Submission
 
 
 class Recipient(Protocol):
-    """Is asked with the lock of what is in flight."""
+    """Is asked with the lock of what is in flight, but where it says so."""
 
     @property
     def position(self) -> int:
         """In the period of the plan, of what is submitted next; -1 where that is not known."""
 
-    def take_over(self, made: Sequence[Burst | Submission], /) -> None:
-        """A burst which is complete; or submissions."""
+    def settle_started(self) -> None:
+        """What comes before it is done, or waits in the plan. Without that lock."""
+
+    def take_over(self, made: Sequence[Burst | Submission], /, *, background: bool = True) -> None:
+        """A burst which is complete, and `begin` follows; or submissions, in the background."""
+
+    def begin(self, burst: Burst) -> None:
+        """Begin what was taken over. Without that lock."""
 
     def look_within(self, seconds: float) -> None:
         """Have `Collector.look` called by then."""
@@ -59,12 +66,13 @@ class Collector:
         self._pace = pace
         self._recipient = recipient
         self._clock = clock
-        self._since_s = 0.0  # of what is open
+        self._since_s = -math.inf  # of what was opened last
         self._known: Mapping[int, KnownBurst] = {}
         self._signatures: Remembered[Signature] = Remembered()  # by the requests that they make
         self._open: Burst | None = None
-        self.native = Collecting()
-        """What `take` would do as well, unless it is the first or the last of a burst."""
+        own = weakref.proxy(self)
+        self.native = Collecting(in_flight.lock, lambda known: own._opens(known), lambda burst: own._complete(burst))
+        """What `take` would do as well, where all of it came before."""
         self.expects_bursts = False
         """Whether `take` may do something."""
 
@@ -89,6 +97,7 @@ class Collector:
         Returns:
             The burst, and which of its operations this is.
         """
+        self._recipient.settle_started()
         with self._in_flight.lock:
             burst = self._open or self._begin(request)
             if burst is None:
@@ -101,11 +110,25 @@ class Collector:
                     return None
                 expected[number] = request  # an equal one has come over the wire
             burst.parts.append((source, target, NAMED if count is None else count(request.label), owner))
-            if number + 1 == len(expected):
-                self.native.end()
-                self._recipient.take_over((burst,))
-                self._open, burst.is_open = None, False
+        if number + 1 == len(expected):
+            self._complete(burst)
         return burst, number
+
+    def _complete(self, burst: Burst) -> None:
+        """All of it is there."""
+        with self._in_flight.lock:
+            if self._open is not burst:  # another thread has taken it apart
+                return
+            self.native.end()
+            self._recipient.take_over((burst,), background=False)
+            self._open, burst.is_open = None, False
+        self._recipient.begin(burst)
+
+    def _opens(self, known: KnownBurst) -> bool:
+        """Begin a burst, if ``known`` comes next; whether it has."""
+        self._recipient.settle_started()
+        with self._in_flight.lock:
+            return self._open is None and self._begin(known.requests[0]) is not None
 
     def _begin(self, request: Request) -> Burst | None:
         known = self._known.get(self._recipient.position)
@@ -115,7 +138,7 @@ class Collector:
         self._open = burst = Burst(known, now_ns, self._pace.step(now_ns), self.take_apart)
         burst.assist, burst.pace, self._since_s = self._assist, self._pace, self._clock()
         self._recipient.look_within(BURST_S)
-        self.native.begin(burst, burst.parts, known.signatures, self._in_flight.lock)
+        self.native.begin(burst, burst.parts, known.signatures)
         return burst
 
     def learn(self, burst: Burst, number: int, signature: Callable[[], Signature]) -> bool:
@@ -162,13 +185,19 @@ class Collector:
                 signature = self._signatures.get(request)
                 if signature is not None:
                     burst.signatures.learn(number, signature)
+        self.native.follow([(burst, burst.signatures) for burst in known.values()])
         self.take_apart()
 
     def patience_s(self) -> float:
-        """When to `look` again."""
-        return math.inf if self._open is None else max(0.0, self._since_s + BURST_S - self._clock())
+        """When to `look` again. Where a burst has just come more may, so that the thread need not be rung for each."""
+        left_s = self._left_s
+        return max(0.0, left_s) if self._open is not None or left_s > 0 else math.inf
+
+    @property
+    def _left_s(self) -> float:
+        return self._since_s + BURST_S - self._clock()
 
     def look(self) -> None:
         """Take apart what takes too long."""
-        if self._open is not None and self.patience_s() <= 0:
+        if self._open is not None and self._left_s <= 0:
             self.take_apart()

@@ -36,6 +36,7 @@ from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.progress import Progress
 from hvdlite.coordinator.readiness import Readiness, ReadinessAcrossNodes, ReadinessInNode
 from hvdlite.coordinator.request import Request
+from hvdlite.coordinator.small_bursts import SmallBursts
 from hvdlite.coordinator.stall import status_of
 from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.coordinator.tree import Tree
@@ -113,6 +114,18 @@ class Coordinator:
             lambda: own._owner.check(),
             clock,
         )
+        self._small_bursts = SmallBursts(
+            self._worker,
+            self._plan,
+            owner.recorder,
+            self.at_once,
+            lambda burst: own._admit_only(burst),
+            self._execution.burst_was_done,
+            lambda known: own._owner.prepare_burst(known),
+            lambda error: own._end(error),
+            lambda: own._owner.check(),
+            clock,
+        )
 
     # From user threads.
 
@@ -128,6 +141,7 @@ class Coordinator:
             ValueError: this rank has joined.
         """
         in_flight = self._in_flight
+        self.settle_started()
         with in_flight.lock:
             self.at_once.shortcut.close()
             self.collector.interrupt()
@@ -139,6 +153,12 @@ class Coordinator:
             self._progress.submissions += 1
             if background:
                 self.ring_once()
+
+    def settle_started(self) -> None:
+        """What was started comes before all that is submitted from here on, which may be of its name."""
+        if self.at_once.shortcut.has_started:
+            self.at_once.settle_soon()
+        self._small_bursts.settle()
 
     def do_at_once(self, submission: Submission) -> bool:
         """Do an operation whose caller waits for it, if it comes next in a plan that runs free.
@@ -157,8 +177,12 @@ class Coordinator:
         if submission.device is not None:
             self._worker.see_to_the_rest()
 
-    def take_over(self, made: Sequence[Submission | Burst]) -> None:
-        """What was collected; with the lock of what is in flight."""
+    def take_over(self, made: Sequence[Submission | Burst], *, background: bool = True) -> None:
+        """What was collected; with the lock of what is in flight.
+
+        Args:
+            background: False where `begin` follows.
+        """
         in_flight = self._in_flight
         if in_flight.closed is not None:
             for one in made:
@@ -171,7 +195,28 @@ class Coordinator:
         self._pace.last_label = made[-1].label
         self.collector.handed_over()
         self._queue.extend(made)  # no interrupt comes in between
-        self.ring_once()
+        if background:
+            self.ring_once()
+
+    def begin(self, burst: Burst) -> None:
+        """Begin a burst that was taken over: on this thread if it is of few bytes, and comes next."""
+        has_begun = False
+        try:
+            has_begun = self._small_bursts.start(burst)
+        finally:
+            if not has_begun:
+                with self._in_flight.lock:
+                    self.ring_once()
+
+    def _admit_only(self, burst: Burst) -> bool:
+        """By who is at work: whether all there is to do is ``burst``, and the plan, which runs free, has taken it."""
+        plan, queue = self._plan.free, self._queue
+        if plan is None or plan.waits or len(queue) != 1 or queue[0] is not burst:
+            return False
+        if not self._plan.admit_burst(burst, self._clock()):
+            return False
+        queue.popleft()
+        return True
 
     @property
     def position(self) -> int:
@@ -231,15 +276,20 @@ class Coordinator:
         del self._owner
         self._execution.retire()
         self._worker.retire()
-        self.at_once.forget()
+        self.forget_prepared()
         if isinstance(self._in_flight.closed, ShutDownError):
             self._in_flight.closed.with_traceback(None)  # frames of who was refused
 
     def refuse(self, error: HorovodInternalError) -> None:
         """Fail later submissions with ``error``, and those in flight, where nobody is at work any more."""
         self._in_flight.refuse(error)
-        self.at_once.forget()
+        self.forget_prepared()
         self.collector.end()
+
+    def forget_prepared(self) -> None:
+        """What was prepared is done another way from now on, or not at all. By who is at work, if anybody is."""
+        self.at_once.forget()
+        self._small_bursts.forget()
 
     def statistics(self) -> dict[str, int]:
         """What it has done, said and heard so far; see `hvdlite.statistics`."""

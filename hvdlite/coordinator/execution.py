@@ -50,8 +50,7 @@ class Execution:
     def count_and_execute(self, batch: Batch) -> None:
         """Do operations of a plan, which the log does not name, together."""
         if isinstance(batch, Burst):
-            self._progress.counted += len(batch.parts)
-            self._progress.batches += 1
+            self._count_burst(batch)
             self._execute_burst(batch)
         elif batch:
             self._progress.counted += len(batch)
@@ -95,6 +94,16 @@ class Execution:
         self._owner.execute_burst(burst)
         self._in_flight.finish()
         burst.succeed()
+
+    def burst_was_done(self, burst: Burst) -> None:
+        """By a native call; perhaps once more, where an interrupt has come."""
+        self._in_flight.remove(burst)
+        self._count_burst(burst)
+        burst.succeed()
+
+    def _count_burst(self, burst: Burst) -> None:
+        self._progress.counted += len(burst.parts)
+        self._progress.batches += 1
 
     def _record_negotiation(self, request: Request, label: str, since_ns: int, now_ns: int) -> None:
         kind = request.label

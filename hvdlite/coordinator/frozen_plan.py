@@ -65,6 +65,13 @@ class FrozenPlan:
         known = {start: KnownBurst(entries[start:end], end) for start, end in pairwise(begins) if end - start > 1}
         self.known_bursts = {start: burst for start, burst in known.items() if burst.can_be_collected}
         """By the places of their first operations in the period."""
+        self._in_burst = {
+            start: [
+                (self._turns[request], *self._numbers_of(request, sequence)) for request, sequence in entries[start:end]
+            ]
+            for start, end in pairwise(begins)
+            if start in self.known_bursts
+        }
 
     def restart(self) -> None:
         """Begin anew, with nothing submitted; only if it does not count."""
@@ -110,27 +117,43 @@ class FrozenPlan:
         turn, first = divmod(start, len(self._entries))
         if self.ready != start or self.has_gap or self.known_bursts.get(first) is not burst.known:
             return False
+        known = self._in_burst[first]
         if len(burst.known.names) < len(burst.parts):
-            expected = [self._sequence_at(first + at, turn) for at in range(end - start)]
+            expected = [number + turn * grows_by for _, number, grows_by in known]
             if expected != [part[2] for part in burst.parts]:
                 return False
-        for request in burst.known.requests:
-            turns = self._turns_of(request)
-            assert turns is not None, request
+        for turns, _, _ in known:
             turns.offered += 1
         self._pending.update(dict.fromkeys(range(start, end), burst))
         self.ready = end
         return True
 
+    def _numbers_of(self, request: Request, sequence: int) -> tuple[int, int]:
+        """The sequence in the first period of what has come as ``sequence``, and how it grows with each."""
+        if sequence == NAMED:
+            return NAMED, 0
+        grows_by = self._per_period[request.name]
+        return sequence + grows_by, grows_by
+
     def _sequence_at(self, position: int, turn: int) -> int:
-        request, sequence = self._entries[position]
-        return sequence if sequence == NAMED else sequence + (turn + 1) * self._per_period[request.name]
+        first, grows_by = self._numbers_of(*self._entries[position])
+        return first + turn * grows_by
 
     def begin_next(self, request: Request, sequence: int) -> bool:
         """Count as ready what comes next, while nothing else is waited for; whether ``request`` is that.
 
         With nothing in between, `done` follows as far as `ready`, or `leave_next`, or `cancel_next`.
         """
+        if not self.has_next(request, sequence):
+            return False
+        turns = self._turns_of(request)
+        assert turns is not None, request
+        turns.offered += 1
+        self.ready += 1
+        return True
+
+    def has_next(self, request: Request, sequence: int) -> bool:
+        """Whether ``request`` comes next, is done alone, and nothing is waited for."""
         if self._pending or self.done != self.ready:
             return False
         turn, position = divmod(self.ready, len(self._entries))
@@ -138,13 +161,7 @@ class FrozenPlan:
         if (expected is not request and expected != request) or sequence != self._sequence_at(position, turn):
             return False
         start, end = self._burst_at[position]
-        if end - start > 1:
-            return False
-        turns = self._turns_of(request)
-        assert turns is not None, request
-        turns.offered += 1
-        self.ready += 1
-        return True
+        return end - start == 1
 
     def cancel_next(self, request: Request) -> None:
         """Nobody was told."""
@@ -170,8 +187,7 @@ class FrozenPlan:
         for place in self._turns[request].positions:
             start, end = self._burst_at[place]
             if end - start == 1:
-                sequence = self._sequence_at(place, 0)
-                yield place, sequence, 0 if sequence == NAMED else self._per_period[request.name]
+                yield place, *self._numbers_of(*self._entries[place])
 
     def leave_next(self, submission: Submission) -> None:
         """It waits for other ranks."""
@@ -255,6 +271,10 @@ class FrozenPlan:
     def waits(self) -> bool:
         """Whether this rank has submitted anything that is not done."""
         return bool(self._pending)
+
+    def has_only(self, burst: Burst) -> bool:
+        """Whether this rank has submitted ``burst``, and nothing else is waited for."""
+        return self._pending.get(self.done) is burst and self._pending.get(self.ready - 1) is burst
 
     @property
     def has_gap(self) -> bool:

@@ -157,6 +157,13 @@ class InFlight:
                 self._executing = burst.keys
         return is_there
 
+    def remove(self, burst: Burst) -> None:
+        """All that is in ``burst`` is no longer in flight, if it was."""
+        with self.lock:
+            for key in burst.keys:
+                if self._futures.get(key) is burst:
+                    del self._futures[key]
+
     def finish(self) -> None:
         """What was being executed is no longer in flight."""
         with self.lock:

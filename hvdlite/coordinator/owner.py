@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hvdlite.config import Config
-from hvdlite.coordinator.burst import Burst
+from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.prepared import PreparedBurst
 from hvdlite.coordinator.readiness import Early
 from hvdlite.coordinator.submission import Submission
 from hvdlite.recorder import Recorder
@@ -43,6 +44,9 @@ class Owner(Protocol):
     @property
     def execute_burst(self) -> Callable[[Burst], object]:
         """Does all of a burst at once, as all ranks do."""
+
+    def prepare_burst(self, known: KnownBurst) -> PreparedBurst | None:
+        """What does that of a burst of few bytes as well; None of any other."""
 
     def withdraw(self) -> None:
         """A plan that ran free has ended: what prepared operations have begun, and not done, will not be."""

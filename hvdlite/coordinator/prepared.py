@@ -98,3 +98,16 @@ class Native(Prepared[T], Protocol[T]):
 
     def tensors(self, source: int, target: int, owner: object) -> T:
         """Of one tensor at the address ``source`` whose result goes to ``target``."""
+
+
+class PreparedBurst(Protocol):
+    """All of a burst as one native call of two phases, again and again; see `hvdlite.collectives.base.PreparedCall`."""
+
+    @property
+    def direct(self) -> DirectCall: ...
+
+    def last(self) -> tuple[int, int, int]: ...
+
+    def resume(self, result: int, /) -> int: ...
+
+    def count_done(self, times: int, /) -> None: ...

@@ -139,11 +139,21 @@ class Worker:
 
     def follow(self) -> None:
         """Of who is at work: look for what has rung meanwhile, which the thread may have slept through."""
+        self._catch_up()
+        self.see_to_the_rest()
+
+    def catch_up(self) -> bool:
+        """Of who is at work, and looks to `see_to_the_rest` later: the same, if anything has rung; whether it has."""
+        has_rung = self._page.rings() != self.heard
+        if has_rung:
+            self._catch_up()
+        return has_rung
+
+    def _catch_up(self) -> None:
         busy = True
         while busy and not self._work.has_ended:
             self.heard = self._page.rings()
             busy = self._work.cycle()
-        self.see_to_the_rest()
 
     def see_to_the_rest(self) -> None:
         """Of who is at work, and leaves something under way: the thread looks for it soon enough."""

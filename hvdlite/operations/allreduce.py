@@ -21,11 +21,12 @@ from hvdlite.memory.layout import Layout, concatenated
 from hvdlite.memory.views import TensorView
 from hvdlite.operations.one_allreduce import OfTensors
 from hvdlite.operations.operation import Operation, Work
+from hvdlite.operations.prepared_burst import PreparedBurst
 from hvdlite.operations.reducing import ReducingOperation
 from hvdlite.recorder import Lane
 
 if TYPE_CHECKING:
-    from hvdlite._native import TensorList
+    from hvdlite._native import ReadyCounts, TensorList
 
 _TELLING_BYTES = 256 << 10  # from here on bytes matter more than what every allreduce costs
 
@@ -131,6 +132,16 @@ class Allreduce(ReducingOperation, OfTensors):
             self._reduce_tensors(engine, sources, targets, layout, label)
 
         return run
+
+    def prepare_small_burst(
+        self, engine: Engine, requests: Sequence[Operation], counts: ReadyCounts, patience_s: float
+    ) -> PreparedBurst | None:
+        layout, label = _together(requests), requests[0].name
+        reduction = self.reduced_by(engine, layout)
+        call = engine.backend.prepare_allreduce(counts, layout, reduction, None, patience_s, label)
+        if call is None or call.direct is None or not call.direct.has_two_phases:
+            return None
+        return PreparedBurst(engine.executed, call, call.direct, layout.nbytes)
 
     def layout_in(self, engine: Engine) -> Layout | None:
         return self.only_layout

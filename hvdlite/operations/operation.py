@@ -10,10 +10,11 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hvdlite.coordinator.burst import Run
 from hvdlite.coordinator.messages import KNOWN_REQUESTS, Response
+from hvdlite.coordinator.prepared import PreparedBurst
 from hvdlite.coordinator.request import Request, TensorSpec
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType
@@ -21,6 +22,9 @@ from hvdlite.engine import Engine
 from hvdlite.memory.base import Memory
 from hvdlite.memory.layout import Layout
 from hvdlite.memory.views import TensorView
+
+if TYPE_CHECKING:
+    from hvdlite._native import ReadyCounts
 
 K = TypeVar("K", bound="Operation")
 
@@ -73,6 +77,16 @@ class Operation(Request):
 
     def prepare_burst(self, engine: Engine, requests: Sequence[Operation]) -> Run:
         """What does ``requests``, which travel together and of which this is the first, again and again."""
+        raise NotImplementedError
+
+    def prepare_small_burst(
+        self, engine: Engine, requests: Sequence[Operation], counts: ReadyCounts, patience_s: float
+    ) -> PreparedBurst | None:
+        """The same as one native call of two phases; None where that is not of few bytes.
+
+        Args:
+            patience_s: how long the call waits for ranks to be ready, before it returns.
+        """
         raise NotImplementedError
 
     def early_layout(self, engine: Engine) -> Layout | None:

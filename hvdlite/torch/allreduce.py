@@ -19,7 +19,7 @@ from hvdlite.torch.differentiated import applied_to_tangents, has_tangents, is_d
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Adasum, Average, ReduceOptions, Sum, reduce_options
-from hvdlite.torch.repeated import again, begun_in_burst, reduced_at_once
+from hvdlite.torch.repeated import again, begun_at_once, reduced_at_once
 from hvdlite.torch.start import start_allreduce
 
 
@@ -155,7 +155,7 @@ def allreduce_async(
 ) -> Handle[torch.Tensor]:
     """`allreduce` as a handle. ``tensor`` must not change before it is complete."""
     if average is None:
-        handle = begun_in_burst(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=False)
+        handle = begun_at_once(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=False)
         if handle is not None:
             return handle
     options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)
@@ -195,7 +195,7 @@ def allreduce_async_(
 ) -> Handle[torch.Tensor]:
     """`allreduce` in place, as a handle. ``tensor`` is undefined before it is complete."""
     if average is None:
-        handle = begun_in_burst(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
+        handle = begun_at_once(tensor, name, op, prescale_factor, postscale_factor, process_set, in_place=True)
         if handle is not None:
             return handle
     options = reduce_options(average, op, prescale_factor, postscale_factor, process_set)

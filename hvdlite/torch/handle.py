@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.compiler import disable, is_dynamo_compiling
 
+from hvdlite._native import Started
 from hvdlite.coordinator.burst import Burst
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 from hvdlite.torch.eager import eager
@@ -114,6 +115,36 @@ class HandleInBurst(Handle[torch.Tensor]):
                 burst.wait(self._number)
         else:
             burst.wait(self._number)
+        return self._result
+
+
+class StartedHandle(Handle[torch.Tensor]):
+    """Of an operation that native code has started: no more than it must be either.
+
+    Args:
+        started: the operation.
+        result: what it has brought when it is complete.
+        name: the user's, if there is one.
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, recorder: Recorder, started: Started, result: torch.Tensor, name: str | None) -> None:
+        self._pending = started
+        self._recorder = recorder
+        self._name = name
+        self._result = result
+
+    def map(self, function: Callable[[torch.Tensor], U]) -> Handle[U]:
+        """See `Handle`."""
+        label = label_of("allreduce", self._name)
+        return Handle(self._pending, self._recorder, label, lambda: function(self._result))
+
+    def synchronize(self) -> torch.Tensor:
+        """See `Handle`."""
+        if is_dynamo_compiling():
+            return disable(self.synchronize)()  # type: ignore[no-untyped-call, no-any-return]
+        self._pending.wait()
         return self._result
 
 

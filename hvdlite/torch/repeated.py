@@ -75,8 +75,26 @@ def reduced_at_once(
         return None
     if address is None:
         return _reduced_on_device(tensor, name, op, prescale, postscale, process_set, compression, in_place, group)
-    prescale, postscale = number(prescale), number(postscale)
     home = group.memory.find(address, tensor.nbytes) if in_place else None
+    prepared = _prepared(group, tensor, name, op, prescale, postscale, process_set, compression, home)
+    if prepared is None:
+        return None
+    result = tensor if in_place else torch.empty_like(tensor)
+    return performed(group, prepared, tensor, address, result, name, home)
+
+
+def _prepared(
+    group: Group,
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    compression: AnyCompressor,
+    home: Home | None,
+) -> PreparedAllreduce | None:
+    prescale, postscale = number(prescale), number(postscale)
     place = None if home is None else home.place
     key = Allreduce, name, op, prescale, postscale, compression, tensor.dtype, tensor.shape, place
 
@@ -85,12 +103,9 @@ def reduced_at_once(
         return PreparedAllreduce.of(group, request, home)
 
     prepared = prepared_once(group, key, prepare)
-    if prepared is None:
-        return None
-    if compression is Compression.none:
+    if prepared is not None and compression is Compression.none:
         show(process_set, group, prepared, tensor, name, op, prescale, postscale)
-    result = tensor if in_place else torch.empty_like(tensor)
-    return performed(group, prepared, tensor, address, result, name, home)
+    return prepared
 
 
 def _reduced_on_device(
@@ -153,7 +168,7 @@ def broadcast_at_once(
     return performed(group, prepared, tensor, address, result, name)
 
 
-def begun_in_burst(
+def begun_at_once(
     tensor: torch.Tensor,
     name: str | None,
     op: int | None,
@@ -164,11 +179,25 @@ def begun_in_burst(
     in_place: bool,
 ) -> Handle[torch.Tensor] | None:
     """The handle of the operation; None where nothing was done, and it must be started as any other."""
-    if not issubclass(type(process_set), ProcessSet):
-        return None
-    group = process_set.group_of_members()
+    group = preparing_group(process_set)
     if group is None:
         return None
+    asked = tensor, name, op, prescale, postscale, process_set, in_place
+    handle = _begun_in_burst(group, *asked)
+    return _begun_alone(group, *asked) if handle is None else handle
+
+
+def _begun_in_burst(
+    group: Group,
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    in_place: bool,
+) -> Handle[torch.Tensor] | None:
+    """As part of a burst."""
     collector = group.world.coordinator.collector
     if not collector.expects_bursts:
         return None
@@ -194,6 +223,32 @@ def begun_in_burst(
     if collector.learn(burst, place, lambda: signature_of(Allreduce.label, tensor, name, op, prescale, postscale)):
         shorten(process_set, group)
     return HandleInBurst(group.recorder, burst, place, result, name)
+
+
+def _begun_alone(
+    group: Group,
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    in_place: bool,
+) -> Handle[torch.Tensor] | None:
+    """Of few bytes."""
+    coordinator = group.world.coordinator
+    coordinator.settle_started()
+    if not coordinator.at_once.is_free:
+        return None
+    address = usual_address(tensor, name, op)
+    if address is None:
+        return None
+    home = group.memory.find(address, tensor.nbytes) if in_place else None
+    prepared = _prepared(group, tensor, name, op, prescale, postscale, process_set, Compression.none, home)
+    if prepared is None or not group.opens_for(prepared, name):
+        return None
+    handle: Handle[torch.Tensor] | None = group.shortcuts.submit(tensor, name, op, prescale, postscale, in_place)
+    return handle
 
 
 def _request(

@@ -27,7 +27,7 @@ from hvdlite.operations.prepared import PreparedOperation, Tensors, can_be_prepa
 from hvdlite.operations.reducescatter import Reducescatter
 from hvdlite.torch import device
 from hvdlite.torch.device import is_on_device
-from hvdlite.torch.handle import HandleInBurst
+from hvdlite.torch.handle import HandleInBurst, StartedHandle
 from hvdlite.torch.process_set import ProcessSet
 
 Shortcut = Callable[..., Any]
@@ -71,12 +71,15 @@ def shorten(process_set: ProcessSet, group: Group) -> None:
     """Have callers ask what knows the operations of ``group``."""
     are_real = type(device.gpus) is device.Gpus  # else memory of the host may be said to be a GPU's
     if group.shortcuts is None and are_real:
-        coordinator, unnamed = group.world.coordinator, group.unnamed(Allreduce.label)
-        make_handle = partial(HandleInBurst, group.recorder)
+        coordinator, label = group.world.coordinator, Allreduce.label
+        shortcut = coordinator.at_once.shortcut
+        makers = [partial(made, group.recorder) for made in (StartedHandle, HandleInBurst)]
         kinds = (Allreduce, Broadcast, Allgather, Alltoall, Reducescatter, Barrier)
         group.shortcuts = Shortcuts(
-            coordinator.collector.native.function(Allreduce.label, make_handle, torch.empty_like, NAMED, unnamed),
-            *[coordinator.at_once.shortcut.function(kind.label, torch.empty_like) for kind in kinds],
+            shortcut.submitting_function(
+                label, makers[0], coordinator.collector.native, makers[1], torch.empty_like, NAMED, group.unnamed(label)
+            ),
+            *[shortcut.function(kind.label, torch.empty_like) for kind in kinds],
         )
     process_set.shortcuts = group.shortcuts
 

@@ -106,6 +106,12 @@ def burst():
     for handle in handles:
         hvd.synchronize(handle)
 
+def few():
+    hvd.synchronize(hvd.allreduce_async_(values[0], name="alone"))
+    handles = [hvd.allreduce_async_(values[0].clone(), name=f"of few {i}") for i in range(4)]
+    for handle in handles:
+        hvd.synchronize(handle)
+
 def others():
     hvd.broadcast_(values[0], 0, name="b")
     hvd.allgather(values[1], name="g")
@@ -120,7 +126,7 @@ def training():
     model(torch.ones(4, 50)).sum().backward()
     optimizer.step()
 
-step = {"blocking": blocking, "burst": burst, "optimizer": training, "others": others}[way]
+step = {"blocking": blocking, "burst": burst, "few": few, "optimizer": training, "others": others}[way]
 for _ in range(30):
     step()
 assert world.coordinator.runs_free or way != "blocking"
@@ -133,7 +139,7 @@ while True:
     if random.random() < 0.1:
         time.sleep(random.uniform(0.0, 2e-3))
 """
-WAYS = ["blocking", "burst", "optimizer", "others"]
+WAYS = ["blocking", "burst", "few", "optimizer", "others"]
 
 
 def strike(told: Path, number: int, ended: threading.Event) -> None:
@@ -185,6 +191,7 @@ def test_killed_at_any_point(tmp_path: Path, number: int) -> None:
     ("victim", "way", "number"),
     [
         (0, "burst", signal.SIGKILL),
+        (2, "few", signal.SIGKILL),
         (1, "optimizer", signal.SIGKILL),
         (1, "others", signal.SIGKILL),
         (2, "blocking", signal.SIGSTOP),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from mutant import Mutant
 
 _SHORTCUT = "2 mpi/test_shortcut.py"
+_STARTED = "2 mpi/test_started.py"
+_SMALL_BURSTS = "unit/test_small_bursts.py"
 _CHANGES = "unit/test_plan_changes.py"
 _BROADCASTS = "2 mpi/test_small_broadcasts.py"
 _PACKETS = "2 mpi/test_packets.py"
@@ -38,14 +40,14 @@ MUTANTS = [
         _SHORTCUT,
     ),
     Mutant("csrc/signature.cpp", "address == place_ && ", "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", "    if (is_true(result, names().requires_grad)) return {};\n", "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", "  if (is_true(recorder_, enabled)) return {};\n", "", _SHORTCUT),
+    Mutant("csrc/shortcut.cpp", "    if (is_true(next.result, names().requires_grad)) return false;\n", "", _SHORTCUT),
+    Mutant("csrc/shortcut.cpp", "  if (is_true(recorder_, enabled)) return false;\n", "", _SHORTCUT),
     Mutant("csrc/shortcut.cpp", "  if (entry->unnamed != nullptr) ++entry->unnamed->next;\n", "", _SHORTCUT),
     Mutant("csrc/shortcut.cpp", "if (PyErr_CheckSignals() != 0) interrupt.emplace();", "", "2 mpi/test_prepared.py"),
     Mutant(
         "csrc/collecting.cpp",
-        "  if (signatures_ == nullptr || parts_.size() + 1 >=",
-        "  if (signatures_ == nullptr || parts_.size() >=",
+        "signatures_ == signatures && parts_.size() == signatures->by_place.size()",
+        "signatures_ == signatures && expected() == nullptr",
         _SHORTCUT,
     ),
     Mutant(
@@ -70,6 +72,17 @@ MUTANTS = [
         "  while (true) {\n",
         "sanitizers/test_threads.py",
     ),
+    Mutant("csrc/shortcut.cpp", "  if (starts && entry->call->split_phase() == nullptr) return false;\n", "", _STARTED),
+    Mutant("csrc/shortcut.cpp", "if (starts) next.owner = owner_of(arguments.tensor, next.result);", "", _STARTED),
+    Mutant("hvdlite/coordinator/at_once.py", "            self._in_flight.resume(submission)\n", "", _STARTED),
+    Mutant("hvdlite/coordinator/at_once.py", "                started.fail(error)\n", "", "1 mpi/test_started.py"),
+    Mutant("hvdlite/coordinator/coordinator.py", "        self.settle_started()\n", "", _STARTED),
+    Mutant(
+        "hvdlite/coordinator/small_bursts.py",
+        "        if outcome is not _NOT_YET:\n            self._take(plan, burst, prepared)\n        self._worker",
+        "        self._worker",
+        _SMALL_BURSTS,
+    ),
     Mutant("csrc/shortcut.cpp", "return entries_.at(position).prepared.is(prepared);", "return true;", _SHORTCUT),
     Mutant("hvdlite/coordinator/plan_member.py", " if earlier.has_lasted else None", "", _CHANGES),
     Mutant(
@@ -88,7 +101,7 @@ MUTANTS = [
         _SHORTCUT,
     ),
     # Few bytes are an allreduce.
-    Mutant("csrc/shortcut.cpp", "entry->gives ? address : 0", "address", _BROADCASTS),
+    Mutant("csrc/shortcut.cpp", "entry->gives ? next.input : 0", "next.input", _BROADCASTS),
     Mutant("hvdlite/operations/broadcast.py", "return rank == self.root_rank", "return True", _BROADCASTS),
     Mutant(
         "hvdlite/operations/prepared.py",
@@ -160,5 +173,5 @@ MUTANTS = [
         "        if False:\n            self._begun",
         "2 mpi/test_prepared.py -k profiled",
     ),
-    Mutant("hvdlite/world.py", "        self.coordinator.at_once.forget()\n", "", "2 mpi/test_prepared.py -k little"),
+    Mutant("hvdlite/world.py", "        self.coordinator.forget_prepared()\n", "", "2 mpi/test_prepared.py -k little"),
 ]

@@ -170,7 +170,15 @@ class Rank {
   }
 
   Result run(std::uint32_t heard) {
-    const Result result = call().run({address_of(from_)}, {address_of(to_)}, plan_, count_, heard);
+    SplitPhaseCall* const phases = (turn_ + rank_) % 3 == 0 ? call().split_phase() : nullptr;
+    Result result = Result::kNotYet;
+    if (phases == nullptr) {
+      result = call().run({address_of(from_)}, {address_of(to_)}, plan_, count_, heard);
+    } else {
+      phases->start({address_of(from_)}, {address_of(to_)}, plan_, count_);
+      if (turn_ % 2 == 0) result = phases->complete_now();
+      if (result == Result::kNotYet) result = phases->complete(heard);
+    }
     REQUIRE(call().last().result == result && call().last().count == count_ && call().last().plan == plan_);
     return result;
   }

@@ -9,15 +9,17 @@ import importlib
 import pkgutil
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import hvdlite.operations
 from hvdlite.config import Config
-from hvdlite.coordinator.burst import Burst
+from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.request import NAMED, Key, Request, TensorSpec
 from hvdlite.coordinator.submission import Submission
 from hvdlite.counters import Traffic
@@ -221,12 +223,56 @@ class Early:
         self.has_begun = False
 
 
-class Owner:
-    """Writes down which operations went together, and does none."""
+class SmallBurst:
+    """What `Owner.prepare_burst` returns: now and then Ctrl-C comes, before it is done or after."""
 
-    def __init__(self, config: Config, early: Early | None) -> None:
+    def __init__(self, owner: Owner, generator: random.Random) -> None:
+        self.direct = self
+        self._owner = owner
+        self._random = generator
+        self._last = 0, 0, Outcome.NOT_YET
+
+    def start(self, sources: Sequence[int], targets: Sequence[int], plan: int, count: int) -> None:
+        assert sources == targets
+        self._last = plan, count, Outcome.NOT_YET
+        self._owner.page.want_ring(False)
+        self._owner.page.set_ready(plan, count)
+
+    def complete_now(self) -> Outcome:
+        plan, count, _ = self._last
+        self._interrupt()
+        self._owner.page.want_ring(True)
+        if self._owner.page.ready(plan) < count:
+            return Outcome.NOT_YET
+        self._owner.execute_burst(self._owner.next_burst())
+        self._last = plan, count, Outcome.DONE
+        self._interrupt()
+        return Outcome.DONE
+
+    def last(self) -> tuple[int, int, int]:
+        return self._last
+
+    def count_done(self, times: int) -> None:
+        assert self._last[-1] is Outcome.DONE
+
+    def _interrupt(self) -> None:
+        if self._random.random() < 0.1:
+            raise KeyboardInterrupt
+
+
+class Owner:
+    """Writes down which operations went together, and does none.
+
+    Attributes:
+        next_burst: that of the plan which comes next.
+    """
+
+    def __init__(self, config: Config, early: Early | None, page: Page, generator: random.Random) -> None:
         self.config = config
         self.early = early
+        self.page = page
+        self.next_burst: Callable[[], Burst]
+        self._random = generator
         self.recorder = Recorder(16)
         self.buckets: list[tuple[tuple[str, int], ...]] = []
         self.waits_inside = False  # of the last, until all have come to it
@@ -263,6 +309,9 @@ class Owner:
         requests = burst.known.requests
         self.did([(request.name, part[2]) for request, part in zip(requests, burst.parts, strict=True)], requests)
 
+    def prepare_burst(self, known: KnownBurst) -> SmallBurst | None:
+        return SmallBurst(self, self._random) if self._random.random() < 0.5 else None
+
     def withdraw(self) -> None:
         pass
 
@@ -271,6 +320,14 @@ class Owner:
 
     def take_notice(self, content: dict[str, Any]) -> None:
         pass
+
+
+def _next_burst(coordinator: Coordinator) -> Burst:
+    plan = coordinator._plan.plan
+    assert plan is not None
+    burst = plan._pending[plan.done]
+    assert isinstance(burst, Burst)
+    return burst
 
 
 class Lab:
@@ -304,9 +361,10 @@ class Lab:
             for local_rank, rank in enumerate(ranks):
                 topology = Topology(rank, tuple(nodes))
                 tree = Tree(links, index, topology, config.tree_fanout)
-                self.owners.append(Owner(config, Early(self.exchanges, rank) if len(nodes) > 1 else None))
                 self.trees.append(tree)
                 self.pages.append(Page(shared, local_rank, self.random))
+                early = Early(self.exchanges, rank) if len(nodes) > 1 else None
+                self.owners.append(Owner(config, early, self.pages[-1], random.Random(f"{seed} {rank}")))
                 self.ranks.append(
                     Coordinator(
                         self.owners[-1],
@@ -317,6 +375,7 @@ class Lab:
                         clock=lambda: self.now_s,
                     )
                 )
+                self.owners[-1].next_burst = partial(_next_burst, self.ranks[-1])
 
     def turn(self) -> None:
         """One cycle of some rank, unless nothing is left of its work."""

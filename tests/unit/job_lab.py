@@ -107,7 +107,7 @@ class Job:
             rank = self.lab.random.randrange(len(todo))
             for _ in range(self.lab.random.randrange(4)):
                 self.lab.turn()
-            is_late = todo[rank][:1] == [("|", 0)] and not all(handle.poll() for handle in handles[rank])
+            is_late = todo[rank][:1] == [("|", 0)] and not all(map(self._poll, handles[rank]))
             if not todo[rank] or is_late or self.lab.is_inside(rank):
                 self.lab.turn()
                 continue
@@ -143,12 +143,29 @@ class Job:
         if coordinator.collector.expects_bursts and self.lab.random.random() < self._collected:
             count = None if made.sequence == NAMED else lambda label: made.sequence
             address = address_of(made.request)
-            taken = coordinator.collector.take(made.request, address, address, None, count)
+            burst = coordinator.collector._open
+            place = len(burst.parts) if burst is not None else 0
+            try:
+                taken = coordinator.collector.take(made.request, address, address, None, count)
+            except KeyboardInterrupt:
+                if burst is None or (burst.is_open and len(burst.parts) == place):  # before anything was done
+                    return self.begin(rank, made, waits)
+                taken = burst, place
             if taken is not None:
                 self.collected += 1
                 return [InBurst(*taken)]
-        coordinator.submit(made)
+        try:
+            coordinator.submit(made)
+        except KeyboardInterrupt:  # likewise
+            return self.begin(rank, made, waits)
         return [made]
+
+    @staticmethod
+    def _poll(handle: Submission | InBurst) -> bool:
+        try:
+            return handle.poll()
+        except KeyboardInterrupt:  # which the program survives
+            return False
 
     def _count(self, rank: int) -> int:
         self._counts = getattr(self, "_counts", [0] * len(self.lab.ranks))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
-from types import FrameType, SimpleNamespace
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Future, Pace
 from hvdlite.errors import CollectiveError, ShutDownError
 from hvdlite.operations.prepared import prepared_once
+from interrupts_lab import InterruptAt
 
 CHAIN = [(0, 1), (2, 3), (4,)]
 
@@ -79,24 +80,6 @@ def test_what_was_executed_has_succeeded_though_all_is_over() -> None:
         coordinator.submit(submission("a"))
 
 
-class InterruptAt:
-    """Ctrl-C where Python takes it, at one place of ``functions``: they call another one, or have called one in C."""
-
-    def __init__(self, place: int, *functions: Callable[..., object]) -> None:
-        self._left = place
-        self._codes = [function.__code__ for function in functions]
-        self.has_come = False
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        at = {"call": frame.f_back, "c_return": frame}.get(event)
-        if at is None or at.f_code not in self._codes or self.has_come:
-            return
-        self._left -= 1
-        if self._left < 0:
-            self.has_come = True
-            raise KeyboardInterrupt
-
-
 def test_what_is_interrupted_is_queued_or_can_be_submitted_again() -> None:
     for place in range(100):
         lab, made = Lab([(0,)], 0), submission("a")
@@ -127,9 +110,15 @@ class Recipient:
         self.collector = Collector(InFlight(), lambda future: None, Pace(), self, lambda: 0.0)
         self.queue: list[Future] = []
 
-    def take_over(self, made: Sequence[Future]) -> None:
+    def settle_started(self) -> None:
+        pass
+
+    def take_over(self, made: Sequence[Future], *, background: bool = True) -> None:
         self.collector.handed_over()
         self.queue.extend(made)
+
+    def begin(self, burst: Burst) -> None:
+        raise AssertionError("it is not complete")
 
     def look_within(self, seconds: float) -> None:
         pass

@@ -1,0 +1,167 @@
+"""Bursts of few bytes: begun by who submits the last operation, and completed by who waits, each in one native call.
+
+Between the two nobody waits for this rank, so its thread sleeps on. To the coordinator such a burst is one that has
+come as any other: whatever is in the way, it goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hvdlite.coordinator.at_once import AtOnce
+from hvdlite.coordinator.burst import Burst, KnownBurst
+from hvdlite.coordinator.frozen_plan import FrozenPlan
+from hvdlite.coordinator.plan_member import PlanMember
+from hvdlite.coordinator.prepared import Outcome, PreparedBurst, outcome_at, outcome_of
+from hvdlite.coordinator.remembered import Remembered
+from hvdlite.coordinator.worker import Worker
+from hvdlite.errors import HorovodInternalError
+from hvdlite.recorder import Recorder
+
+_NOT_YET = Outcome.NOT_YET
+
+
+class SmallBursts:
+    """Part of a coordinator, whose objects it is given.
+
+    Args:
+        admit: a burst, if it is all there is to do and comes next in a plan that runs free; whether it was admitted.
+        was_done: a burst, here.
+        prepare: None for a burst that is not of few bytes.
+        end: of the world, by what has failed.
+        check: raises what all ranks hear of that.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: PlanMember,
+        recorder: Recorder,
+        at_once: AtOnce,
+        admit: Callable[[Burst], bool],
+        was_done: Callable[[Burst], None],
+        prepare: Callable[[KnownBurst], PreparedBurst | None],
+        end: Callable[[BaseException], None],
+        check: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._worker = worker
+        self._plan = plan
+        self._recorder = recorder
+        self._at_once = at_once
+        self._admit = admit
+        self._was_done = was_done
+        self._prepare = prepare
+        self._end = end
+        self._check = check
+        self._clock = clock
+        self._prepared: Remembered[PreparedBurst | None] = Remembered()
+        self._last: Burst | None = None  # that was started
+
+    def forget(self) -> None:
+        """What was prepared is done another way from now on, or not at all."""
+        self._prepared.clear()
+        self._last = None
+
+    def start(self, burst: Burst) -> bool:
+        """Tell the other ranks of ``burst`` and give them this rank's part; False where nothing has happened."""
+        known, worker = burst.known, self._worker
+        if known not in self._prepared:
+            self._prepared.remember(known, self._prepare(known))
+        prepared = self._prepared.get(known)
+        if prepared is None or self._recorder.enabled or worker.is_own_thread_at_work:
+            return False
+        try:  # an interrupt may come between any two instructions
+            if not worker.begin():
+                return False
+            self._at_once.settle_or_end()
+            if not self._admit(burst):
+                return False
+            self._last = burst
+            try:
+                plan, parts = self._plan.free, burst.parts
+                assert plan is not None
+                sources, targets = [part[0] for part in parts], [part[1] for part in parts]
+                prepared.direct.start(sources, targets, self._plan.number, plan.ready)
+                plan.told = plan.ready
+                burst.complete = self._complete
+            except BaseException:
+                worker.wake()  # the thread does it
+                raise
+            return True
+        finally:
+            try:  # noqa: SIM105 (which is Python, and may be interrupted)
+                worker.at_work.release()
+            except RuntimeError:  # somebody else was at work
+                pass
+
+    def settle(self) -> None:
+        """Complete what was started, if all ranks are about to."""
+        if self._last is not None and not self._last.is_done:
+            self._complete(self._last, waits=False)
+
+    def _complete(self, burst: Burst, waits: bool) -> None:
+        """See `Burst.complete`."""
+        worker = self._worker
+        if worker.is_own_thread_at_work:
+            return
+        try:  # likewise
+            if worker.begin():
+                has_rung = waits and worker.catch_up()  # else the call would end for it
+                self._go_on(burst, waits=waits)
+                if has_rung and burst.is_done:
+                    worker.see_to_the_rest()
+        finally:
+            try:  # noqa: SIM105 (likewise)
+                worker.at_work.release()
+            except RuntimeError:
+                pass
+
+    def _go_on(self, burst: Burst, *, waits: bool) -> None:
+        """The second phase, if it comes next. By who is at work."""
+        plan, number, prepared = self._plan.free, self._plan.number, self._prepared.get(burst.known)
+        if plan is None or prepared is None or not plan.has_only(burst):
+            return
+        if outcome_at(prepared.last(), number, plan.ready) is None:
+            return
+        closings = self._at_once.shortcut.closings
+        try:
+            outcome = self._outcome(prepared, waits)
+            if outcome is not _NOT_YET:
+                self._take(plan, burst, prepared)
+        except BaseException as error:
+            self._interrupted(plan, number, burst, prepared, error)
+            raise
+        if outcome is Outcome.DONE_AND_RUNG:
+            self._worker.follow()
+        elif outcome is not _NOT_YET:
+            self._at_once.reopen(closings)
+
+    def _outcome(self, prepared: PreparedBurst, waits: bool) -> Outcome:
+        direct = prepared.direct
+        result = direct.complete(self._worker.heard) if waits else direct.complete_now()
+        outcome = outcome_of(result)
+        return outcome_of(prepared.resume(result)) if outcome is Outcome.FAILED else outcome
+
+    def _interrupted(
+        self, plan: FrozenPlan, number: int, burst: Burst, prepared: PreparedBurst, error: BaseException
+    ) -> None:
+        """It has failed, or Ctrl-C has come: other ranks go on."""
+        outcome = outcome_at(prepared.last(), number, plan.ready)
+        if isinstance(error, HorovodInternalError) or outcome is Outcome.FAILED:
+            self._end(error)
+            if isinstance(error, Exception):
+                self._check()
+            return
+        if outcome is not _NOT_YET:
+            self._take(plan, burst, prepared)
+        self._worker.wake()  # this thread looks for nothing more
+
+    def _take(self, plan: FrozenPlan, burst: Burst, prepared: PreparedBurst) -> None:
+        """It is done; perhaps once more, where an interrupt has come."""
+        for batch in self._plan.due(plan.ready, self._clock()):
+            assert batch is burst, batch
+        if not burst.is_done:
+            self._was_done(burst)
+            prepared.count_done(1)
