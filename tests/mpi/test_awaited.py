@@ -188,7 +188,7 @@ class Interrupt(Exception):
     """
 
     ends_the_job = frozenset(
-        function.__code__ for function in (AtOnce._settle, Worker.follow, Coordinator._execute_alone)
+        function.__code__ for function in (AtOnce.settle_or_end, Worker.follow, Coordinator._execute_alone)
     )
 
     def __init__(self, place: int) -> None:
