@@ -63,7 +63,7 @@ class SplitPhaseCall {
   virtual Result complete_now() = 0;
 
   // What ranks that do the same at the same time are apart: less than it takes to leave something to another thread.
-  static constexpr std::chrono::microseconds kMoment{20};
+  static constexpr std::chrono::microseconds kMoment{50};
 
  protected:
   ~SplitPhaseCall() = default;
