@@ -119,7 +119,7 @@ class Coordinator:
             self._plan,
             owner.recorder,
             self.at_once,
-            lambda burst: own._admit_only(burst),
+            self._queue,
             self._execution.burst_was_done,
             lambda known: own._owner.prepare_burst(known),
             lambda error: own._end(error),
@@ -207,16 +207,6 @@ class Coordinator:
             if not has_begun:
                 with self._in_flight.lock:
                     self.ring_once()
-
-    def _admit_only(self, burst: Burst) -> bool:
-        """By who is at work: whether all there is to do is ``burst``, and the plan, which runs free, has taken it."""
-        plan, queue = self._plan.free, self._queue
-        if plan is None or plan.waits or len(queue) != 1 or queue[0] is not burst:
-            return False
-        if not self._plan.admit_burst(burst, self._clock()):
-            return False
-        queue.popleft()
-        return True
 
     @property
     def position(self) -> int:

@@ -6,14 +6,17 @@ come as any other: whatever is in the way, it goes on from there.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.frozen_plan import FrozenPlan
+from hvdlite.coordinator.messages import Notice
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome, PreparedBurst, outcome_at, outcome_of
 from hvdlite.coordinator.remembered import Remembered
+from hvdlite.coordinator.submission import Submission
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError
 from hvdlite.recorder import Recorder
@@ -25,7 +28,7 @@ class SmallBursts:
     """Part of a coordinator, whose objects it is given.
 
     Args:
-        admit: a burst, if it is all there is to do and comes next in a plan that runs free; whether it was admitted.
+        queue: what is submitted and the coordinator has yet to look at.
         was_done: a burst, here.
         prepare: None for a burst that is not of few bytes.
         end: of the world, by what has failed.
@@ -39,7 +42,7 @@ class SmallBursts:
         plan: PlanMember,
         recorder: Recorder,
         at_once: AtOnce,
-        admit: Callable[[Burst], bool],
+        queue: deque[Submission | Burst | Notice],
         was_done: Callable[[Burst], None],
         prepare: Callable[[KnownBurst], PreparedBurst | None],
         end: Callable[[BaseException], None],
@@ -50,7 +53,7 @@ class SmallBursts:
         self._plan = plan
         self._recorder = recorder
         self._at_once = at_once
-        self._admit = admit
+        self._queue = queue
         self._was_done = was_done
         self._prepare = prepare
         self._end = end
@@ -95,6 +98,16 @@ class SmallBursts:
                 worker.at_work.release()
             except RuntimeError:  # somebody else was at work
                 pass
+
+    def _admit(self, burst: Burst) -> bool:
+        """Whether all there is to do is ``burst``, and the plan, which runs free, has taken it."""
+        plan, queue = self._plan.free, self._queue
+        if plan is None or plan.waits or len(queue) != 1 or queue[0] is not burst:
+            return False
+        if not self._plan.admit_burst(burst, self._clock()):
+            return False
+        queue.popleft()
+        return True
 
     def settle(self) -> None:
         """Complete what was started, if all ranks are about to."""
