@@ -9,26 +9,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 
 import hvdlite
 import hvdlite.torch as hvd
-from harness_ranks import harness_ranks
 from hvdlite.config import Tunable
 from hvdlite.coordinator.at_once import AtOnce
-from hvdlite.coordinator.burst import Burst
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, ShutDownError
 from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.operations.configure import configure
-from hvdlite.torch.handle import HandleInBurst, StartedHandle
 from prepared_lab import SMALL
+from started_lab import TURNS, WORLD, Alone, Few, Sum, total, until_started
 
-WORLD = harness_ranks()
-TURNS = 20
-FEW = 5
 MANY = (32 << 10) // 4 + 1  # elements
 PATIENCE_S = 0.1
 """More than a caller has before it leaves late ranks to the coordinator."""
@@ -44,82 +38,7 @@ def running() -> Iterator[None]:
     hvd.shutdown()
 
 
-def total(factor: float = 1.0) -> float:
-    return factor * sum(range(1, hvd.size() + 1))
-
-
-class Sum:
-    """An operation under way: what it must bring, and whether it was started at once."""
-
-    def __init__(self, value: float, name: str | None, numel: int = 3, *, in_place: bool = True) -> None:
-        self.given = torch.full((numel,), (hvd.rank() + 1) * value)
-        begin = hvd.allreduce_async_ if in_place else hvd.allreduce_async
-        self.handle: Any = begin(self.given, op=hvd.Sum, name=name)
-        self.is_in_place = in_place
-        self.expected = torch.full((numel,), total(value))
-
-    @property
-    def is_started(self) -> bool:
-        handle = self.handle
-        if isinstance(handle, HandleInBurst):
-            burst: Burst = handle._burst
-            return burst.complete is not None
-        return isinstance(handle, StartedHandle)
-
-    def check(self) -> None:
-        result = hvd.synchronize(self.handle)
-        assert (result is self.given) == self.is_in_place
-        assert torch.equal(result, self.expected), (result, self.expected)
-        assert hvd.synchronize(self.handle) is result
-
-
-class Alone:
-    """Turns of one operation that is waited for before the next."""
-
-    def __init__(self, name: str | None = "alone", numel: int = 3, *, in_place: bool = True) -> None:
-        self._made = name, numel, in_place
-        self.turn = 0
-
-    def begin(self) -> list[Sum]:
-        self.turn += 1
-        name, numel, in_place = self._made
-        return [Sum(float(self.turn % 9), name, numel, in_place=in_place)]
-
-    def step(self) -> bool:
-        """Whether all of it was started."""
-        begun = self.begin()
-        are_started = all(one.is_started for one in begun)
-        for one in begun:
-            one.check()
-        return are_started
-
-
-class Few(Alone):
-    """Turns of several, which are waited for together."""
-
-    def begin(self) -> list[Sum]:
-        self.turn += 1
-        return [
-            Sum(float((self.turn + i) % 9), None if i % 3 == 2 else f"few {i}", 3 + i, in_place=i % 2 == 0)
-            for i in range(FEW)
-        ]
-
-
-KINDS = [Alone, Few]
-
-
-def until_started(program: Alone) -> None:
-    """Repeat it until all ranks have started all of it at once; where they are slow a plan divides it."""
-    for attempt in range(100):
-        are_started = [program.step() for _ in range(TURNS)]
-        if all(WORLD.allgather(all(are_started[-3:]))):
-            return
-        if attempt % 4 == 3:
-            hvd.allreduce(torch.ones(1), name=f"attempt {attempt}")  # so that another plan is made
-    raise AssertionError(f"not started: {are_started}")
-
-
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+@pytest.fixture(params=[Alone, Few], ids=lambda kind: kind.__name__)
 def program(request: pytest.FixtureRequest) -> Alone:
     made: Alone = request.param()
     until_started(made)

@@ -1,0 +1,88 @@
+"""Programs of asynchronous allreduces of few bytes that repeat, and whether all of one was started at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hvdlite.torch as hvd
+from harness_ranks import harness_ranks
+from hvdlite.coordinator.burst import Burst
+from hvdlite.torch.handle import HandleInBurst, StartedHandle
+
+WORLD = harness_ranks()
+TURNS = 20
+FEW = 5
+
+
+def total(factor: float = 1.0) -> float:
+    return factor * sum(range(1, hvd.size() + 1))
+
+
+class Sum:
+    """An operation under way: what it must bring, and whether it was started at once."""
+
+    def __init__(self, value: float, name: str | None, numel: int = 3, *, in_place: bool = True) -> None:
+        self.given = torch.full((numel,), (hvd.rank() + 1) * value)
+        begin = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+        self.handle: Any = begin(self.given, op=hvd.Sum, name=name)
+        self.is_in_place = in_place
+        self.expected = torch.full((numel,), total(value))
+
+    @property
+    def is_started(self) -> bool:
+        handle = self.handle
+        if isinstance(handle, HandleInBurst):
+            burst: Burst = handle._burst
+            return burst.complete is not None
+        return isinstance(handle, StartedHandle)
+
+    def check(self) -> None:
+        result = hvd.synchronize(self.handle)
+        assert (result is self.given) == self.is_in_place
+        assert torch.equal(result, self.expected), (result, self.expected)
+        assert hvd.synchronize(self.handle) is result
+
+
+class Alone:
+    """Turns of one operation that is waited for before the next."""
+
+    def __init__(self, name: str | None = "alone", numel: int = 3, *, in_place: bool = True) -> None:
+        self._made = name, numel, in_place
+        self.turn = 0
+
+    def begin(self) -> list[Sum]:
+        self.turn += 1
+        name, numel, in_place = self._made
+        return [Sum(float(self.turn % 9), name, numel, in_place=in_place)]
+
+    def step(self) -> bool:
+        """Whether all of it was started."""
+        begun = self.begin()
+        are_started = all(one.is_started for one in begun)
+        for one in begun:
+            one.check()
+        return are_started
+
+
+class Few(Alone):
+    """Turns of several, which are waited for together."""
+
+    def begin(self) -> list[Sum]:
+        self.turn += 1
+        return [
+            Sum(float((self.turn + i) % 9), None if i % 3 == 2 else f"few {i}", 3 + i, in_place=i % 2 == 0)
+            for i in range(FEW)
+        ]
+
+
+def until_started(program: Alone) -> None:
+    """Repeat it until all ranks have started all of it at once; where they are slow a plan divides it."""
+    for attempt in range(100):
+        are_started = [program.step() for _ in range(TURNS)]
+        if all(WORLD.allgather(all(are_started[-3:]))):
+            return
+        if attempt % 4 == 3:
+            hvd.allreduce(torch.ones(1), name=f"attempt {attempt}")  # so that another plan is made
+    raise AssertionError(f"not started: {are_started}")
