@@ -12,6 +12,8 @@ namespace hvdlite {
 namespace {
 
 constexpr std::size_t kMostEarlier = 16;
+// Periods that were begun in flight, of which Python hears before there are more.
+constexpr std::uint64_t kManyInFlight = 64;
 
 bool is_true(const py::object& object, PyObject* name) { return attribute(object.ptr(), name).ptr() == Py_True; }
 
@@ -72,6 +74,7 @@ bool Shortcut::follow(std::uint64_t plan, std::size_t period, std::uint64_t seri
   serial_ = serial;
   plan_ = plan;
   untold_ = 0;
+  periods_ = {};
   return is_known;
 }
 
@@ -100,6 +103,7 @@ void Shortcut::forget() {
   entries_.clear();
   earlier_.clear();
   untold_ = 0;
+  periods_ = {};
 }
 
 std::vector<std::pair<py::object, std::uint64_t>> Shortcut::take() {
@@ -159,6 +163,11 @@ bool Shortcut::begin(const Arguments& arguments, py::handle new_like, bool start
   return true;
 }
 
+// What is begun now may be the first of a period.
+void Shortcut::count_period(bool is_in_flight) {
+  if (done_ % entries_.size() == 0) ++(is_in_flight ? periods_.in_flight : periods_.quiet);
+}
+
 // Nobody else was at work, so there was no other plan; but it may have been told to forget this one.
 bool Shortcut::count_done(DirectCall::Result ended) {
   if (ended != DirectCall::Result::kDone || entries_.empty()) return false;
@@ -179,10 +188,12 @@ py::object Shortcut::hand_over(const Started::Operation& operation, DirectCall::
 }
 
 py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
-  if (started_ != nullptr && !is_rid_of_started(true)) return {};
+  const bool is_in_flight = started_ != nullptr;
+  if (is_in_flight && !is_rid_of_started(!is_started(arguments))) return {};
   AtWork at_work(*this);
   Next next;
   if (!begin(arguments, new_like, false, at_work, next)) return {};
+  count_period(is_in_flight);
   DirectCall::Result ended;
   {
     const py::gil_scoped_release without_gil;
@@ -200,10 +211,12 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
 }
 
 py::object Shortcut::start(const Arguments& arguments, py::handle new_like, py::handle make_handle) {
-  if (started_ != nullptr && !is_rid_of_started(false)) return {};
+  const bool is_in_flight = started_ != nullptr;
+  if (is_in_flight && (periods_.in_flight >= kManyInFlight || !is_rid_of_started(false))) return {};
   AtWork at_work(*this);
   Next next;
   if (!begin(arguments, new_like, true, at_work, next)) return {};
+  count_period(is_in_flight);
   SplitPhaseCall* const call = next.call->split_phase();
   started_ = std::make_shared<Started>(
       Started::Operation{next.prepared, call, next.sequence, next.input, next.output, next.owner}, shared_from_this());
@@ -212,6 +225,13 @@ py::object Shortcut::start(const Arguments& arguments, py::handle new_like, py::
   at_work.end();
   PyObject* const made_of[] = {started.ptr(), next.result.ptr(), arguments.name};
   return checked(PyObject_Vectorcall(make_handle.ptr(), made_of, std::size(made_of), nullptr));
+}
+
+// Whether what was started has the name that a caller gives to another one, which is a mistake while it is under way.
+bool Shortcut::is_started(const Arguments& arguments) const {
+  if (entries_.empty()) return false;
+  const auto& signature = entries_[done_ % entries_.size()].signature;
+  return signature != nullptr && signature->has_the_name_of(arguments);
 }
 
 // Whether what was started is complete; if not `waits`, after a moment.

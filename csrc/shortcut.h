@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "direct_call.h"
@@ -65,6 +66,14 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   // How many operations `take` has yet to tell of.
   std::uint64_t untold() const { return untold_; }
 
+  // Since the last time: how many periods of the plan were begun here, once while an operation was under way, and once
+  // with nothing to be waited for.
+  struct Periods {
+    std::uint64_t in_flight = 0;
+    std::uint64_t quiet = 0;
+  };
+  Periods take_periods() { return std::exchange(periods_, {}); }
+
   // The result of the operation; null where nothing was done. Without `new_like` it takes the place of the input.
   // Raises what the operation ends in.
   pybind11::object repeat(const Arguments& arguments, pybind11::handle new_like);
@@ -101,7 +110,9 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
 
   Entry* next();
   bool begin(const Arguments& arguments, pybind11::handle new_like, bool starts, AtWork& at_work, Next& next);
+  bool is_started(const Arguments& arguments) const;
   bool is_rid_of_started(bool waits);
+  void count_period(bool is_in_flight);
   bool count_done(DirectCall::Result ended);
   pybind11::object hand_over(const Started::Operation& operation, DirectCall::Result ended,
                              std::optional<pybind11::error_already_set>& interrupt);
@@ -119,6 +130,7 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   std::uint64_t plan_ = 0;
   std::uint64_t done_ = 0;
   std::uint64_t untold_ = 0;
+  Periods periods_;
   std::uint64_t closings_ = 0;
   std::uint32_t heard_ = 0;
   bool is_open_ = false;

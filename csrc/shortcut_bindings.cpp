@@ -156,6 +156,11 @@ void register_shortcut(py::module_& m) {
       .def("forget", &Shortcut::forget)
       .def("take", &Shortcut::take)
       .def_property_readonly("untold", &Shortcut::untold)
+      .def("take_periods",
+           [](Shortcut& shortcut) {
+             const auto [in_flight, quiet] = shortcut.take_periods();
+             return py::make_tuple(in_flight, quiet);
+           })
       .def_property_readonly("has_started", [](const Shortcut& self) { return self.started() != nullptr; })
       .def("take_started", &Shortcut::take_started)
       .def(

@@ -46,6 +46,10 @@ Signature::Signature(const Arguments& arguments, bool is_empty, py::object home)
       is_empty_(is_empty),
       may_be_negated_(number(call(arguments.tensor, names().numel)) == 1) {}
 
+bool Signature::has_the_name_of(const Arguments& arguments) const {
+  return is_named() && same_text(arguments.name, name_.ptr());
+}
+
 bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) const {
   PyObject* tensor = arguments.tensor;
   if (arguments.kind != kind_.ptr()) return false;

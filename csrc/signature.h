@@ -32,6 +32,7 @@ class Signature {
   bool matches(const Arguments& arguments, std::uintptr_t& address) const;
 
   bool is_named() const { return !name_.is_none(); }
+  bool has_the_name_of(const Arguments& arguments) const;
 
  private:
   pybind11::object kind_;

@@ -504,6 +504,9 @@ class Shortcut:
     def follow(self, plan: int, period: int, serial: int) -> bool:
         """A plan begins, of so many operations in a period; whether what was learned of the last one of ``serial`` is
         known still."""
+    def take_periods(self) -> tuple[int, int]:
+        """How many periods of the plan were begun here since the last time: while an operation was under way, and with
+        nothing to be waited for."""
     def knows(self, position: int, prepared: object) -> bool:
         """Whether ``prepared`` is what comes at ``position``."""
     def learn(

@@ -156,6 +156,9 @@ class AtOnce:
             if not self._worker.begin():
                 return False
             self.settle_or_end()
+            if self._plan.could_be_longer:
+                self._worker.wake()  # to say so
+                return False
             closings, plan = self.shortcut.closings, self._plan.free
             if plan is None or not native.is_valid or not self._is_free():
                 return False
@@ -183,6 +186,7 @@ class AtOnce:
     def settle(self) -> None:
         """Count what the shortcut has done, complete or leave what it has started, and close it. By who is at work."""
         self.shortcut.close()
+        self._plan.count_periods(*self.shortcut.take_periods())
         for prepared, times in self.shortcut.take():
             plan = self._plan.plan
             assert plan is not None

@@ -159,9 +159,14 @@ class PlanMember:
     def _count_period(self, plan: FrozenPlan, request: Request, pause_s: float) -> None:
         """``request`` was submitted, perhaps as the first of a period."""
         if request == plan.entry(0):
-            self._periods[pause_s == math.inf] += 1
-            if max(self._periods) >= 2 * _MANY:  # programs change, so what was long ago says less
-                self._periods = [times // 2 for times in self._periods]
+            has_waited = pause_s == math.inf
+            self.count_periods(not has_waited, has_waited)
+
+    def count_periods(self, together: int, waited: int) -> None:
+        """So many periods of the plan were begun, without a wait before them and with one."""
+        self._periods = [self._periods[0] + together, self._periods[1] + waited]
+        while max(self._periods) >= 2 * _MANY:  # programs change, so what was long ago says less
+            self._periods = [times // 2 for times in self._periods]
 
     @property
     def free(self) -> FrozenPlan | None:
@@ -184,7 +189,7 @@ class PlanMember:
 
     def complaint(self, now_s: float) -> PlanMessage | None:
         """A wish to end the plan, once, where it does not come true, or could be longer."""
-        if self._is_too_short and not self._said_too_short and self._held is None:
+        if self.could_be_longer:
             self._said_too_short = True
             return PlanMessage(Verb.BREAK, TOO_SHORT)
         if self.plan is None or self._gave_up or self._held is not None or self.patience_s(now_s) > 0:
@@ -193,10 +198,12 @@ class PlanMember:
         return PlanMessage(Verb.BREAK, self.plan.ready if self.plan.is_incomplete else 0)
 
     @property
-    def _is_too_short(self) -> bool:
-        """Whether the plan is begun again without a wait about as often as with one, or more often."""
+    def could_be_longer(self) -> bool:
+        """Whether the plan is begun again without a wait about as often as with one, or more often, and this rank has
+        yet to say so."""
         together, waited = self._periods
-        return self.plan is not None and self.plan.is_free and together >= max(_MANY, 3 * waited / 4)
+        is_too_short = self.free is not None and together >= max(_MANY, 3 * waited / 4)
+        return is_too_short and not self._said_too_short
 
     def patience_s(self, now_s: float) -> float:
         """When to ask for a `complaint`, in seconds from now."""

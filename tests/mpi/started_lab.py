@@ -33,10 +33,14 @@ class Sum:
     @property
     def is_started(self) -> bool:
         handle = self.handle
-        if isinstance(handle, HandleInBurst):
+        if self.is_in_burst:
             burst: Burst = handle._burst
             return burst.complete is not None
         return isinstance(handle, StartedHandle)
+
+    @property
+    def is_in_burst(self) -> bool:
+        return isinstance(self.handle, HandleInBurst)
 
     def check(self) -> None:
         result = hvd.synchronize(self.handle)

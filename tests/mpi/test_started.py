@@ -21,7 +21,7 @@ from hvdlite.errors import DuplicateNameError, HorovodInternalError, ShutDownErr
 from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.operations.configure import configure
 from prepared_lab import SMALL
-from started_lab import TURNS, WORLD, Alone, Few, Sum, total, until_started
+from started_lab import FEW, TURNS, WORLD, Alone, Few, Sum, total, until_started
 
 MANY = (32 << 10) // 4 + 1  # elements
 PATIENCE_S = 0.1
@@ -59,6 +59,20 @@ def test_of_many_bytes_none_is_started() -> None:
     for _ in range(2 * TURNS):
         hvd.allreduce_(torch.ones(MANY), op=hvd.Sum, name="many")
     assert not program.step()
+
+
+@with_others
+def test_equal_ones_that_are_waited_for_together_become_a_burst() -> None:
+    """Though each was one period of the plan at first."""
+    until_started(Alone(None))
+    for turn in range(100 * TURNS):
+        begun = [Sum(float(i), None) for i in range(FEW)]
+        are_in_burst = any(one.is_in_burst for one in begun)
+        for one in begun:
+            one.check()
+        if turn % TURNS == 0 and all(WORLD.allgather(are_in_burst)):
+            return
+    raise AssertionError(f"still alone: {[type(one.handle).__name__ for one in begun]}")
 
 
 def test_each_is_counted_once(program: Alone) -> None:

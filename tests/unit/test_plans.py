@@ -366,6 +366,20 @@ def test_a_plan_that_is_begun_again_without_a_wait_could_be_longer(waits: str, s
     assert said == [PlanMessage(Verb.BREAK, TOO_SHORT)] * says  # once
 
 
+@pytest.mark.parametrize(
+    ("together", "waited", "says"), [(63, 0, False), (64, 0, True), (64, 85, True), (64, 90, False), (0, 10**9, False)]
+)
+def test_periods_that_others_have_begun_count_too(together: int, waited: int, says: bool) -> None:
+    member = PlanMember(longest=12, patience_s=100.0)
+    member.logged(Response(submission("a").request, NAMED), inf)
+    member.obey(PlanMessage(Verb.HOLD, 1), 0.0)
+    member.obey(PlanMessage(Verb.RELEASE, 1, places=(0,)), 0.0)
+    member.count_periods(together, waited)
+    assert member.could_be_longer == says
+    assert member.complaint(0.0) == (PlanMessage(Verb.BREAK, TOO_SHORT) if says else None)
+    assert not member.could_be_longer  # this rank has said so
+
+
 def test_what_could_be_longer_is_looked_at_once_unless_something_is_found() -> None:
     times = 0
     watch = OrderWatch(longest=10, rhythm=lambda period, length: period * times)
