@@ -57,7 +57,7 @@ import environment  # noqa: E402 (the line above makes it importable)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait, and
 # those of unit half of the time.
-AT_ONCE = {"unit": 3, "sanitizers": 2, "fuzz": 2, "faults": 6, "hosts": 6, "examples": 3, "docs": 2}
+AT_ONCE = {"unit": 3, "sanitizers": 2, "fuzz": 2, "faults": 7, "hosts": 6, "examples": 3, "docs": 2}
 # Those of which each file builds something first: by one process each.
 BUILT_ONCE = ("sanitizers", "docs")
 SUITES = (
@@ -79,6 +79,8 @@ SUITES = (
 # there are starts, waits and ends of processes.
 BESIDE = ("lint", "sanitizers", "fuzz", "docs")
 WAITING = ("faults", "hosts", "examples")
+# The one that needs the processors half of its time runs first, while there is something to run beside it.
+FIRST = "hosts"
 # Those that start many processes, whose Pythons begin by startup/sitecustomize.py.
 STARTING = (*WAITING, "torch_distributed", "docs")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
@@ -156,6 +158,8 @@ def main() -> int:
     is_worth_it = any(stage.suite in WAITING for stage in stages)
     beside = Beside([stage for stage in stages if is_worth_it and stage.is_patient], arguments)
     in_turn = [stage for stage in stages if stage not in beside.stages]
+    if beside.stages:
+        in_turn.sort(key=lambda stage: stage.suite != FIRST)
     status = 0
     done = list(beside.stages)
     try:

@@ -152,4 +152,5 @@ def test_a_rank_that_fails_where_nobody_trains_is_no_success(mishap: str) -> Non
     result = launch(2, script, mpi="none", options=["--elastic", "--mpi", "--restarts", "0"])
     assert result.returncode == 1
     assert "the job ends: it has failed 1 time (--restarts 0)" in result.launcher_output
-    assert "rank 0 ends, without the others" in result.stderr
+    assert "rank 1 (pid" in result.stderr
+    assert "died without a word" in result.stderr
