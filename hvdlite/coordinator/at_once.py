@@ -93,40 +93,35 @@ class AtOnce:
         Raises:
             HorovodInternalError: it came to nothing.
         """
-        worker = self._worker
-        if worker.is_own_thread_at_work:  # which a signal handler has interrupted
+        if self._worker.is_own_thread_at_work:  # which a signal handler has interrupted
             return False
-        try:  # an interrupt may come between any two instructions
-            if not worker.begin():
-                return False
-            self.settle_or_end()
-            if not prepared.is_valid:  # another thread has come before
-                return False
+        return self._worker.attempt(self._run, prepared, sequence, tensors, unnamed) or False
+
+    def _run(self, prepared: Prepared[T], sequence: int, tensors: T, unnamed: Count | None) -> bool | Submission:
+        worker = self._worker
+        self.settle_or_end()
+        if not prepared.is_valid:  # another thread has come before
+            return False
+        begun = self._begin(prepared.request, sequence)
+        if begun is None and self._is_free() and self._change(prepared.request):
             begun = self._begin(prepared.request, sequence)
-            if begun is None and self._is_free() and self._change(prepared.request):
-                begun = self._begin(prepared.request, sequence)
-            if begun is None:
-                return False
-            plan, closings = begun
-            number, count, heard = self._plan.number, plan.ready, worker.heard
-            try:  # what is counted as ready is done from here on, or left, or taken back
-                left = self._finish(plan, prepared, sequence, tensors, prepared.run(tensors, number, count, heard))
-            except BaseException as error:
-                self._interrupted(plan, number, count, prepared, sequence, tensors, error)
-                raise
-            if isinstance(left, Submission):
-                return left
-            if left is Outcome.DONE_AND_RUNG:
-                worker.follow()
-            if self.shortcut.closings == closings:
-                self._learn(plan, plan.done - 1, prepared, unnamed)
-                self.shortcut.open(plan.done, heard, closings)
-            return True
-        finally:
-            try:  # noqa: SIM105 (which is Python, and may be interrupted)
-                worker.at_work.release()
-            except RuntimeError:  # somebody else was at work
-                pass
+        if begun is None:
+            return False
+        plan, closings = begun
+        number, count, heard = self._plan.number, plan.ready, worker.heard
+        try:  # what is counted as ready is done from here on, or left, or taken back
+            left = self._finish(plan, prepared, sequence, tensors, prepared.run(tensors, number, count, heard))
+        except BaseException as error:
+            self._interrupted(plan, number, count, prepared, sequence, tensors, error)
+            raise
+        if isinstance(left, Submission):
+            return left
+        if left is Outcome.DONE_AND_RUNG:
+            worker.follow()
+        if self.shortcut.closings == closings:
+            self._learn(plan, plan.done - 1, prepared, unnamed)
+            self.shortcut.open(plan.done, heard, closings)
+        return True
 
     def _begin(self, request: Request, sequence: int) -> tuple[FrozenPlan, int] | None:
         """The plan, if that comes next and nothing else is under way; and how often the shortcut was closed by then."""
@@ -152,26 +147,21 @@ class AtOnce:
         """
         if not self.is_free or self._worker.is_own_thread_at_work:
             return False
-        try:  # likewise
-            if not self._worker.begin():
-                return False
-            self.settle_or_end()
-            if self._plan.could_be_longer:
-                self._worker.wake()  # to say so
-                return False
-            closings, plan = self.shortcut.closings, self._plan.free
-            if plan is None or not native.is_valid or not self._is_free():
-                return False
-            if not plan.has_next(native.request, sequence):
-                return False
-            self._learn(plan, plan.ready, native, unnamed)
-            self.shortcut.open(plan.done, self._worker.heard, closings)
-            return True
-        finally:
-            try:  # noqa: SIM105 (likewise)
-                self._worker.at_work.release()
-            except RuntimeError:
-                pass
+        return self._worker.attempt(self._opens_for, native, sequence, unnamed) or False
+
+    def _opens_for(self, native: Native[Any], sequence: int, unnamed: Count | None) -> bool:
+        self.settle_or_end()
+        if self._plan.could_be_longer:
+            self._worker.wake()  # to say so
+            return False
+        closings, plan = self.shortcut.closings, self._plan.free
+        if plan is None or not native.is_valid or not self._is_free():
+            return False
+        if not plan.has_next(native.request, sequence):
+            return False
+        self._learn(plan, plan.ready, native, unnamed)
+        self.shortcut.open(plan.done, self._worker.heard, closings)
+        return True
 
     def reopen(self, closings: int) -> None:
         """Open the shortcut for what comes next, if nothing is under way. By who is at work.
@@ -222,15 +212,7 @@ class AtOnce:
             return
         until_s = time.monotonic() + _SOON_S
         while self.shortcut.untold or self.shortcut.has_started:
-            try:
-                if self._worker.begin():
-                    self.settle_or_end()
-                    return
-            finally:
-                try:  # noqa: SIM105 (likewise)
-                    self._worker.at_work.release()
-                except RuntimeError:
-                    pass
+            self._worker.attempt(self.settle_or_end)
             if time.monotonic() >= until_s:
                 return
             time.sleep(_NAP_S)

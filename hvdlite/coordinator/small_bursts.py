@@ -75,29 +75,24 @@ class SmallBursts:
         prepared = self._prepared.get(known)
         if prepared is None or self._recorder.enabled or worker.is_own_thread_at_work:
             return False
-        try:  # an interrupt may come between any two instructions
-            if not worker.begin():
-                return False
-            self._at_once.settle_or_end()
-            if not self._admit(burst):
-                return False
-            self._last = burst
-            try:
-                plan, parts = self._plan.free, burst.parts
-                assert plan is not None
-                sources, targets = [part[0] for part in parts], [part[1] for part in parts]
-                prepared.direct.start(sources, targets, self._plan.number, plan.ready)
-                plan.told = plan.ready
-                burst.complete = self._complete
-            except BaseException:
-                worker.wake()  # the thread does it
-                raise
-            return True
-        finally:
-            try:  # noqa: SIM105 (which is Python, and may be interrupted)
-                worker.at_work.release()
-            except RuntimeError:  # somebody else was at work
-                pass
+        return worker.attempt(self._start, burst, prepared) or False
+
+    def _start(self, burst: Burst, prepared: PreparedBurst) -> bool:
+        self._at_once.settle_or_end()
+        if not self._admit(burst):
+            return False
+        self._last = burst
+        try:
+            plan, parts = self._plan.free, burst.parts
+            assert plan is not None
+            sources, targets = [part[0] for part in parts], [part[1] for part in parts]
+            prepared.direct.start(sources, targets, self._plan.number, plan.ready)
+            plan.told = plan.ready
+            burst.complete = self._complete
+        except BaseException:
+            self._worker.wake()  # the thread does it
+            raise
+        return True
 
     def _admit(self, burst: Burst) -> bool:
         """Whether all there is to do is ``burst``, and the plan, which runs free, has taken it."""
@@ -116,22 +111,16 @@ class SmallBursts:
 
     def _complete(self, burst: Burst, waits: bool) -> None:
         """See `Burst.complete`."""
-        worker = self._worker
-        if worker.is_own_thread_at_work:
-            return
-        try:  # likewise
-            if worker.begin():
-                has_rung = waits and worker.catch_up()  # else the call would end for it
-                self._go_on(burst, waits=waits)
-                if has_rung and burst.is_done:
-                    worker.see_to_the_rest()
-        finally:
-            try:  # noqa: SIM105 (likewise)
-                worker.at_work.release()
-            except RuntimeError:
-                pass
+        if not self._worker.is_own_thread_at_work:
+            self._worker.attempt(self._go_on, burst, waits)
 
-    def _go_on(self, burst: Burst, *, waits: bool) -> None:
+    def _go_on(self, burst: Burst, waits: bool) -> None:
+        has_rung = waits and self._worker.catch_up()  # else the call would end for it
+        self._do_second(burst, waits=waits)
+        if has_rung and burst.is_done:
+            self._worker.see_to_the_rest()
+
+    def _do_second(self, burst: Burst, *, waits: bool) -> None:
         """The second phase, if it comes next. By who is at work."""
         plan, number, prepared = self._plan.free, self._plan.number, self._prepared.get(burst.known)
         if plan is None or prepared is None or not plan.has_only(burst):

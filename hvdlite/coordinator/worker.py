@@ -8,10 +8,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import ParamSpec, Protocol, TypeVar
 
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.submission import Future
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Work(Protocol):
@@ -129,13 +133,15 @@ class Worker:
         """Whether it is the caller's thread that is."""
         return _owns(self.at_work)
 
-    def begin(self) -> bool:
-        """Whether the caller's thread is at work from here on, as nobody else was.
-
-        Who calls it tries to release `at_work` in any case: an interrupt may come before it returns. It is also why
-        that is no method of this class, which could be interrupted before it does anything.
-        """
-        return self.at_work.acquire(blocking=False)
+    def attempt(self, do: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+        """Have the caller's thread ``do`` something, at work, where it is not; None where somebody else is."""
+        try:  # an interrupt may come between any two instructions
+            return do(*args, **kwargs) if self.at_work.acquire(blocking=False) else None
+        finally:
+            try:  # noqa: SIM105 (which is Python, and may be interrupted)
+                self.at_work.release()
+            except RuntimeError:  # somebody else was at work
+                pass
 
     def follow(self) -> None:
         """Of who is at work: look for what has rung meanwhile, which the thread may have slept through."""

@@ -16,10 +16,14 @@ from hvdlite.coordinator.burst import KnownBurst
 from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.small_bursts import SmallBursts
+from hvdlite.coordinator.worker import Worker
 from interrupts_lab import InterruptAt
 from job_lab import InBurst, Job
 
 STEP = [("a", 4), ("b", 4), ("c", 4), ("|", 0)]
+BEGINNING = [Coordinator.begin, SmallBursts.start, Worker.attempt, SmallBursts._start, Collector._complete]
+COMPLETING = [SmallBursts._complete, Worker.attempt, SmallBursts._go_on, SmallBursts._do_second, SmallBursts._outcome]
+"""Where interrupts come."""
 
 
 class Undisturbed(SmallBurst):
@@ -67,7 +71,7 @@ def collect(job: Job, rank: int, place: int = -1) -> tuple[bool, list[Any]]:
     for name, numel in STEP[:2]:
         handles += job.begin(rank, submission(name, numel), waits=False)
     last = partial(job.begin, rank, submission("c", 4), waits=False)
-    has_come, made = interrupted(place, [Coordinator.begin, SmallBursts.start, Collector._complete], last)
+    has_come, made = interrupted(place, BEGINNING, last)
     burst = coordinator.collector._open or handles[0]._burst
     if made is None and len(burst.parts) < 3 and not burst.is_done:  # it was not submitted
         made = job.begin(rank, submission("c", 4), waits=False)
@@ -103,7 +107,7 @@ def test_an_interrupt_where_one_is_completed(ranks: int, others_first: bool) -> 
         order = [*range(1, ranks), 0] if others_first else [*range(ranks)]
         handles = {rank: collect(job, rank)[1] for rank in order}
         own: InBurst = handles[0][0]
-        has_come, _ = interrupted(place, [SmallBursts._complete, SmallBursts._outcome], own.poll)
+        has_come, _ = interrupted(place, COMPLETING, own.poll)
         check(job, list(itertools.chain.from_iterable(handles.values())))
         if not has_come:
             assert place > 4

@@ -282,11 +282,7 @@ def test_the_thread_learns_of_an_end_that_was_met_after_a_native_call() -> None:
     stage = Stage()
     stage.page.wait_for_sleep()
     stage.work.on_cycle = lambda: setattr(stage.work, "has_ended", True)
-    try:
-        assert stage.worker.begin()
-        stage.worker.follow()
-    finally:
-        stage.worker.at_work.release()
+    stage.worker.attempt(stage.worker.follow)
     assert stage.worker.join(PATIENCE_S)
 
 
