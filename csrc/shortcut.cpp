@@ -252,7 +252,7 @@ void Shortcut::complete(const std::shared_ptr<Started>& started) {
     ended = operation.call->complete(heard_);
   }
   if (started_ != started) return;  // all was forgotten meanwhile
-  started_.reset();
+  take_started();
   if (count_done(ended)) {
     at_work.end();
     started->settle(py::none());

@@ -80,10 +80,13 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
 
   // Starts it: what `make_handle` makes of (started, result, name).
   pybind11::object start(const Arguments& arguments, pybind11::handle new_like, pybind11::handle make_handle);
-  // What was started last and is not settled; null where there is nothing.
-  const std::shared_ptr<Started>& started() const { return started_; }
-  // By who is at work, and settles it.
-  std::shared_ptr<Started> take_started() { return std::move(started_); }
+  // By who is at work, and settles it: what was started; null where there is nothing.
+  std::shared_ptr<Started> take_started() { return started_ == nullptr ? nullptr : taken_ = std::move(started_); }
+  // What was started last, whether it was taken or not, until it is settled; null where there is nothing.
+  std::shared_ptr<Started> unsettled() const {
+    if (started_ != nullptr) return started_;
+    return taken_ == nullptr || taken_->is_settled() ? nullptr : taken_;
+  }
   // Waits for it as `repeat` does. Nothing happens if somebody else is at work, or has settled it. Raises what it ends
   // in.
   void complete(const std::shared_ptr<Started>& started);
@@ -124,6 +127,7 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   pybind11::object rest_;
   pybind11::object settle_;
   std::shared_ptr<Started> started_;
+  std::shared_ptr<Started> taken_;  // and perhaps settled
   std::vector<Entry> entries_;
   std::map<std::uint64_t, std::vector<Entry>> earlier_;  // of plans that are not followed now, by their serials
   std::uint64_t serial_ = 0;

@@ -161,7 +161,7 @@ void register_shortcut(py::module_& m) {
              const auto [in_flight, quiet] = shortcut.take_periods();
              return py::make_tuple(in_flight, quiet);
            })
-      .def_property_readonly("has_started", [](const Shortcut& self) { return self.started() != nullptr; })
+      .def_property_readonly("unsettled", &Shortcut::unsettled)
       .def("take_started", &Shortcut::take_started)
       .def(
           "function",

@@ -40,11 +40,10 @@ class Started : public std::enable_shared_from_this<Started> {
   // It has ended in `error`.
   void fail(pybind11::object error);
 
+  bool is_settled() const { return static_cast<bool>(left_); }
   bool is_complete() const { return left_ && left_.is_none() && !error_; }
 
  private:
-  bool is_settled() const { return static_cast<bool>(left_); }
-
   Operation operation_;
   std::shared_ptr<Shortcut> shortcut_;
   pybind11::object left_;   // null until it is settled

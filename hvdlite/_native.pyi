@@ -487,8 +487,8 @@ class Shortcut:
     """How often it was closed."""
     untold: int
     """Operations that were done here, and that `take` has yet to tell of."""
-    has_started: bool
-    """Whether there is something for `take_started`."""
+    unsettled: Started | None
+    """What was started last, whether it was taken or not, until it is settled."""
 
     def __init__(
         self,

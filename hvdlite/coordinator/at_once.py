@@ -195,7 +195,7 @@ class AtOnce:
 
     def forget(self) -> None:
         """What was prepared is done another way from now on, or not at all. By who is at work, if anybody is."""
-        started = self.shortcut.take_started()
+        started = self.shortcut.take_started() or self.shortcut.unsettled
         if started is not None:  # nobody will be at work any more
             native, sequence, source, target, owner = started.operation
             submission = native.submission(sequence, native.tensors(source, target, owner))
@@ -211,7 +211,7 @@ class AtOnce:
         if self._worker.is_own_thread_at_work:
             return
         until_s = time.monotonic() + _SOON_S
-        while self.shortcut.untold or self.shortcut.has_started:
+        while self.shortcut.untold or self.shortcut.unsettled is not None:
             self._worker.attempt(self.settle_or_end)
             if time.monotonic() >= until_s:
                 return
@@ -221,7 +221,7 @@ class AtOnce:
         """Somebody waits for what was started, and somebody else is at work, or was: that it be settled."""
         if self._worker.is_own_thread_at_work:
             raise RuntimeError("an operation was waited for by a signal handler that interrupted hvdlite at work")
-        if self.shortcut.has_started:
+        if self.shortcut.unsettled is not None:
             self.settle_soon()
         else:
             time.sleep(_NAP_S)

@@ -156,7 +156,7 @@ class Coordinator:
 
     def settle_started(self) -> None:
         """What was started comes before all that is submitted from here on, which may be of its name."""
-        if self.at_once.shortcut.has_started:
+        if self.at_once.shortcut.unsettled is not None:
             self.at_once.settle_soon()
         self._small_bursts.settle()
 

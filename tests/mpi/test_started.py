@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import hvdlite
 import hvdlite.torch as hvd
 from hvdlite.config import Tunable
 from hvdlite.coordinator.at_once import AtOnce
+from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, ShutDownError
 from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.operations.configure import configure
@@ -394,6 +396,39 @@ def test_the_name_of_what_was_started_is_taken() -> None:
         WORLD.allgather(None)
         begun = program.begin()
     begun[0].check()
+
+
+@with_others
+def test_it_is_taken_while_the_thread_takes_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Alone()
+    until_started(program)
+    proceed, is_at_it = AtOnce._proceed, threading.Event()
+
+    def proceed_slowly(at_once: AtOnce, *left: Any) -> Submission | None:
+        is_at_it.set()
+        time.sleep(0.01)
+        return proceed(at_once, *left)
+
+    def is_taken() -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(AtOnce, "_proceed", proceed_slowly)
+            hvdlite.runtime().group.world.coordinator._worker.wake()
+            assert is_at_it.wait(10)
+            with pytest.raises(DuplicateNameError):
+                hvd.allreduce(torch.ones(3), op=hvd.Sum, name="alone")
+        return True
+
+    for _ in range(10):
+        if hvd.rank() == 0:
+            begun = program.begin()
+            WORLD.allgather(is_done := begun[0].is_started and is_taken())
+        else:
+            is_done = WORLD.allgather(None)[0]
+            begun = program.begin()
+        begun[0].check()
+        if is_done:
+            return
+    raise AssertionError("it was never started")
 
 
 @pytest.mark.skipif(WORLD.size > 1, reason="others would fail as well, in their own time")
