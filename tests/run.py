@@ -156,7 +156,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the stage that runs is ended with this process
     stages = plan(arguments, for_pytest, pythons)
     is_worth_it = any(stage.suite in WAITING for stage in stages)
-    beside = Beside([stage for stage in stages if is_worth_it and stage.is_patient], arguments)
+    patient = [stage for stage in stages if is_worth_it and stage.is_patient]
+    patient.sort(key=lambda stage: stage.suite in AT_ONCE)  # what is left at the end has all processors
+    beside = Beside(patient, arguments)
     in_turn = [stage for stage in stages if stage not in beside.stages]
     if beside.stages:
         in_turn.sort(key=lambda stage: stage.suite != FIRST)

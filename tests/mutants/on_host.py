@@ -17,7 +17,12 @@ MUTANTS = [
     # The coordinator: whom it wakes, what it holds back, what it compares.
     Mutant(f"{_COORDINATOR}worker.py", "if missed or unfinished:", "if unfinished:", "unit/test_worker.py"),
     Mutant(f"{_COORDINATOR}worker.py", "if missed or unfinished:", "if missed:", "unit/test_worker.py"),
-    Mutant(f"{_COORDINATOR}worker.py", "        self.at_work.release()\n", "", "unit/test_worker.py"),
+    Mutant(
+        f"{_COORDINATOR}worker.py",
+        "_unfinished\n        self.at_work.release()\n",
+        "_unfinished\n",
+        "unit/test_worker.py",
+    ),
     Mutant(f"{_COORDINATOR}coordinator.py", "        self._has_rung = False\n", "", "2 mpi/test_runtime.py"),
     Mutant(
         f"{_COORDINATOR}in_flight.py",
