@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import on_coordinator
 import on_device_groups
 import on_gpus
 import on_gradients
@@ -12,6 +13,7 @@ import on_repeated
 import on_windows
 
 MUTANTS = [
+    *on_coordinator.MUTANTS,
     *on_host.MUTANTS,
     *on_gradients.MUTANTS,
     *on_repeated.MUTANTS,
