@@ -29,7 +29,7 @@ from hvdlite.cli.mpirun import Mpi, Mpirun
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.reader import ends_with_reader
 from hvdlite.cli.say import finish, say, show
-from hvdlite.cli.supervise import supervise
+from hvdlite.cli.supervise import Ending, supervise
 from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.counted import counted
 from hvdlite.doctor import before_mpi
@@ -44,6 +44,9 @@ _LOST_HOST = (
     "A critical communication path was lost",
     "MPI_ERRORS_ARE_FATAL",
 )
+# Of a daemon of Open MPI 5 that could not begin to listen, which is a matter of luck on busy hosts; the next one can.
+_NO_DAEMON = "Daemon exit status: 213"
+_START_S = 10.0  # after which a rank would have said so itself
 
 
 _NOT_KEPT = (
@@ -256,14 +259,17 @@ def _run_mpirun(
             words = on_end.enter_context(closing(EndNotices(config.failure_grace_s)))
             environ = {**environ, **words.environment}
         expected = Expected(launch.hosts, launch.is_local, config.start_timeout_s, ssh_port, words)
-        ending = supervise(
-            command.argv,
-            environ,
-            expected,
-            _LOST_HOST if many else (),
-            None if codes is None else codes.take_from,
-            spared,
-        )
+
+        def run() -> Ending:
+            watch_for = (*_LOST_HOST, _NO_DAEMON) if many else ()
+            stdout_filter = None if codes is None else codes.take_from
+            return supervise(command.argv, environ, expected, watch_for, stdout_filter, spared)
+
+        ending = run()
+        is_at_the_start = ending.status != 0 and not ending.was_stopped and time.time() - started < _START_S
+        if ending.found == _NO_DAEMON and is_at_the_start:
+            say("a daemon of mpirun did not start, so nothing has; starts it once more")
+            ending = run()
     if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)
     if ending.lost:
