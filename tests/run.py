@@ -79,8 +79,8 @@ SUITES = (
 # there are starts, waits and ends of processes.
 BESIDE = ("lint", "sanitizers", "fuzz", "docs")
 WAITING = ("faults", "hosts", "examples")
-# The one that needs the processors half of its time runs first, while there is something to run beside it.
-FIRST = "hosts"
+# Those that need the processors for a part of their time run first, while there is something to run beside them.
+FIRST = ("hosts", "faults")
 # Those that start many processes, whose Pythons begin by startup/sitecustomize.py.
 STARTING = (*WAITING, "torch_distributed", "docs")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
@@ -161,7 +161,7 @@ def main() -> int:
     beside = Beside(patient, arguments)
     in_turn = [stage for stage in stages if stage not in beside.stages]
     if beside.stages:
-        in_turn.sort(key=lambda stage: stage.suite != FIRST)
+        in_turn.sort(key=lambda stage: stage.suite not in FIRST)
     status = 0
     done = list(beside.stages)
     try:
