@@ -44,9 +44,9 @@ _LOST_HOST = (
     "A critical communication path was lost",
     "MPI_ERRORS_ARE_FATAL",
 )
-# Of a daemon of Open MPI 5 that could not begin to listen, which is a matter of luck on busy hosts; the next one can.
-_NO_DAEMON = "Daemon exit status: 213"
-_START_S = 10.0  # after which a rank would have said so itself
+_NO_LISTENER = 213  # exit status of prterun, and of its daemons
+_NO_DAEMON = f"Daemon exit status: {_NO_LISTENER}"
+_START_S = 1.0  # less than a rank needs to come to an end of its own
 
 
 _NOT_KEPT = (
@@ -266,9 +266,8 @@ def _run_mpirun(
             return supervise(command.argv, environ, expected, watch_for, stdout_filter, spared)
 
         ending = run()
-        is_at_the_start = ending.status != 0 and not ending.was_stopped and time.time() - started < _START_S
-        if ending.found == _NO_DAEMON and is_at_the_start:
-            say("a daemon of mpirun did not start, so nothing has; starts it once more")
+        if chosen.mpi is Mpi.OPEN_MPI and _could_not_listen(ending, many, time.time() - started):
+            say(f"mpirun could not begin to listen (exit status {_NO_LISTENER}), and started nothing; tries once more")
             ending = run()
     if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)
@@ -284,6 +283,13 @@ def _run_mpirun(
     if codes is not None and 0 < ending.status < 128:
         return _status_of(codes, launch, ending.status)
     return ending.status
+
+
+def _could_not_listen(ending: Ending, many: bool, elapsed_s: float) -> bool:
+    """Whether Open MPI 5 has failed to start a thread, which is bad luck on busy hosts; the next try does not."""
+    if ending.status != _NO_LISTENER or ending.was_stopped:
+        return False
+    return ending.found == _NO_DAEMON if many else elapsed_s < _START_S
 
 
 def _status_of(ends: ExitCodes, launch: Launch, otherwise: int) -> int:

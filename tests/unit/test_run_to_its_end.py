@@ -110,16 +110,25 @@ class TestRunning:
         assert output == "before\n"
         assert "PRTE has lost communication with a remote daemon.\nhvdlite run: failed" in errors
 
+    @pytest.mark.parametrize("hosts", [[], ["-H", "a,b"]], ids=["one host", "two hosts"])
     @pytest.mark.parametrize("fails", [1, 2])
-    def test_a_daemon_that_does_not_start_is_started_once_more(self, tmp_path: Path, fails: int) -> None:
+    def test_what_could_not_listen_is_started_once_more(self, tmp_path: Path, fails: int, hosts: list[str]) -> None:
         tries = tmp_path / "tries"
         fail = "echo '  Daemon exit status: 213' >&2; exit 213"
         path = self.mpirun(tmp_path, f"echo >>{tries}; [ $(wc -l <{tries}) -gt {fails} ] || {{ {fail}; }}; exit 7")
-        job = self.start(path, "-H", "a,b")
+        job = self.start(path, *hosts)
         _, errors = job.communicate(timeout=60)
         assert job.returncode == (7 if fails == 1 else 213)
-        assert errors.count("starts it once more") == 1
+        assert errors.count("tries once more") == 1
         assert len(tries.read_text()) == 2
+
+    @pytest.mark.parametrize(("hosts", "pause_s"), [([], 1.1), (["-H", "a,b"], 0)], ids=["one host", "two hosts"])
+    def test_a_program_of_that_exit_status_is_not(self, tmp_path: Path, hosts: list[str], pause_s: float) -> None:
+        tries = tmp_path / "tries"
+        job = self.start(self.mpirun(tmp_path, f"echo >>{tries}; sleep {pause_s}; exit 213"), *hosts)
+        job.communicate(timeout=60)
+        assert job.returncode == 213
+        assert len(tries.read_text()) == 1
 
     @pytest.mark.parametrize(("is_over", "status"), [(False, 1), (True, 0)])
     def test_a_host_lost_on_the_way_to_the_end_is_no_failure(self, is_over: bool, status: int, tmp_path: Path) -> None:
