@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding_types.h"
 #include "deadline.h"
 #include "device_bindings.h"
 #include "elements.h"
@@ -40,10 +41,6 @@ using namespace py::literals;
 
 namespace hvdlite {
 namespace {
-
-using Addresses = std::vector<std::uintptr_t>;
-using Counts = std::vector<std::uint64_t>;
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 void register_reduce(py::module_& m) {
   m.def("instruction_set", &instruction_set_name);

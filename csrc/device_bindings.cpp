@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding_types.h"
 #include "cuda_driver.h"
 #include "device_copies.h"
 #include "device_kernels.h"
@@ -32,9 +33,6 @@ using namespace py::literals;
 
 namespace hvdlite {
 namespace {
-
-using Addresses = std::vector<std::uintptr_t>;
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 std::string uuid_of(int device) {
   cuda::Uuid uuid;

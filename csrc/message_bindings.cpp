@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding_types.h"
 #include "bound_messages.h"
 #include "early_allreduce.h"
 #include "early_gather.h"
@@ -26,10 +27,6 @@ using namespace py::literals;
 
 namespace hvdlite {
 namespace {
-
-using Addresses = std::vector<std::uintptr_t>;
-using Counts = std::vector<std::uint64_t>;
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 void register_bound_messages(py::module_& m) {
   using Addition = std::tuple<Addresses, Addresses, std::uint64_t, int, int, double, double>;

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding_types.h"
 #include "device_memory.h"
 #include "elements.h"
 #include "nccl_communicator.h"
@@ -17,8 +18,6 @@ namespace py = pybind11;
 using namespace py::literals;
 
 namespace hvdlite {
-
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 void register_nccl(py::module_& m) {
   using Self = NcclCommunicator;

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "binding_types.h"
 #include "ordered_exchange.h"
 #include "prepared_allreduce.h"
 #include "prepared_broadcast.h"
@@ -26,10 +27,6 @@ using namespace py::literals;
 
 namespace hvdlite {
 namespace {
-
-using Addresses = std::vector<std::uintptr_t>;
-using Counts = std::vector<std::uint64_t>;
-using WithoutGil = py::call_guard<py::gil_scoped_release>;
 
 SplitPhaseCall& phases_of(DirectCall& call) {
   SplitPhaseCall* const phases = call.split_phase();

@@ -351,10 +351,7 @@ def test_equal_operations_that_are_submitted_together_are_one_period(waits: str,
     ("waits", "says"), [("x", False), ("x.", True), ("x...", True), ("xx.", False), (1000 * "x" + 500 * "x.", True)]
 )
 def test_a_plan_that_is_begun_again_without_a_wait_could_be_longer(waits: str, says: bool) -> None:
-    member = PlanMember(longest=12, patience_s=100.0)
-    member.logged(Response(submission("a").request, NAMED), inf)
-    member.obey(PlanMessage(Verb.HOLD, 1), 0.0)
-    member.obey(PlanMessage(Verb.RELEASE, 1, places=(0,)), 0.0)
+    member = with_bursts(1)
     said: list[PlanMessage] = []
     for number in range(max(200, len(waits))):
         made = submission("a")
@@ -370,10 +367,7 @@ def test_a_plan_that_is_begun_again_without_a_wait_could_be_longer(waits: str, s
     ("together", "waited", "says"), [(63, 0, False), (64, 0, True), (64, 85, True), (64, 90, False), (0, 10**9, False)]
 )
 def test_periods_that_others_have_begun_count_too(together: int, waited: int, says: bool) -> None:
-    member = PlanMember(longest=12, patience_s=100.0)
-    member.logged(Response(submission("a").request, NAMED), inf)
-    member.obey(PlanMessage(Verb.HOLD, 1), 0.0)
-    member.obey(PlanMessage(Verb.RELEASE, 1, places=(0,)), 0.0)
+    member = with_bursts(1)
     member.count_periods(together, waited)
     assert member.could_be_longer == says
     assert member.complaint(0.0) == (PlanMessage(Verb.BREAK, TOO_SHORT) if says else None)
