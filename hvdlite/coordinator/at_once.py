@@ -176,7 +176,8 @@ class AtOnce:
     def settle(self) -> None:
         """Count what the shortcut has done, complete or leave what it has started, and close it. By who is at work."""
         self.shortcut.close()
-        self._plan.count_periods(*self.shortcut.take_periods())
+        if (periods := self.shortcut.take_periods()) != (0, 0):
+            self._plan.count_periods(*periods)
         for prepared, times in self.shortcut.take():
             plan = self._plan.plan
             assert plan is not None
