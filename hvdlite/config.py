@@ -337,7 +337,7 @@ OTHER_VARIABLES = {
     SIZE: "likewise: how many ranks there are",
     WORKER: "from `hvdliterun --elastic` to its ranks: the number of the process, which no other one will have",
     KEEPER: "from `hvdliterun --elastic` to ranks under mpirun: where the keeper of their host listens, and a secret",
-    START: "likewise: how many times the ranks have been started",
+    START: "from hvdliterun to its ranks: how many times they have been started",
     END_NOTICES: "from hvdliterun to ranks under mpirun: where they say that they end after a failure",
     TO_SAVE: "from `hvdliterun --elastic` to ranks that it starts only so that they can save the last commit: why",
     RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hvdlite.config import Config
@@ -22,6 +23,7 @@ from hvdlite.peers import Peers, start_deadline
 from hvdlite.process import Companion, InitArguments, ProcessHooks
 from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.survivors import Survivors
+from hvdlite.timeline.trace_file import anew_path
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -94,7 +96,7 @@ def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: 
             failures, workers = 0, generation.workers
         shutdown()  # a world that has ended serves until there is a next one: who saves a checkpoint asks for its rank
         try:
-            _build(arguments, config)
+            _build(arguments, recorded(config))
             break
         except (StartupError, CollectiveError) as error:
             # A rank may end while it starts, or not fit the others; those that live meet once more.
@@ -120,6 +122,13 @@ def _build(arguments: InitArguments, config: Config) -> None:
         raise
     finally:
         deadline.cancel()
+
+
+def recorded(config: Config) -> Config:
+    """``config``, with a timeline that leaves those of this job's earlier starts and generations where they are."""
+    if not config.timeline:
+        return config
+    return replace(config, timeline=anew_path(config.timeline, _hooks.peers.start, _hooks.peers.generation))
 
 
 def membership() -> Membership | Survivors | None:

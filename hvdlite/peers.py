@@ -56,6 +56,17 @@ class Peers:
         """`membership` where MPI survives deaths; None in other jobs."""
         return self.membership if isinstance(self.membership, Survivors) else None
 
+    @property
+    def start(self) -> int:
+        """How many times hvdliterun has started such processes for this job; 1 where it does not say."""
+        return told_number(START) or 1
+
+    @property
+    def generation(self) -> int:
+        """How many times those of this start have become ranks together; 1 where nobody counts."""
+        generation = None if self.membership is None else self.membership.generation
+        return 1 if generation is None else generation.number
+
     @contextmanager
     def announced(self) -> Iterator[None]:
         """The first hvd.init() of an elastic job by mpirun: hvdliterun looks after who waits, and for whom."""
@@ -63,7 +74,7 @@ class Peers:
         if self.keeper is None or process is None or self._has_started:
             yield
             return
-        start = told_number(START) or 0
+        start = self.start
         with suppress(OSError):  # the keeper is gone, or stopped
             self.keeper.say_starting(start, process.rank)
         try:
@@ -81,9 +92,8 @@ class Peers:
         member = self.survivors
         if self.keeper is None or (member is not None and member.is_left_out):
             return
-        generation = 1 if member is None or member.generation is None else member.generation.number
         with suppress(OSError):  # the keeper has ended with hvdliterun
-            self.keeper.say_failed(generation)
+            self.keeper.say_failed(self.generation)
 
     def say_ended(self) -> None:
         """This rank has come to its end, after it went on without others: they do not wait for one another there."""

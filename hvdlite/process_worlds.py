@@ -119,6 +119,12 @@ class ProcessWorlds:
         with self._saying:
             self._said = {line: speaker for line, speaker in self._said.items() if speaker is not health}
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of the worlds has."""
+        with self._lock:
+            return any(place.health.failure is not None for place in self._places)
+
     def statistics(self) -> dict[str, int]:
         """What this process has done in worlds that tell it, in those that have ended too."""
         with self._lock:

@@ -131,10 +131,11 @@ def _main(argv: Sequence[str], announce: bool) -> int:
             if launch.scheduled_hosts == 1:
                 return _run_kept(chosen, launch, arguments, environ, config)
 
-        def once() -> int:
+        def once(start: int) -> int:
+            told = environ | ({START: str(start)} if start > 1 else {})
             if chosen is None:
-                return ranks.run_ranks(command.argv, launch.ranks, environ, config.failure_grace_s)
-            return _run_mpirun(chosen, launch, command, environ)
+                return ranks.run_ranks(command.argv, launch.ranks, told, config.failure_grace_s)
+            return _run_mpirun(chosen, launch, mpirun.build(chosen, launch, told), told)
 
         return _run_again(once, arguments.restarts or 0)
     except StartupError as error:
@@ -193,15 +194,15 @@ def _elasticity(arguments: Arguments, launch: Launch) -> elastic.Elasticity:
     return elastic.Elasticity(least, restarts, arguments.most, look)
 
 
-def _run_again(once: Callable[[], int], restarts: int) -> int:
-    """The exit status of ``once()``, which is called again up to ``restarts`` times while it fails uninterrupted."""
+def _run_again(once: Callable[[int], int], restarts: int) -> int:
+    """The exit status of ``once(1)``; while it fails uninterrupted ``once(2)`` follows, up to ``restarts`` times."""
     with Stops() as stops:
         for number in range(1, restarts + 1):
-            status = once()
+            status = once(number)
             if status == 0 or stops:
                 return status
             say(f"starts the job again ({number} of {restarts} times)")
-        return once()
+        return once(restarts + 1)
 
 
 def _run_kept(chosen: Mpirun, launch: Launch, arguments: Arguments, environ: Mapping[str, str], config: Config) -> int:

@@ -65,9 +65,10 @@ def _created(options: Any) -> HvdliteProcessGroup:
     rank, size, name = options.group_rank, options.group_size, options.group_id
     ranks = _ranks(options)
     timeout_s = options.timeout.total_seconds()
-    settings = default_runtime.runtime().config if default_runtime.is_initialized() else Config.from_env()
+    is_initialized = default_runtime.is_initialized()
+    settings = default_runtime.runtime().config if is_initialized else default_runtime.recorded(Config.from_env())
     config = replace(settings, collective_timeout_s=timeout_s)
-    if not default_runtime.is_initialized():
+    if not is_initialized:
         configure_logging(config, ranks[rank])
     bootstrap = None if size == 1 else _meet(options.store, name, rank, ranks, timeout_s, config)
     if bootstrap is not None and bootstrap.comm is not None:

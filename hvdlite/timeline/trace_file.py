@@ -48,6 +48,18 @@ def node_path(path: str, node_index: int) -> str:
     return path if node_index == 0 else f"{os.path.splitext(path)[0]}.node{node_index}.json"
 
 
+def anew_path(path: str, start: int, generation: int) -> str:
+    """Where the ranks of one job record, which keeps what they did before: ``trace.json`` at first.
+
+    Args:
+        start: how many times the processes have been started; ``trace.start2.json`` the second time.
+        generation: how many times those of one start have begun, without others; ``trace.generation2.json``.
+    """
+    stem, suffix = os.path.splitext(path)
+    marks = [f".{name}{number}" for name, number in (("start", start), ("generation", generation)) if number > 1]
+    return f"{stem}{''.join(marks)}{suffix}"
+
+
 class TraceFile:
     """A file that several processes append to; each opens it for as long as it writes, so a forked child holds nothing.
 

@@ -61,13 +61,15 @@ def test_a_rank_that_is_stopped_meanwhile_is_not_waited_for(tmp_path: Path, vict
     script.write_text(f"#!/bin/sh\ncat {tmp_path / 'hosts'}\n")
     script.chmod(0o755)
     options = ["--elastic", "--mpi", "--min-np", "1", "--restarts", "0", "--host-discovery-script", str(script)]
-    result = launch(2, TRAINING, str(tmp_path), str(victim), mpi="none", options=options, env=QUICK, timeout=100)
+    settings = QUICK | {"HVDLITE_TIMELINE": str(tmp_path / "trace.json")}
+    result = launch(2, TRAINING, str(tmp_path), str(victim), mpi="none", options=options, env=settings, timeout=100)
     result.check()
     assert result.stdout.count("done") == 2, result  # of the ranks that there were in the beginning
     assert "the ranks have ended at a commit, and begin anew" in result.launcher_output
     began = {(int(size), int(batch)) for size, batch in re.findall(r"of (\d) at batch (\d+)", result.stdout)}
     assert len(began) == 2 and (2, 0) in began, result  # nothing was lost
     assert max(began)[0] == 3 and max(began)[1] >= 10, result
+    assert {path.name for path in tmp_path.glob("trace*")} == {"trace.json", "trace.start2.json"}
 
 
 UNLIKE = """

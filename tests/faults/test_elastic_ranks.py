@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.timeline.trace_file import read_trace
 from launching import Result, launch
 
 # Gradients are counts of samples: the weights say how often each sample went into them. `MISHAP` happens in the worker
@@ -99,6 +100,10 @@ def check_counts(result: Result, ranks: int) -> None:
     ], result
 
 
+def recorded_ranks(trace: Path) -> set[int]:
+    return {event["pid"] for event in read_trace(str(trace))["traceEvents"]}
+
+
 def test_survivors_of_a_killed_rank_go_on_and_count_each_sample_once() -> None:
     result = run(KILLED, "--restarts", "0").check()
     check_counts(result, 2)
@@ -107,12 +112,14 @@ def test_survivors_of_a_killed_rank_go_on_and_count_each_sample_once() -> None:
     assert "rank 1 (pid" in result.launcher_output and "goes on with 2 ranks" in result.launcher_output
 
 
-def test_a_new_process_takes_the_place_of_the_dead_one() -> None:
+def test_a_new_process_takes_the_place_of_the_dead_one(tmp_path: Path) -> None:
     """At a commit of the others, who go on until it has come, and then with the state that they have by then."""
-    result = run(KILLED, n=2, least=2).check()
+    result = run(KILLED, n=2, least=2, HVDLITE_TIMELINE=str(tmp_path / "trace.json")).check()
     check_counts(result, 2)
     assert {(start.size, start.batch) for start in starts(result)} == {(2, 0), (1, 5), (2, 9)}
     assert len({start.pid for start in starts(result)}) == 3
+    recorded = {part: recorded_ranks(tmp_path / f"trace{part}.json") for part in ("", ".generation2", ".generation3")}
+    assert recorded == {"": {0, 1}, ".generation2": {0}, ".generation3": {0, 1}}
 
 
 def test_the_end_of_those_that_go_on_counts_and_not_that_of_a_newcomer_which_failed(tmp_path: Path) -> None:
@@ -435,12 +442,13 @@ def train(state):
         total = torch.tensor([hvd.rank() + 1.0])
         dist.all_reduce(total)
     print("total", total.item(), "of", hvd.size(), flush=True)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
     if state.batch == 0:
         state.batch = 1
         state.commit()
         if os.environ["HVDLITE_WORKER"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        dist.barrier()
+        model(torch.ones(1, 1)).sum().backward()  # by C++, which makes another exception of it
 
 train(state)
 """

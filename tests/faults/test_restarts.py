@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.timeline.trace_file import read_trace
 from launching import launch
 
 FAILS_TWICE = """
@@ -52,8 +53,10 @@ print("sum", hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
 @pytest.mark.parametrize("mpi", ["none", pytest.param("mpirun", marks=pytest.mark.thorough)])
 def test_all_ranks_are_started_again(mpi: str, tmp_path: Path) -> None:
     options = ["--restarts", "3", *(["--mpi"] if mpi == "mpirun" else [])]
-    result = launch(2, KILLED_ONCE, str(tmp_path), mpi="none", options=options, timeout=120).check()
+    settings = {"HVDLITE_TIMELINE": str(tmp_path / "trace.json")}
+    result = launch(2, KILLED_ONCE, str(tmp_path), mpi="none", options=options, env=settings, timeout=120).check()
     starts = [(tmp_path / f"rank{rank}").read_text().split() for rank in range(2)]
     assert [len(pids) for pids in starts] == [2, 2] and len({*starts[0], *starts[1]}) == 4, result
     assert result.launcher_output.count("starts the job again") == 1, result
     assert result.stdout == "sum 2.0\n" * 2
+    assert all(read_trace(str(tmp_path / name))["traceEvents"] for name in ("trace.json", "trace.start2.json"))

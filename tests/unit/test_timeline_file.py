@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hvdlite.timeline import trace_file
-from hvdlite.timeline.trace_file import TraceError, TraceFile, merge_traces, node_path, read_trace
+from hvdlite.timeline.trace_file import TraceError, TraceFile, anew_path, merge_traces, node_path, read_trace
 
 INTRODUCTION = [b'{"ph":"M","pid":0,"name":"process_name"}']
 
@@ -294,6 +294,13 @@ def test_node_files_lie_beside_the_root_s() -> None:
     assert node_path("/a/trace.json", 0) == "/a/trace.json"
     assert node_path("/a/trace.json", 12) == "/a/trace.node12.json"
     assert node_path("/a.b/trace", 1) == "/a.b/trace.node1.json"
+
+
+def test_who_begins_anew_leaves_what_was_before() -> None:
+    assert anew_path("/a/trace.json", 1, 1) == "/a/trace.json"
+    assert anew_path("/a/trace.json", 1, 2) == "/a/trace.generation2.json"
+    assert anew_path("/a.b/trace", 3, 1) == "/a.b/trace.start3"
+    assert node_path(anew_path("/a/trace.json", 2, 12), 1) == "/a/trace.start2.generation12.node1.json"
 
 
 def test_merge_puts_nodes_together(tmp_path: Path) -> None:

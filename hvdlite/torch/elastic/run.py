@@ -28,6 +28,8 @@ from hvdlite.torch.startup import restart
 
 _LOG = logging.getLogger("hvdlite")
 
+_REASON_S = 2.0  # how long a failure in one world of this process may be on its way to another
+
 S = TypeVar("S", bound=State)
 T = TypeVar("T")
 
@@ -95,6 +97,10 @@ def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], st
             raise
         except (HostsUpdatedInterrupt, HorovodInternalError) as reason:
             why = reason
+        except RuntimeError:
+            why = _failure_beneath()
+            if why is None:
+                raise
 
 
 @contextmanager
@@ -109,6 +115,16 @@ def _leaving() -> Iterator[None]:
         raise
     finally:
         default_runtime.expect_recovery(False)
+
+
+def _failure_beneath() -> HorovodInternalError | None:
+    """Of a rank, where torch's C++ has made another exception of it, as DistributedDataParallel does.
+
+    It was met in a process group's world; the others of this process hear of it in a moment.
+    """
+    if not default_runtime.worlds().has_failed:
+        return None
+    return hvdlite.runtime().world.health.wait_for_failure(_REASON_S)
 
 
 def _are_alike() -> bool:
