@@ -82,6 +82,6 @@ def run_fn(func: Callable[..., T], reset: Callable[[], object]) -> Callable[...,
                 raise UnrecoverableError(f"a rank has failed, which nothing can replace: {why}") from why
             reset()
 
-        return run_with(start_again, func, state, *args, **kwargs)
+        return run_with(start_again, lambda: True, func, state, *args, **kwargs)
 
     return wrapper

@@ -357,6 +357,9 @@ def train(state):
             hvdlite.runtime().wait_for_failure(30)
             time.sleep(1.0)
         state.commit()
+        while state.batch == 3 and hvd.size() < {least}:
+            time.sleep(0.05)
+            state.check_host_updates()
     print(state.name, "trained", state.batch, "as", me, flush=True)
 
 for name in ("first", "second"):
@@ -366,8 +369,17 @@ for name in ("first", "second"):
 
 def test_a_second_training_function_has_as_much_time_to_notice_a_death() -> None:
     options, limits = ["--elastic", "--restarts", "0"], {"HVDLITE_FAILURE_GRACE_SECONDS": "0.5"}
-    result = launch(2, SECOND_FUNCTION, mpi="none", options=options, env=limits, timeout=200).check()
+    script = SECOND_FUNCTION.replace("{least}", "1")
+    result = launch(2, script, mpi="none", options=options, env=limits, timeout=200).check()
     assert "second trained 5 as 0" in result.stdout, result
+
+
+def test_who_comes_to_a_second_training_function_leaves_out_the_first() -> None:
+    script = SECOND_FUNCTION.replace("{least}", "2")
+    result = launch(2, script, mpi="none", options=["--elastic"], timeout=200).check()
+    assert sorted(re.findall("(.*) trained 5 as (.)", result.stdout)) == [
+        ("first", "0"), ("first", "1"), ("second", "0"), ("second", "2"),
+    ]  # fmt: skip
 
 
 DIE_WHILE_STARTING = """

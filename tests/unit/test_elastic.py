@@ -243,6 +243,19 @@ def test_run_after_a_failure_while_it_starts(diary: Diary) -> None:
     assert diary.entries == ["sync", *RESTART, "train"]
 
 
+def test_one_within_another_is_called_anew_by_that(diary: Diary) -> None:
+    inner = trainer(hvd.HorovodInternalError("one"), None)
+
+    @hvd.elastic.run
+    def outer(state: Diary) -> Any:
+        state.entries.append("outer")
+        return inner(state, 7, word="w")
+
+    assert outer(diary) == (7, "w")
+    again = ["outer", "sync", "train"]
+    assert diary.entries == ["sync", *again, "abandon", "restore", *RESTART, *again]
+
+
 @pytest.mark.parametrize("skip_sync", [False, True])
 def test_run_after_an_update(diary: Diary, skip_sync: bool) -> None:
     train = trainer(hvd.HostsUpdatedInterrupt(skip_sync), hvd.HostsUpdatedInterrupt(), hvd.HorovodInternalError(), None)

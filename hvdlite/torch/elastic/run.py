@@ -24,6 +24,7 @@ from hvdlite.errors import (
 )
 from hvdlite.torch.elastic import keeping
 from hvdlite.torch.elastic.state import State
+from hvdlite.torch.functions import allgather_object
 from hvdlite.torch.startup import restart
 
 _LOG = logging.getLogger("hvdlite")
@@ -48,6 +49,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
       that there are now.
     - A `MismatchError` or a `UsageError` is raised: it is the program's, and would come again.
 
+    A rank that comes later runs the script from its beginning: what the others have finished by then it leaves out, so
+    that ``func`` is not called there, and the result is None. Within another training function ``func`` does not start
+    over by itself: the outer one does.
+
     Process sets are kept, with their numbers, where the ranks are the same as before, and gone where they are not.
     Callbacks of ``state.register_reset_callbacks`` are called before it starts over.
 
@@ -62,6 +67,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(func)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> T:
         hvdlite.rank()  # raises before init()
+        if _outermost.is_at_work:
+            return _run_within(func, state, *args, **kwargs)
         keeping.recall(state)
         if why := keeping.only_to_save():
             state.sync()
@@ -69,16 +76,24 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 f"the job ends: {why}. These ranks were started once more with the state of the last commit: save a "
                 "checkpoint of it, and start the job again"
             )
-        with keeping.at_work(), _leaving():
-            return run_with(_strategy(), func, state, *args, **kwargs)
+        with keeping.at_work(), _leaving(), _outermost.begun() as call:
+            return run_with(_strategy(), lambda: _is_due(call), func, state, *args, **kwargs)
 
     return wrapped
 
 
-def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], state: S, *args: Any, **kwargs: Any) -> T:
-    """``func(state, ...)``, until it returns or raises what ends the job.
+def run_with(
+    start_again: Callable[[S, Why], object],
+    is_due: Callable[[], bool],
+    func: Callable[..., T],
+    state: S,
+    *args: Any,
+    **kwargs: Any,
+) -> T:
+    """``func(state, ...)``, until it returns or raises what ends the job; None where it is not due.
 
     Args:
+        is_due: called each time before it; all ranks call it.
         start_again: called before each further time, with what has ended the one before; it has put the state back
             after a failure, and raises where the job cannot go on.
     """
@@ -88,6 +103,8 @@ def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], st
             if why is not None:
                 start_again(state, why)
                 state.on_reset()
+            if not is_due():
+                return None  # type: ignore[return-value]  # whose caller is about to come to the next one
             if isinstance(why, HostsUpdatedInterrupt) and why.skip_sync and _are_alike():
                 state.share()
             else:
@@ -101,6 +118,51 @@ def run_with(start_again: Callable[[S, Why], object], func: Callable[..., T], st
             why = _failure_beneath()
             if why is None:
                 raise
+
+
+class _Outermost:
+    """Training functions of this process that are not called by another one."""
+
+    def __init__(self) -> None:
+        self.is_at_work = False
+        self._calls = 0
+
+    @contextmanager
+    def begun(self) -> Iterator[int]:
+        """One is at work; how many have been."""
+        self._calls += 1
+        self.is_at_work = True
+        try:
+            yield self._calls
+        finally:
+            self.is_at_work = False
+
+
+_outermost = _Outermost()
+
+
+def _run_within(func: Callable[..., T], state: State, *args: Any, **kwargs: Any) -> T:
+    """``func(state, ...)``, once; a failure leaves the state of the last commit, from which the outer one goes on."""
+    try:
+        state.sync()
+        return func(state, *args, **kwargs)
+    except HorovodInternalError:
+        state.abandon()
+        state.restore()
+        raise
+
+
+def _is_due(call: int) -> bool:
+    """Whether all ranks of an elastic job have come to training function ``call``; False where others are further."""
+    if default_runtime.membership() is None:
+        return True  # no rank comes later
+    calls = allgather_object(call)
+    while min(calls) < call == max(calls):
+        calls = allgather_object(call)
+    is_behind: bool = call < max(calls)
+    if is_behind:
+        _LOG.info("rank %d leaves out a training function that the others have finished", hvdlite.rank())
+    return not is_behind
 
 
 @contextmanager
