@@ -27,7 +27,7 @@ py::object owner_of(PyObject* tensor, const py::object& result) {
 // Whoever has begun to be at work with it lets others be at work again.
 class Shortcut::AtWork {
  public:
-  explicit AtWork(const Shortcut& shortcut) : shortcut_(shortcut) {}
+  explicit AtWork(Shortcut& shortcut) : shortcut_(shortcut) {}
   ~AtWork() { end(); }
   AtWork(const AtWork&) = delete;
   AtWork& operator=(const AtWork&) = delete;
@@ -42,13 +42,14 @@ class Shortcut::AtWork {
     if (!has_begun_) return;
     has_begun_ = false;
     py::error_scope keep;  // what is being raised
+    shortcut_.repeated_ = {};
     PyObject* done = PyObject_CallNoArgs(shortcut_.release_.ptr());
     if (done == nullptr) PyErr_WriteUnraisable(shortcut_.release_.ptr());
     Py_XDECREF(done);
   }
 
  private:
-  const Shortcut& shortcut_;
+  Shortcut& shortcut_;
   bool has_begun_ = false;
 };
 
@@ -116,6 +117,12 @@ std::vector<std::pair<py::object, std::uint64_t>> Shortcut::take() {
     entry.times = 0;
   }
   return told;
+}
+
+Shortcut::UnderWay Shortcut::under_way() const {
+  const auto started = unsettled();
+  if (started == nullptr) return repeated_;
+  return {started->operation().prepared, started->operation().sequence};
 }
 
 Shortcut::Entry* Shortcut::next() {
@@ -194,6 +201,7 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
   Next next;
   if (!begin(arguments, new_like, false, at_work, next)) return {};
   count_period(is_in_flight);
+  repeated_ = {next.prepared, next.sequence};
   DirectCall::Result ended;
   {
     const py::gil_scoped_release without_gil;

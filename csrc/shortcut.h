@@ -87,6 +87,12 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
     if (started_ != nullptr) return started_;
     return taken_ == nullptr || taken_->is_settled() ? nullptr : taken_;
   }
+  // What others do not know to be submitted: that, or what `repeat` is at. `prepared`: null where there is nothing.
+  struct UnderWay {
+    pybind11::object prepared;
+    std::int64_t sequence = 0;
+  };
+  UnderWay under_way() const;
   // Waits for it as `repeat` does. Nothing happens if somebody else is at work, or has settled it. Raises what it ends
   // in.
   void complete(const std::shared_ptr<Started>& started);
@@ -128,6 +134,7 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   pybind11::object settle_;
   std::shared_ptr<Started> started_;
   std::shared_ptr<Started> taken_;  // and perhaps settled
+  UnderWay repeated_;
   std::vector<Entry> entries_;
   std::map<std::uint64_t, std::vector<Entry>> earlier_;  // of plans that are not followed now, by their serials
   std::uint64_t serial_ = 0;

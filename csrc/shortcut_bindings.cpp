@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "collecting.h"
@@ -162,6 +163,12 @@ void register_shortcut(py::module_& m) {
              return py::make_tuple(in_flight, quiet);
            })
       .def_property_readonly("unsettled", &Shortcut::unsettled)
+      .def_property_readonly("under_way",
+                             [](const Shortcut& self) -> std::optional<std::pair<py::object, std::int64_t>> {
+                               auto [prepared, sequence] = self.under_way();
+                               if (!prepared) return std::nullopt;
+                               return std::pair(std::move(prepared), sequence);
+                             })
       .def("take_started", &Shortcut::take_started)
       .def(
           "function",

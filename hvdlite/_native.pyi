@@ -489,6 +489,8 @@ class Shortcut:
     """Operations that were done here, and that `take` has yet to tell of."""
     unsettled: Started | None
     """What was started last, whether it was taken or not, until it is settled."""
+    under_way: tuple[Any, int] | None
+    """(prepared, sequence) of that, or of what is being done here."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Native, Outcome, Prepared
 from hvdlite.coordinator.progress import Progress
 from hvdlite.coordinator.remembered import Remembered
-from hvdlite.coordinator.request import Request
+from hvdlite.coordinator.request import Key, Request
 from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.coordinator.worker import Worker
 from hvdlite.errors import HorovodInternalError
@@ -162,6 +162,15 @@ class AtOnce:
         self._learn(plan, plan.ready, native, unnamed)
         self.shortcut.open(plan.done, self._worker.heard, closings)
         return True
+
+    @property
+    def begun(self) -> Key | None:
+        """What is not in flight, as it is being done by a caller, or was started. Once the shortcut is closed."""
+        if (under_way := self.shortcut.under_way) is not None:
+            native, sequence = under_way
+            return native.request.name, sequence
+        plan = self._plan.plan
+        return None if plan is None else plan.begun
 
     def reopen(self, closings: int) -> None:
         """Open the shortcut for what comes next, if nothing is under way. By who is at work.
@@ -312,10 +321,10 @@ class AtOnce:
         """What this rank has said to be ready for waits for other ranks."""
         submission = prepared.submission(sequence, tensors)
         submission.assist, submission.pace = self._worker.assist, self._pace
+        self._in_flight.resume(submission)
         plan.leave_next(submission)
         plan.told = plan.ready
         self._plan.moved(self._clock())
-        self._in_flight.resume(submission)
         return submission
 
     def _interrupted(

@@ -76,14 +76,15 @@ class Coordinator:
         self._page = page
         self.counts = page.counts
         self._clock = clock
-        self._in_flight = InFlight()
+        own = weakref.proxy(self)
+        self._in_flight = InFlight(lambda: own.at_once.begun)
         self._pace = Pace()
         self._queue: deque[Submission | Burst | Notice] = deque()
         self._has_rung = False  # for submissions, which the next cycle will find
         self._progress = Progress()
         self._batch: list[Response] = []
         self._plan = PlanMember(config.cache_capacity, config.stall_patience_s)
-        early, own, patience_s = owner.early, weakref.proxy(self), config.caller_patience_s
+        early, patience_s = owner.early, config.caller_patience_s
         assert (early is None) == (len(topology.nodes) == 1)
         self._readiness: Readiness
         self._meeting: Meeting

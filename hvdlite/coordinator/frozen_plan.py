@@ -12,7 +12,7 @@ from itertools import count, pairwise
 
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.messages import Response
-from hvdlite.coordinator.request import NAMED, Request
+from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.coordinator.submission import Submission
 
 Batch = Sequence[Response] | Burst
@@ -163,6 +163,15 @@ class FrozenPlan:
         start, end = self._burst_at[position]
         return end - start == 1
 
+    @property
+    def begun(self) -> Key | None:
+        """What was counted so, and nothing has followed yet. From any thread."""
+        done = self.done
+        if self._pending or done >= self.ready:
+            return None
+        turn, position = divmod(done, len(self._entries))
+        return self._entries[position][0].name, self._sequence_at(position, turn)
+
     def cancel_next(self, request: Request) -> None:
         """Nobody was told."""
         turns = self._turns_of(request)
@@ -175,8 +184,7 @@ class FrozenPlan:
         turns = self._turns_of(request)
         assert turns is not None, request
         turns.offered += times
-        self.ready += times
-        self.done = self.told = self.ready
+        self.done = self.told = self.ready = self.ready + times
 
     @property
     def requests(self) -> Collection[Request]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
 from hvdlite.coordinator.burst import Burst
@@ -18,13 +18,17 @@ class InFlight:
     A submission is completed once, by whoever takes it out; one that is being executed, by who executes it, so that
     nobody is told of an end while its memory is still written to.
 
+    Args:
+        begun: the key of what was submitted as well, but is not here yet.
+
     Attributes:
         lock: whoever calls a method that says so holds it; others take it themselves.
         closed: why nothing may be submitted any more.
         has_joined: this rank has called join(), which has not returned.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begun: Callable[[], Key | None] = lambda: None) -> None:
+        self._begun = begun
         self.lock = threading.Lock()
         self.closed: HorovodInternalError | None = None
         self.has_joined = False
@@ -66,7 +70,7 @@ class InFlight:
                 "yet"
             )
         self.has_joined = submission.request.departs
-        if submission.key in self._futures:
+        if submission.key in self._futures or submission.key == self._begun():
             raise DuplicateNameError(
                 f"{submission.request.label} '{submission.label}' was submitted while an operation of that name is "
                 "still in flight; wait for its handle first, or give each operation its own name"
@@ -75,7 +79,8 @@ class InFlight:
 
     def has_none_of(self, keys: frozenset[Key]) -> bool:
         """With `lock`: whether none of them is in flight, and others may be."""
-        return self.closed is None and not self.has_joined and keys.isdisjoint(self._futures)
+        is_open = self.closed is None and not self.has_joined
+        return is_open and keys.isdisjoint(self._futures) and self._begun() not in keys
 
     def put(self, keys: Iterable[Key], future: Future) -> None:
         """With `lock`: ``future`` is what stands for ``keys``."""

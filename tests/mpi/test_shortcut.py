@@ -323,6 +323,28 @@ def test_what_was_submitted_before_is_not_passed_by(by_python: list[str]) -> Non
     step()
 
 
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "Python"])
+def test_the_name_of_what_another_thread_waits_for_is_taken(is_native: bool, by_python: list[str]) -> None:
+    step = blocking(["waited for"])
+    until_taken(step, by_python)
+    coordinator = hvdlite.runtime().group.world.coordinator
+    if not is_native:
+        coordinator.at_once.shortcut.close()
+    if hvd.rank() == 0:
+        other = threading.Thread(target=step)
+        other.start()
+        while coordinator.at_once.begun is None and not coordinator.has_in_flight("waited for"):
+            time.sleep(0)
+        with pytest.raises(DuplicateNameError):
+            hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="waited for")
+        WORLD.allgather(None)
+        other.join()
+    else:
+        WORLD.allgather(None)
+        step()
+    step()
+
+
 def test_several_threads(by_python: list[str]) -> None:
     """Of each its own operations, in an order that nobody knows."""
     failures: list[BaseException] = []

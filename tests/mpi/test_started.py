@@ -399,6 +399,35 @@ def test_the_name_of_what_was_started_is_taken() -> None:
 
 
 @with_others
+def test_it_is_taken_while_another_thread_is_at_work() -> None:
+    """Which has yet to look at what was started."""
+    program = Alone()
+    until_started(program)
+    at_work = hvdlite.runtime().group.world.coordinator._worker.at_work
+    is_at_it, may_end = threading.Event(), threading.Event()
+
+    def be_at_work() -> None:
+        with at_work:
+            is_at_it.set()
+            assert may_end.wait(10)
+
+    if hvd.rank() == 0:
+        begun = program.begin()
+        other = threading.Thread(target=be_at_work)
+        other.start()
+        assert is_at_it.wait(10)
+        with pytest.raises(DuplicateNameError):
+            hvd.allreduce(torch.ones(3), op=hvd.Sum, name="alone")
+        may_end.set()
+        WORLD.allgather(None)
+        other.join()
+    else:
+        WORLD.allgather(None)
+        begun = program.begin()
+    begun[0].check()
+
+
+@with_others
 def test_it_is_taken_while_the_thread_takes_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Alone()
     until_started(program)
