@@ -196,7 +196,9 @@ class ProcessHooks:
         if self.runtime is not None and not self.runtime.can_end_in_order:
             _LOG.warning("rank %d ends, without the others: %s", launched_rank(), failure)
             self.peers.say_failed()
-            return 0
+            # MPICH's mpirun knows the status of the first rank alone, and here others fail for lack of this one. Under
+            # Open MPI's survivors go on, see `_end_without_mpi`.
+            return int(isinstance(failure, ShutDownError) and self.peers.survivors is None)
         _LOG.error(
             "rank %d has ended, but others have not, %.0f s (HVDLITE_COLLECTIVE_TIMEOUT_SECONDS) after this: %s",
             *(launched_rank(), patience_s, failure),

@@ -70,6 +70,13 @@ def test_a_rank_that_leaves_early_ends_the_job(victim: int) -> None:
     check_end(result, "ShutDownError", reason, "hvd.join()", "DistributedSampler")
 
 
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_a_job_whose_rank_leaves_early_has_failed(mpi: str) -> None:
+    """MPICH's mpirun takes the status of a rank that leaves MPI before the others for that of the job."""
+    result = run(DEATHS, "exit", "1", n=2, mpi=mpi)
+    check_end(result, "ShutDownError", "rank 1 has shut down hvdlite (its process ended)")
+
+
 @pytest.mark.parametrize(("victim", "kind"), [(2, "_exit"), (1, "SIGSEGV")])
 def test_a_process_that_ends_without_python(victim: int, kind: str) -> None:
     result = run(DEATHS, kind, str(victim), machines="0011", alone=True)
