@@ -196,9 +196,11 @@ def runtime() -> Runtime:
 
 
 def _identity() -> Runtime:
-    if not is_initialized():
+    """Of a forked child its parent's, by which DataLoader workers share out data."""
+    current = _hooks.runtime
+    if current is None or (current.closed and not _hooks.in_child):
         raise NotInitializedError
-    return runtime()
+    return current
 
 
 def rank() -> int:

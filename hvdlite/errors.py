@@ -20,6 +20,8 @@ HostsUpdatedInterrupt(RuntimeError)      no failure: elastic code starts over si
 
 from __future__ import annotations
 
+import multiprocessing
+
 from hvdlite.processes import ProcessAddress
 
 
@@ -63,8 +65,15 @@ class ShutDownError(HorovodInternalError):
 class NotInitializedError(ShutDownError, ValueError):
     """hvdlite does not run in this process: before init(), or after shutdown()."""
 
-    def __init__(self) -> None:
-        super().__init__("hvdlite is not running in this process; call hvd.init() first")
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text or _not_running())
+
+
+def _not_running() -> str:
+    text = "hvdlite is not running in this process; call hvd.init() first"
+    if multiprocessing.parent_process() is not None:
+        text += ". A rank's own worker (of a DataLoader, for example) cannot: hand it what it needs, as hvd.rank()"
+    return text
 
 
 class CollectiveError(HorovodInternalError):

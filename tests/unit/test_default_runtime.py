@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 
 def run(program: str) -> str:
@@ -83,3 +84,31 @@ def test_a_forked_child_cannot_start() -> None:
     refusal, size = run(FORKED).splitlines()
     assert refusal.startswith("this process was forked from one that runs hvdlite")
     assert size == "1"
+
+
+IN_A_POOL = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import hvdlite
+
+if __name__ == "__main__":
+    for start_method in ("fork", "spawn"):
+        hvdlite.init()
+        with ProcessPoolExecutor(1, get_context(start_method)) as pool:
+            try:
+                print(pool.submit(hvdlite.rank).result())
+            except hvdlite.NotInitializedError as error:
+                print(error)
+"""
+
+
+def test_a_worker_that_is_forked_knows_its_rank_and_one_that_is_spawned_says_what_to_do(tmp_path: Path) -> None:
+    script = tmp_path / "pool.py"
+    script.write_text(IN_A_POOL)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    forked, spawned = done.stdout.splitlines()
+    assert forked == "0"
+    assert spawned.endswith(
+        "A rank's own worker (of a DataLoader, for example) cannot: hand it what it needs, as hvd.rank()"
+    )
