@@ -39,6 +39,8 @@ def broadcast_parameters(
         ValueError: something in ``params`` is no tensor; there is no such rank.
         MismatchError: ranks passed different tensors.
     """
+    if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
+        raise ValueError(f"broadcast_parameters: params is a {type(params).__name__}; pass model.state_dict()")
     # Sorted, since ranks may have filled their dictionaries in another order.
     entries: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
     named = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
@@ -81,8 +83,11 @@ def broadcast_optimizer_state(
         process_set: who takes part.
 
     Raises:
-        ValueError: ``optimizer`` is LBFGS, whose state cannot be split by parameter; the parameter groups differ.
+        ValueError: ``optimizer`` is a state_dict, or LBFGS, whose state cannot be split by parameter; the parameter
+            groups differ.
     """
+    if isinstance(optimizer, Mapping):
+        raise ValueError("broadcast_optimizer_state: optimizer is a dict; pass the optimizer, not its state_dict()")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state cannot handle LBFGS; send its state_dict with hvd.broadcast_object")
     groups = optimizer.param_groups

@@ -159,14 +159,14 @@ class GradientOptimizer(WrappedOptimizer):
         """Whether the scaler that called step() found an overflow; otherwise unscales gradients.
 
         Raises:
-            RuntimeError: they were unscaled while they were on their way to other ranks.
+            UsageError: they were unscaled while they were on their way to other ranks.
         """
         found = getattr(self, "found_inf", None)
         if found is None:
             return False
         if self.grad_scale is None:
             del self.grad_scale, self.found_inf  # as the scaler would do after step()
-            raise RuntimeError(
+            raise UsageError(
                 "scaler.unscale_(optimizer) was called while gradients were on their way to other ranks. Call "
                 "optimizer.synchronize() before it, and scaler.step(optimizer) inside `with "
                 "optimizer.skip_synchronize():`."

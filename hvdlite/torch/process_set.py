@@ -40,6 +40,8 @@ class ProcessSet:
         """See `process_group`; beside torch's default group, with which it ends."""
         if isinstance(ranks_or_comm, Iterable):
             self._ranks = sorted(int(rank) for rank in ranks_or_comm)
+        elif isinstance(ranks_or_comm, int):
+            raise ValueError(f"a process set of {ranks_or_comm}: pass a list of ranks, [{ranks_or_comm}]")
         else:
             self.mpi_comm = ranks_or_comm
 

@@ -61,8 +61,11 @@ def check_tensor(tensor: object, what: str) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what}: the layout is {tensor.layout}; pass tensor.to_dense()")
     if not (tensor.is_cpu or tensor.is_cuda):
+        way_out = (
+            "give it memory first, as model.to_empty(device='cpu') does" if tensor.is_meta else "pass tensor.cpu()"
+        )
         raise ValueError(
-            f"{what}: the tensor is on {tensor.device}, hvdlite communicates CPU and CUDA tensors; pass tensor.cpu()"
+            f"{what}: the tensor is on {tensor.device}, hvdlite communicates CPU and CUDA tensors; {way_out}"
         )
     if tensor.dtype not in _DTYPES:
         try:

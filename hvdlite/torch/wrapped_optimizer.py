@@ -143,8 +143,8 @@ def parameters_of(
 
 def check_passes(passes: int) -> int:
     """Raises:
-    ValueError: below 1.
+    ValueError: below 1, or no whole number.
     """
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step is {passes}; it must be at least 1")
+    if not hasattr(passes, "__index__") or passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes!r}; it must be a whole number, at least 1")
     return passes

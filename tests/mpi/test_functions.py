@@ -63,6 +63,9 @@ def test_parameters_of_every_kind() -> None:
     hvd.broadcast_parameters({}, 0)
     with pytest.raises(ValueError, match="'a' is a float"):
         hvd.broadcast_parameters({"a": 1.0}, 0)
+    for whole in (torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))):
+        with pytest.raises(ValueError, match=r"is a (Linear|Sequential); pass model.state_dict\(\)"):
+            hvd.broadcast_parameters(whole, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="root_rank"):
         hvd.broadcast_parameters(model.state_dict(), hvd.size())
 
@@ -218,6 +221,8 @@ def test_optimizer_state_that_cannot_be_broadcast() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
     with pytest.raises(ValueError, match="LBFGS"):
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(parameters), 0)
+    with pytest.raises(ValueError, match="pass the optimizer, not its state_dict"):
+        hvd.broadcast_optimizer_state(torch.optim.SGD(parameters).state_dict(), 0)  # type: ignore[arg-type]
     if hvd.size() > 1:
         optimizer = torch.optim.SGD(parameters[: 2 + hvd.rank() % 2], lr=0.1)
         with pytest.raises(ValueError, match=r"\[2\] parameters on rank 0 but \[3\] on rank 1"):

@@ -190,7 +190,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "sparse": (lambda: torch.eye(ROWS).to_sparse(), r"the layout is torch.sparse_coo; pass tensor.to_dense\(\)"),
     "meta": (
         lambda: torch.ones(ROWS, device="meta"),
-        r"on meta, hvdlite communicates CPU and CUDA tensors; pass tensor.cpu\(\)",
+        r"on meta, hvdlite communicates CPU and CUDA tensors; give it memory first",
     ),
     "quantized": (lambda: quantized(ROWS), "cannot communicate torch.qint8; convert"),
     "no tensor": (lambda: [1.0] * ROWS, "expected a torch.Tensor, got list"),  # type: ignore[dict-item, return-value]

@@ -15,6 +15,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import hvdlite.torch as hvd
+from hvdlite.errors import UsageError
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
 
@@ -226,7 +227,7 @@ def test_unscaling_gradients_on_their_way_is_an_error_everywhere() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(p.sum()).backward()
     scaler.unscale_(wrapped)
-    with pytest.raises(RuntimeError, match=r"unscale_\(optimizer\) was called while"):
+    with pytest.raises(UsageError, match=r"unscale_\(optimizer\) was called while"):
         scaler.step(wrapped)
     wrapped.zero_grad()
     p.sum().backward()

@@ -81,6 +81,8 @@ def test_numbers_and_duplicates() -> None:
     for bad in ([], [0, 0], [-1], [hvd.size()]):
         with pytest.raises(ValueError, match="a process set of ranks"):
             hvd.add_process_set(bad)
+    with pytest.raises(ValueError, match=r"a process set of 0: pass a list of ranks, \[0\]"):
+        hvd.add_process_set(0)  # type: ignore[arg-type]
     if before is None:
         return
     with pytest.raises(ValueError, match="are process set"):

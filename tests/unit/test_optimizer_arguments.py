@@ -53,11 +53,11 @@ def test_more_names_than_parameters_are_fine(model: torch.nn.Module) -> None:
     hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 
 
-@pytest.mark.parametrize("passes", [0, -1])
-def test_backward_passes(model: torch.nn.Module, passes: int) -> None:
-    with pytest.raises(ValueError, match=f"backward_passes_per_step is {passes}"):
+@pytest.mark.parametrize("passes", [0, -1, "2", 2.0])
+def test_backward_passes(model: torch.nn.Module, passes: Any) -> None:
+    with pytest.raises(ValueError, match=f"backward_passes_per_step is {passes!r}"):
         wrap(model, backward_passes_per_step=passes)
-    with pytest.raises(ValueError, match=f"backward_passes_per_step is {passes}"):
+    with pytest.raises(ValueError, match=f"backward_passes_per_step is {passes!r}"):
         wrap(model).set_backward_passes_per_step(passes)
 
 
