@@ -196,7 +196,7 @@ class Config:
 
     link_check_s: float = _setting(5.0, _not_negative(_number), "LINK_CHECK_SECONDS")
     """How often a rank of several nodes asks its kernel how fast its TCP connections are, to name one that has become
-    much slower; 0: never."""
+    much slower, or stuck; 0: never."""
 
     disable_nvtx_ranges: bool = _setting(False, _boolean, "DISABLE_NVTX_RANGES")
     """Show no spans to Nsight, which otherwise sees them as NVTX ranges where torch has CUDA."""

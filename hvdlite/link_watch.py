@@ -1,4 +1,4 @@
-"""Links that become much slower while a job runs, by what the kernel says of this process's TCP connections.
+"""Links that become much slower or stuck while a job runs, by what the kernel says of this process's TCP connections.
 
 Whatever sends over TCP, MPI above all, has sockets in this process, and the kernel knows how fast each has delivered
 what it was given (tcp_info of linux/tcp.h). To ask it costs some microseconds every few seconds, and nothing travels.
@@ -26,8 +26,10 @@ _FIRST = 6  # looks at a busy link that say how fast it is at the start
 _IN_A_ROW = 3  # looks at which it must be slow
 _SLOWER = 4.0  # times
 _BUSY_BYTES = 1 << 20  # since the last look
-# Of struct tcp_info: a bit that says that the sender had nothing to send, bytes acknowledged, and bytes per second.
-_FLAGS_AT, _ACKED_AT, _RATE_AT = 7, 120, 160
+_STUCK = 5  # times that the same bytes were sent again, which takes 6 s at least, as each wait is twice the last
+# Of struct tcp_info: how often the same bytes were sent again, a bit that says that the sender had nothing to send,
+# bytes acknowledged, and bytes per second.
+_RESENT_AT, _FLAGS_AT, _ACKED_AT, _RATE_AT = 2, 7, 120, 160
 _LIMITED_BY_SENDER = 0x1
 _TCP_INFO_BYTES = 168
 
@@ -37,18 +39,21 @@ class Delivery(NamedTuple):
 
     Attributes:
         bytes_per_s: None while the sender had too little to send to tell.
+        resent: how often what it has sent was sent again, while nothing of it has arrived.
     """
 
     peer: str
     acked_bytes: int
     bytes_per_s: float | None
+    resent: int = 0
 
 
 @dataclass
 class _Link:
     first: list[float] = field(default_factory=list)
     slow: int = 0  # looks in a row
-    was_named: bool = False
+    was_slow: bool = False
+    was_stuck: bool = False
 
 
 class LinkRates:
@@ -65,15 +70,29 @@ class LinkRates:
         self._links: dict[str, _Link] = {}
 
     def note(self, deliveries: Mapping[int, Delivery]) -> dict[str, str]:
-        """Take what the connections have delivered, by any number that stays; sentences on links to name, by peer."""
+        """Take what the connections have delivered, by any number that stays; sentences on links to name, by topic."""
         rates: dict[str, float] = {}
-        for number, (peer, acked_bytes, bytes_per_s) in deliveries.items():
+        said: dict[str, str] = {}
+        for number, (peer, acked_bytes, bytes_per_s, resent) in deliveries.items():
             news = acked_bytes - self._acked.get(number, acked_bytes)
             if peer in self._hosts and bytes_per_s is not None and news >= _BUSY_BYTES:
                 rates[peer] = max(rates.get(peer, 0.0), bytes_per_s)
+            if peer in self._hosts and resent >= _STUCK:
+                said[f"{peer} stuck"] = self._name_stuck(peer, resent)
         self._acked = {number: delivery.acked_bytes for number, delivery in deliveries.items()}
-        said = {peer: self._judge(peer, rate) for peer, rate in rates.items()}
-        return {peer: sentence for peer, sentence in said.items() if sentence}
+        said |= {peer: self._judge(peer, rate) for peer, rate in rates.items()}
+        return {topic: sentence for topic, sentence in said.items() if sentence}
+
+    def _name_stuck(self, peer: str, resent: int) -> str:
+        link = self._links.setdefault(peer, _Link())
+        if link.was_stuck:
+            return ""
+        link.was_stuck = True
+        return (
+            f"what rank {self._rank} sends to {self._hosts[peer]} ({peer}) does not arrive, though it was sent again "
+            f"{resent} times: the link is down, or full frames are lost on the way. Give interfaces and switches of "
+            "all hosts the same MTU; `hvdliterun --doctor` tries every pair of hosts"
+        )
 
     def _judge(self, peer: str, rate: float) -> str:
         link = self._links.setdefault(peer, _Link())
@@ -82,9 +101,9 @@ class LinkRates:
             return ""
         usual = sorted(link.first)[_FIRST // 2]
         link.slow = link.slow + 1 if rate * _SLOWER < usual else 0
-        if link.was_named or link.slow < _IN_A_ROW:
+        if link.was_slow or link.slow < _IN_A_ROW:
             return ""
-        link.was_named = True
+        link.was_slow = True
         return (
             f"what rank {self._rank} sends to {self._hosts[peer]} ({peer}) arrives at {rate * 8 / 1e9:.2g} Gbit/s, "
             f"{usual / rate:.1f} times slower than at the start, and all ranks wait for it: look for other traffic, "
@@ -145,8 +164,8 @@ class LinkWatch:
 
     def _look(self) -> None:
         while not self._is_closed.wait(self._interval_s) and not self._is_over():
-            for peer, sentence in self._rates.note(deliveries()).items():
-                if self._turns.take(peer):
+            for topic, sentence in self._rates.note(deliveries()).items():
+                if self._turns.take(topic):
                     _LOG.warning("%s", sentence)
 
 
@@ -166,6 +185,7 @@ def _delivery(link: socket.socket) -> Delivery:
     peer = link.getpeername()[0].removeprefix("::ffff:")
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(info) < _TCP_INFO_BYTES:  # a kernel before 4.9
-        return Delivery(peer, 0, None)
+        return Delivery(peer, 0, None, info[_RESENT_AT])
     (acked,), (rate,) = struct.unpack_from("=Q", info, _ACKED_AT), struct.unpack_from("=Q", info, _RATE_AT)
-    return Delivery(peer, acked, None if info[_FLAGS_AT] & _LIMITED_BY_SENDER else float(rate))
+    bytes_per_s = None if info[_FLAGS_AT] & _LIMITED_BY_SENDER else float(rate)
+    return Delivery(peer, acked, bytes_per_s, info[_RESENT_AT])

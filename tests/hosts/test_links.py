@@ -122,11 +122,13 @@ def test_a_link_that_is_cut_is_named_though_a_third_host_waits_too(hosts: Hosts,
     thread = threading.Thread(target=cut)
     thread.start()
     try:
-        variables = {"HVDLITE_COLLECTIVE_TIMEOUT_SECONDS": "5"}
+        variables = {"HVDLITE_COLLECTIVE_TIMEOUT_SECONDS": "12", "HVDLITE_LINK_CHECK_SECONDS": "0.5"}
         result = lab.launch(REDUCE, str(at_work), ranks_per_host=[2, 1, 1], env=variables, timeout=60)
     finally:
         at_work.touch()
         thread.join()
     assert result.returncode != 0
-    said = re.findall(r"'gradient' was not through within 5 s; rank (\d) on node\d finds: (\S+) port", result.stderr)
+    said = re.findall(r"'gradient' was not through within 12 s; rank (\d) on node\d finds: (\S+) port", result.stderr)
     assert said and {*said} <= {("2", "10.77.0.3"), ("3", "10.77.0.2")}, result
+    stuck = re.findall(r"what rank (\d) sends to node\d \((\S+)\) does not arrive", result.stderr)
+    assert stuck and {*stuck} <= {("2", "10.77.0.3"), ("3", "10.77.0.2")}, result

@@ -100,6 +100,21 @@ def test_what_says_nothing_about_a_link() -> None:
         assert look(rates, acked, 1e6, "192.168.0.1") == []  # to another program
 
 
+def test_a_link_on_which_nothing_arrives_is_named_once_also_after_it_was_slow() -> None:
+    rates, acked = LinkRates(3, HOSTS), [0]
+    for rate in (100e6, 10e6):
+        for _ in range(6):
+            look(rates, acked, rate)
+    said = [
+        sentence
+        for resent in (0, 4, 5, 6, 0, 7)  # 4 happens where much is lost
+        for peer in ("10.0.0.2", "192.168.0.1")
+        for sentence in rates.note({7: Delivery(peer, acked[0], None, resent)}).values()
+    ]
+    assert len(said) == 1
+    assert said[0].startswith("what rank 3 sends to node1 (10.0.0.2) does not arrive, though it was sent again 5 times")
+
+
 @pytest.mark.parametrize(("nodes", "times"), [("aaa", 1), ("aab", 2)])
 def test_one_rank_of_a_node_names_a_link(
     nodes: str, times: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
