@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import BinaryIO
@@ -13,13 +14,22 @@ from typing import BinaryIO
 from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_of
 from hvdlite.meeting_point import connect
 from hvdlite.memory.memory_file import write_memory_file
+from hvdlite.naps import growing_pause_s
 from hvdlite.wire import read_exactly
 
 _LOG = logging.getLogger("hvdlite")
 
+_OF_EACH_COMMIT = (Word.DEPOSIT, Word.DEPOSIT_ALONE, Word.NEWS)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0  # in which commits do not wait for a keeper that has been silent
+_SILENT = "the keeper of this host, a process of hvdliterun's, does not answer: it is stopped, or the host is very busy"
+
 
 class Safekeeping:
-    """At the keeper ``where`` (HVDLITE_KEEPER). Methods that ask it raise OSError where it is gone, or stopped."""
+    """At the keeper ``where`` (HVDLITE_KEEPER). Methods that ask it raise OSError where it is gone, or stopped.
+
+    For one that is stopped a commit waits once, and then again after pauses that grow: the keepers of other hosts have
+    the commit as well.
+    """
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -27,6 +37,8 @@ class Safekeeping:
         self._has_warned = False  # since a commit was kept
         self._asking = threading.Lock()  # guards what follows
         self._link: socket.socket | None = None
+        self._silences = 0  # in a row
+        self._silent_until_s = 0.0  # by the monotonic clock
 
     def hand_over(self, number: int, write: Callable[[BinaryIO], object], *, is_alone: bool = False) -> None:
         """Let the keeper have commit ``number``, as ``write`` writes it on another thread.
@@ -117,13 +129,26 @@ class Safekeeping:
     def _ask(self, word: Word, number: int = 0, files: list[int] | None = None) -> tuple[int, int | None]:
         request = MESSAGE.pack(word, number)
         with self._asking:
-            had_link = self._link is not None
+            if word in _OF_EACH_COMMIT and time.monotonic() < self._silent_until_s:
+                raise TimeoutError(_SILENT)
             try:
-                return self._ask_once(request, files or [])
-            except OSError as error:
-                if not had_link or isinstance(error, TimeoutError):
-                    raise
-            return self._ask_once(request, files or [])  # that keeper has ended; perhaps another one is in its place
+                answer = self._ask_twice(request, files or [])
+            except TimeoutError as error:
+                pause_s = growing_pause_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, self._silences)
+                self._silences += 1
+                self._silent_until_s = time.monotonic() + pause_s
+                raise TimeoutError(_SILENT) from error
+            self._silences, self._silent_until_s = 0, 0.0
+            return answer
+
+    def _ask_twice(self, request: bytes, files: list[int]) -> tuple[int, int | None]:
+        had_link = self._link is not None
+        try:
+            return self._ask_once(request, files)
+        except OSError as error:
+            if not had_link or isinstance(error, TimeoutError):
+                raise
+        return self._ask_once(request, files)  # that keeper has ended; perhaps another one is in its place
 
     def _ask_once(self, request: bytes, files: list[int]) -> tuple[int, int | None]:
         try:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import pytest
 
-from hvdlite import cli
+from hvdlite import cli, meeting_point, safekeeping
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER, START
@@ -122,6 +122,36 @@ def test_a_commit_that_cannot_be_kept_is_a_warning(job: Job, caplog: pytest.LogC
     rank.hand_over(22, lambda target: target.write(b"the next"))
     rank.close()  # settles
     assert kept(job.where) == (22, b"the next")
+
+
+def test_commits_do_not_wait_again_and_again_for_a_keeper_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def count(where: str, purpose: bytes) -> socket.socket:
+        calls.append(where)
+        return connect(where, purpose)
+
+    monkeypatch.setattr(safekeeping, "connect", count)
+    monkeypatch.setattr(meeting_point, "PATIENCE_S", 0.1)
+    job = Job()
+    try:
+        (keeper,) = job.keepers.processes
+        rank = Safekeeping(job.where)
+        os.kill(keeper, signal.SIGSTOP)
+        for _ in range(3):
+            with pytest.raises(TimeoutError, match="it is stopped, or the host is very busy"):
+                rank.news()
+        assert len(calls) == 1
+        with pytest.raises(TimeoutError):
+            rank.begin_anew()  # what is said once is tried all the same
+        assert len(calls) == 2
+        os.kill(keeper, signal.SIGCONT)
+        monkeypatch.setattr(meeting_point, "PATIENCE_S", 10.0)
+        rank.say_starting(1, 0)  # it has answered, so all is as before
+        assert rank.news() == 0 and len(calls) == 3
+        rank.close()
+    finally:
+        job.keepers.close()
 
 
 def test_what_could_still_be_changed_is_refused(job: Job) -> None:
