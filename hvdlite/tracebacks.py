@@ -52,11 +52,16 @@ def stacklevel() -> int:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_OURS)
+    file = frame.f_code.co_filename
+    return file.startswith(_OURS) or (file == "<string>" and _package(frame) == "hvdlite")  # as of our dataclasses
 
 
 def _leads_to_ours(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("contextlib", "torch")
+    return _package(frame) in ("contextlib", "torch")
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 def _ends_in_ours(trace: TracebackType | None) -> bool:

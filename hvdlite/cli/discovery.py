@@ -37,7 +37,7 @@ def hosts_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) 
         what = "what its first line names is missing" if os.path.exists(script) else error
         raise ConfigError(f"--host-discovery-script {script}: {what}") from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"--host-discovery-script {script}: {error}") from error
+        raise ConfigError(f"--host-discovery-script {script}: {str(error).rstrip('.')}") from error
     return printed_hosts(text, slots_per_host)
 
 

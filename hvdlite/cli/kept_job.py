@@ -270,6 +270,7 @@ class KeptJob:
     def _find_hosts(self, is_over: IsOver) -> None:
         try:
             self._hosts = [host for host in self._look(is_over) if host.name not in self._unlike]
+            self._said = ""
         except ConfigError as error:
             if str(error) != self._said and not is_over():
                 self._said = str(error)

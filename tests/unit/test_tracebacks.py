@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 import pytest
@@ -57,6 +58,20 @@ def test_frames_of_our_context_managers_are_left_out() -> None:
     manager = contextmanager(inside("raise kind('the text')\n    yield", kind=MismatchError))  # type: ignore[arg-type]
     error = raised(inside("with manager(): pass", manager=manager))
     assert files(tracebacks.without_our_frames(error.__traceback__)) == ["raised"]
+
+
+def test_frames_of_what_dataclasses_make_for_us_are_left_out() -> None:
+    @dataclass
+    class Ours:
+        __module__ = launched_rank.__module__
+        number: int
+
+        def __post_init__(self) -> None:
+            inside("raise kind('the text')", kind=MismatchError)()
+
+    error = raised(lambda: Ours(1))
+    assert "__init__" in files(error.__traceback__)
+    assert "__init__" not in files(tracebacks.without_our_frames(error.__traceback__))
 
 
 def test_the_message_of_our_own_errors_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
