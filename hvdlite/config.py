@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -346,6 +347,19 @@ OTHER_VARIABLES = {
     "HVDLITE_SANITIZE": "in setup.py: sanitizers to compile in, as address,undefined",
 }
 """Variables that are no settings of a job: where they are used, and what they mean. They have no HOROVOD_ form."""
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """A sentence on each variable of ``environ`` that nobody reads, and whose name is nearly one of hvdlite's."""
+    names = [name for item in fields(Config) for name in item.metadata["names"] if not name.startswith("$")]
+    names += [name.removeprefix("HVDLITE_") for name in OTHER_VARIABLES.keys() - TOLD]
+    known = {*TOLD, *(f"HVDLITE_{name}" for name in names)}
+    sentences = []
+    for name in sorted(name for name in environ.keys() - known if name.startswith("HVDLITE_")):
+        meant = difflib.get_close_matches(name.removeprefix("HVDLITE_"), names)
+        if meant:
+            sentences.append(f"{name} is no setting, and is ignored: is HVDLITE_{' or HVDLITE_'.join(meant)} meant?")
+    return sentences
 
 
 def other_variable(name: str) -> str:

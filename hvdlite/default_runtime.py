@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hvdlite.config import Config
+from hvdlite import environment
+from hvdlite.config import Config, misspelt
 from hvdlite.errors import (
     CollectiveError,
     ConfigError,
@@ -113,6 +115,8 @@ def _build(arguments: InitArguments, config: Config) -> None:
     try:
         with _hooks.peers.announced(), _hooks.peers.of(arguments.comm, config) as ranks:
             configure_logging(config, 0 if ranks is None else ranks.rank)
+            if ranks is None or ranks.rank == 0:
+                _warn_of_misspelt()
             _hooks.started(Runtime(ranks, config, versions=arguments.versions, worlds=_hooks.worlds), arguments)
         expect_recovery(True)  # elastic.run sees to it, however late it is called
         if _hooks.peers.survivors is not None:
@@ -122,6 +126,13 @@ def _build(arguments: InitArguments, config: Config) -> None:
         raise
     finally:
         deadline.cancel()
+
+
+@functools.cache
+def _warn_of_misspelt() -> None:
+    """Once in a process."""
+    for sentence in misspelt(environment.variables()):
+        _LOG.warning("%s", sentence)
 
 
 def recorded(config: Config) -> Config:

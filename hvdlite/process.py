@@ -171,6 +171,8 @@ class ProcessHooks:
             # MPI_Finalize would wait for ranks that never come; the launcher ends them when it sees this status.
             if runtime is not None and runtime.failure is None:  # what ends this rank all have heard of
                 runtime.end_watch()
+            elif runtime is not None and not self._was_uncaught and not runtime.failure_was_logged:
+                self._say_why()  # others have failed while this rank came to its end
             self._end_without_mpi(1)
         elif self.peers.survivors is not None and self.peers.survivors.has_lost_some:
             self.peers.survivors.close()
@@ -186,6 +188,10 @@ class ProcessHooks:
         if runtime is not None:
             runtime.end_watch()
 
+    def _say_why(self) -> None:
+        assert self.runtime is not None
+        _LOG.warning("rank %d ends, without the others: %s", launched_rank(), self.runtime.failure)
+
     def _say_finished(self) -> None:
         if self.runtime is not None:
             self.runtime.world.health.say_finished()
@@ -194,7 +200,7 @@ class ProcessHooks:
         """Says why MPI cannot end in order after this rank has come to its end; returns the least exit status."""
         failure = self.runtime.failure if self.runtime is not None else None
         if self.runtime is not None and not self.runtime.can_end_in_order:
-            _LOG.warning("rank %d ends, without the others: %s", launched_rank(), failure)
+            self._say_why()
             self.peers.say_failed()
             # MPICH's mpirun knows the status of the first rank alone, and here others fail for lack of this one. Under
             # Open MPI's survivors go on, see `_end_without_mpi`.

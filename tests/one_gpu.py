@@ -1,4 +1,4 @@
-"""A GPU for tests: the simulated one, or this machine's, where HVDLITE_TEST_CUDA_LIBRARY names its driver."""
+"""A GPU for tests: the simulated one, or this machine's, where HVDLITE_TEST_DRIVER names its driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from hvdlite.errors import StartupError
 
-IS_SIMULATED = "HVDLITE_TEST_CUDA_LIBRARY" not in os.environ
+IS_SIMULATED = "HVDLITE_TEST_DRIVER" not in os.environ
 
 
 class OneGpu:

@@ -104,7 +104,7 @@ if [ -z "$SIMULATE" ]; then
     echo "torch of $PYTHON sees no GPU; --simulate runs what the simulated driver can show" >&2
     exit 1
   }
-  export HVDLITE_TEST_CUDA_LIBRARY=libcuda.so.1
+  export HVDLITE_TEST_DRIVER=libcuda.so.1
   TEST_RANKS="1 2 4" NODE_RANKS="2 4" SIZES=()
   GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
   AS_ON_THE_HOST="alltoall functions gradients join optimizer optimizer_in_torch reducescatter sparse torch_ops"

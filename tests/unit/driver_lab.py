@@ -1,4 +1,4 @@
-"""The driver under test: the simulated one, or the library that HVDLITE_TEST_CUDA_LIBRARY names, as a GPU's own.
+"""The driver under test: the simulated one, or the library that HVDLITE_TEST_DRIVER names, as a GPU's own.
 
 What is here calls the real API only. Device memory is read by copies to pinned memory, and a stream is held up by a
 word of host memory, since a GPU may call host functions of all streams one after the other.
@@ -20,7 +20,7 @@ import pytest
 from cuda_calls import Calls
 from gpusim.build import built
 
-CHOSEN = os.environ.get("HVDLITE_TEST_CUDA_LIBRARY")
+CHOSEN = os.environ.get("HVDLITE_TEST_DRIVER")
 PATIENCE_S = 10.0
 FILE_DESCRIPTOR = 1
 

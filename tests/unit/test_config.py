@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite import environment
-from hvdlite.config import OTHER_VARIABLES, Config, answers
+from hvdlite.config import OTHER_VARIABLES, START, Config, answers, misspelt
 from hvdlite.errors import ConfigError, StartupError
 
 
@@ -113,6 +113,19 @@ def test_a_coordinator_may_sleep_without_end():
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [*ROOT.glob("hvdlite/**/*.py"), *ROOT.glob("csrc/**/*.h"), *ROOT.glob("csrc/**/*.c*")]
+
+
+def test_a_name_that_is_nearly_a_setting_s_is_named():
+    environ = dict.fromkeys(
+        ["HVDLITE_TIMELINE", "HVDLITE_MY_OWN", "HVDLITE_INSTRUCTION_SET", START, "FUSION_TRESHOLD"], ""
+    )
+    assert misspelt(environ) == []
+    assert misspelt({**environ, "HVDLITE_FUSION_TRESHOLD": "1"}) == [
+        "HVDLITE_FUSION_TRESHOLD is no setting, and is ignored: is HVDLITE_FUSION_THRESHOLD meant?"
+    ]
+    one, several = misspelt({"HVDLITE_START_TIMEOUT_SECONDS": "1", "HVDLITE_FULL_TRACEBACK": "1"})
+    assert one.startswith("HVDLITE_FULL_TRACEBACK is no") and one.endswith("is HVDLITE_FULL_TRACEBACKS meant?")
+    assert "is HVDLITE_HEARTBEAT_TIMEOUT_SECONDS or " in several and "or HVDLITE_START_TIMEOUT meant?" in several
 
 
 def test_one_module_touches_the_environment():

@@ -86,6 +86,23 @@ def test_a_forked_child_cannot_start() -> None:
     assert size == "1"
 
 
+MISSPELT = """
+import logging, os
+import hvdlite
+
+os.environ["HVDLITE_LOGLEVEL"] = "info"
+logging.getLogger("hvdlite").addHandler(handler := logging.Handler())
+handler.emit = lambda record: print(record.getMessage())
+for _ in range(2):
+    hvdlite.init()
+    hvdlite.shutdown()
+"""
+
+
+def test_a_misspelt_setting_is_named_once() -> None:
+    assert run(MISSPELT) == "HVDLITE_LOGLEVEL is no setting, and is ignored: is HVDLITE_LOG_LEVEL meant?\n"
+
+
 IN_A_POOL = """
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
