@@ -45,8 +45,8 @@ _LOST_HOST = (
     "MPI_ERRORS_ARE_FATAL",
 )
 _NO_LISTENER = 213  # exit status of prterun, and of its daemons
-_NO_DAEMON = f"Daemon exit status: {_NO_LISTENER}"
 _START_S = 1.0  # less than a rank needs to come to an end of its own
+_DAEMONS_SHARE = 1 / 3  # of the time for the start: on other hosts mpirun's daemons have begun by then, or failed
 
 
 _NOT_KEPT = (
@@ -262,12 +262,13 @@ def _run_mpirun(
         expected = Expected(launch.hosts, launch.is_local, config.start_timeout_s, ssh_port, words)
 
         def run() -> Ending:
-            watch_for = (*_LOST_HOST, _NO_DAEMON) if many else ()
+            watch_for = _LOST_HOST if many else ()
             stdout_filter = None if codes is None else codes.take_from
             return supervise(command.argv, environ, expected, watch_for, stdout_filter, spared)
 
         ending = run()
-        if chosen.mpi is Mpi.OPEN_MPI and _could_not_listen(ending, many, time.time() - started):
+        elapsed_s, start_s = time.time() - started, config.start_timeout_s * _DAEMONS_SHARE if many else _START_S
+        if chosen.mpi is Mpi.OPEN_MPI and elapsed_s < start_s and _could_not_listen(ending):
             say(f"mpirun could not begin to listen (exit status {_NO_LISTENER}), and started nothing; tries once more")
             ending = run()
     if ending.status != 0 or ending.lost:
@@ -286,11 +287,9 @@ def _run_mpirun(
     return ending.status
 
 
-def _could_not_listen(ending: Ending, many: bool, elapsed_s: float) -> bool:
+def _could_not_listen(ending: Ending) -> bool:
     """Whether Open MPI 5 has failed to start a thread, which is bad luck on busy hosts; the next try does not."""
-    if ending.status != _NO_LISTENER or ending.was_stopped:
-        return False
-    return ending.found == _NO_DAEMON if many else elapsed_s < _START_S
+    return ending.status == _NO_LISTENER and not ending.was_stopped
 
 
 def _status_of(ends: ExitCodes, launch: Launch, otherwise: int) -> int:
