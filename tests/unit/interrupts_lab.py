@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import sys
+from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import Any
 
 
-class InterruptAt:
-    """Ctrl-C where Python takes it, at one place of ``functions``: they call another one, or have called one in C.
+def interrupted(place: int, functions: Iterable[Callable[..., object]], call: Callable[[], Any]) -> tuple[bool, Any]:
+    """Whether Ctrl-C has come, and what ``call`` returns; None where it has.
 
-    To be set by `sys.setprofile`.
+    Args:
+        place: of ``functions``, counted from 0: they call another one, or have called one in C, as far as Python takes
+            an interrupt there; -1: none comes.
     """
+    interrupt, result = _InterruptAt(place, functions), None
+    gc.disable()  # which calls what has no place, and takes no interrupt
+    sys.setprofile(interrupt)
+    try:
+        result = call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return interrupt.has_come, result
 
-    def __init__(self, place: int, *functions: Callable[..., object]) -> None:
+
+class _InterruptAt:
+    """To be set by `sys.setprofile`."""
+
+    def __init__(self, place: int, functions: Iterable[Callable[..., object]]) -> None:
         self._left = place
         self._codes = [function.__code__ for function in functions]
         self.has_come = place < 0

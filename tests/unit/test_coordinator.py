@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from hvdlite.coordinator.request import NAMED
 from hvdlite.coordinator.submission import Future, Pace
 from hvdlite.errors import CollectiveError, ShutDownError
 from hvdlite.operations.prepared import prepared_once
-from interrupts_lab import InterruptAt
+from interrupts_lab import interrupted
 
 CHAIN = [(0, 1), (2, 3), (4,)]
 
@@ -84,18 +84,11 @@ def test_what_is_interrupted_is_queued_or_can_be_submitted_again() -> None:
     for place in range(100):
         lab, made = Lab([(0,)], 0), submission("a")
         (coordinator,) = lab.ranks
-        interrupt = InterruptAt(place, Coordinator.submit)
-        sys.setprofile(interrupt)
-        try:
-            coordinator.submit(made)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        if interrupt.has_come and not coordinator._queue:
+        has_come, _ = interrupted(place, [Coordinator.submit], partial(coordinator.submit, made))
+        if has_come and not coordinator._queue:
             coordinator.submit(made)
         lab.settle([made])
-        if not interrupt.has_come:
+        if not has_come:
             assert place > 5
             return
     raise AssertionError("so many places there are not")
@@ -132,17 +125,11 @@ def test_what_was_collected_is_handed_over_once_though_an_interrupt_comes() -> N
         collector.follow({0: KnownBurst([(request, NAMED) for request in requests], 0)})
         for request in requests[:2]:
             assert collector.take(request, 0, 0, None, None) is not None
-        interrupt = InterruptAt(place, Collector.take_apart, Collector.interrupt, Burst.apart, Recipient.take_over)
-        sys.setprofile(interrupt)
-        try:
-            collector.take_apart()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.setprofile(None)
+        at = [Collector.take_apart, Collector.interrupt, Burst.apart, Recipient.take_over]
+        has_come, _ = interrupted(place, at, collector.take_apart)
         collector.take_apart()
         assert [getattr(made, "label", "") for made in recipient.queue] == ["a", "b"], place
-        if not interrupt.has_come:
+        if not has_come:
             assert place > 5
             return
 

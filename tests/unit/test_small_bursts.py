@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +15,7 @@ from hvdlite.coordinator.collector import Collector
 from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.small_bursts import SmallBursts
 from hvdlite.coordinator.worker import Worker
-from interrupts_lab import InterruptAt
+from interrupts_lab import interrupted
 from job_lab import InBurst, Job
 
 STEP = [("a", 4), ("b", 4), ("c", 4), ("|", 0)]
@@ -48,20 +46,6 @@ def frozen(ranks: int) -> Job:
         if all(burst is not None and len(burst.requests) == len(STEP) - 1 for burst in known):
             return job
     raise AssertionError("it was always divided")
-
-
-def interrupted(place: int, functions: list[Callable[..., object]], call: Callable[[], object]) -> tuple[bool, Any]:
-    """Whether an interrupt has come, and what ``call`` returns."""
-    interrupt = InterruptAt(place, *functions)
-    result = None
-    sys.setprofile(interrupt)
-    try:
-        result = call()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return interrupt.has_come, result
 
 
 def collect(job: Job, rank: int, place: int = -1) -> tuple[bool, list[Any]]:
