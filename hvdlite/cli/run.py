@@ -44,7 +44,9 @@ _LOST_HOST = (
     "A critical communication path was lost",
     "MPI_ERRORS_ARE_FATAL",
 )
-_NO_LISTENER = 213  # exit status of prterun, and of its daemons
+# Exit status of Open MPI 5's prterun, and of its daemons, that could not start a thread: bad luck on busy hosts; the
+# next try does.
+_NO_LISTENER = 213
 _START_S = 1.0  # less than a rank needs to come to an end of its own
 _DAEMONS_SHARE = 1 / 3  # of the time for the start: on other hosts mpirun's daemons have begun by then, or failed
 
@@ -132,10 +134,10 @@ def _main(argv: Sequence[str], announce: bool) -> int:
                 return _run_kept(chosen, launch, arguments, environ, config)
 
         def once(start: int) -> int:
-            told = environ | ({START: str(start)} if start > 1 else {})
+            told = environ if start == 1 else environ | {START: str(start)}
             if chosen is None:
                 return ranks.run_ranks(command.argv, launch.ranks, told, config.failure_grace_s)
-            return _run_mpirun(chosen, launch, mpirun.build(chosen, launch, told), told)
+            return _run_mpirun(chosen, launch, command if start == 1 else mpirun.build(chosen, launch, told), told)
 
         return _run_again(once, arguments.restarts or 0)
     except StartupError as error:
@@ -267,8 +269,9 @@ def _run_mpirun(
             return supervise(command.argv, environ, expected, watch_for, stdout_filter, spared)
 
         ending = run()
-        elapsed_s, start_s = time.time() - started, config.start_timeout_s * _DAEMONS_SHARE if many else _START_S
-        if chosen.mpi is Mpi.OPEN_MPI and elapsed_s < start_s and _could_not_listen(ending):
+        start_s = config.start_timeout_s * _DAEMONS_SHARE if many else _START_S
+        is_at_the_start = not ending.was_stopped and time.time() - started < start_s
+        if chosen.mpi is Mpi.OPEN_MPI and ending.status == _NO_LISTENER and is_at_the_start:
             say(f"mpirun could not begin to listen (exit status {_NO_LISTENER}), and started nothing; tries once more")
             ending = run()
     if ending.status != 0 or ending.lost:
@@ -285,11 +288,6 @@ def _run_mpirun(
     if codes is not None and 0 < ending.status < 128:
         return _status_of(codes, launch, ending.status)
     return ending.status
-
-
-def _could_not_listen(ending: Ending) -> bool:
-    """Whether Open MPI 5 has failed to start a thread, which is bad luck on busy hosts; the next try does not."""
-    return ending.status == _NO_LISTENER and not ending.was_stopped
 
 
 def _status_of(ends: ExitCodes, launch: Launch, otherwise: int) -> int:

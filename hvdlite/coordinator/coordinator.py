@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdlite.config import Config
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.awaited import Awaited
 from hvdlite.coordinator.burst import Burst
@@ -27,6 +26,7 @@ from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.execution import Execution
 from hvdlite.coordinator.follower import Follower
 from hvdlite.coordinator.frozen_plan import Batch
+from hvdlite.coordinator.fusion import burst_bytes
 from hvdlite.coordinator.in_flight import InFlight
 from hvdlite.coordinator.leader import Leader
 from hvdlite.coordinator.meeting import Meeting, MeetingInNode
@@ -47,7 +47,6 @@ from hvdlite.recorder import Lane
 from hvdlite.topology import Topology
 
 _WATCH_S = 1.0  # between two looks at what GPUs do
-_CHUNKS_OF_BURST = 8
 
 
 class Coordinator:
@@ -89,7 +88,7 @@ class Coordinator:
         self._readiness: Readiness
         self._meeting: Meeting
         if early is None:
-            self._readiness = ReadinessInNode(page, lambda: _burst_bytes(own._owner.config), spin_us)
+            self._readiness = ReadinessInNode(page, lambda: burst_bytes(own._owner.config), spin_us)
             self._meeting = MeetingInNode(self.counts, patience_s, spin_us)
         else:
             self._readiness = ReadinessAcrossNodes(page, early, clock)
@@ -495,8 +494,3 @@ class Coordinator:
             self.has_ended = True
         else:
             self._owner.take_notice(content)
-
-
-def _burst_bytes(config: Config) -> int:
-    """More at a time takes no less for each byte, and comes later."""
-    return min(config.fusion_threshold_bytes, _CHUNKS_OF_BURST * config.chunk_bytes)

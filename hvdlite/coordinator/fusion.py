@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
 
+from hvdlite.config import Config
 from hvdlite.coordinator.messages import Response
 from hvdlite.coordinator.request import Request
+
+_CHUNKS_OF_BURST = 8
 
 
 def fuse(responses: Sequence[Response], threshold_bytes: int) -> list[list[Response]]:
@@ -30,6 +33,11 @@ def fuse(responses: Sequence[Response], threshold_bytes: int) -> list[list[Respo
         bucket.append(response)
         open_buckets[key] = bucket, filled + nbytes
     return buckets
+
+
+def burst_bytes(config: Config) -> int:
+    """Of the operations of a burst: more at a time takes no less for each byte, and comes later."""
+    return min(config.fusion_threshold_bytes, _CHUNKS_OF_BURST * config.chunk_bytes)
 
 
 def bursts(requests: Sequence[Request], after_pause: Container[int], limit_bytes: int) -> list[int]:

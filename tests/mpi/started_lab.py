@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 import hvdlite.torch as hvd
@@ -14,6 +16,14 @@ from hvdlite.torch.handle import HandleInBurst, StartedHandle
 WORLD = harness_ranks()
 TURNS = 20
 FEW = 5
+
+
+@pytest.fixture(autouse=True)
+def running() -> Iterator[None]:
+    """hvdlite.torch, initialized anew for each test of a module that takes this name."""
+    hvd.init()
+    yield
+    hvd.shutdown()
 
 
 def total(factor: float = 1.0) -> float:

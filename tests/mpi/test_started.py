@@ -9,16 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 
 import hvdlite
 import hvdlite.torch as hvd
+import started_lab
 from hvdlite.config import Tunable
 from hvdlite.coordinator.at_once import AtOnce
-from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, ShutDownError
 from hvdlite.memory.layout import ALIGNMENT
 from hvdlite.operations.configure import configure
@@ -29,15 +28,10 @@ MANY = (32 << 10) // 4 + 1  # elements
 PATIENCE_S = 0.1
 """More than a caller has before it leaves late ranks to the coordinator."""
 
+running = started_lab.running
+
 pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 with_others = pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another")
-
-
-@pytest.fixture(autouse=True)
-def running() -> Iterator[None]:
-    hvd.init()
-    yield
-    hvd.shutdown()
 
 
 @pytest.fixture(params=[Alone, Few], ids=lambda kind: kind.__name__)
@@ -381,83 +375,6 @@ def test_what_is_left_to_the_coordinator_is_done_by_its_thread() -> None:
             pass
     begun[0].check()
     program.step()
-
-
-@with_others
-def test_the_name_of_what_was_started_is_taken() -> None:
-    program = Alone()
-    until_started(program)
-    if hvd.rank() == 0:
-        begun = program.begin()
-        with pytest.raises(DuplicateNameError):
-            hvd.grouped_allreduce_async([torch.ones(2), torch.ones(3)], name="alone")
-        WORLD.allgather(None)
-    else:
-        WORLD.allgather(None)
-        begun = program.begin()
-    begun[0].check()
-
-
-@with_others
-def test_it_is_taken_while_another_thread_is_at_work() -> None:
-    """Which has yet to look at what was started."""
-    program = Alone()
-    until_started(program)
-    at_work = hvdlite.runtime().group.world.coordinator._worker.at_work
-    is_at_it, may_end = threading.Event(), threading.Event()
-
-    def be_at_work() -> None:
-        with at_work:
-            is_at_it.set()
-            assert may_end.wait(10)
-
-    if hvd.rank() == 0:
-        begun = program.begin()
-        other = threading.Thread(target=be_at_work)
-        other.start()
-        assert is_at_it.wait(10)
-        with pytest.raises(DuplicateNameError):
-            hvd.allreduce(torch.ones(3), op=hvd.Sum, name="alone")
-        may_end.set()
-        WORLD.allgather(None)
-        other.join()
-    else:
-        WORLD.allgather(None)
-        begun = program.begin()
-    begun[0].check()
-
-
-@with_others
-def test_it_is_taken_while_the_thread_takes_it_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = Alone()
-    until_started(program)
-    proceed, is_at_it = AtOnce._proceed, threading.Event()
-
-    def proceed_slowly(at_once: AtOnce, *left: Any) -> Submission | None:
-        is_at_it.set()
-        time.sleep(0.01)
-        return proceed(at_once, *left)
-
-    def is_taken() -> bool:
-        with monkeypatch.context() as patch:
-            patch.setattr(AtOnce, "_proceed", proceed_slowly)
-            hvdlite.runtime().group.world.coordinator._worker.wake()
-            assert is_at_it.wait(10)
-            with pytest.raises(DuplicateNameError):
-                hvd.allreduce(torch.ones(3), op=hvd.Sum, name="alone")
-        return True
-
-    for _ in range(10):
-        if hvd.rank() == 0:
-            begun = program.begin()
-            WORLD.allgather(is_done := begun[0].is_started and is_taken())
-        else:
-            is_done = WORLD.allgather(None)[0]
-            begun = program.begin()
-        begun[0].check()
-        if is_done:
-            return
-    raise AssertionError("it was never started")
 
 
 @pytest.mark.skipif(WORLD.size > 1, reason="others would fail as well, in their own time")
