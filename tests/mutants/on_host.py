@@ -306,6 +306,6 @@ MUTANTS = [
         "csrc/shortcut.h",
         "return taken_ == nullptr || taken_->is_settled() ? nullptr : taken_;",
         "return nullptr;",
-        "2 mpi/test_started.py",
+        "2 mpi/test_started_names.py",
     ),
 ]
