@@ -94,8 +94,9 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "hvdlite._native",
-            sorted(glob("csrc/*.cpp")),
-            depends=sorted(glob("csrc/*.h") + glob("csrc/cuda/*")),
+            sorted(glob("csrc/*/*.cpp")),
+            depends=sorted(glob("csrc/*/*.h") + glob("csrc/cuda/*")),
+            include_dirs=["csrc"],
             cxx_std=17,
             extra_compile_args=COMPILE_ARGS + (SANITIZE_ARGS + sanitize if sanitize else []),
             extra_link_args=sanitize,

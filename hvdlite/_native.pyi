@@ -33,7 +33,7 @@ def reduce(
 
     A postscale of 1 / n for a whole number n divides by n, which rounds once.
 
-    A destination may be one of the sources, at the same address. Source: csrc/reduce.cpp.
+    A destination may be one of the sources, at the same address. Source: csrc/kernels/reduce.cpp.
     """
 
 def copy(destination: int, source: int, nbytes: int) -> None:
@@ -42,7 +42,7 @@ def copy(destination: int, source: int, nbytes: int) -> None:
 class TensorList:
     """Tensors laid out in a fusion buffer: tensor i takes elements [offsets[i], offsets[i] + numels[i]) of it.
 
-    Offsets ascend and do not overlap. Address 0 stands for zeros that nobody stored. Source: csrc/pack.cpp.
+    Offsets ascend and do not overlap. Address 0 stands for zeros that nobody stored. Source: csrc/kernels/pack.cpp.
     """
 
     def __init__(self, addresses: Sequence[int], numels: Sequence[int], offsets: Sequence[int]) -> None: ...
@@ -61,7 +61,7 @@ class TensorList:
 class GradientSnapshot:
     """What ``p.grad`` of parameters was, and how often it had been changed in place; keeps the gradients alive.
 
-    Each method takes the same list of parameters. Source: csrc/gradient_snapshot.cpp.
+    Each method takes the same list of parameters. Source: csrc/calls/gradient_snapshot.cpp.
     """
 
     gradients: list[Any]
@@ -93,14 +93,20 @@ def first_beyond(addresses: Sequence[int], numels: Sequence[int], dtype: int, li
     Raises:
         ValueError: ``dtype`` is none of floats.
 
-    Source: csrc/scan.cpp.
+    Source: csrc/kernels/scan.cpp.
     """
 
 def bit_sums(addresses: Sequence[int], nbytes: Sequence[int]) -> list[int]:
-    """Of each block of memory the sum of its 64-bit words, and of the bytes after the last. Source: csrc/scan.cpp."""
+    """Of each block of memory the sum of its 64-bit words, and of the bytes after the last.
+
+    Source: csrc/kernels/scan.cpp.
+    """
 
 class Barrier:
-    """A barrier of ``size`` processes in shared memory that was zeroed before first use. Source: csrc/signal.cpp."""
+    """A barrier of ``size`` processes in shared memory that was zeroed before first use.
+
+    Source: csrc/waiting/signal.cpp.
+    """
 
     OK: ClassVar[int]
     TIMEOUT: ClassVar[int]
@@ -143,11 +149,11 @@ class Barrier:
     ) -> int:
         """Allreduce private memory by way of `STAGING_WINDOWS` windows per rank, used for nothing else.
 
-        ``staging[r]`` is the address of rank r's windows. Source: csrc/staged_allreduce.cpp.
+        ``staging[r]`` is the address of rank r's windows. Source: csrc/node/staged_allreduce.cpp.
         """
 
 class PlacesInTurn:
-    """Where the ranks of a node put few bytes for one another. Source: csrc/places_in_turn.h."""
+    """Where the ranks of a node put few bytes for one another. Source: csrc/node/places_in_turn.h."""
 
     @property
     def most_bytes(self) -> int:
@@ -165,7 +171,7 @@ class PlacesInTurn:
         """Make every sleeper look at its abort word."""
 
 class SmallAllreduce:
-    """Allreduce of at most `PlacesInTurn.most_bytes`, by way of ``places``. Source: csrc/small_allreduce.cpp."""
+    """Allreduce of at most `PlacesInTurn.most_bytes`, by way of ``places``. Source: csrc/node/small_allreduce.cpp."""
 
     MOST_BYTES_AT_HOME: ClassVar[int]
     """More than that is reduced in less time where it lies, if that is memory which all ranks can reach."""
@@ -188,7 +194,7 @@ class SmallAllreduce:
         wants; ``outputs`` lie there."""
 
 class SmallGather:
-    """Numbers that each rank tells all, and bytes that it gives them. Source: csrc/small_gather.cpp."""
+    """Numbers that each rank tells all, and bytes that it gives them. Source: csrc/node/small_gather.cpp."""
 
     most_numbers: int
     """For which there is room in a place."""
@@ -208,7 +214,9 @@ class SmallGather:
         other to ``target``."""
 
 class OrderedExchange:
-    """Collectives of the ranks of a node that make the same calls in the same order. Source: csrc/ordered_exchange.cpp.
+    """Collectives of the ranks of a node that make the same calls in the same order.
+
+    Source: csrc/node/ordered_exchange.cpp.
 
     A call ends with `OK`; with `CONTRADICTION` on all ranks, where they showed different cards or mean different sizes,
     and nothing was done; with `TIMEOUT`, after which the same call, made again, goes on waiting; with `DEPARTED` where
@@ -280,7 +288,7 @@ class OrderedExchange:
         """Make every sleeper look at its abort word."""
 
 class ReadyCounts:
-    """How much of a frozen plan each of ``size`` ranks is ready for. Source: csrc/ready_counts.cpp."""
+    """How much of a frozen plan each of ``size`` ranks is ready for. Source: csrc/node/ready_counts.cpp."""
 
     def __init__(self, address: int, doorbells: int, rank: int, size: int) -> None:
         """``address``, ``doorbells``: a zeroed line of 64 bytes per rank each; the latter are the ranks' doorbells."""
@@ -303,7 +311,7 @@ class ReadyCounts:
         """
 
 class DirectCall:
-    """An operation that comes again and again in a plan. Source: csrc/direct_call.h.
+    """An operation that comes again and again in a plan. Source: csrc/prepared/direct_call.h.
 
     Attributes:
         NOT_YET: other ranks are late, and nothing was done.
@@ -354,13 +362,13 @@ class Windows:
     def __init__(self, exchange: OrderedExchange, card: int) -> None: ...
 
 class PreparedInNode(DirectCall):
-    """An operation of the ranks of a node. Source: csrc/prepared_in_node.cpp."""
+    """An operation of the ranks of a node. Source: csrc/prepared/prepared_in_node.cpp."""
 
     def ready_ns(self) -> int:
         """When all were ready for the last that was done, in the time of `time.monotonic_ns`."""
 
 class PreparedAllreduce(PreparedInNode):
-    """Source: csrc/prepared_allreduce.cpp."""
+    """Source: csrc/prepared/prepared_allreduce.cpp."""
 
     def __init__(
         self,
@@ -383,7 +391,10 @@ class PreparedAllreduce(PreparedInNode):
         tensors live, ``numel`` elements."""
 
 class PreparedReduceScatter(PreparedInNode):
-    """Of one tensor, which travels as it is unless it is of few bytes. Source: csrc/prepared_reduce_scatter.cpp."""
+    """Of one tensor, which travels as it is unless it is of few bytes.
+
+    Source: csrc/prepared/prepared_reduce_scatter.cpp.
+    """
 
     def __init__(
         self,
@@ -401,7 +412,7 @@ class PreparedReduceScatter(PreparedInNode):
         """``numels``: elements that each rank gets."""
 
 class PreparedGather(PreparedInNode):
-    """An allgather or alltoall. Source: csrc/prepared_gather.h.
+    """An allgather or alltoall. Source: csrc/prepared/prepared_gather.h.
 
     It is `BEGUN` where ranks give something else than was expected, which they are expected to give from then on:
     `SmallGather.run` has all of it then.
@@ -422,7 +433,7 @@ class PreparedGather(PreparedInNode):
         At first others are expected to give nothing. ``is_alltoall``: there is a number for each rank."""
 
 class PreparedBroadcast(PreparedInNode):
-    """Of one tensor, of more than few bytes. Source: csrc/prepared_broadcast.cpp."""
+    """Of one tensor, of more than few bytes. Source: csrc/prepared/prepared_broadcast.cpp."""
 
     def __init__(self, windows: Windows, counts: ReadyCounts, bytes: int, root: int, patience: Patience) -> None:
         """``root``: of the node. Input 0: this rank gives nothing."""
@@ -440,7 +451,7 @@ class Count:
     def restart(self) -> None: ...
 
 class Signature:
-    """What a caller has passed for one tensor. Source: csrc/signature.h."""
+    """What a caller has passed for one tensor. Source: csrc/calls/signature.h."""
 
     def __init__(
         self,
@@ -464,7 +475,7 @@ class Signatures:
     def learn(self, place: int, signature: Signature) -> None: ...
 
 class Started:
-    """What the shortcut has started, and nobody waits for at once. Source: csrc/started.cpp."""
+    """What the shortcut has started, and nobody waits for at once. Source: csrc/calls/started.cpp."""
 
     operation: tuple[Any, int, int, int, object]
     """While it is not settled: what was prepared, sequence, addresses of the input and of the output, owner of both."""
@@ -481,7 +492,7 @@ class Started:
         """Whether `wait` would return, or raise, at once."""
 
 class Shortcut:
-    """From a call in Python to what comes next in a plan that runs free. Source: csrc/shortcut.cpp."""
+    """From a call in Python to what comes next in a plan that runs free. Source: csrc/calls/shortcut.cpp."""
 
     closings: int
     """How often it was closed."""
@@ -557,7 +568,7 @@ class Shortcut:
         sequence of what has a name, ``unnamed`` counts what has none."""
 
 class Collecting:
-    """What is submitted of bursts that came before. Source: csrc/collecting.cpp.
+    """What is submitted of bursts that came before. Source: csrc/calls/collecting.cpp.
 
     Nothing is taken while ``lock`` is held. ``open``: begins a burst of what is `follow`ed, if that comes next; whether
     it has. ``complete``: all of a burst is there.
@@ -573,7 +584,7 @@ class Collecting:
     def end(self) -> None: ...
 
 class PoliteLook:
-    """How long one looks for what others bring, before one leaves them the core. Source: csrc/polite_look.h."""
+    """How long one looks for what others bring, before one leaves them the core. Source: csrc/waiting/polite_look.h."""
 
     def __init__(self, longest_us: int, busy_us: int, courtesy_us: int) -> None:
         """An offer of the core that takes longer than ``busy_us`` ends the look, and all others for ``courtesy_us``."""
@@ -581,7 +592,9 @@ class PoliteLook:
         """Look until ``happened()``, and at least once; whether it is so. Offers of the core offer the GIL as well."""
 
 class BoundMessages:
-    """Persistent requests and additions in phases: start some, wait for some, reduce. Source: csrc/bound_messages.cpp.
+    """Persistent requests and additions in phases: start some, wait for some, reduce.
+
+    Source: csrc/messages/bound_messages.cpp.
 
     Calls return how far it is: `DONE`, `WAITING` for a message to or from ``peer``, or `FAILED`, where MPI has
     returned ``error``.
@@ -621,7 +634,7 @@ class BoundMessages:
     def error(self) -> int: ...
 
 class EarlyTurns:
-    """How far ranks of a node are with what rank 0 exchanges for all, in turns. Source: csrc/early_turns.h."""
+    """How far ranks of a node are with what rank 0 exchanges for all, in turns. Source: csrc/messages/early_turns.h."""
 
     def __init__(self, address: int, rank: int, size: int) -> None:
         """``address``: of `bytes_needed` zeroed bytes, a multiple of 64."""
@@ -635,7 +648,7 @@ class EarlyTurns:
     def has_come(self) -> bool: ...
 
 class EarlyShape:
-    """Where tensors of an `EarlyAllreduce` lie. Source: csrc/early_allreduce.h."""
+    """Where tensors of an `EarlyAllreduce` lie. Source: csrc/messages/early_allreduce.h."""
 
     def __init__(
         self,
@@ -654,7 +667,7 @@ class EarlyShape:
         """
 
 class EarlyAllreduce(DirectCall):
-    """An allreduce of few bytes between nodes, in one call. Source: csrc/early_allreduce.cpp.
+    """An allreduce of few bytes between nodes, in one call. Source: csrc/messages/early_allreduce.cpp.
 
     Attributes:
         NODE_IS_LATE: a rank of this node has not begun, so that no messages are started.
@@ -684,7 +697,7 @@ class EarlyAllreduce(DirectCall):
         """Of rank 0: by what it exchanges its place with other nodes, until they are closed."""
 
 class PacketRoom:
-    """How much room ranks make in packets beside their numbers. Source: csrc/packet_room.h.
+    """How much room ranks make in packets beside their numbers. Source: csrc/messages/packet_room.h.
 
     Attributes:
         now: in bytes; 0 where that is not known, or no longer.
@@ -701,7 +714,7 @@ class PacketRoom:
     def forget(self) -> None: ...
 
 class EarlyGather(EarlyAllreduce):
-    """An allgather or alltoall of few bytes between nodes, in one call. Source: csrc/early_gather.h.
+    """An allgather or alltoall of few bytes between nodes, in one call. Source: csrc/messages/early_gather.h.
 
     It is `BEGUN` also where all have come, and numbers were told: others give something else than was expected, which
     they are expected to give from then on, or more than there is room for.
@@ -736,7 +749,10 @@ class EarlyGather(EarlyAllreduce):
         """
 
 class EarlyReduceScatter(EarlyAllreduce):
-    """The same of one tensor, of which this rank wants a part of the result. Source: csrc/early_reduce_scatter.cpp."""
+    """The same of one tensor, of which this rank wants a part of the result.
+
+    Source: csrc/messages/early_reduce_scatter.cpp.
+    """
 
     def __init__(
         self,
@@ -781,7 +797,7 @@ class Deadline:
 
     Before the end it runs the program ``explain``, if any, for a few seconds.
 
-    It needs no GIL, so it fires even where MPI_Init blocks inside C. Source: csrc/deadline.cpp.
+    It needs no GIL, so it fires even where MPI_Init blocks inside C. Source: csrc/waiting/deadline.cpp.
     """
 
     def __init__(self, seconds: float, message: str, exit_code: int, explain: Sequence[str] = ()) -> None: ...
@@ -800,14 +816,14 @@ def map_file(address: int, bytes: int, file: int, is_private: bool) -> None:
 def end_at_exit(least: int) -> None:
     """Once Python has ended, end the process with its own exit status, with ``least`` for 0, and nothing of C besides.
 
-    Source: csrc/deadline.cpp.
+    Source: csrc/waiting/deadline.cpp.
     """
 
 class Heartbeat:
     """A native thread that sends ``beat`` to each of ``sockets`` every ``interval_s``, and messages as they come.
 
     It needs no GIL. Nobody waits for a neighbour that does not read; one that is gone is passed over. The sockets stay
-    open until this is closed. Source: csrc/heartbeat.cpp.
+    open until this is closed. Source: csrc/waiting/heartbeat.cpp.
 
     Raises:
         RuntimeError: the machine refuses a thread or a file descriptor.
@@ -825,7 +841,7 @@ class SocketBell:
     """A native thread that rings the doorbell at ``address``, in ``memory``, whenever one of ``sockets`` has news.
 
     News are bytes to read, its end, and room for bytes where there was none. It reads nothing itself, and needs no GIL.
-    Source: csrc/socket_bell.cpp.
+    Source: csrc/waiting/socket_bell.cpp.
 
     Raises:
         RuntimeError: the machine refuses a thread or a file descriptor.
@@ -835,7 +851,10 @@ class SocketBell:
     def close(self) -> None: ...
 
 def use_cuda_library(path: str) -> None:
-    """Load the CUDA driver from ``path``, not from libcuda.so.1; before its first use. Source: csrc/cuda_driver.cpp."""
+    """Load the CUDA driver from ``path``, not from libcuda.so.1; before its first use.
+
+    Source: csrc/gpu/cuda_driver.cpp.
+    """
 
 def cuda_devices() -> int:
     """How many GPUs the CUDA driver sees.
@@ -875,7 +894,7 @@ class Moment:
     def is_reached(self) -> bool: ...
 
 class DeviceStream:
-    """A stream of ours, on which every method but `follow` enqueues something. Source: csrc/device_stream.cpp.
+    """A stream of ours, on which every method but `follow` enqueues something. Source: csrc/gpu/device_stream.cpp.
 
     Raises:
         RuntimeError: of the driver; every method may.
@@ -938,7 +957,9 @@ class DeviceContext:
     def __exit__(self, *_: object) -> None: ...
 
 class DeviceSegment:
-    """Memory of a GPU with a copy per rank of a node, all of them mapped by every rank. Source: csrc/device_memory.cpp.
+    """Memory of a GPU with a copy per rank of a node, all of them mapped by every rank.
+
+    Source: csrc/gpu/device_memory.cpp.
 
     Raises:
         RuntimeError: the GPU has not so much left; every method may.
@@ -954,10 +975,10 @@ class DeviceSegment:
         """The address of every rank's copy, once they are mapped."""
 
 class FileSegment(DeviceSegment):
-    """Shared by file descriptors: it is there as long as anybody has it mapped. Source: csrc/file_segment.cpp."""
+    """Shared by file descriptors: it is there as long as anybody has it mapped. Source: csrc/gpu/file_segment.cpp."""
 
 class Multicast:
-    """One address for the copies of all ranks of a node, each on a GPU of its own. Source: csrc/multicast.cpp.
+    """One address for the copies of all ranks of a node, each on a GPU of its own. Source: csrc/gpu/multicast.cpp.
 
     All ranks make each step before any makes the next. It goes with the segment, with which all ranks have to be done
     by then.
@@ -981,10 +1002,10 @@ class Multicast:
         """Once it is mapped."""
 
 class HandleSegment(DeviceSegment):
-    """Shared by handles of CUDA IPC: it ends with the process that made it. Source: csrc/handle_segment.cpp."""
+    """Shared by handles of CUDA IPC: it ends with the process that made it. Source: csrc/gpu/handle_segment.cpp."""
 
 class StreamBarrier:
-    """Streams of the ranks of a node that wait for one another; no thread waits. Source: csrc/stream_barrier.cpp.
+    """Streams of the ranks of a node that wait for one another; no thread waits. Source: csrc/gpu/stream_barrier.cpp.
 
     Args:
         page: `bytes_needed` zeroed bytes of the host's memory, the same in all ranks; kept while the driver knows it.
@@ -1006,7 +1027,7 @@ class StreamBarrier:
     def allreduce(
         self, copies: Sequence[int], numel: int, dtype: int, op: int, prescale: float, postscale: float
     ) -> None:
-        """Reduce in place; rank i has its copy at ``copies[i]``. Source: csrc/direct_allreduce.cpp."""
+        """Reduce in place; rank i has its copy at ``copies[i]``. Source: csrc/gpu/direct_allreduce.cpp."""
     def staged_allreduce(
         self,
         inputs: TensorList,
@@ -1025,7 +1046,7 @@ class StreamBarrier:
 class PreparedDeviceAllreduce(PreparedInNode):
     """`StreamBarrier.staged_allreduce`, after and before what the caller's stream does.
 
-    Source: csrc/prepared_device_allreduce.cpp.
+    Source: csrc/gpu/prepared_device_allreduce.cpp.
 
     Raises:
         RuntimeError: of `run`, from the driver.
@@ -1068,7 +1089,7 @@ class PinnedMemory:
         """It is never freed, since a GPU may yet write it."""
 
 class DeviceCopies:
-    """Copies between a device and pinned memory, on a stream of its own. Source: csrc/device_copies.cpp."""
+    """Copies between a device and pinned memory, on a stream of its own. Source: csrc/gpu/device_copies.cpp."""
 
     def __init__(self, device: int) -> None: ...
     def begin(self, after: Sequence[Moment], copies: Sequence[tuple[int, int, int]]) -> Moment:
@@ -1079,7 +1100,7 @@ class DeviceCopies:
         """
 
 def use_nccl_library(path: str) -> None:
-    """Load NCCL from ``path``; empty: see `load_nccl`. Before its first use. Source: csrc/nccl_library.cpp."""
+    """Load NCCL from ``path``; empty: see `load_nccl`. Before its first use. Source: csrc/gpu/nccl_library.cpp."""
 
 def load_nccl(wheels: Sequence[str]) -> tuple[str, int]:
     """(path, version as 22809 for 2.28.9) of the NCCL of this process.
@@ -1095,7 +1116,7 @@ class NcclCommunicator:
 
     Collectives reduce or fill memory in place, and return `Barrier.OK` once they are enqueued on ``stream``. After
     `Barrier.TIMEOUT`, `Barrier.ABORTED` or an error it can only be aborted and closed. One thread calls, but for
-    `abort`. Source: csrc/nccl_communicator.cpp.
+    `abort`. Source: csrc/gpu/nccl_communicator.cpp.
 
     Raises:
         RuntimeError: NCCL refuses; in its words.
@@ -1137,10 +1158,10 @@ class NcclCommunicator:
         """Give it back once its work has been done, else abort it; whether NCCL has let go of it in time."""
 
 def use_kernel_cache(directory: str) -> None:
-    """Keep there what is compiled for GPUs at run time; empty: nowhere. Source: csrc/nvrtc.cpp."""
+    """Keep there what is compiled for GPUs at run time; empty: nowhere. Source: csrc/gpu/nvrtc.cpp."""
 
 def kernel_image() -> str:
     """'ptx' where nvcc has compiled the kernels for GPUs at build time, 'nvrtc' where libnvrtc does at their first use.
 
-    Source: csrc/device_kernels.cpp.
+    Source: csrc/gpu/device_kernels.cpp.
     """

@@ -25,7 +25,7 @@ HVDLITE_KERNEL(fill, Fill) {
                                        FillBody{p});
 }
 
-// Reduce, as csrc/reduce_kernels.h does it, to the bit (but for which NaN a NaN is).
+// Reduce, as csrc/kernels/reduce_kernels.h does it, to the bit (but for which NaN a NaN is).
 
 template <class T>
 struct UnsignedOf {

@@ -121,7 +121,7 @@ HVDLITE_DEVICE Bfloat16 to_bfloat16(float value) {
   return {static_cast<unsigned short>(value != value ? nan : rounded)};
 }
 
-// fp32 rounded to odd, which may be rounded once more, to 16 bits; see csrc/pack_kernels.h.
+// fp32 rounded to odd, which may be rounded once more, to 16 bits; see csrc/kernels/pack_kernels.h.
 HVDLITE_DEVICE float rounded_to_odd(double value) {
   const float nearest = static_cast<float>(value);
   const double back = nearest;

@@ -5,7 +5,7 @@ and come back. What some ranks have begun, and others never will, all bring to i
 their way cannot be taken back.
 
 On a node of several ranks each puts its tensors into its place of shared memory. Their leader reduces these, exchanges
-the result with the other leaders, and puts what comes of it into all places (csrc/early_turns.h).
+the result with the other leaders, and puts what comes of it into all places (csrc/messages/early_turns.h).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Operations of a plan that runs free, done on the thread of who waits for them, in one native call.
 
-What was done so before, and is called again alike, does not even come here: the shortcut (csrc/shortcut.h) looks at
-what the caller passes, and does it. What it has done so far is counted by `settle`, before anything else of the plan.
+What was done so before, and is called again alike, does not even come here: the shortcut (csrc/calls/shortcut.h) looks
+at what the caller passes, and does it. What it has done so far is counted by `settle`, before anything else of the
+plan.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Collects what is submitted into bursts, as far as it comes as a frozen plan says.
 
-A submission that does is an address in a list, and no more, appended by native code (csrc/collecting.h) where it comes
-as it came before; the last of a burst hands it to the coordinator, which does all of it by one call. What a plan says
-is a guess here. What does not come true is taken apart into submissions as any other: where another operation comes
-first, where somebody waits for a burst that is not complete, where its rest takes too long, and where the coordinator
-finds that the plan has ended.
+A submission that does is an address in a list, and no more, appended by native code (csrc/calls/collecting.h) where it
+comes as it came before; the last of a burst hands it to the coordinator, which does all of it by one call. What a plan
+says is a guess here. What does not come true is taken apart into submissions as any other: where another operation
+comes first, where somebody waits for a burst that is not complete, where its rest takes too long, and where the
+coordinator finds that the plan has ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The shared page through which the ranks of a node talk and wake each other; nothing in it polls.
 
 Per rank a doorbell (a futex), a byte stream to the node leader, and a line that says how much of the frozen plan it is
-ready for (csrc/ready_counts.h); from the leader one byte stream, the log, that the other local ranks read. Bytes are
-written before the head that covers them is stored with release order.
+ready for (csrc/node/ready_counts.h); from the leader one byte stream, the log, that the other local ranks read. Bytes
+are written before the head that covers them is stored with release order.
 """
 
 from __future__ import annotations

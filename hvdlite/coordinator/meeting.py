@@ -35,7 +35,7 @@ class Meeting(Protocol):
 
 
 class MeetingInNode:
-    """By counts that all ranks see, see csrc/ready_counts.h.
+    """By counts that all ranks see, see csrc/node/ready_counts.h.
 
     Args:
         patience_s: how long others may be late before the coordinator waits for them.

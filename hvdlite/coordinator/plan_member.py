@@ -23,7 +23,7 @@ when the root has all of them, it knows of every claim there is.
 
 Between two plans that run free, both of which were frozen before, nobody is held: where a program comes to the
 beginning of another one, and nothing else is under way, each rank says which it wants, and once all want the same they
-change (`ReadyCounts::agree` of csrc/ready_counts.h).
+change (`ReadyCounts::agree` of csrc/node/ready_counts.h).
 
 Pure: takes messages and says which to send; no MPI, no clock, no shared memory. plan_leader.py has the leaders' part.
 """

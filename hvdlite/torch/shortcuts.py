@@ -1,4 +1,4 @@
-"""From a call in Python to what was prepared for it, by native code alone (csrc/shortcut.h, csrc/collecting.h).
+"""From a call in Python to what was prepared for it, by native code alone (csrc/calls/, shortcut.h and collecting.h).
 
 Forms of operations ask it first. What it does not know is done by prepared.py of operations/, and shown to it; what is
 more than that, or a mistake, is for the ways of any other operation.

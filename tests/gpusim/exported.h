@@ -3,8 +3,8 @@
 #pragma once
 
 #include "captures.h"
-#include "cuda_driver.h"
 #include "devices.h"
+#include "gpu/cuda_driver.h"
 #include "results.h"
 
 #define GPUSIM_FUNCTIONS_FOR_TESTS(F)                                                   \

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <utility>
 
-#include "cuda_driver.h"
+#include "gpu/cuda_driver.h"
 #include "memory.h"
 #include "results.h"
 

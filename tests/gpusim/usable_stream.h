@@ -1,7 +1,7 @@
 // The stream of a handle, 0 being the legacy stream of the current context.
 #pragma once
 
-#include "cuda_driver.h"
+#include "gpu/cuda_driver.h"
 #include "handles.h"
 #include "streams.h"
 

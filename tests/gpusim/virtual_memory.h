@@ -6,7 +6,7 @@
 #include <memory>
 #include <mutex>
 
-#include "cuda_driver.h"
+#include "gpu/cuda_driver.h"
 #include "memory.h"
 #include "multicast_team.h"
 #include "results.h"

@@ -14,11 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC, TESTS = ROOT / "csrc", ROOT / "tests"
-COMPARED = [CSRC / f"{name}.cpp" for name in ("device_stream", "instruction_set", "nvrtc", "pack", "reduce")]
+COMPARED = [
+    *(CSRC / "gpu" / f"{name}.cpp" for name in ("device_stream", "nvrtc")),
+    *(CSRC / "kernels" / f"{name}.cpp" for name in ("instruction_set", "pack", "reduce")),
+]
 WATCHED = [
-    CSRC / "device_kernels.cpp",
-    CSRC / "kernel_module.cpp",
-    CSRC / "multicast_kernels.cpp",
+    *(CSRC / "gpu" / f"{name}.cpp" for name in ("device_kernels", "kernel_module", "multicast_kernels")),
     TESTS / "gpusim" / "host_kernels.cpp",
     TESTS / "kernels" / "table_driver.cpp",
     TESTS / "kernels" / "kernels.cpp",

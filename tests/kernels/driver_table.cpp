@@ -1,10 +1,10 @@
-// Compiles if csrc/cuda_driver.h says of functions, structures and constants what the driver's own header says.
+// Compiles if csrc/gpu/cuda_driver.h says of functions, structures and constants what the driver's own header says.
 #include <cuda.h>
 
 #include <cstddef>
 #include <type_traits>
 
-#include "cuda_driver.h"
+#include "gpu/cuda_driver.h"
 
 namespace {
 

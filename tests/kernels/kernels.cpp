@@ -18,14 +18,14 @@
 #include <vector>
 
 #include "cuda/portable.h"
-#include "device_kernels.h"
+#include "gpu/device_kernels.h"
+#include "gpu/kernel_image.h"
+#include "gpu/multicast_kernels.h"
+#include "gpu/nvrtc.h"
 #include "gpusim/fibers.h"
 #include "gpusim/gpu_thread.h"
-#include "kernel_image.h"
-#include "multicast_kernels.h"
-#include "nvrtc.h"
-#include "pack.h"
-#include "reduce.h"
+#include "kernels/pack.h"
+#include "kernels/reduce.h"
 #include "table_driver.h"
 
 namespace {

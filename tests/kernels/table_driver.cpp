@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda_driver.h"
+#include "gpu/cuda_driver.h"
 #include "gpusim/host_kernels.h"
 
 namespace table_driver {

@@ -8,21 +8,21 @@ _PREPARED = "2 mpi/test_cuda_prepared.py"
 
 MUTANTS = [
     # Memory that ranks share by handles: when it is freed, who is told, which kind all take.
-    Mutant("csrc/handle_segment.cpp", "      wait_for_others();\n", "", "unit/test_shared_device_memory.py"),
+    Mutant("csrc/gpu/handle_segment.cpp", "      wait_for_others();\n", "", "unit/test_shared_device_memory.py"),
     Mutant(
-        "csrc/handle_segment.cpp",
+        "csrc/gpu/handle_segment.cpp",
         "      if (import.address != 0) driver().ipc_close(import.address);\n",
         "",
         "unit/test_shared_device_memory.py",
     ),
     Mutant(
-        "csrc/handle_segment.cpp",
+        "csrc/gpu/handle_segment.cpp",
         "      static_cast<void>(write(import.pipe, &closed, 1) == 1);",
         "      static_cast<void>(closed);",
         "unit/test_shared_device_memory.py",
     ),
     Mutant(
-        "csrc/handle_segment.cpp",
+        "csrc/gpu/handle_segment.cpp",
         "      if (count == 0 || (count < 0 && errno != EINTR)) return;\n",
         "      if (count < 0 && errno != EINTR) return;\n",
         "unit/test_shared_device_memory.py",
@@ -35,25 +35,25 @@ MUTANTS = [
     ),
     # GPUs: every wait, and what goes where.
     Mutant(
-        "csrc/device_stream.cpp",
+        "csrc/gpu/device_stream.cpp",
         "    check(driver().stream_wait_event(stream_, moment->event(), 0)",
         "    if (moment == nullptr) check(driver().stream_wait_event(stream_, moment->event(), 0)",
         "unit/test_cuda_driver.py",
     ),
     Mutant(
-        "csrc/cuda_driver.h",
+        "csrc/gpu/cuda_driver.h",
         "  void exchange_mode() noexcept { driver().exchange_capture_mode(&capture_mode_); }\n",
         "  void exchange_mode() noexcept {}\n",
         "unit/test_cuda_driver.py",
     ),
     Mutant(
-        "csrc/device_stream.cpp",
+        "csrc/gpu/device_stream.cpp",
         '  check(driver().event_synchronize(event_), "cuEventSynchronize");\n',
         "",
         "unit/test_cuda_driver.py",
     ),
     Mutant(
-        "csrc/device_stream.cpp",
+        "csrc/gpu/device_stream.cpp",
         '  check(driver().event_record(event_, handle), "cuEventRecord");\n',
         "",
         "unit/test_cuda_driver.py",
@@ -119,13 +119,13 @@ MUTANTS = [
         "2 mpi/test_cuda.py",
     ),
     Mutant(
-        "csrc/direct_allreduce.cpp",
+        "csrc/gpu/direct_allreduce.cpp",
         "  barrier.meet();\n  if (shard.begin < shard.end) {",
         "  if (shard.begin < shard.end) {",
         "2 mpi/test_cuda.py",
     ),
     Mutant(
-        "csrc/direct_allreduce.cpp",
+        "csrc/gpu/direct_allreduce.cpp",
         "  barrier.meet();\n}\n",
         "}\n",
         "2 mpi/test_cuda.py",
@@ -282,10 +282,10 @@ MUTANTS = [
         "2 mpi/test_cuda_join.py",
     ),
     # What repeats is enqueued by one call.
-    Mutant("csrc/prepared_device_allreduce.cpp", "  stream.follow({ready_.get()});\n", "", _PREPARED),
-    Mutant("csrc/prepared_device_allreduce.cpp", "  done_->precede(stream_);\n", "", _PREPARED),
+    Mutant("csrc/gpu/prepared_device_allreduce.cpp", "  stream.follow({ready_.get()});\n", "", _PREPARED),
+    Mutant("csrc/gpu/prepared_device_allreduce.cpp", "  done_->precede(stream_);\n", "", _PREPARED),
     Mutant(
-        "csrc/prepared_in_node.cpp",
+        "csrc/prepared/prepared_in_node.cpp",
         "  begin(inputs, outputs);\n  last_ = {plan, count, Result::kNotYet};\n",
         "  last_ = {plan, count, Result::kNotYet};\n  begin(inputs, outputs);\n",
         _PREPARED,

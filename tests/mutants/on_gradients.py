@@ -61,11 +61,14 @@ MUTANTS = [
         "unit/test_optimizer_changes.py",
     ),
     Mutant(
-        "csrc/gradient_snapshot.cpp", " || version_of(now) != versions_[i]) return false;", ") return false;", _SNAPSHOT
+        "csrc/calls/gradient_snapshot.cpp",
+        " || version_of(now) != versions_[i]) return false;",
+        ") return false;",
+        _SNAPSHOT,
     ),
-    Mutant("csrc/gradient_snapshot.cpp", "&& (!now.is(gradients_[i]) || ", "&& (", _SNAPSHOT),
+    Mutant("csrc/calls/gradient_snapshot.cpp", "&& (!now.is(gradients_[i]) || ", "&& (", _SNAPSHOT),
     Mutant(
-        "csrc/gradient_snapshot.cpp",
+        "csrc/calls/gradient_snapshot.cpp",
         " &&\n         call(gradient, names().is_contiguous).ptr() == Py_True;",
         ";",
         _SNAPSHOT,

@@ -55,13 +55,13 @@ MUTANTS = [
         "sanitizers/test_kernels_as_fibers.py::test_every_case[thread]",
     ),
     Mutant(
-        "csrc/device_kernels.cpp",
+        "csrc/gpu/device_kernels.cpp",
         "p.end = is_any_left() ? p.tensors[p.count - 1].end : end;",
         "p.end = end;",
         _LOOPS,
     ),
     Mutant(
-        "csrc/device_kernels.cpp",
+        "csrc/gpu/device_kernels.cpp",
         "p.buffer = buffer + (at - begin) * buffer_item_bytes;",
         "p.buffer = buffer + at * buffer_item_bytes;",
         _LOOPS,

@@ -9,26 +9,26 @@ _COLLECTIVES = "hvdlite/collectives/"
 MUTANTS = [
     # NCCL: what is enqueued when a call returns, who is called after the end, which copy is loaded.
     Mutant(
-        "csrc/nccl_communicator.cpp",
+        "csrc/gpu/nccl_communicator.cpp",
         "return called ? settle(timeout_s) : WaitStatus::kAborted;",
         "return called ? WaitStatus::kOk : WaitStatus::kAborted;",
         "2 mpi/test_nccl_streams.py",
     ),
-    Mutant("csrc/nccl_communicator.cpp", "    if (ended) return false;\n", "", "2 mpi/test_nccl_streams.py"),
+    Mutant("csrc/gpu/nccl_communicator.cpp", "    if (ended) return false;\n", "", "2 mpi/test_nccl_streams.py"),
     Mutant(
-        "csrc/nccl_communicator.cpp",
+        "csrc/gpu/nccl_communicator.cpp",
         "is_finished ? library().destroy : library().abort",
         "library().destroy",
         "2 mpi/test_nccl_streams.py",
     ),
     Mutant(
-        "csrc/nccl_communicator.cpp",
+        "csrc/gpu/nccl_communicator.cpp",
         "const std::uintptr_t own = address + rank_ * block_nbytes;",
         "const std::uintptr_t own = address + 0 * block_nbytes;",
         "2 mpi/test_nccl_streams.py",
     ),
     Mutant(
-        "csrc/nccl_library.cpp",
+        "csrc/gpu/nccl_library.cpp",
         "const int deep = there == nullptr ? 0 : RTLD_DEEPBIND;",
         "const int deep = 0;",
         "unit/test_nccl_library.py",
@@ -59,32 +59,32 @@ MUTANTS = [
     ),
     # Memory that NCCL works in: how long it is registered, who may call NCCL when, whether ranks do the same.
     Mutant(
-        "csrc/device_memory.cpp",
+        "csrc/gpu/device_memory.cpp",
         "      for (const auto& release : holding->releases) release();\n",
         "",
         "2 mpi/test_nccl_registration.py",
     ),
     Mutant(
-        "csrc/nccl_communicator.cpp",
+        "csrc/gpu/nccl_communicator.cpp",
         "  for (Registered& memory : state_->registered) state_->deregister(memory);\n",
         "",
         "2 mpi/test_nccl_registration.py",
     ),
     Mutant(
-        "csrc/nccl_communicator.cpp",
+        "csrc/gpu/nccl_communicator.cpp",
         "  if (status != WaitStatus::kOk) return status;\n  const std::lock_guard<std::mutex> turn(state_->turn);\n",
         "  const std::lock_guard<std::mutex> turn(state_->turn);\n",
         "2 mpi/test_nccl_registration.py",
     ),
     Mutant(
-        "csrc/nccl_communicator.cpp",
+        "csrc/gpu/nccl_communicator.cpp",
         "      const std::lock_guard<std::mutex> lock(turn);\n      if (deregister",
         "      if (deregister",
         "2 mpi/test_nccl_registration.py",
     ),
-    Mutant("csrc/nccl_communicator.cpp", "      if (!is_ready) return;\n", "", "2 mpi/test_nccl_registration.py"),
+    Mutant("csrc/gpu/nccl_communicator.cpp", "      if (!is_ready) return;\n", "", "2 mpi/test_nccl_registration.py"),
     Mutant(
-        "csrc/nccl_communicator.cpp",
+        "csrc/gpu/nccl_communicator.cpp",
         "    given_back.wait(lock, [this] { return is_given_back; });\n",
         "",
         "2 mpi/test_nccl_registration.py",

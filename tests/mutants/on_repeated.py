@@ -14,38 +14,42 @@ _ROWS = "2 mpi/test_repeated_rows.py"
 _EARLY = "unit/test_early.py"
 
 MUTANTS = [
-    Mutant("csrc/signature.cpp", " || arguments.op != op_.ptr()) return false;", ") return false;", _SHORTCUT),
+    Mutant("csrc/calls/signature.cpp", " || arguments.op != op_.ptr()) return false;", ") return false;", _SHORTCUT),
     Mutant(
-        "csrc/signature.cpp",
+        "csrc/calls/signature.cpp",
         "if (!same_text(arguments.name, name_.ptr()) || !same_number",
         "if (!same_number",
         _SHORTCUT,
     ),
     Mutant(
-        "csrc/signature.cpp",
+        "csrc/calls/signature.cpp",
         "    if (!equal(attribute(tensor, names().shape).ptr(), shape_.ptr())) return false;\n",
         "",
         _SHORTCUT,
     ),
     Mutant(
-        "csrc/signature.cpp",
+        "csrc/calls/signature.cpp",
         "    if (call(tensor, names().is_contiguous).ptr() != Py_True) return false;\n",
         "",
         _SHORTCUT,
     ),
     Mutant(
-        "csrc/signature.cpp",
+        "csrc/calls/signature.cpp",
         "  if (!same_number(arguments.postscale, postscale_.ptr())) return false;\n",
         "",
         _SHORTCUT,
     ),
-    Mutant("csrc/signature.cpp", "address == place_ && ", "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", "    if (is_true(next.result, names().requires_grad)) return false;\n", "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", "  if (is_true(recorder_, enabled)) return false;\n", "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", "  if (entry->unnamed != nullptr) ++entry->unnamed->next;\n", "", _SHORTCUT),
-    Mutant("csrc/shortcut.cpp", "if (PyErr_CheckSignals() != 0) interrupt.emplace();", "", "2 mpi/test_prepared.py"),
+    Mutant("csrc/calls/signature.cpp", "address == place_ && ", "", _SHORTCUT),
     Mutant(
-        "csrc/collecting.cpp",
+        "csrc/calls/shortcut.cpp", "    if (is_true(next.result, names().requires_grad)) return false;\n", "", _SHORTCUT
+    ),
+    Mutant("csrc/calls/shortcut.cpp", "  if (is_true(recorder_, enabled)) return false;\n", "", _SHORTCUT),
+    Mutant("csrc/calls/shortcut.cpp", "  if (entry->unnamed != nullptr) ++entry->unnamed->next;\n", "", _SHORTCUT),
+    Mutant(
+        "csrc/calls/shortcut.cpp", "if (PyErr_CheckSignals() != 0) interrupt.emplace();", "", "2 mpi/test_prepared.py"
+    ),
+    Mutant(
+        "csrc/calls/collecting.cpp",
         "signatures_ == signatures && parts_.size() == signatures->by_place.size()",
         "signatures_ == signatures && expected() == nullptr",
         _SHORTCUT,
@@ -59,21 +63,28 @@ MUTANTS = [
     Mutant("hvdlite/coordinator/at_once.py", "            plan.count_done(prepared.request, times)\n", "", _SHORTCUT),
     Mutant("hvdlite/coordinator/at_once.py", "            prepared.count_done(times)\n", "", _SHORTCUT),
     # Changes of plans without the log: what is wanted, whether all want it, and what begins then.
-    Mutant("csrc/ready_counts.cpp", "  if (all_want(wish)) ring_who_wants();\n", "", _CHANGES),
+    Mutant("csrc/node/ready_counts.cpp", "  if (all_want(wish)) ring_who_wants();\n", "", _CHANGES),
     Mutant(
-        "csrc/ready_counts.cpp",
+        "csrc/node/ready_counts.cpp",
         "    if (other >> kNextBits == wish >> kNextBits && other != wish) return true;",
         "",
         _CHANGES,
     ),
     Mutant(
-        "csrc/ready_counts.cpp",
+        "csrc/node/ready_counts.cpp",
         "  while (found < 2 * plan) {\n",
         "  while (true) {\n",
         "sanitizers/test_threads.py",
     ),
-    Mutant("csrc/shortcut.cpp", "  if (starts && entry->call->split_phase() == nullptr) return false;\n", "", _STARTED),
-    Mutant("csrc/shortcut.cpp", "if (starts) next.owner = owner_of(arguments.tensor, next.result);", "", _STARTED),
+    Mutant(
+        "csrc/calls/shortcut.cpp",
+        "  if (starts && entry->call->split_phase() == nullptr) return false;\n",
+        "",
+        _STARTED,
+    ),
+    Mutant(
+        "csrc/calls/shortcut.cpp", "if (starts) next.owner = owner_of(arguments.tensor, next.result);", "", _STARTED
+    ),
     Mutant("hvdlite/coordinator/at_once.py", "            self._in_flight.resume(submission)\n", "", _STARTED),
     Mutant("hvdlite/coordinator/at_once.py", "                started.fail(error)\n", "", "1 mpi/test_started.py"),
     Mutant("hvdlite/coordinator/coordinator.py", "        self.settle_started()\n", "", _STARTED),
@@ -83,7 +94,7 @@ MUTANTS = [
         "        self._worker",
         _SMALL_BURSTS,
     ),
-    Mutant("csrc/shortcut.cpp", "return entries_.at(position).prepared.is(prepared);", "return true;", _SHORTCUT),
+    Mutant("csrc/calls/shortcut.cpp", "return entries_.at(position).prepared.is(prepared);", "return true;", _SHORTCUT),
     Mutant("hvdlite/coordinator/plan_member.py", " if earlier.has_lasted else None", "", _CHANGES),
     Mutant(
         "hvdlite/coordinator/plan_member.py",
@@ -101,7 +112,7 @@ MUTANTS = [
         _SHORTCUT,
     ),
     # Few bytes are an allreduce.
-    Mutant("csrc/shortcut.cpp", "entry->gives ? next.input : 0", "next.input", _BROADCASTS),
+    Mutant("csrc/calls/shortcut.cpp", "entry->gives ? next.input : 0", "next.input", _BROADCASTS),
     Mutant("hvdlite/operations/broadcast.py", "return rank == self.root_rank", "return True", _BROADCASTS),
     Mutant(
         "hvdlite/operations/prepared.py",
@@ -126,26 +137,26 @@ MUTANTS = [
         _PACKETS,
     ),
     # Rows within a node.
-    Mutant("csrc/signature.cpp", "  if (arguments.kind != kind_.ptr()) return false;\n", "", _ROWS),
-    Mutant("csrc/prepared_gather.cpp", "    expected_.become(told);\n", "", _ROWS),
-    Mutant("csrc/expected_rows.h", "bytes(rank) + bytes_of(of(rank), shape_.column)", "bytes(rank)", _ROWS),
+    Mutant("csrc/calls/signature.cpp", "  if (arguments.kind != kind_.ptr()) return false;\n", "", _ROWS),
+    Mutant("csrc/prepared/prepared_gather.cpp", "    expected_.become(told);\n", "", _ROWS),
+    Mutant("csrc/prepared/expected_rows.h", "bytes(rank) + bytes_of(of(rank), shape_.column)", "bytes(rank)", _ROWS),
     Mutant(
-        "csrc/prepared_gather.cpp",
+        "csrc/prepared/prepared_gather.cpp",
         "shape.numbers[shape.is_alltoall ? rank : 0]",
         "shape.numbers[0] + 0 * rank",
         _ROWS,
     ),
     # The same across nodes.
-    Mutant("csrc/early_gather.cpp", "!is_expected || expected_", "expected_", _ROWS),
-    Mutant("csrc/early_gather.cpp", "  room_.note(expected_.most_bytes());\n", "", _ROWS),
-    Mutant("csrc/early_gather.h", "return room_.now() == room_then_;", "return true;", _ROWS),
-    Mutant("csrc/early_reduce_scatter.cpp", "end += numel * item_bytes(shape.dtype);", "", _ROWS),
+    Mutant("csrc/messages/early_gather.cpp", "!is_expected || expected_", "expected_", _ROWS),
+    Mutant("csrc/messages/early_gather.cpp", "  room_.note(expected_.most_bytes());\n", "", _ROWS),
+    Mutant("csrc/messages/early_gather.h", "return room_.now() == room_then_;", "return true;", _ROWS),
+    Mutant("csrc/messages/early_reduce_scatter.cpp", "end += numel * item_bytes(shape.dtype);", "", _ROWS),
     Mutant("hvdlite/operations/telling.py", "return packets.are_all_at(address)", "return True", _EARLY),
     Mutant("hvdlite/operations/telling.py", "        packets.write_dropped()\n", "", _EARLY),
     Mutant("hvdlite/coordinator/at_once.py", "if not prepared.is_valid:", "if False:", _ROWS),
-    Mutant("csrc/prepared_reduce_scatter.cpp", "    at += numel * item_bytes(shape_.dtype);\n", "", _ROWS),
-    Mutant("csrc/small_allreduce.cpp", "reducer.reduce({tensor - begin_bytes}", "reducer.reduce({tensor}", _ROWS),
-    Mutant("csrc/prepared_broadcast.cpp", "source_ != 0 && source_ != target_", "false", _BROADCASTS),
+    Mutant("csrc/prepared/prepared_reduce_scatter.cpp", "    at += numel * item_bytes(shape_.dtype);\n", "", _ROWS),
+    Mutant("csrc/node/small_allreduce.cpp", "reducer.reduce({tensor - begin_bytes}", "reducer.reduce({tensor}", _ROWS),
+    Mutant("csrc/prepared/prepared_broadcast.cpp", "source_ != 0 && source_ != target_", "false", _BROADCASTS),
     Mutant(
         "hvdlite/operations/telling.py",
         "gather if max(map(self.nbytes, numbers)) <= gather.room(len(own)) else None",
@@ -154,7 +165,7 @@ MUTANTS = [
     ),
     Mutant("hvdlite/torch/repeated_rows.py", "result.set_(new_result(result, shape))", "result.resize_(shape)", _ROWS),
     Mutant("hvdlite/operations/prepared_telling.py", "if len(result) != rows:", "if False:", _ROWS),
-    Mutant("csrc/shortcut.cpp", " || (new_like && entry->call->result_rows() != rows)", "", _ROWS),
+    Mutant("csrc/calls/shortcut.cpp", " || (new_like && entry->call->result_rows() != rows)", "", _ROWS),
     Mutant(
         "hvdlite/torch/repeated_rows.py",
         "with torch.inference_mode(result.is_inference()):",

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "signal.h"
+#include "waiting/signal.h"
 
 namespace hvdlite {
 

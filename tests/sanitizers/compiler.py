@@ -14,9 +14,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
 UNIT = ROOT / "tests" / "unit"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def of_ranks() -> list[Path]:
+    """The sources of what ranks do on CPUs: they need neither Python nor a GPU."""
+    return sorted(
+        source
+        for directory in ("kernels", "waiting", "node", "prepared", "messages")
+        for source in (CSRC / directory).glob("*.cpp")
+    )
+
+
+def of_gpus(*names: str) -> list[Path]:
+    return [CSRC / "gpu" / f"{name}.cpp" for name in names]
 
 
 def run(*command: str | Path, cwd: Path = UNIT, **environment: str) -> subprocess.CompletedProcess[str]:

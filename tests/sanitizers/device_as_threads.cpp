@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "device_copies.h"
 #include "device_user.h"
+#include "gpu/device_copies.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda_driver.h"
+#include "gpu/cuda_driver.h"
 
 namespace hvdlite {
 

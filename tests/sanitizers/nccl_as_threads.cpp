@@ -16,11 +16,11 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_driver.h"
-#include "device_stream.h"
-#include "file_segment.h"
-#include "nccl_communicator.h"
-#include "nccl_library.h"
+#include "gpu/cuda_driver.h"
+#include "gpu/device_stream.h"
+#include "gpu/file_segment.h"
+#include "gpu/nccl_communicator.h"
+#include "gpu/nccl_library.h"
 
 namespace {
 

@@ -11,10 +11,10 @@
 #include <numeric>
 #include <utility>
 
-#include "bound_messages.h"
-#include "early_allreduce.h"
-#include "early_turns.h"
-#include "ready_counts.h"
+#include "messages/bound_messages.h"
+#include "messages/early_allreduce.h"
+#include "messages/early_turns.h"
+#include "node/ready_counts.h"
 
 namespace hvdlite {
 namespace {

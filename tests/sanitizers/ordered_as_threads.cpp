@@ -4,7 +4,7 @@
 #include <chrono>
 #include <deque>
 
-#include "ordered_exchange.h"
+#include "node/ordered_exchange.h"
 
 namespace hvdlite {
 namespace {

@@ -5,16 +5,16 @@
 #include <random>
 #include <utility>
 
-#include "ordered_exchange.h"
-#include "pack.h"
-#include "places_in_turn.h"
-#include "prepared_allreduce.h"
-#include "prepared_gather.h"
-#include "prepared_reduce_scatter.h"
-#include "ready_counts.h"
-#include "small_allreduce.h"
-#include "small_gather.h"
-#include "staged_allreduce.h"
+#include "kernels/pack.h"
+#include "node/ordered_exchange.h"
+#include "node/places_in_turn.h"
+#include "node/ready_counts.h"
+#include "node/small_allreduce.h"
+#include "node/small_gather.h"
+#include "node/staged_allreduce.h"
+#include "prepared/prepared_allreduce.h"
+#include "prepared/prepared_gather.h"
+#include "prepared/prepared_reduce_scatter.h"
 
 namespace hvdlite {
 namespace {

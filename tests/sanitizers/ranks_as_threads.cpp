@@ -20,18 +20,18 @@
 #include <vector>
 
 #include "as_threads.h"
-#include "deadline.h"
-#include "elements.h"
-#include "heartbeat.h"
+#include "kernels/elements.h"
+#include "kernels/pack.h"
+#include "node/ready_counts.h"
+#include "node/small_allreduce.h"
+#include "node/staged_allreduce.h"
 #include "nodes_as_threads.h"
 #include "ordered_as_threads.h"
-#include "pack.h"
 #include "prepared_as_threads.h"
-#include "ready_counts.h"
-#include "signal.h"
-#include "small_allreduce.h"
-#include "socket_bell.h"
-#include "staged_allreduce.h"
+#include "waiting/deadline.h"
+#include "waiting/heartbeat.h"
+#include "waiting/signal.h"
+#include "waiting/socket_bell.h"
 
 namespace {
 

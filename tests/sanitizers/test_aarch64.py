@@ -12,26 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from compiler import ROOT, Run, run
+from compiler import CSRC, Run, of_ranks, run
 
 CROSS = "aarch64-linux-gnu-g++"
 QEMU = "qemu-aarch64-static"
-FLAGS = ["-std=c++17", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-iquote", ROOT / "csrc"]
+FLAGS = ["-std=c++17", "-O1", "-pthread", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-iquote", CSRC]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
-SOURCES = [
-    *("ascending_copy", "bound_messages", "deadline", "early_allreduce", "early_turns", "expected_rows"),
-    *(
-        "heartbeat",
-        "instruction_set",
-        "ordered_exchange",
-        "pack",
-        "places_in_turn",
-        "prepared_allreduce",
-        "prepared_broadcast",
-    ),
-    *("prepared_gather", "prepared_in_node", "prepared_reduce_scatter", "ready_counts", "reduce", "signal"),
-    *("small_allreduce", "small_gather", "socket_bell", "staged_allreduce", "streaming_copy"),
-]
 NEEDED = "apt install g++-aarch64-linux-gnu qemu-user-static"
 
 
@@ -50,9 +36,8 @@ def program(tmp_path_factory: pytest.TempPathFactory, cross: str) -> Run:
     if qemu is None:
         pytest.skip(f"no {QEMU} ({NEEDED})")
     binary = tmp_path_factory.mktemp("aarch64") / "ranks_as_threads"
-    sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
     cases = [Path(__file__).with_name(f"{name}_as_threads.cpp") for name in ("ranks", "nodes", "ordered", "prepared")]
-    result = run(cross, *FLAGS, *CALLED, "-static", *sources, *cases, "-o", binary)
+    result = run(cross, *FLAGS, *CALLED, "-static", *of_ranks(), *cases, "-o", binary)
     assert result.returncode == 0, result.stdout
     return lambda *case: run(qemu, binary, *case)
 
@@ -70,7 +55,7 @@ def test_the_extension_compiles(tmp_path: Path, cross: str) -> None:
     """All of it: Python's headers of this machine do, as both processors have 64 bits."""
     pybind11 = pytest.importorskip("pybind11")
     headers = ["-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]
-    sources = sorted((ROOT / "csrc").glob("*.cpp"))
+    sources = sorted(CSRC.glob("*/*.cpp"))
     assert sources
     as_for_python = ["-fPIC", "-fvisibility=hidden"]
     result = run(cross, *FLAGS, *headers, *as_for_python, "-c", *sources, cwd=tmp_path)

@@ -6,19 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from compiler import COMPILER, ROOT, Run, run, runtimes
+from compiler import COMPILER, CSRC, Run, of_gpus, run, runtimes
 from gpusim.build import command, nccl_command
 
-FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", CSRC]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
 SOURCES = [
-    "cuda_driver",
-    "device_memory",
-    "device_stream",
-    "file_segment",
-    "nccl_communicator",
-    "nccl_library",
-    "signal",
+    *of_gpus("cuda_driver", "device_memory", "device_stream", "file_segment", "nccl_communicator", "nccl_library"),
+    CSRC / "waiting" / "signal.cpp",
 ]
 
 
@@ -28,11 +23,10 @@ def program(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str]
     directory = tmp_path_factory.mktemp("nccl")
     runtimes("thread", directory, fixed_addresses)
     driver, nccl, binary = directory / "driver.so", directory / "libnccl.so", directory / "nccl_as_threads"
-    sources = [ROOT / "csrc" / f"{name}.cpp" for name in SOURCES]
     for build in (
         command(driver, *COMPILER, *FLAGS),
         nccl_command(nccl, *COMPILER, *FLAGS),
-        [*COMPILER, *FLAGS, *CALLED, *sources, Path(__file__).parent / "nccl_as_threads.cpp", "-ldl", "-o", binary],
+        [*COMPILER, *FLAGS, *CALLED, *SOURCES, Path(__file__).parent / "nccl_as_threads.cpp", "-ldl", "-o", binary],
     ):
         result = run(*build)
         assert result.returncode == 0, result.stdout

@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from compiler import COMPILER, ROOT, run
+from compiler import COMPILER, CSRC, of_gpus, run
 from gpusim.build import built
 
 SEEDS = range(50)
@@ -19,8 +19,8 @@ Schedule = Callable[[str, int], "CompletedProcess[str]"]
 def schedule(tmp_path_factory: pytest.TempPathFactory) -> Schedule:
     """A case of device_schedules.cpp, by the schedule of a seed."""
     program = tmp_path_factory.mktemp("schedules") / "program"
-    sources = [ROOT / "csrc" / "cuda_driver.cpp", Path(__file__).with_name("device_schedules.cpp")]
-    flags = ["-std=c++17", "-O1", "-pthread", "-iquote", ROOT / "csrc"]
+    sources = [*of_gpus("cuda_driver"), Path(__file__).with_name("device_schedules.cpp")]
+    flags = ["-std=c++17", "-O1", "-pthread", "-iquote", CSRC]
     result = run(*COMPILER, *flags, *sources, "-ldl", "-o", program)
     assert result.returncode == 0, result.stdout
     # Patience enough for a busy machine: where no thread waits for another, the schedule is then that of the seed.

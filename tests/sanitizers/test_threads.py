@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from compiler import COMPILER, ROOT, Run, run, runtimes
+from compiler import COMPILER, CSRC, Run, of_gpus, of_ranks, run, runtimes
 from gpusim.build import command
 
 # Optimized enough for memory orders to be constants: GCC takes all others for sequentially consistent.
-FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", ROOT / "csrc"]
+FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", CSRC]
 HERE = Path(__file__).parent
-
-
-def needs_python(source: Path) -> bool:
-    return any("<pybind11/" in part.read_text() for part in (source, source.with_suffix(".h")) if part.exists())
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +25,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
     driver = directory / "driver.so"
     result = run(*command(driver, *COMPILER, *FLAGS))
     assert result.returncode == 0, result.stdout
-    # Left out: what needs Python, or what csrc/cuda/embed.py writes.
-    left_out = ("device_kernels", "direct_allreduce", "multicast", "multicast_kernels", "prepared_device_allreduce")
-    everything = [source for source in (ROOT / "csrc").glob("*.cpp") if not needs_python(source)]
-    sources = [source for source in everything if source.stem not in left_out]
-    of_devices = [source for source in sources if source.stem in ("cuda_driver", "device_copies", "device_stream")]
+    of_devices = of_gpus("cuda_driver", "device_copies", "device_stream")
     cases = [HERE / f"{name}_as_threads.cpp" for name in ("nodes", "ordered", "prepared")]
     chosen = {
-        "ranks_as_threads": ([*sources, *cases], []),
+        "ranks_as_threads": ([*of_ranks(), *cases], []),
         "device_as_threads": (of_devices, [driver]),
         "device_schedules": (of_devices, [driver]),
     }

@@ -210,7 +210,7 @@ def test_without_a_compiler_at_run_time(kernels: Path, tmp_path: Path) -> None:
     assert "install a torch for CUDA, or nvidia-cuda-nvrtc" in result.stdout
 
 
-# What csrc/cuda_driver.h says of the driver.
+# What csrc/gpu/cuda_driver.h says of the driver.
 
 
 @cache
@@ -240,9 +240,11 @@ def test_driver_table(tmp_path: Path, right: str, wrong: str) -> None:
     headers = cuda_headers()
     if headers is None:
         pytest.skip("there is no cuda.h")
-    text = (CSRC / "cuda_driver.h").read_text()
+    text = (CSRC / "gpu" / "cuda_driver.h").read_text()
     assert right in text
-    (tmp_path / "cuda_driver.h").write_text(text.replace(right, wrong))
+    changed = tmp_path / "gpu" / "cuda_driver.h"
+    changed.parent.mkdir()
+    changed.write_text(text.replace(right, wrong))
     source = ROOT / "tests" / "kernels" / "driver_table.cpp"
     result = run("c++", "-std=c++17", "-fsyntax-only", "-isystem", headers, "-iquote", tmp_path, source)
     assert (result.returncode != 0) == bool(right), result.stdout

@@ -1,4 +1,4 @@
-"""Imports point down: every import of hvdlite against the layers in ARCHITECTURE.md; no circles."""
+"""Imports point down: every import of hvdlite, and every include of csrc, against the layers in ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hvdlite"
 
 
-def layers() -> list[list[str]]:
+def layers(block_name: str) -> list[list[str]]:
     """Names, the top layer first."""
-    block = re.search(r"```layers\n(.*?)```", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL)
-    assert block, "ARCHITECTURE.md has no block of layers"
+    block = re.search(rf"```{block_name}\n(.*?)```", (ROOT / "ARCHITECTURE.md").read_text(), re.DOTALL)
+    assert block, f"ARCHITECTURE.md has no block of {block_name}"
     return [re.split(r"\s{2,}", line)[0].split() for line in block[1].splitlines()]
 
 
-LEVELS = {name: level for level, names in enumerate(reversed(layers())) for name in names}
+def levels(block_name: str) -> dict[str, int]:
+    return {name: level for level, names in enumerate(reversed(layers(block_name))) for name in names}
+
+
+LEVELS = levels("layers")
 
 
 def name_of(path: Path) -> str:
@@ -64,7 +68,7 @@ GRAPH = {module: {*imported(path.read_text())} - {module} for module, path in MO
 def test_the_table_names_what_there_is() -> None:
     for name in LEVELS:
         assert name in MODULES or (PACKAGE / name).is_dir(), name
-    assert len(LEVELS) == sum(map(len, layers())), "a name is listed twice"
+    assert len(LEVELS) == sum(map(len, layers("layers"))), "a name is listed twice"
 
 
 def test_imports_point_down() -> None:
@@ -90,3 +94,19 @@ def test_there_are_no_circles() -> None:
 )
 def test_every_way_to_import_is_seen(line: str, module: str) -> None:
     assert [*imported(line)] == module.split()
+
+
+NATIVE = levels("native")
+
+
+def test_the_native_table_names_what_there_is() -> None:
+    assert set(NATIVE) == {path.name for path in (ROOT / "csrc").iterdir() if path.name != "__pycache__"}
+
+
+@pytest.mark.parametrize("directory", NATIVE)
+def test_includes_point_down(directory: str) -> None:
+    paths = [path for path in (ROOT / "csrc" / directory).iterdir() if path.suffix in (".cpp", ".h", ".cu")]
+    assert paths
+    for path in paths:
+        for other in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE):
+            assert NATIVE[other] < NATIVE[directory] or other == directory, f"{path.name} includes of {other}"

@@ -13,7 +13,7 @@ from hvdlite.dtypes import DType
 from hvdlite.torch.tensor_view import dtype_of
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-BLOCK = 4096  # csrc/scan.cpp looks once for so many elements
+BLOCK = 4096  # csrc/kernels/scan.cpp looks once for so many elements
 
 
 def first(tensors: list[torch.Tensor], limit: float = math.inf) -> int:

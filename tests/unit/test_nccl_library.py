@@ -16,7 +16,7 @@ from hvdlite.device_engine import _Card, _connected_by_nccl
 from hvdlite.nccl_library import NcclLibrary
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = (ROOT / "csrc" / "nccl_library.h").read_text()
+TABLE = (ROOT / "csrc" / "gpu" / "nccl_library.h").read_text()
 SYMBOLS = re.findall(r"\b(nccl[A-Z]\w+), (?:Result|const char\*)", TABLE)
 NAME = "libnccl.so.2"
 OWN_FUNCTION = (

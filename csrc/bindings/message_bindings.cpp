@@ -1,0 +1,178 @@
+#include "bindings/message_bindings.h"
+
+#include <pybind11/stl.h>
+#include <sched.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/binding_types.h"
+#include "kernels/elements.h"
+#include "kernels/reduce.h"
+#include "messages/bound_messages.h"
+#include "messages/early_allreduce.h"
+#include "messages/early_gather.h"
+#include "messages/early_reduce_scatter.h"
+#include "messages/early_turns.h"
+#include "messages/packet_room.h"
+#include "node/ready_counts.h"
+#include "waiting/polite_look.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace hvdlite {
+namespace {
+
+void register_bound_messages(py::module_& m) {
+  using Addition = std::tuple<Addresses, Addresses, std::uint64_t, int, int, double, double>;
+  using Phase = std::tuple<Addresses, std::vector<std::pair<std::uintptr_t, int>>, std::vector<Addition>>;
+  py::class_<PoliteLook>(m, "PoliteLook")
+      .def(py::init([](int longest_us, int busy_us, int courtesy_us) {
+             using Microseconds = std::chrono::microseconds;
+             return std::make_unique<PoliteLook>(Microseconds(longest_us), Microseconds(busy_us),
+                                                 Microseconds(courtesy_us));
+           }),
+           "longest_us"_a, "busy_us"_a, "courtesy_us"_a)
+      .def(
+          "until",
+          [](PoliteLook& self, const py::function& happened) {
+            const auto offer_core = [] {
+              const py::gil_scoped_release without_gil;  // somebody else may need it to compute
+              sched_yield();
+            };
+            return self.until([&] { return happened().cast<bool>(); }, offer_core);
+          },
+          "happened"_a);
+
+  py::class_<BoundMessages, std::shared_ptr<BoundMessages>> messages(m, "BoundMessages");
+  messages.attr("DONE") = static_cast<int>(BoundMessages::Progress::kDone);
+  messages.attr("WAITING") = static_cast<int>(BoundMessages::Progress::kWaiting);
+  messages.attr("FAILED") = static_cast<int>(BoundMessages::Progress::kFailed);
+  messages
+      .def(py::init([](std::uintptr_t start, std::uintptr_t test, const std::vector<Phase>& given) {
+             const MpiFunctions mpi{reinterpret_cast<decltype(MpiFunctions::start)>(start),
+                                    reinterpret_cast<decltype(MpiFunctions::test)>(test)};
+             std::vector<BoundMessages::Phase> phases;
+             for (const auto& [starts, waits, additions] : given) {
+               BoundMessages::Phase phase{starts, {}, {}};
+               for (const auto& [request, peer] : waits) phase.waits.push_back({request, peer});
+               for (const auto& [destinations, sources, numel, dtype, op, prescale, postscale] : additions) {
+                 const Reducer reducer(static_cast<DType>(dtype), static_cast<Op>(op), prescale, postscale);
+                 phase.additions.push_back({destinations, sources, numel, reducer});
+               }
+               phases.push_back(std::move(phase));
+             }
+             return std::make_shared<BoundMessages>(mpi, std::move(phases));
+           }),
+           "start"_a, "test"_a, "phases"_a)
+      .def(
+          "start", [](BoundMessages& self) { return static_cast<int>(self.start()); }, WithoutGil())
+      .def(
+          "advance", [](BoundMessages& self) { return static_cast<int>(self.advance()); }, WithoutGil())
+      .def(
+          "look",
+          [](BoundMessages& self, PoliteLook& look) {
+            auto progress = BoundMessages::Progress::kWaiting;
+            look.until([&] { return (progress = self.advance()) != BoundMessages::Progress::kWaiting; });
+            return static_cast<int>(progress);
+          },
+          "look"_a, WithoutGil())
+      .def("close", &BoundMessages::close)
+      .def_property_readonly("peer", &BoundMessages::peer)
+      .def_property_readonly("error", &BoundMessages::error);
+}
+
+void register_early_allreduce(py::module_& m) {
+  using Progress = EarlyAllreduce::Progress;
+  py::class_<EarlyTurns>(m, "EarlyTurns")
+      .def(py::init<std::uintptr_t, int, int>(), "address"_a, "rank"_a, "size"_a)
+      .def_static("bytes_needed", &EarlyTurns::bytes_needed, "size"_a)
+      .def("begin", &EarlyTurns::begin)
+      .def("all_have_begun", &EarlyTurns::all_have_begun)
+      .def("bring", &EarlyTurns::bring)
+      .def("has_come", &EarlyTurns::has_come);
+
+  using Reduction = std::tuple<int, double, double>;
+  py::class_<EarlyShape>(m, "EarlyShape")
+      .def(py::init([](Counts numels, Counts offsets, std::uint64_t numel, Addresses places, std::uint32_t rank,
+                       int dtype, int wire_dtype, const std::optional<Reduction>& in_node) {
+             const auto wire = static_cast<DType>(wire_dtype);
+             EarlyShape shape{std::move(numels),
+                              std::move(offsets),
+                              numel,
+                              std::move(places),
+                              rank,
+                              static_cast<DType>(dtype),
+                              wire,
+                              {}};
+             if (in_node) {
+               const auto& [op, prescale, postscale] = *in_node;
+               shape.in_node.emplace(wire, static_cast<Op>(op), prescale, postscale);
+             }
+             return shape;
+           }),
+           "numels"_a, "offsets"_a, "numel"_a, "places"_a, "rank"_a, "dtype"_a, "wire_dtype"_a, "in_node"_a);
+
+  py::class_<EarlyAllreduce, DirectCall> early(m, "EarlyAllreduce");
+  early.attr("NODE_IS_LATE") = static_cast<int>(Progress::kNodeIsLate);
+  early
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, const EarlyShape& shape, int spin_us,
+                       double patience_s) {
+             const std::chrono::microseconds spin(spin_us);
+             return std::make_unique<EarlyAllreduce>(counts, turns, look, shape, spin, patience_s);
+           }),
+           "counts"_a, "turns"_a, "look"_a, "shape"_a, "spin_us"_a, "patience_s"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+      .def("bind", &EarlyAllreduce::bind, "messages"_a)
+      .def_property_readonly("progress", [](const EarlyAllreduce& self) { return static_cast<int>(self.progress()); })
+      .def_property_readonly("began_ns", [](const EarlyAllreduce& self) { return nanoseconds_of(self.began()); })
+      .def_property_readonly("outputs", &EarlyAllreduce::outputs, py::return_value_policy::reference_internal)
+      .def_property_readonly("has_news", &EarlyAllreduce::has_news);
+
+  py::class_<PacketRoom>(m, "PacketRoom")
+      .def(py::init())
+      .def_property_readonly("now", &PacketRoom::now)
+      .def_static("enough_for", &PacketRoom::enough_for, "bytes"_a)
+      .def("note", &PacketRoom::note, "bytes"_a)
+      .def("forget", &PacketRoom::forget);
+
+  using Places = std::tuple<std::uintptr_t, std::uintptr_t, std::uint64_t, std::uint64_t>;
+  py::class_<EarlyGather, EarlyAllreduce>(m, "EarlyGather")
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, const EarlyShape& shape, int spin_us,
+                       double patience_s, std::vector<std::int64_t> numbers, std::size_t column,
+                       std::uint64_t row_bytes, bool is_alltoall, std::uint32_t job_rank, const Places& packets,
+                       PacketRoom& room, std::uint64_t room_then) {
+             const std::chrono::microseconds spin(spin_us);
+             GatherShape rows{std::move(numbers), column, row_bytes, is_alltoall};
+             const auto& [own, all, bytes, beside] = packets;
+             return std::make_unique<EarlyGather>(counts, turns, look, shape, spin, patience_s, std::move(rows),
+                                                  job_rank, PacketPlaces{own, all, bytes, beside}, room, room_then);
+           }),
+           "counts"_a, "turns"_a, "look"_a, "shape"_a, "spin_us"_a, "patience_s"_a, "numbers"_a, "column"_a,
+           "row_bytes"_a, "is_alltoall"_a, "job_rank"_a, "packets"_a, "room"_a, "room_then"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>(), py::keep_alive<1, 14>())
+      .def_property_readonly("is_valid", &EarlyGather::is_valid);
+
+  py::class_<EarlyReduceScatter, EarlyAllreduce>(m, "EarlyReduceScatter")
+      .def(py::init([](ReadyCounts& counts, EarlyTurns& turns, PoliteLook& look, const EarlyShape& shape, int spin_us,
+                       double patience_s, std::uint32_t part) {
+             const std::chrono::microseconds spin(spin_us);
+             return std::make_unique<EarlyReduceScatter>(counts, turns, look, shape, spin, patience_s, part);
+           }),
+           "counts"_a, "turns"_a, "look"_a, "shape"_a, "spin_us"_a, "patience_s"_a, "part"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 4>());
+}
+
+}  // namespace
+
+void register_messages(py::module_& m) {
+  register_bound_messages(m);
+  register_early_allreduce(m);
+}
+
+}  // namespace hvdlite

@@ -1,0 +1,55 @@
+// What the gradients of many parameters were, by one call instead of some lookups in Python for each.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/pack.h"
+
+namespace hvdlite {
+
+// What torch says of a tensor, borrowed.
+struct TensorKind {
+  PyObject* type;
+  PyObject* layout;
+  PyObject* dtype;
+};
+
+// All methods need the GIL. Parameters are passed to each, always the same: whoever calls owns them, so that Python's
+// collector of garbage sees all references to what has hooks.
+class GradientSnapshot {
+ public:
+  // Note each parameter's gradient, and how often it was changed in place.
+  void take(const pybind11::list& parameters);
+
+  // Keep no gradient alive.
+  void drop();
+
+  // For each parameter whether its gradient is another one since, or was changed in place, and is not missing.
+  std::vector<bool> changed(const pybind11::list& parameters) const;
+  bool have_all_changed(const pybind11::list& parameters) const;
+
+  // Whether each gradient is what it was.
+  bool are_unchanged(const pybind11::list& parameters) const;
+
+  // Move `tensors` to where the noted gradients lie. False, and nothing is moved, unless each is of that kind, without
+  // gaps, of as many elements, not negated, and in memory that no other one has.
+  bool locate(TensorList& tensors, const TensorKind& kind) const;
+
+  // Whether a graph leads to one of the noted gradients.
+  bool require_grad() const;
+
+  const std::vector<pybind11::object>& gradients() const { return gradients_; }
+  const std::vector<std::uint64_t>& versions() const { return versions_; }
+
+ private:
+  void check_count(const pybind11::list& parameters) const;
+  bool has_changed(std::size_t i, const pybind11::object& now) const;
+
+  std::vector<pybind11::object> gradients_;  // None where one was missing
+  std::vector<std::uint64_t> versions_;
+};
+
+}  // namespace hvdlite

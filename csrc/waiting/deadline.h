@@ -1,0 +1,45 @@
+// Ends the process when something takes too long that Python cannot interrupt, such as MPI_Init.
+#pragma once
+
+#include <pthread.h>
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+#include "waiting/signal.h"
+
+namespace hvdlite {
+
+// A thread of its own that needs no GIL. Unless cancelled within `seconds` it writes `message` to stderr, runs the
+// program `explain`, if any, for a few seconds, and calls _exit(exit_code). Destroying it cancels it. In a forked
+// child, which has no such thread, it does nothing.
+class Deadline {
+ public:
+  Deadline(double seconds, std::string message, int exit_code, std::vector<std::string> explain = {});
+  ~Deadline() { cancel(); }
+  Deadline(const Deadline&) = delete;
+  Deadline& operator=(const Deadline&) = delete;
+
+  void cancel();
+
+ private:
+  static void* watch(void* self);
+
+  // Exchanged, so that either who cancels or the thread has its way, and nothing is read because of it: what the thread
+  // needs was written before it began. The kernel compares before it sleeps, so no wake-up is missed.
+  Word state_;
+  Clock::time_point until_;
+  std::string message_;
+  std::vector<std::string> explain_;
+  int exit_code_;
+  pid_t owner_;
+  pthread_t thread_;
+  bool joinable_ = false;
+};
+
+// From here on exit() ends the process without destructors of libraries, which may wait for other processes, once
+// Python has ended; with its own exit status, or with `least` where that is 0.
+void end_at_exit(int least);
+
+}  // namespace hvdlite
