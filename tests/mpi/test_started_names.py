@@ -15,7 +15,7 @@ import started_lab
 from hvdlite.coordinator.at_once import AtOnce
 from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import DuplicateNameError
-from started_lab import WORLD, Alone, until_started
+from started_lab import TURNS, WORLD, Alone, Few, until_started
 
 running = started_lab.running
 
@@ -38,6 +38,24 @@ def test_the_name_of_what_was_started_is_taken() -> None:
         WORLD.allgather(None)
         begun = program.begin()
     begun[0].check()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Alone, "alone"), (Few, "few 0")])
+def test_it_is_free_once_all_ranks_have_started(kind: type[Alone], name: str) -> None:
+    """Though nobody has polled, or waited for it, yet."""
+    program = kind()
+    until_started(program)
+    for _ in range(TURNS):
+        begun = program.begin()
+        are_started = all(WORLD.allgather(all(one.is_started for one in begun)))
+        if are_started:
+            grouped = hvd.grouped_allreduce_async([torch.ones(2), torch.ones(3)], op=hvd.Sum, name=name)
+            assert hvd.synchronize(grouped)[1][2].item() == hvd.size()
+        for one in begun:
+            one.check()
+        if are_started:
+            return
+    raise AssertionError("it was never started")
 
 
 def test_it_is_taken_while_another_thread_is_at_work() -> None:

@@ -6,6 +6,7 @@ from mutant import Mutant
 
 _SHORTCUT = "2 mpi/test_shortcut.py"
 _STARTED = "2 mpi/test_started.py"
+_NAMES = "2 mpi/test_started_names.py"
 _SMALL_BURSTS = "unit/test_small_bursts.py"
 _CHANGES = "unit/test_plan_changes.py"
 _BROADCASTS = "2 mpi/test_small_broadcasts.py"
@@ -87,7 +88,7 @@ MUTANTS = [
     ),
     Mutant("hvdlite/coordinator/at_once.py", "            self._in_flight.resume(submission)\n", "", _STARTED),
     Mutant("hvdlite/coordinator/at_once.py", "                started.fail(error)\n", "", "1 mpi/test_started.py"),
-    Mutant("hvdlite/coordinator/coordinator.py", "        self.settle_started()\n", "", _STARTED),
+    Mutant("hvdlite/coordinator/coordinator.py", "        self.settle_started()\n", "", _NAMES),
     Mutant(
         "hvdlite/coordinator/small_bursts.py",
         "        if outcome is not _NOT_YET:\n            self._take(plan, burst, prepared)\n        self._worker",
