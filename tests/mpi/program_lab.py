@@ -284,7 +284,7 @@ def draw(seed: int, size: int) -> Program:
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps that all ranks take in the same order, turn by turn: mostly one of a few orders, which are frozen."""
+    """Steps that all ranks take turn by turn, in the same order but seldom: mostly one of a few, which are frozen."""
 
     seed: int
     turns: tuple[tuple[Step, ...], ...]
@@ -350,7 +350,8 @@ class _Pen:
     def usual(self) -> Step:
         """A legal one of all ranks, mostly an allreduce of one tensor."""
         operation = "allreduce" if self._rng.random() < 0.8 else None
-        call = replace(self._call(0, operation), waits=self._rng.random() < 0.6)
+        call = self._call(0, operation)
+        call = replace(call, waits=call.operation == "barrier" or self._rng.random() < 0.6)
         self._count += 1
         return Step(self._count - 1, self._salt + self._count, self._sets[0], call, submitters=self._sets[0])
 

@@ -81,7 +81,7 @@ LOOPS = [(LAYOUTS[0], {}), (LAYOUTS[0], BY_PYTHON), (LAYOUTS[0], TINY), (LAYOUTS
 def test_loops(
     part: int, comm: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What repeats is done by native code, or by Python alone, whatever comes between."""
+    """What repeats is done by native code, or by Python alone, whatever comes between, or comes in another order."""
     machine_of, settings = LOOPS[part]
     for name, value in {**settings, "STALL_SHUTDOWN_TIME_SECONDS": LONGEST_S}.items():
         monkeypatch.setenv(f"HVDLITE_{name}", str(value))
@@ -163,7 +163,8 @@ class Worker:
         for steps in loop.turns:
             if self._own.random() < 0.03:
                 time.sleep(self._own.random() * 0.03)  # the others wait for this rank
-            started = [self._start(step) for step in steps]
+            order = self._ordered(steps) if self._own.random() < 0.02 else steps
+            started = [self._start(step) for step in order]
             self._own.shuffle(started)
             found += [finish() for finish in started]
         return found
@@ -192,7 +193,8 @@ class Worker:
         kept = [tensor.clone() for tensor in given]
         if step.early_rank not in (None, RANK):
             hvd.barrier(process_set=process_set)
-        outcome = submit(call, given, step.splits(RANK), process_set)
+        polls = self._own.random() < 0.1
+        outcome = submit(call, given, step.splits(RANK), process_set, polls=polls)
         if step.early_rank == RANK:
             with pytest.raises(DuplicateNameError, match=f"'{call.name}' was submitted while"):
                 hvd.allreduce_async(torch.ones(3), name=call.name, process_set=process_set)
@@ -255,9 +257,13 @@ Outcome = list[torch.Tensor] | str
 
 
 def submit(
-    call: Call, tensors: list[torch.Tensor], splits: list[int], process_set: hvd.ProcessSet
+    call: Call, tensors: list[torch.Tensor], splits: list[int], process_set: hvd.ProcessSet, *, polls: bool = False
 ) -> Callable[[], Outcome]:
-    """Returns what waits."""
+    """Returns what waits.
+
+    Args:
+        polls: until it need not wait.
+    """
     door = getattr(hvd, call.operation + "_async" * (not call.waits) + "_" * call.in_place)
     given: list[Any] = [tensors if call.is_grouped else tensors[0]]
     options: dict[str, Any] = {"name": call.name, "process_set": process_set}
@@ -273,7 +279,13 @@ def submit(
         outcome = outcome_of(lambda: door(*given, **options))
         return lambda: outcome
     handle = door(*given, **options)
-    return lambda: outcome_of(lambda: hvd.synchronize(handle))
+
+    def wait() -> Outcome:
+        while polls and not hvd.poll(handle):
+            time.sleep(1e-4)
+        return outcome_of(lambda: hvd.synchronize(handle))
+
+    return wait
 
 
 def outcome_of(wait: Callable[[], Any]) -> Outcome:
