@@ -28,6 +28,9 @@ class ProcessSet:
     Attributes:
         process_set_id: 1, 2, 3, ... in the order of registration; None while it is not registered.
         mpi_comm: the communicator that was given; None where ranks were.
+
+    Raises:
+        ValueError: ``ranks_or_comm`` is neither.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
@@ -40,10 +43,13 @@ class ProcessSet:
         """See `process_group`; beside torch's default group, with which it ends."""
         if isinstance(ranks_or_comm, Iterable):
             self._ranks = sorted(int(rank) for rank in ranks_or_comm)
-        elif isinstance(ranks_or_comm, int):
-            raise ValueError(f"a process set of {ranks_or_comm}: pass a list of ranks, [{ranks_or_comm}]")
-        else:
+        elif hasattr(ranks_or_comm, "Get_group"):  # asked so, since a job without MPI does not import mpi4py
             self.mpi_comm = ranks_or_comm
+        else:
+            example = f"[{ranks_or_comm}]" if isinstance(ranks_or_comm, int) else "[0, 1]"
+            raise ValueError(
+                f"a process set of {ranks_or_comm!r}: pass a list of ranks, {example}, or an mpi4py communicator"
+            )
 
     @property
     def ranks(self) -> list[int]:
@@ -146,6 +152,7 @@ class ProcessSet:
         return group.next_number(joins if made_ns == group.made_ns else 0, kind, shape)
 
     def size(self) -> int:
+        """How many members there are."""
         return len(self.ranks)
 
     def rank(self) -> int:
@@ -235,8 +242,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Returns:
         Whether it was registered; `global_process_set` stays.
+
+    Raises:
+        ValueError: ``process_set`` is none.
     """
-    number = process_set.process_set_id
+    number = check_process_set(process_set).process_set_id
     runtime = hvdlite.runtime()
     if not number or not process_set.is_registered():
         return False

@@ -13,7 +13,7 @@ from hvdlite import default_runtime
 from hvdlite.errors import ConfigError, MismatchError
 from hvdlite.survivors import Survivors
 from hvdlite.torch.functions import allgather_object
-from hvdlite.torch.process_set import ProcessSet, global_process_set
+from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.ranges import profiler_of_this_process
 
 if TYPE_CHECKING:
@@ -34,13 +34,15 @@ def init(
             be.
 
     Raises:
-        ValueError: two sets have the same ranks; those that are not duplicates stay registered, and another init() with
-            them makes the objects that it is given usable.
+        ValueError: something in ``process_sets`` is no process set; or two have the same ranks: those that are not
+            duplicates stay registered, and another init() with them makes the objects that it is given usable.
     """
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f"process_sets is {process_sets!r}; pass a list of hvd.ProcessSet, or 'dynamic'")
         process_sets = None
+    for made in process_sets or ():
+        check_process_set(made)
     member = default_runtime.membership()
     if process_sets and isinstance(member, Survivors):
         member.hindrance = "hvd.init(process_sets=...) names them all"

@@ -83,6 +83,11 @@ def test_numbers_and_duplicates() -> None:
             hvd.add_process_set(bad)
     with pytest.raises(ValueError, match=r"a process set of 0: pass a list of ranks, \[0\]"):
         hvd.add_process_set(0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a process set of None: pass a list of ranks"):
+        hvd.add_process_set(None)  # type: ignore[arg-type]
+    for call in (hvd.remove_process_set, lambda listed: hvd.init(process_sets=[listed])):
+        with pytest.raises(ValueError, match=r"process_set is \[0\]; pass .* an hvd.ProcessSet"):
+            call([0])
     if before is None:
         return
     with pytest.raises(ValueError, match="are process set"):
