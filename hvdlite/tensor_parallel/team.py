@@ -39,6 +39,7 @@ class Team:
 
     @property
     def size(self) -> int:
+        """How many ranks share the layers."""
         return self.process_set.size()
 
     @property

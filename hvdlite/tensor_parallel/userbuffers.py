@@ -28,14 +28,15 @@ def initialize_userbuffers(
         shape: (rows, columns) of the largest activation between split layers, of all rows.
         methods: see `Team`; None is "auto".
         device: where activations are; "cuda" is the current GPU.
-        bootstrap_backend: by what ranks find one another, which is MPI whatever is said here.
+        bootstrap_backend: not needed; ranks have found one another in hvd.init().
 
     Raises:
         ValueError, UsageError: as `init`.
     """
     if bootstrap_backend != "mpi" and hvdlite.rank() == 0:
         _LOG.warning(
-            "tensor parallelism: bootstrap_backend=%r is not used; ranks find one another by MPI", bootstrap_backend
+            "tensor parallelism: bootstrap_backend=%r is not used; ranks have found one another in hvd.init()",
+            bootstrap_backend,
         )
     grid = init(tp_size, "auto" if methods is None else methods)
     grid.tp.reserve(shape, dtype, device)

@@ -2,7 +2,7 @@
 
 ``allreduce(tensor)`` returns a new tensor and is differentiable, ``allreduce_(tensor)`` overwrites, the ``_async``
 forms return a `Handle` for `poll` and `synchronize`, and ``grouped_*`` take several tensors as one operation.
-Tensors are dense and in the CPU's memory, contiguous or not.
+Tensors are dense, in memory of the CPU or of this rank's GPU, contiguous or not.
 """
 
 from __future__ import annotations
