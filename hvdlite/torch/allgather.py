@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.torch.allreduce import grouped_allreduce
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
-from hvdlite.torch.differentiated import applied_to_tangents, is_differentiated
+from hvdlite.torch.differentiated import applied, applied_to_tangents, is_differentiated
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
@@ -65,7 +65,7 @@ def allgather(
         done = gathered_at_once(tensor, name, process_set)
         if done is not None:
             return done
-    gathered: torch.Tensor = _Allgather.apply(name, False, process_set, tensor)[0]  # type: ignore[no-untyped-call]
+    gathered: torch.Tensor = applied(_Allgather, name, False, process_set, tensor)[0]
     return gathered
 
 
@@ -82,7 +82,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """`allgather` of several tensors, which are gathered together or not at all."""
-    return list(_Allgather.apply(name, True, process_set, *tensors))  # type: ignore[no-untyped-call]
+    return list(applied(_Allgather, name, True, process_set, *tensors))
 
 
 @takes_groups_of_arrays()

@@ -15,7 +15,7 @@ import torch
 from hvdlite.torch.adasum import adasum_async
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
-from hvdlite.torch.differentiated import applied_to_tangents, has_tangents, is_differentiated
+from hvdlite.torch.differentiated import applied, applied_to_tangents, has_tangents, is_differentiated
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Adasum, Average, ReduceOptions, Sum, reduce_options
@@ -76,23 +76,10 @@ def reduce_compressed(
 ) -> list[torch.Tensor]:
     """Apply ``function``, a differentiable operation; a compressor of the user's works before and after it."""
     if not is_custom(compression):
-        return _applied(function, options, name, grouped, tensors)
+        return list(applied(function, options, name, grouped, *tensors))
     compressed = [compression.compress(tensor) for tensor in tensors]
-    reduced = _applied(function, options, name, grouped, [tensor for tensor, _ in compressed])
+    reduced = applied(function, options, name, grouped, *(tensor for tensor, _ in compressed))
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
-
-
-def _applied(
-    function: type[torch.autograd.Function],
-    options: ReduceOptions,
-    name: str | None,
-    grouped: bool,
-    tensors: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """``function`` of ``tensors``; through autograd only where that has to see it."""
-    if any(map(is_differentiated, tensors)):
-        return list(function.apply(options, name, grouped, *tensors))  # type: ignore[no-untyped-call]
-    return list(function.forward(options, name, grouped, *tensors))
 
 
 @takes_arrays()

@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 
 from hvdlite.torch.arrays import takes_arrays
-from hvdlite.torch.differentiated import is_differentiated
+from hvdlite.torch.differentiated import applied, is_differentiated
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.repeated_rows import exchanged_at_once
@@ -89,7 +89,7 @@ def alltoall(
         done = exchanged_at_once(tensor, name, process_set)
         if done is not None:
             return done
-    output, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    output, received = applied(_Alltoall, tensor, splits, name, process_set)
     return output if splits is None else (output, received)
 
 

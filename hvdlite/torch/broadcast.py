@@ -9,7 +9,7 @@ import torch
 import hvdlite
 from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.arrays import takes_arrays
-from hvdlite.torch.differentiated import is_differentiated
+from hvdlite.torch.differentiated import applied, is_differentiated
 from hvdlite.torch.handle import Handle, label_of, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
@@ -65,7 +65,7 @@ def broadcast(
         done = broadcast_at_once(tensor, root_rank, name, process_set, in_place=False)
         if done is not None:
             return done
-    received: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    received: torch.Tensor = applied(_Broadcast, tensor, root_rank, name, process_set)
     return received
 
 

@@ -21,6 +21,13 @@ def is_differentiated(tensor: object) -> bool:
     return has_tangents() or torch._C._are_functorch_transforms_active()
 
 
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """``function`` of ``arguments``, through autograd only where that has to see one of them."""
+    if any(map(is_differentiated, arguments)):
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return function.forward(*arguments)
+
+
 def applied_to_tangents(
     function: type[torch.autograd.Function], arguments: Sequence[Any], tangents: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor | None, ...]:

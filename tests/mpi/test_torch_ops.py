@@ -253,6 +253,31 @@ def test_gradient_of_a_group_and_of_compression() -> None:
     assert (a.grad.tolist(), b.grad.tolist()) == ([hvd.size()] * 2, [3.0 * hvd.size()] * 3)
 
 
+# Each in a form that native code does not know.
+NOT_AT_ONCE: dict[str, Callable[[torch.Tensor], object]] = {
+    "allreduce": lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16),
+    "grouped_allreduce": lambda x: hvd.grouped_allreduce([x]),
+    "allgather": lambda x: hvd.allgather(x.t()),
+    "grouped_allgather": lambda x: hvd.grouped_allgather([x]),
+    "broadcast": lambda x: hvd.broadcast(x.t(), 0),
+    "alltoall": lambda x: hvd.alltoall(x, splits=torch.ones(hvd.size(), dtype=torch.int32)),
+    "grouped_reducescatter": lambda x: hvd.grouped_reducescatter([x]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_AT_ONCE)
+def test_autograd_is_left_out_where_nothing_is_differentiated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a call longer than the exchange of a few bytes."""
+    monkeypatch.setattr(torch.autograd.Function, "apply", None)
+    rows = torch.ones(hvd.size(), 2)
+    NOT_AT_ONCE[name](rows)
+    rows.requires_grad_()
+    with torch.no_grad():
+        NOT_AT_ONCE[name](rows)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        NOT_AT_ONCE[name](rows)
+
+
 def test_differentiated_twice() -> None:
     x = torch.tensor([2.0], requires_grad=True)
     (g,) = torch.autograd.grad(hvd.allreduce(x**3, op=hvd.Average).sum(), x, create_graph=True)
