@@ -23,8 +23,13 @@ def run_as_it_is(function: Any) -> Any:
 
 def untraced(kind: Class) -> Class:
     """A class whose methods are such functions: C++ calls them while a compiled program runs, as that of
-    DistributedDataParallel does. For nothing where no program is compiled."""
+    DistributedDataParallel does. For nothing where no program is compiled.
+
+    A call in the program ends a graph, as one of torch's own C++ does. Traced along with the program, what another
+    thread changes would be a constant: a loop until a work is done would never end.
+    """
     for member in vars(kind).values():
         if isinstance(member, FunctionType):
             run_as_it_is(member)
+            member._torchdynamo_disable = True  # type: ignore[attr-defined]  # as torch.compiler.disable says it
     return kind

@@ -228,6 +228,7 @@ class _Several:
         callbacks()
 
 
+@untraced
 class _Coalesced(GroupWork):
     """Done once all ``works`` are."""
 

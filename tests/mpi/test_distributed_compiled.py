@@ -78,6 +78,18 @@ def test_collectives_into_a_given_tensor(of_torch: str) -> None:
         assert share.item() == RANK + 10 * (SIZE - 1)
 
 
+@pytest.mark.parametrize("of_torch", ["hvdlite", "gloo"])
+def test_whether_a_call_is_done_is_no_constant_of_what_is_compiled(of_torch: str) -> None:
+    """Else a loop until it is done would be traced for ever."""
+    with process_group(backend=of_torch):
+        work = dist.barrier(async_op=True)
+        asks = torch.compile(lambda x: x + work.is_completed(), fullgraph=True, backend="eager")
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            asks(torch.ones(1))
+        work.wait()
+        torch._dynamo.reset()
+
+
 def messages(x: torch.Tensor) -> torch.Tensor:
     received = torch.empty_like(x)
     following, preceding = (RANK + 1) % SIZE, (RANK - 1) % SIZE
