@@ -31,6 +31,7 @@ def register() -> None:
     for module in modules:
         module.monitored_barrier = _monitored_barrier(module.monitored_barrier)
         module.batch_isend_irecv = _batch_isend_irecv(module.batch_isend_irecv)
+        module.get_node_local_rank = _node_local_rank(module.get_node_local_rank)
     join: Any = import_module("torch.distributed.algorithms.join").Join
     join.notify_join_context = staticmethod(_notify_join_context(join.notify_join_context))
 
@@ -99,6 +100,20 @@ def _batch_isend_irecv(by_torch: Any) -> Any:
         return by_torch(p2p_op_list)
 
     return batch_isend_irecv
+
+
+def _node_local_rank(by_torch: Any) -> Any:
+    # Not by setting LOCAL_RANK, from which others conclude that torchrun has started the process, and torch that each
+    # rank has a GPU of its own.
+    @wraps(by_torch)
+    def get_node_local_rank(fallback_rank: int | None = None) -> int:
+        try:
+            return int(by_torch())
+        except RuntimeError:  # there is no LOCAL_RANK
+            ours = _ours(None)
+            return int(by_torch(fallback_rank) if ours is None else ours.local_rank)
+
+    return get_node_local_rank
 
 
 # By who joins. DistributedDataParallel hands the work to C++, which keeps no more of it than its C++ half, and waits

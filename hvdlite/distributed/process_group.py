@@ -95,6 +95,11 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     size = getSize
 
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its node."""
+        return self.membership.world.topology.local_rank
+
     def getGroupName(self) -> str:
         return self._group_name
 

@@ -51,6 +51,22 @@ def test_groups_of_some_ranks_end_in_any_order() -> None:
         assert dist.get_backend() == "hvdlite"
 
 
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_the_number_in_the_node_is_known_without_local_rank(
+    nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with process_group(nodes):
+        expected = nodes[:RANK].count(nodes[RANK])
+        assert dist.get_node_local_rank() == dist.get_node_local_rank(fallback_rank=9) == expected
+        monkeypatch.setenv("LOCAL_RANK", "7")
+        assert dist.get_node_local_rank() == 7
+        monkeypatch.delenv("LOCAL_RANK")
+    assert dist.get_node_local_rank(fallback_rank=9) == 9
+    with pytest.raises(RuntimeError, match="LOCAL_RANK"):
+        dist.get_node_local_rank()
+
+
 def test_groups_that_only_their_ranks_make() -> None:
     """torch names them by the number of groups of a rank, too."""
     with process_group():
