@@ -32,7 +32,7 @@ The ranks of one machine start without MPI; several hosts, --mpi, --mpirun and e
   --dry-run; --verbose        print the command and stop; print the settings that the ranks see as well
   --doctor [--json]           examine the hosts and the network between them, and stop
   --check-build; --version    print what this hvdlite has, or its version, and stop
-  --                          what follows is the program
+  --; -m MODULE               what follows is the program; it is a module, as of python -m
 
 horovodrun's options (--fusion-threshold-mb --timeline-filename --no-stall-check --config-file ...) make hvdlite's
 settings; others get a sentence. A program that ends in .py is run by this Python. The exit status is that of the rank
@@ -99,6 +99,11 @@ def parse(argv: Sequence[str]) -> Arguments:
     while words and words[0].startswith("-"):
         word = words.pop(0)
         if word == "--":
+            break
+        if word == "-m":
+            if not words or words[0].startswith("-"):
+                raise ConfigError("-m needs a module; options stand before -m, and the module's arguments after it")
+            words = [sys.executable, word, *words]
             break
         option, joined, value = word.partition("=")
         name = option.lstrip("-")

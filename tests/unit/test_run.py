@@ -96,6 +96,11 @@ class TestParsing:
         arguments = parse(words.split())
         assert (arguments.ranks, arguments.options, arguments.program) == (4, options.split(), program.split())
 
+    def test_a_module_is_run_by_this_python(self) -> None:
+        arguments = parse("-np 4 --bind-to core -m package.train -m --np 2".split())
+        assert (arguments.ranks, arguments.options) == (4, ["--bind-to", "core"])
+        assert arguments.program == [sys.executable, "-m", "package.train", "-m", "--np", "2"]
+
     @pytest.mark.parametrize(
         "words", ["-np 4 -H a:2,b train.py", "--np 4 --host=a:2,b train.py", "-n 4 -hosts a,b,a train.py"]
     )
@@ -190,6 +195,8 @@ class TestParsing:
             (f"-np {'9' * 5000} train.py", "above 0"),
             ("-np", "needs an argument"),
             ("-np 2", "no program"),
+            ("-np 2 -m", "-m needs a module"),
+            ("-m -np 2 package.train", "options stand before -m"),
             ("-np 2 no-such-program-anywhere", "neither a .py file nor a program"),
             ("-np 2 --host-discovery-script /bin/true train.py", "/bin/true has printed no host to begin with"),
             ("--elastic -np 3 --min-np 3 --max-np 2 train.py", "--min-np 3 is more than --max-np 2"),
