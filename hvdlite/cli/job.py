@@ -6,6 +6,7 @@ import ipaddress
 import os
 import re
 import socket
+import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class Launch:
         is_elsewhere: whether those are other machines than this one.
         outlives_ranks: when a rank dies the others are left alone: they end by themselves, and may save before.
         goes_on: and these go on, if MPI can.
+        has_input: whether something may come by stdin, see `has_input`.
         notes: for the user.
     """
 
@@ -57,6 +59,7 @@ class Launch:
     is_elsewhere: bool = False
     outlives_ranks: bool = False
     goes_on: bool = False
+    has_input: bool = True
     notes: tuple[str, ...] = ()
 
     @property
@@ -98,6 +101,15 @@ def check_directory() -> None:
         os.getcwd()
     except OSError as error:
         raise ConfigError("the working directory has been removed: change to one that is there") from error
+
+
+def has_input() -> bool:
+    """Whether something may come by stdin: where that is /dev/null or closed, as under cron and nohup, nothing does."""
+    try:
+        stdin = os.fstat(0)
+    except OSError:
+        return False
+    return not stat.S_ISCHR(stdin.st_mode) or stdin.st_rdev != os.stat(os.devnull).st_rdev
 
 
 def is_this_machine(host: Host) -> bool:

@@ -185,6 +185,8 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
         arguments += ["--host", _host_list(launch.hosts)]
     if not given.option("oversubscribe", "nooversubscribe"):
         arguments.append("--oversubscribe")
+    if new and not launch.has_input and not given.option("stdin"):
+        arguments += ["--stdin", "none"]  # Open MPI 5.0.11's mpirun passes no end of input on: who reads waits for ever
     if leaves_survivors(mpirun, launch) and not given.option("enable-recovery"):
         arguments.append("--enable-recovery")  # else it ends the others within 0.3 s
     goes_on = launch.goes_on and new and not given.option("with-ft")

@@ -22,7 +22,7 @@ from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import IsOver, hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
-from hvdlite.cli.job import Command, Host, Launch, check_directory, is_this_machine
+from hvdlite.cli.job import Command, Host, Launch, check_directory, has_input, is_this_machine
 from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
@@ -351,7 +351,8 @@ def launch_of(arguments: Arguments, environ: Mapping[str, str]) -> Launch:
         program = ["sh", "-c", _INTO_FILES, "sh", arguments.output, str(len(str(count - 1))), *program]
     interfaces = arguments.interfaces or Config.from_env(environ).network_interfaces
     ssh = tuple(word for pair in arguments.effects.ssh.items() for word in pair)
-    launch = Launch(tuple(program), count, arguments.hosts, interfaces, tuple(arguments.options), ssh)
+    options = tuple(arguments.options)
+    launch = Launch(tuple(program), count, arguments.hosts, interfaces, options, ssh, has_input=has_input())
     if allocation is not None:
         return _scheduled(launch, allocation)
     if arguments.hosts and count > slots:  # for horovodrun an error, for mpirun too unless it is told otherwise

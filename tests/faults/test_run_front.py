@@ -62,7 +62,9 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 class Job:
     """A script under `python -m hvdlite run` with 2 ranks, which end with these tests; ``mark`` finds its processes."""
 
-    def __init__(self, directory: Path, mpi: str, body: str, *args: str, initializes: bool = False) -> None:
+    def __init__(
+        self, directory: Path, mpi: str, body: str, *args: str, initializes: bool = False, stdin: int | None = None
+    ) -> None:
         self.ranks = directory / "ranks"
         self.ranks.mkdir()
         script = directory / "script.py"
@@ -71,8 +73,9 @@ class Job:
         name, value = self.mark.split("=")
         front = [python_of(mpi), "-m", "hvdlite", "run", "-np", "2", *([] if mpi == "none" else ["--mpi"])]
         command = [*front, str(script), str(self.ranks), *args, *([] if mpi == "none" or initializes else ["mpi"])]
+        environ = {**os.environ, name: value}
         self.process = subprocess.Popen(
-            command, env={**os.environ, name: value}, cwd="/", start_new_session=True, preexec_fn=end_with_parent
+            command, stdin=stdin, env=environ, cwd="/", start_new_session=True, preexec_fn=end_with_parent
         )
 
     def wait_until_started(self) -> None:
@@ -92,6 +95,11 @@ def test_exit_status(tmp_path: Path, mpi: str) -> None:
     job = Job(tmp_path, mpi, "sys.exit(3)")
     assert job.process.wait(60) == 3
     assert job.left() == {}
+
+
+def test_rank_0_that_reads_finds_that_there_is_no_input(tmp_path: Path, mpi: str) -> None:
+    body = "sys.exit(0 if rank == 1 or sys.stdin.read() == '' else 3)"
+    assert Job(tmp_path, mpi, body, stdin=subprocess.DEVNULL).process.wait(60) == 0
 
 
 LEAVING = """

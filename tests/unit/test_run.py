@@ -317,6 +317,11 @@ class TestBuilding:
         assert self.line(OPEN_MPI_4) == f"/opt/4/bin/mpirun --noprefix {common} python train.py"
         assert self.line(MPICH) == "/opt/m/bin/mpirun -np 4 -print-all-exitcodes python train.py"
 
+    def test_without_input_nobody_waits_for_its_end(self) -> None:
+        assert "--stdin none" in self.line(OPEN_MPI_5, has_input=False)
+        assert "--stdin none" not in self.line(OPEN_MPI_5, has_input=False, options=("--stdin", "1"))
+        assert "stdin" not in self.line(OPEN_MPI_4, has_input=False) + self.line(MPICH, has_input=False)
+
     def test_root(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         assert "--allow-run-as-root" in self.line(OPEN_MPI_5)
