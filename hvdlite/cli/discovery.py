@@ -24,6 +24,9 @@ IsOver = Callable[[], bool]
 def hosts_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) -> tuple[Host, ...]:
     """The hosts that a call of ``script`` prints, one a line: "a:2" or "a".
 
+    One that prints none is called once more: `kubectl get pods | sed ...`, whose server does not answer for a moment,
+    prints nothing and has the exit status of the last command, which is 0.
+
     Args:
         slots_per_host: of a host without a number.
         is_over: whether nobody waits for it any more.
@@ -31,6 +34,16 @@ def hosts_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) 
     Raises:
         ConfigError: the script cannot be run, fails, or prints what is no host.
     """
+    if hosts := _found_by(script, slots_per_host, is_over):
+        return hosts
+    until_s = time.monotonic() + _EVERY_S
+    while not is_over() and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+    return _found_by(script, slots_per_host, is_over)
+
+
+def _found_by(script: str, slots_per_host: int, is_over: IsOver) -> tuple[Host, ...]:
+    """Those of one call, see `hosts_of`."""
     try:
         text = _printed_by(script, is_over)
     except FileNotFoundError as error:

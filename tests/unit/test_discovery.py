@@ -39,6 +39,17 @@ def test_slots_of_this_machine(tmp_path: Path, body: str, slots: int) -> None:
     assert slots_of(script(tmp_path, body), 3) == slots
 
 
+@pytest.mark.parametrize(("answers", "slots"), [(["", "localhost:2"], 2), (["", "", "localhost:2"], 0)])
+def test_no_host_counts_if_it_is_said_twice(
+    tmp_path: Path, answers: list[str], slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_EVERY_S", 0.0)
+    for number, answer in enumerate(answers):
+        (tmp_path / f"{number}.answer").write_text(answer)
+    takes_turns = f'cd {tmp_path}; next=$(ls *.answer | head -n 1); cat "$next"; rm "$next"'
+    assert slots_of(script(tmp_path, takes_turns), 1) == slots
+
+
 def test_a_host_may_stand_on_several_lines() -> None:
     assert printed_hosts("a:2\nb\na:1\na\n", 2) == (Host("a", 5), Host("b", 2))
 
