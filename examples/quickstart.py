@@ -3,8 +3,6 @@
 Makes ./.venv with torch, Open MPI and hvdlite, and trains examples/02_digits.py in it. Safe to run again, then quick.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from environment import SetupError, make  # noqa: E402 (the line above makes it importable)
+import needed_python  # noqa: E402, F401 (the line above makes it importable; it checks that this Python is new enough)
+from environment import SetupError, make  # noqa: E402 (likewise)
 
 
 def main() -> int:

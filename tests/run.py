@@ -54,6 +54,7 @@ ROOT = TESTS.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import environment  # noqa: E402 (the line above makes it importable)
+import needed_python  # noqa: E402, F401 (likewise; it checks that this Python is new enough)
 
 # Tests of a suite that run at the same time, on a machine of two cores; those of faults and hosts mostly wait, and
 # those of unit half of the time.

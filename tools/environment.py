@@ -55,7 +55,6 @@ def make(extras: Sequence[str]) -> Path:
     Raises:
         SetupError: something is missing on this machine, or a step failed.
     """
-    _check_python()
     with _locked():
         _make_venv(VENV)
         _install_torch()
@@ -123,15 +122,6 @@ def _locked() -> Iterator[None]:
             _say("another process is making the environment; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _check_python() -> None:
-    version = sys.version_info[:2]
-    if version < (3, 10):
-        raise SetupError(
-            f"hvdlite needs Python 3.10 or newer, and this is {sys.version.split()[0]} ({sys.executable}): run the "
-            "same command with a newer one, as in python3.12 " + " ".join(sys.argv)
-        )
 
 
 def _make_venv(venv: Path) -> None:
