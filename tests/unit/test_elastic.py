@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import torch
 import hvdlite
 import hvdlite.torch as hvd
 from fake_world import Universe
+from hvdlite import default_runtime
 from hvdlite.config import Config
 from hvdlite.errors import (
+    HostsUpdatedInterrupt,
     MismatchError,
     NotInitializedError,
     RankFailedError,
@@ -25,6 +28,7 @@ from hvdlite.errors import (
 )
 from hvdlite.recorder import Recorder
 from hvdlite.torch import startup
+from hvdlite.torch.elastic import keeping
 from hvdlite.torch.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
 
 # States.
@@ -292,6 +296,20 @@ def test_a_job_that_cannot_go_on_has_the_last_commit_and_a_clear_sentence(
         trainer(failure)(diary, 7, word="w")
     assert e.value.__cause__ is failure
     assert diary.entries == ["sync", "train", "restore"]
+
+
+def test_ranks_that_begin_anew_end_in_order_though_their_keeper_is_stopped(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped:
+        def begin_anew(self) -> None:
+            raise TimeoutError("it is stopped")
+
+    monkeypatch.setattr(diary, "keep", lambda: None)
+    monkeypatch.setattr(default_runtime, "peers", lambda: SimpleNamespace(keeper=Stopped()))
+    with pytest.raises(SystemExit) as end:
+        keeping.end_to_begin_anew(diary, HostsUpdatedInterrupt())
+    assert end.value.code == 0
 
 
 def test_process_sets_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

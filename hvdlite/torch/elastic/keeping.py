@@ -132,6 +132,9 @@ def end_to_begin_anew(state: Kept, why: HorovodInternalError | HostsUpdatedInter
     state.keep()
     keeper = default_runtime.peers().keeper
     if keeper is not None:
-        keeper.begin_anew()  # all ranks say so, as one of them may be stopped just now
+        # All ranks say so, as one of them, or a keeper, may be stopped just now. What nobody hears hvdliterun takes for
+        # a failure, after which the ranks begin anew likewise.
+        with suppress(OSError):
+            keeper.begin_anew()
     # hvdlite ends with the process: until then its heartbeats tell who does not come to the end of MPI.
     sys.exit(0)
