@@ -141,6 +141,8 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
+    if not value:  # of -H "" all ranks would be here, and --output-filename "" is this directory
+        raise ConfigError(f"{option} needs an argument, and this one is empty: is a variable of the shell not set?")
     if name in ("np", "n", "num-proc"):
         arguments.ranks = _count(option, value)
     elif name in ("H", "host", "hosts"):

@@ -194,6 +194,8 @@ class TestParsing:
             ("-np \u00b2 train.py", "above 0"),
             (f"-np {'9' * 5000} train.py", "above 0"),
             ("-np", "needs an argument"),
+            ("-np 2 --host= train.py", "--host needs an argument, and this one is empty"),
+            ("-np 2 --output-filename= train.py", "--output-filename needs an argument, and this one is empty"),
             ("-np 2", "no program"),
             ("-np 2 -m", "-m needs a module"),
             ("-m -np 2 package.train", "options stand before -m"),
