@@ -60,10 +60,11 @@ _ELASTIC_RESTARTS = 10
 _SHORT_HEARTBEATS = {"HVDLITE_HEARTBEAT_TIMEOUT_SECONDS": "6"}
 _SHARE_CORES = "{} ranks are more than that: they share cores"
 
-# Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has.
+# Under sh, which knows the rank by then; $1 is the directory, $2 how many digits a rank's number has. What is started
+# again, by --elastic or --restarts, leaves there what was said before.
 _INTO_FILES = """\
 d=$1/rank.$(printf %0"$2"d "${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$HVDLITE_RANK}}") && mkdir -p "$d" && shift 2 && \
-if [ "$HVDLITE_WORKER$HVDLITE_KEEPER" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; \
+if [ "$HVDLITE_WORKER$HVDLITE_KEEPER$HVDLITE_START" ]; then exec "$@" >>"$d/stdout" 2>>"$d/stderr"; \
 else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
 """
 

@@ -279,6 +279,12 @@ class TestWithoutMpi:
         assert (tmp_path / "said" / "rank.03" / "stdout").read_text() == "I am 3\n"
         assert (tmp_path / "said" / "rank.10" / "stderr").read_text() == "careful\n"
 
+    def test_output_into_files_is_that_of_all_starts(self, tmp_path: Path) -> None:
+        words = ["--output-filename", str(tmp_path / "said"), "--restarts", "1"]
+        for _ in range(2):  # a job of its own begins the files anew
+            assert self.start(tmp_path, 'echo "start $HVDLITE_START"; [ "$HVDLITE_START" ]', *words).returncode == 0
+        assert (tmp_path / "said" / "rank.0" / "stdout").read_text() == "start \nstart 2\n"
+
     @pytest.mark.parametrize(
         ("end", "status", "said"),
         [
