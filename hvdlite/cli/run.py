@@ -275,6 +275,11 @@ def _run_mpirun(
         if chosen.mpi is Mpi.OPEN_MPI and ending.status == _NO_LISTENER and is_at_the_start:
             say(f"mpirun could not begin to listen (exit status {_NO_LISTENER}), and started nothing; tries once more")
             ending = run()
+            if ending.status == _NO_LISTENER and "prte_if_include" in command.argv:
+                say(
+                    f"perhaps a host has no interface {launch.interfaces}: mpirun's daemon ends there then. Where "
+                    "hosts call theirs differently name all, as in --network-interfaces eth0,ens5"
+                )
     if ending.status != 0 or ending.lost:
         _remove_shared_memory(started)
     if ending.lost:

@@ -52,7 +52,7 @@ def of_machine() -> Facts:
         "native": {"loaded": True, "instruction set": _native.instruction_set()},  # importing hvdlite loads it
         "settings": {
             name: text
-            for name, text in sorted(environment.variables().items())
+            for name, text in sorted(environment.at_start().items())  # ranks add what fits their host
             if name.startswith(_SETTINGS) and name not in TOLD
         },
     }

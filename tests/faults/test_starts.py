@@ -274,9 +274,8 @@ def test_mpich_in_a_dev_shm_without_room_is_refused(ranks: int, fill: str, wants
     result = launch(
         ranks, PREAMBLE + INIT, enter=("unshare", "--mount", "sh", "-ec", mount, "sh"), timeout=45, mpi="mpich"
     )
-    check_refused(
-        result, f"StartupError: MPICH needs {wants} of /dev/shm for {ranks} ranks", f"{has} are free", "--shm-size=1g"
-    )
+    needs = f"StartupError: MPICH needs {wants} of /dev/shm for {ranks} ranks on {socket.gethostname()}"
+    check_refused(result, needs, f"{has} are free", "--shm-size=1g")
 
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich", "none"])

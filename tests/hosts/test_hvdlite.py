@@ -155,6 +155,15 @@ def test_a_bridge_of_containers_is_kept_out_by_itself(hosts: Hosts, mpi: str) ->
     assert identities(result) == [(0, 1, 0, 2, True), (0, 1, 1, 2, True)]
 
 
+def test_a_host_that_calls_its_interfaces_otherwise(hosts: Hosts, mpi: str) -> None:
+    """The first one names those that MPI is to use, as it has a bridge to keep out."""
+    lab = hosts(2, docker0=True)
+    renamed = lab.run(1, "sh", "-ec", "ip link set eth0 down; ip link set eth0 name ens5; ip link set ens5 up")
+    assert renamed.returncode == 0, renamed.stderr
+    result = lab.launch(CHECKS, ranks_per_host=[1, 1], mpi=mpi).check()
+    assert identities(result) == [(0, 1, 0, 2, True), (0, 1, 1, 2, True)]
+
+
 def test_a_dead_interface_that_was_not_kept_out_is_explained(hosts: Hosts, mpi: str) -> None:
     """Or it works: Open MPI and MPICH may choose the right one."""
     lab = hosts(2, dead_interface=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hvdlite import interfaces as module
+from hvdlite import interfaces as module, mpi
 from hvdlite.errors import ConfigError
 from hvdlite.interfaces import Interface, interfaces, is_own, mpi_environment, select
 
@@ -111,6 +112,27 @@ def test_infiniband_stays_in_use(no_infiniband: Path) -> None:
     added = mpi_environment("eth0", {}, ALL)
     assert added["UCX_NET_DEVICES"] == "mlx5_0:1,eth0"
     assert added["OMPI_MCA_btl_tcp_if_include"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("here", "expected"),
+    [
+        ([LO, IB0, DOCKER], {"OMPI_MCA_btl_tcp_if_include": "ib0", "UCX_NET_DEVICES": "x", "FI_TCP_IFACE": "ib0"}),
+        ([LO, IB0], {"UCX_NET_DEVICES": "x"}),
+    ],
+    ids=["another interface", "nothing to keep out"],
+)
+def test_a_rank_chooses_by_the_names_of_its_host(
+    here: list[Interface], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("OMPI_MCA_btl_tcp_if_include", "UCX_NET_DEVICES", "FI_TCP_IFACE")
+    chosen_elsewhere = dict.fromkeys(names, "eth0")
+    told = {"HVDLITE_MPI_INTERFACES": " ".join(f"{name}={value}" for name, value in chosen_elsewhere.items())}
+    # An option of mpirun has replaced one of them since.
+    monkeypatch.setattr(os, "environ", {**chosen_elsewhere, **told, "UCX_NET_DEVICES": "x"})
+    monkeypatch.setattr(module, "interfaces", lambda: here)
+    mpi._choose_interfaces("")
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
 
 
 def test_this_machine() -> None:

@@ -438,8 +438,23 @@ class TestBuilding:
         assert "--prtemca prte_if_include lo" in shlex.join(five.argv)
         assert "-iface lo" in shlex.join(mpich.argv)
 
+    @pytest.mark.parametrize(("spec", "is_named"), [("=lo", True), ("lo", True), ("l", False), ("lo,eth9", False)])
+    def test_only_an_interface_that_was_named_is_of_all_hosts(self, spec: str, is_named: bool) -> None:
+        """mpirun's daemons end where there is none of that name."""
+        argv = build(OPEN_MPI_5, Launch(PROGRAM, 4, TWO_HOSTS, interfaces=spec), {}).argv
+        assert ("prte_if_include" in argv) is is_named
+
+    def test_ranks_elsewhere_know_what_was_chosen_for_this_machine(self) -> None:
+        given = {"UCX_NET_DEVICES": "mlx5_0:1"}
+        for hosts, chosen in [
+            (TWO_HOSTS, "OMPI_MCA_btl_tcp_if_include=lo FI_TCP_IFACE=lo FI_SOCKETS_IFACE=lo"),
+            ((), None),
+        ]:
+            added = build(MPICH, Launch(PROGRAM, 4, hosts, interfaces="lo"), given).environment
+            assert added.get("HVDLITE_MPI_INTERFACES") == chosen
+
     def test_no_such_interface(self) -> None:
-        with pytest.raises(ConfigError, match="this machine has lo"):
+        with pytest.raises(ConfigError, match=f"{socket.gethostname()} has lo"):
             build(MPICH, Launch(PROGRAM, 4, interfaces="=none"), {})
 
 

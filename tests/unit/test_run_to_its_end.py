@@ -121,6 +121,12 @@ class TestRunning:
         assert errors.count("tries once more") == 1
         assert len(tries.read_text()) == 2
 
+    def test_a_named_interface_may_be_why_nothing_listens(self, tmp_path: Path) -> None:
+        job = self.start(self.mpirun(tmp_path, "exit 213"), "-H", "a,b", "--network-interfaces", "lo")
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 213
+        assert "perhaps a host has no interface lo: mpirun's daemon ends there then." in errors
+
     @pytest.mark.parametrize("hosts", [[], ["-H", "a,b"]], ids=["one host", "two hosts"])
     def test_a_program_of_that_exit_status_is_not(
         self, tmp_path: Path, hosts: list[str], monkeypatch: pytest.MonkeyPatch
