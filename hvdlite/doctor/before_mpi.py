@@ -10,12 +10,12 @@ import hashlib
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from hvdlite.config import DOCTOR, other_variable
 from hvdlite.doctor.findings import Finding, Severity, of_links
-from hvdlite.doctor.links import Address, Link, Try
+from hvdlite.doctor.links import Address, Door, Link, Try
 from hvdlite.doctor.network import ask_for_door, try_addresses
 from hvdlite.doctor.station import Station
 from hvdlite.proof import new_key
@@ -50,7 +50,10 @@ def look_around(addresses: Sequence[Address]) -> list[Finding]:
     except OSError as error:
         return [_of_port(port, error)]
     with closing(station):
-        own, links = _try_all(station, names, port, key, time.monotonic() + _START_S)
+        deadline_s = time.monotonic() + _START_S
+        doors = _doors_of(names, port, key, deadline_s)
+        names = list(doors)
+        own, links = _try_all(station, doors, port, deadline_s)
         found = [finding for finding in of_links(names, links) if finding.is_problem][:_ENOUGH]
         if found:
             time.sleep(_AFTER_YOU_S if own else 0.0)
@@ -75,16 +78,23 @@ def _is_first(key: bytes) -> bool:
     return True
 
 
-def _try_all(
-    station: Station, names: Sequence[str], port: int, key: bytes, deadline_s: float
-) -> tuple[int, list[Link]]:
+def _doors_of(names: Sequence[str], port: int, key: bytes, deadline_s: float) -> dict[str, Door | str]:
+    """That of the station on each host, or why there is none; by the first of the names that lead to a station."""
+    doors: dict[str, Door | str] = {}
+    for name in names:
+        door = ask_for_door(name, port, key, deadline_s)
+        if isinstance(door, str) or door not in doors.values():
+            doors[name] = door
+    return doors
+
+
+def _try_all(station: Station, doors: Mapping[str, Door | str], port: int, deadline_s: float) -> tuple[int, list[Link]]:
     """(place of this host, its links to the others)."""
     links: list[Link] = []
-    doors = [ask_for_door(name, port, key, deadline_s) for name in names]
-    own = next((place for place, door in enumerate(doors) if door == station.door), 0)
-    for place, door in enumerate(doors):
+    own = next((place for place, door in enumerate(doors.values()) if door == station.door), 0)
+    for place, (name, door) in enumerate(doors.items()):
         if isinstance(door, str):
-            links.append(Link(own, place, [Try(f"port {port}", names[place], door)]))
+            links.append(Link(own, place, [Try(f"port {port}", name, door)]))
         elif place != own and time.monotonic() < deadline_s:
             links.append(try_addresses(own, place, station.door, door))
     return own, links
