@@ -97,6 +97,7 @@ def of_job(
         *_of_cores(ranks, nodes),
         *of_links(names, links),
         *_of_speed(names, links),
+        *_of_interfaces(names, links),
         *_of_clocks(names, links),
         *_of_pairs(links, pairs),
     ]
@@ -297,6 +298,29 @@ def _of_speed(names: Sequence[str], links: Sequence[Link]) -> Iterator[Finding]:
                 f"{statistics.median(latencies):.0f}",
                 severity=Severity.NOTE,
             )
+
+
+def _of_interfaces(names: Sequence[str], links: Sequence[Link]) -> Iterator[Finding]:
+    """Interfaces much slower than others that connect the same hosts: a note, as an MPI may weigh or leave them out."""
+    slow: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for link in links:
+        if link.interfaces is None or link.gbit_per_s is None:
+            continue
+        rates = {link.interfaces[1]: link.gbit_per_s, **link.others_gbit_per_s}
+        best = max(rates.values())
+        fast = ",".join(sorted(interface for interface, rate in rates.items() if rate * _SLOW >= best))
+        for interface, rate in rates.items():
+            if rate * _SLOW < best:
+                way = f"{names[link.source]} to {names[link.target]}"
+                slow.setdefault((interface, fast), []).append((rate, best, way))
+    for (interface, fast), ways in slow.items():
+        rate, best, _ = min(ways)
+        yield Finding(
+            f"{interface} connects {_some([way for _, _, way in ways])} too, at {rate:.2g} Gbit/s, {fast} at "
+            f"{best:.2g}; MPI may send as much by either: `hvdliterun --network-interfaces {fast}`, or "
+            "HVDLITE_NETWORK_INTERFACES",
+            severity=Severity.NOTE,
+        )
 
 
 def slow_links(rates: Mapping[tuple[int, int], float]) -> list[tuple[list[tuple[int, int]], float]]:

@@ -59,6 +59,7 @@ class Link:
         mtu: of the two interfaces, the smaller.
         frame_bytes: the largest frame that arrived, of those that were tried.
         is_stalled: a stream of full frames does not arrive, though single bytes do.
+        others_gbit_per_s: of further interfaces of the target, by name, which MPI may use as well.
     """
 
     source: int
@@ -71,6 +72,7 @@ class Link:
     mtu: int | None = None
     frame_bytes: int | None = None
     is_stalled: bool = False
+    others_gbit_per_s: dict[str, float] = field(default_factory=dict)
 
 
 def mtu_of(interface: str) -> int:

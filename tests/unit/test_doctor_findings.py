@@ -205,6 +205,16 @@ def test_slow_links_by_what_they_have_in_common(is_slow: Callable[[tuple[int, in
     assert where in finding.text and finding.is_problem
 
 
+def test_an_interface_that_is_slower_than_another_is_a_note() -> None:
+    links = [link(*pair, others_gbit_per_s={"eth1": 0.02, "eth2": 0.9}) for pair in PAIRS]
+    (finding,) = found(lambda told: None, links)
+    assert "eth1 connects node0 to node1, " in finding.text and not finding.is_problem
+    assert "too, at 0.02 Gbit/s, eth0,eth2 at 1; " in finding.text
+    assert "`hvdliterun --network-interfaces eth0,eth2`" in finding.text
+    (finding,) = found(lambda told: None, [link(*pair, others_gbit_per_s={"eth1": 9.0}) for pair in PAIRS])
+    assert finding.text.startswith("eth0 connects ") and "`hvdliterun --network-interfaces eth1`" in finding.text
+
+
 def test_what_varies_is_not_slow() -> None:
     assert slow_links({(0, 1): 1.0, (1, 0): 0.4}) == []
     assert slow_links({(0, 1): 10.0, (1, 0): 4.0, (0, 2): 8.0, (2, 0): 12.0, (1, 2): 9.0, (2, 1): 5.0}) == []

@@ -36,6 +36,15 @@ def test_all_figures(station: Station) -> None:
     assert (link.mtu, link.frame_bytes, link.is_stalled) == (1500, 1500, False)
 
 
+def test_each_interface_is_measured_once() -> None:
+    addresses = [LOOPBACK, Address("other", "127.0.0.2", 1500), Address("other", "127.0.0.3", 1500)]
+    with closing(Station("here", addresses)) as station:
+        link = measure(0, 1, station.door, station.door)
+    assert link.interfaces is not None and link.gbit_per_s is not None
+    assert {link.interfaces[1], *link.others_gbit_per_s} == {"lo", "other"} and len(link.others_gbit_per_s) == 1
+    assert all(rate > 0 for rate in link.others_gbit_per_s.values())
+
+
 def test_every_address_gets_its_outcome(station: Station) -> None:
     with closing(socket.create_server(("127.0.0.2", 0))) as stranger:
         port = stranger.getsockname()[1]
