@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,6 @@ _LOG = logging.getLogger("hvdlite")
 class Card:
     """What every rank tells every other at the start."""
 
-    versions: dict[str, str]
     config: Config
     hostname: str
     pid: int
@@ -95,9 +93,10 @@ def start_world(
         if own is not None:
             undo.callback(own.close)  # all ranks fail here or none does, so all of them close it
         spec = config.network_interfaces  # of this host, which may call its interfaces otherwise than rank 0's
-        cards = exchange(own, lambda: _card(own, config, versions, news))
+        # Text alone: all that follows may have another form in another version.
+        _check_versions(exchange(own, lambda: _versions(versions)))
+        cards = exchange(own, lambda: _card(own, config, news))
         config = cards[0].config
-        _check_versions(cards)
         nodes, node = discover(own, LINKS_SHARE * config.start_timeout_s)
         undo.callback(node.close)
         _check_reach(own, nodes, cards)
@@ -162,11 +161,15 @@ def _built(ranks: Bootstrap | None, health: Health, build: Callable[[], World]) 
     return built[0]
 
 
-def _card(ranks: Bootstrap | None, config: Config, versions: Mapping[str, str], news: Callable[[], Any]) -> Card:
+def _versions(others: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """(this host, versions of packages by name)."""
+    return socket.gethostname(), {"hvdlite": __version__, **{name: str(version) for name, version in others.items()}}
+
+
+def _card(ranks: Bootstrap | None, config: Config, news: Callable[[], Any]) -> Card:
     is_first = ranks is None or ranks.rank == 0
     select(config.network_interfaces)  # a mistake is said at once, though one node needs no interface
     return Card(
-        {"hvdlite": __version__, "Python": platform.python_version(), **versions},
         config,
         socket.gethostname(),
         os.getpid(),
@@ -195,16 +198,14 @@ def _check_reach(ranks: Bootstrap | None, nodes: Sequence[Sequence[int]], cards:
     )
 
 
-def _check_versions(cards: list[Card]) -> None:
-    """Refuses ranks that run different versions."""
-    for package in dict.fromkeys(name for card in cards for name in card.versions):
-        if package == "Python":
-            continue  # told along with a mismatch, but not itself a reason to refuse
+def _check_versions(told: Sequence[tuple[str, dict[str, str]]]) -> None:
+    """Refuses ranks that run different versions, by the `_versions` of each."""
+    for package in dict.fromkeys(name for _, versions in told for name in versions):
         found: dict[str, list[int]] = {}
-        for rank, card in enumerate(cards):
-            found.setdefault(card.versions.get(package, "not loaded"), []).append(rank)
+        for rank, (_, versions) in enumerate(told):
+            found.setdefault(versions.get(package, "not loaded"), []).append(rank)
         if len(found) > 1:
-            where = ", ".join(f"{version} on rank {r[0]} ({cards[r[0]].hostname})" for version, r in found.items())
+            where = ", ".join(f"{version} on rank {r[0]} ({told[r[0]][0]})" for version, r in found.items())
             raise HorovodVersionMismatchError(
                 f"the ranks run different versions of {package}: {where}. Install the same version on every host."
             )

@@ -14,10 +14,11 @@ from mpi4py import MPI
 
 import hvdlite
 from backend_lab import RANK, SIZE, reduced
+from hvdlite import bootstrap
 from hvdlite.config import Config
 from hvdlite.coordinator.submission import Submission
 from hvdlite.dtypes import DType, ReduceOp, Reduction
-from hvdlite.errors import DuplicateNameError, MismatchError, ShutDownError, StartupError
+from hvdlite.errors import DuplicateNameError, HorovodVersionMismatchError, MismatchError, ShutDownError, StartupError
 from hvdlite.job_runtime import Runtime
 from hvdlite.memory.views import TensorView
 from hvdlite.mpi import MpiRanks
@@ -300,6 +301,24 @@ def test_different_versions_are_refused_on_every_rank(world: MPI.Intracomm) -> N
         assert word in str(caught.value)
     with running(world) as runtime:
         goes_on(runtime, world)
+
+
+class _OfAnotherVersion:
+    """What a version of hvdlite sends that others cannot read."""
+
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
+        return __import__, ("hvdlite.of_another_version",)
+
+
+@several
+def test_versions_are_compared_before_what_other_versions_cannot_read(
+    world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if RANK == LAST:
+        monkeypatch.setattr(bootstrap, "__version__", "9.9")
+        monkeypatch.setattr(bootstrap, "Card", lambda *_: _OfAnotherVersion())
+    with pytest.raises(HorovodVersionMismatchError, match=rf"versions of hvdlite: .* 9\.9 on rank {LAST}"):
+        Runtime(MpiRanks(world), Config())
 
 
 @several
