@@ -9,9 +9,11 @@ Which gradient is in which bucket is settled in the first steps (assignment.py).
 
 from __future__ import annotations
 
+import itertools
 import operator
 import time
 import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -33,8 +35,10 @@ from hvdlite.torch.device import follow
 from hvdlite.torch.eager import eager
 from hvdlite.torch.gradients import Bucket, Slot, UnderWay
 from hvdlite.torch.numerics import GradientCheck
+from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.sparse import SparseReduction
 from hvdlite.torch.state_check import StateCheck
+from hvdlite.torch.twins import check_order_of_twins
 from hvdlite.tracebacks import stacklevel
 
 _requires_grad = operator.attrgetter("requires_grad")  # which takes half as long as in a comprehension
@@ -70,6 +74,7 @@ class GradientReducer:
         self._changed: list[Slot] = []
         self._attach(self._current_group())
         self.add(parameters)
+        _alive[self] = next(_made)
 
     def _current_group(self) -> Group:
         """What carries the reductions; on a rank outside the process set the whole job's, through which none goes."""
@@ -372,8 +377,9 @@ class GradientReducer:
         assignment = self._assignment
         is_first = assignment.phase is Phase.BY_REGISTRATION
         if is_first:
-            process_set = self.options.reduce.process_set
-            compare_parameters(self._named(), f"optimizer{assignment.number}", self._group, process_set)
+            named, label, process_set = self._named(), f"optimizer{assignment.number}", self.options.reduce.process_set
+            check_order_of_twins(named, _reduced_by(process_set), label, self._group, process_set)
+            compare_parameters(named, label, self._group, process_set)
         bucketing = assignment.agree_on_order()
         if is_first:
             self._tuner = start_tuning(
@@ -392,3 +398,14 @@ class GradientReducer:
         """Take over new buckets, while nothing is in flight. Collective."""
         self._assignment.move()
         self._recount()
+
+
+_made = itertools.count()
+_alive: weakref.WeakKeyDictionary[GradientReducer, int] = weakref.WeakKeyDictionary()
+"""How many were made before each."""
+
+
+def _reduced_by(process_set: ProcessSet) -> list[list[tuple[str, torch.Tensor]]]:
+    """The parameters of each reducer of ``process_set``, in the order in which these were made."""
+    reducers = [reducer for reducer in _alive if reducer.options.reduce.process_set is process_set]
+    return [reducer._named() for reducer in sorted(reducers, key=_alive.__getitem__)]

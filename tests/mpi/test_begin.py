@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import hvdlite.torch as hvd
+from hvdlite.errors import MismatchError
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
@@ -79,6 +81,31 @@ def test_optimizers_that_ranks_step_in_different_orders(said: list[str]) -> None
         steps(one)
     assert len(said) == (2 if hvd.rank() == 0 else 0)
     assert all("several optimizers, step them in the same order" in line for line in said)
+
+
+def test_equal_models_that_ranks_step_in_different_orders() -> None:
+    """Nothing but the order in which their optimizers were made tells them apart."""
+    if hvd.size() == 1:
+        pytest.skip("with ranks that can differ")
+    models = [model(), model()]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(one.parameters(), lr=0.5)) for one in models]
+    first = int(hvd.rank() == 1)
+    others = "rank 0" if hvd.size() == 2 else "ranks 0" if hvd.size() > 3 else "ranks 0 and 2"
+    for _ in range(2):  # the same again where a program goes on
+        models[first]["a"].weight.sum().backward()
+        with pytest.raises(MismatchError, match=rf"'group0\.0'.* number 1 on {others}.* but number 2 on rank 1,"):
+            optimizers[first].step()
+    assert torch.equal(models[first]["a"].weight, model()["a"].weight)
+
+
+def test_a_copy_that_one_rank_has_of_an_optimizer_does_not_count() -> None:
+    trained = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(trained.parameters(), lr=0.5))
+    copied = copy.deepcopy(optimizer) if hvd.rank() == 0 else None
+    trained["a"].weight.sum().backward()
+    optimizer.step()
+    assert torch.equal(trained["a"].weight, model()["a"].weight - 0.5)
+    del copied
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
