@@ -10,6 +10,7 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ with uncollected():
         nccl_built,
         rocm_built,
     )
-    from hvdlite.errors import HorovodVersionMismatchError, HostsUpdatedInterrupt
+    from hvdlite.errors import HorovodVersionMismatchError, HostsUpdatedInterrupt, NotInitializedError
     from hvdlite.torch.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async
     from hvdlite.torch.allreduce import (
         allreduce,
@@ -186,8 +187,9 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Complete the file of `start_timeline`."""
-    hvdlite.runtime().stop_timeline()
+    """Complete the file of `start_timeline`; after shutdown(), which has completed it, a call does nothing."""
+    with suppress(NotInitializedError):
+        hvdlite.runtime().stop_timeline()
 
 
 def statistics(process_set: ProcessSet | None = None) -> dict[str, int]:

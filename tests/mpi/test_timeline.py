@@ -114,6 +114,18 @@ def test_the_end_of_another_rank_completes_the_file(directory: Path, late: bool)
     hvd.init()
 
 
+def test_the_end_of_this_rank_completes_the_file(directory: Path) -> None:
+    path, rank = directory / "own.json", hvd.rank()
+    hvd.start_timeline(str(path))
+    hvd.allreduce(torch.ones(3), name="between")
+    hvd.shutdown()
+    try:
+        hvd.stop_timeline()
+        assert rank != 0 or any("between" in event["name"] for event in events_of(path))
+    finally:
+        hvd.init()
+
+
 def test_a_call_of_another_rank_does_nothing(directory: Path) -> None:
     if hvd.rank() != 0:
         hvd.start_timeline(str(directory / "other.json"))
