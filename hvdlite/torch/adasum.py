@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.torch.handle import Handle
+from hvdlite.torch.handle import Handle, label_of
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import ReduceOptions
 from hvdlite.torch.start import start_allgather
@@ -52,7 +52,7 @@ def adasum_async(
     """
     process_set, (_, prescale, postscale) = options.process_set, options.reduction
     check_adasum(process_set)
-    label = "allreduce" if name is None else f"allreduce '{name}'"
+    label = label_of("allreduce", name)
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ValueError(f"{label}: Adasum combines floats, and the tensor is {tensor.dtype}; pass tensor.float()")

@@ -15,6 +15,7 @@ from hvdlite.torch.allgather import allgather
 from hvdlite.torch.broadcast import broadcast_
 from hvdlite.torch.device import is_on_device
 from hvdlite.torch.eager import eager
+from hvdlite.torch.handle import check_name
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.start import start_broadcast
@@ -173,6 +174,7 @@ def broadcast_object(
     Raises:
         ValueError: on every rank, if the root cannot pickle ``obj``; on a rank that cannot unpickle it.
     """
+    check_name("broadcast_object", name)
     check_process_set(process_set).group()  # raises where this rank cannot take part, before anything else does
     payload, failure = _pickled(obj) if hvdlite.runtime().rank == root_rank else (None, None)
     received = _broadcast_bytes(payload, failure, root_rank, name, process_set)
@@ -186,6 +188,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         ValueError: on every rank, if one of them cannot pickle its ``obj``; on a rank that cannot unpickle one.
     """
+    check_name("allgather_object", name)
     payload, failure = _pickled(obj)
     headers = allgather(_header(payload, failure).unsqueeze(0), _derived(name, "size"), process_set)
     pieces = _allgather_bytes(payload, headers[:, 0].tolist(), name, process_set)

@@ -21,8 +21,21 @@ _NO_HANDLE = "expected the handle that an _async operation returned, got {!r}"
 
 
 def label_of(operation: str, name: str | None) -> str:
-    """For errors and the timeline."""
+    """For errors and the timeline.
+
+    Raises:
+        TypeError: see `check_name`.
+    """
+    check_name(operation, name)
     return operation if name is None else f"{operation} '{name}'"
+
+
+def check_name(operation: str, name: object) -> None:
+    """Raises:
+    TypeError: ``name`` is no string, so that a message, or the timeline, would show something else.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{operation}: name is {name!r}, of type {type(name).__name__}; pass a string, or None")
 
 
 class Pending(Protocol):

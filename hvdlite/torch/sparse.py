@@ -10,7 +10,7 @@ from hvdlite.dtypes import ReduceOp
 from hvdlite.errors import MismatchError, UsageError
 from hvdlite.rank_list import rank_list
 from hvdlite.torch.eager import eager
-from hvdlite.torch.handle import only
+from hvdlite.torch.handle import label_of, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum, check_op, reduce_options
 from hvdlite.torch.start import start_allgather
@@ -49,7 +49,7 @@ class SparseReduction:
     """A sparse allreduce under way; see `sparse_allreduce_async`."""
 
     def __init__(self, tensor: torch.Tensor, name: str | None, options: ReduceOptions) -> None:
-        self._label = "sparse allreduce" if name is None else f"sparse allreduce '{name}'"
+        self._label = label_of("sparse allreduce", name)
         op, prescale, self._postscale = options.reduction
         self._check(tensor, op)
         self._ranks = options.process_set.group().ranks

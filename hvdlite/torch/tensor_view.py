@@ -29,13 +29,14 @@ def dtype_of(dtype: torch.dtype) -> DType:
     """The runtime's name of ``dtype``.
 
     Raises:
-        ValueError: hvdlite cannot communicate it; lists those that it can.
+        ValueError: hvdlite cannot communicate it; says what to pass.
     """
     try:
         return _DTYPES[dtype]
     except KeyError:
         known = ", ".join(str(known).removeprefix("torch.") for known in _DTYPES)
-        raise ValueError(f"hvdlite cannot communicate {dtype}; convert the tensor to one of {known}") from None
+        way_out = "pass torch.view_as_real(tensor)" if dtype.is_complex else f"convert the tensor to one of {known}"
+        raise ValueError(f"hvdlite cannot communicate {dtype}; {way_out}") from None
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -48,6 +49,22 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     """That of the gradients of ``parameter``, which a program may choose in newer versions of torch."""
     chosen: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return chosen or parameter.dtype
+
+
+def check_parameter(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """``parameter`` itself, where hvdlite can communicate its gradients.
+
+    Raises:
+        ValueError: it cannot; says what to make of the parameter.
+    """
+    what, dtype = f"parameter '{name}'", parameter.dtype
+    if dtype in _DTYPES:
+        return check_tensor(parameter, what)
+    if dtype.is_complex:
+        way_out = "make a real one of torch.view_as_real(parameter), and call torch.view_as_complex in forward()"
+    else:
+        way_out = "keep a wider one, as of bfloat16, and convert it in forward(); or leave it out of the optimizer"
+    raise ValueError(f"{what}: hvdlite cannot communicate gradients of {dtype}; {way_out}")
 
 
 def check_tensor(tensor: object, what: str) -> torch.Tensor:

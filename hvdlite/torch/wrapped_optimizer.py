@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
-from hvdlite.torch.tensor_view import check_tensor
+from hvdlite.torch.tensor_view import check_parameter
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
@@ -137,7 +137,7 @@ def parameters_of(
                     "model.named_parameters() of all models whose parameters the optimizer has"
                 )
             if parameter.is_floating_point() or parameter.is_complex():  # quantized weights have no gradients
-                parameters.append((name, check_tensor(parameter, f"parameter '{name}'")))
+                parameters.append((name, check_parameter(parameter, name)))
     return parameters
 
 

@@ -186,7 +186,7 @@ def test_different_operations_under_one_name(name: str, chosen: hvd.ProcessSet) 
 
 
 UNSUPPORTED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
-    "complex": (lambda: torch.ones(ROWS, dtype=torch.complex64), "cannot communicate torch.complex64; convert"),
+    "complex": (lambda: torch.ones(ROWS, dtype=torch.complex64), r"torch.complex64; pass torch.view_as_real\("),
     "sparse": (lambda: torch.eye(ROWS).to_sparse(), r"the layout is torch.sparse_coo; pass tensor.to_dense\(\)"),
     "meta": (
         lambda: torch.ones(ROWS, device="meta"),
@@ -214,6 +214,17 @@ def test_unsupported_tensors(name: str, what: str) -> None:
         for label in ("weight", None):
             with pytest.raises(ValueError, match=text):
                 door.call(tensors, {"name": label})
+    goes_on(door, hvd.global_process_set)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_names_that_are_no_strings(name: str) -> None:
+    """Refused before anything is submitted."""
+    door = DOORS[name]
+    if hvd.rank() == hvd.size() - 1:
+        for given, text in ((3, "3, of type int"), (b"weight", "b'weight', of type bytes")):
+            with pytest.raises(TypeError, match=f"{door.kind}: name is {text}; pass a string, or None"):
+                door.call(tensors_of(door), {"name": given})
     goes_on(door, hvd.global_process_set)
 
 

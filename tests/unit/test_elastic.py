@@ -169,6 +169,17 @@ def test_before_init() -> None:
         hvd.elastic.run(lambda state: None)(hvd.elastic.ObjectState())
 
 
+def test_what_is_no_state(universe: Universe) -> None:
+    universe.start(2)
+
+    @hvd.elastic.run
+    def train(model: torch.nn.Module) -> None:
+        """Never called."""
+
+    with pytest.raises(ValueError, match=r"'train' was called with a Linear first; .* hvd\.elastic\.TorchState\(model"):
+        train(torch.nn.Linear(1, 1))
+
+
 class Diary(hvd.elastic.State):
     """Writes down what it is asked for."""
 

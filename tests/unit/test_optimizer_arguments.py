@@ -115,7 +115,8 @@ def test_wrapping_twice(model: torch.nn.Module) -> None:
 
 def test_parameters_that_cannot_travel() -> None:
     for tensor, text in [
-        (torch.ones(1, dtype=torch.complex64), "complex64"),
+        (torch.ones(1, dtype=torch.complex64), "complex64; make a real one"),
+        (torch.ones(1).to(torch.float8_e4m3fn), "float8_e4m3fn; keep a wider one"),
         (torch.ones(1, device="meta"), "CPU"),
     ]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(tensor)], lr=0.1)

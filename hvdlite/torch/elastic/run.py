@@ -61,12 +61,18 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 
     Raises:
         NotInitializedError: hvdlite does not run; call hvd.init() first.
+        ValueError: what ``func`` is called with first is no `State`.
         UnrecoverableError: the job cannot go on; ``state`` is that of the last commit. A `CollectiveError`.
     """
 
     @functools.wraps(func)
     def wrapped(state: State, *args: Any, **kwargs: Any) -> T:
         hvdlite.rank()  # raises before init()
+        if not isinstance(state, State):
+            raise ValueError(
+                f"hvd.elastic.run: '{func.__name__}' was called with a {type(state).__name__} first; pass a "
+                "hvd.elastic.State, as hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)"
+            )
         if _outermost.is_at_work:
             return _run_within(func, state, *args, **kwargs)
         keeping.recall(state)
