@@ -15,7 +15,7 @@ from hvdlite.dtypes import ReduceOp, Reduction
 from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
-from hvdlite.torch.allreduce import allreduce_
+from hvdlite.operations.prepared_allreduce import allreduce_now
 from hvdlite.torch.arrival import Arrival
 from hvdlite.torch.bucket_maker import BucketMaker, GradientOptions
 from hvdlite.torch.bucketing import (
@@ -29,8 +29,7 @@ from hvdlite.torch.bucketing import (
     split_evenly,
 )
 from hvdlite.torch.buckets import DenseBucket, SparseBucket
-from hvdlite.torch.gradients import Bucket, Slot
-from hvdlite.torch.reduce_options import Max
+from hvdlite.torch.gradients import Bucket, Slot, list_of
 from hvdlite.torch.start import start_broadcast
 from hvdlite.torch.tensor_view import views_of
 
@@ -133,10 +132,13 @@ class Assignment:
         homes_may_follow = self._options.allows_homes and not self._bucketing.has_homes and bool(large)
         self.phase = self.phase.after_agreement(homes_may_follow=homes_may_follow)
 
-    def agree_on_sparse(self) -> None:
+    def agree_on_sparse(self, late: Sequence[Slot]) -> None:
         """Take gradients that are sparse on some ranks, and dense on none, out of their buckets. Collective.
 
         Nothing but a gradient tells that it is sparse, and a rank that has none in this step has to know as well.
+
+        Args:
+            late: those that were switched on, on all ranks; a message names them where some ranks did not.
         """
         slots = self._arrival.slots
         has_dense, has_sparse = flags = torch.zeros(2, len(slots), dtype=torch.int64, device="cpu")
@@ -146,12 +148,16 @@ class Assignment:
                 continue
             # A bucket that some rank has loaded already has no sparse gradients there, so all of it counts as dense.
             (has_sparse if slot.could_be_sparse else has_dense)[slot.index] = 1
+        views = views_of((flags,))
+        names = [f"which are sparse among {list_of([slot for slot in late if slot.bucket is None] or slots)}"]
         try:
-            allreduce_(flags, name=f"{self._prefix}.sparse", op=Max, process_set=self._options.reduce.process_set)
-        except MismatchError as error:  # of shapes: nothing else can differ between ranks here
+            allreduce_now(
+                self._group, views, views, Reduction(ReduceOp.MAX), name=f"{self._prefix}.sparse", names=names
+            ).wait()
+        except MismatchError as error:
             raise MismatchError(
-                "the optimizers of the ranks have different numbers of parameters, the second number of each shape "
-                f"here; build the same model on every rank, and its optimizers in the same order. {error}"
+                "the optimizers of the ranks have different parameters; build the same model on every rank, and its "
+                f"optimizers in the same order. {error}"
             ) from None
         for slot in slots:
             if has_dense[slot.index] or not has_sparse[slot.index]:

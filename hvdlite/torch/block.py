@@ -19,7 +19,7 @@ from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.layout import slot_offsets
 from hvdlite.memory.views import TensorView
 from hvdlite.torch.device import current_stream, new_empty, storage_of
-from hvdlite.torch.gradients import Slot
+from hvdlite.torch.gradients import Slot, list_of
 
 _is_active = operator.attrgetter("active")  # by `map`, which takes half as long as a comprehension
 
@@ -51,9 +51,7 @@ class Block:
             slot.view = view_into(region, offset * dtype.itemsize, slot)
         self._buffer = region.buffer(numel, dtype)
         self.view = TensorView(self._buffer.address, (numel,), dtype, region.owner)
-        self.name = slots[0].name
-        if len(slots) > 1:
-            self.name += f" to {slots[-1].name} ({len(slots)} parameters)"
+        self.name = list_of(slots)
         self._views = [slot.view for slot in slots]
         self._can_unpack = True
         self._taken = _native.GradientSnapshot()  # of gradients as they were loaded

@@ -264,6 +264,13 @@ def _same_layout(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True))
 
 
+def list_of(slots: Sequence[Slot]) -> str:
+    """Which they are, for messages."""
+    if len(slots) < 2:
+        return slots[0].name if slots else "no parameters"
+    return f"{slots[0].name} to {slots[-1].name} ({len(slots)} parameters)"
+
+
 class UnderWay(Protocol):
     """An operation that was submitted."""
 

@@ -342,7 +342,7 @@ class GradientReducer:
         agrees = self._assignment.phase is not Phase.SETTLED or any(slot.bucket is None for slot in late)
         try:
             if agrees and self.options.keeps_sparse:
-                self._assignment.agree_on_sparse()
+                self._assignment.agree_on_sparse(late)
             # As counted at the end of the last step: a rank cannot know what others have seen of this step's switches.
             live = [bucket for bucket in self._assignment.buckets if bucket.active]
             self._finish([*live, *self._assignment.late_buckets(late)])
