@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import numbers
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 
 from hvdlite.errors import UsageError
 from hvdlite.torch.allreduce import allreduce
+from hvdlite.torch.eager import eager
 from hvdlite.torch.reducer import GradientReducer
 from hvdlite.torch.wrapped_optimizer import WrappedOptimizer, parameters_of
 from hvdlite.tracebacks import stacklevel
@@ -22,6 +25,7 @@ class GradientOptimizer(WrappedOptimizer):
     """Reduces gradients while backward runs, and waits for them before each step."""
 
     _hvd_reducer: GradientReducer
+    _hvd_seen: list[torch.Tensor]  # all parameters, when it was looked last
     _hvd_should_synchronize: bool
     _hvd_synchronized: bool  # by the user
     _hvd_synchronized_by_scaler: bool
@@ -29,6 +33,7 @@ class GradientOptimizer(WrappedOptimizer):
     def _hvd_reduce_by(self, reducer: GradientReducer) -> None:
         """Called once: ``reducer`` has hooks at this optimizer's parameters."""
         self._hvd_reducer = reducer
+        self._hvd_seen = self._hvd_parameters()
         # Hooks belong to parameters, which may live longer, and be given to another optimizer.
         weakref.finalize(self, reducer.arrival.unwatch).atexit = False
         self._hvd_should_synchronize = True
@@ -38,8 +43,23 @@ class GradientOptimizer(WrappedOptimizer):
     def synchronize(self) -> None:
         if self.synchronizes_once and self._hvd_synchronized and not self._hvd_reducer.arrival.has_pending:
             return
-        self._hvd_reducer.synchronize()
+        self._hvd_reduce()
         self._hvd_synchronized = True
+
+    @eager
+    def _hvd_reduce(self) -> None:
+        """`GradientReducer.synchronize`, with parameters that the program has put into ``param_groups`` by itself."""
+        parameters = self._hvd_parameters()
+        # Not by ==, which compares elements where tensors differ.
+        if len(parameters) != len(self._hvd_seen) or not all(map(operator.is_, parameters, self._hvd_seen)):
+            known = {id(slot.param) for slot in self._hvd_reducer.arrival.slots}
+            named = parameters_of(self.param_groups, self._hvd_arguments["named_parameters"])
+            self._hvd_reducer.add([(name, parameter) for name, parameter in named if id(parameter) not in known])
+            self._hvd_seen = parameters
+        self._hvd_reducer.synchronize()
+
+    def _hvd_parameters(self) -> list[torch.Tensor]:
+        return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
     def synchronize_pending(self) -> None:
         if self._hvd_reducer.arrival.has_pending:
@@ -151,7 +171,7 @@ class GradientOptimizer(WrappedOptimizer):
             or (synchronized and not reducer.arrival.has_pending)
         ):
             return self._hvd_unscales_inside
-        reducer.synchronize()
+        self._hvd_reduce()
         self._hvd_synchronized_by_scaler = True
         return True
 

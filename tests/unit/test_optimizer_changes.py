@@ -153,6 +153,20 @@ def test_added_groups(world: FakeWorld) -> None:
 # Several, and the end.
 
 
+def test_a_parameter_in_place_of_another(world: FakeWorld) -> None:
+    """As of a layer that was resized, put into the parameter groups by hand."""
+    model = Scales((3,), (4,))
+    optimizer = wrap(model, named_parameters=None)
+    for step in range(6):
+        if step == 3:
+            model.p[1] = torch.nn.Parameter(torch.zeros(5))
+            optimizer.param_groups[0]["params"][1] = model.p[1]
+        model.loss().backward()
+        optimizer.step()
+        assert reduced(model) == [FACTOR, 2 * FACTOR], step
+        optimizer.zero_grad()
+
+
 def test_several_optimizers_have_names_of_their_own(world: FakeWorld) -> None:
     models = [Scales((3,)), Scales((3,))]
     optimizers = [wrap(model) for model in models]
