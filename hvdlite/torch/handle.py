@@ -31,8 +31,10 @@ def label_of(operation: str, name: str | None) -> str:
 
 
 def check_name(operation: str, name: object) -> None:
-    """Raises:
-    TypeError: ``name`` is no string, so that a message, or the timeline, would show something else.
+    """See that an operation is named by a string, which messages and the timeline show, or not at all.
+
+    Raises:
+        TypeError: ``name`` is something else.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{operation}: name is {name!r}, of type {type(name).__name__}; pass a string, or None")
