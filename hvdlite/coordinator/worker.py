@@ -72,9 +72,11 @@ class Worker:
         self.heard = 0
         """The count of rings that the last cycle began with: a ring that came since has yet to be followed."""
         self._looks_at_s = math.inf  # when the thread will have slept enough, if it sleeps
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._thread: threading.Thread | None = None  # one that never starts would keep this, and what it refers to
 
     def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -82,10 +84,13 @@ class Worker:
         self._page.ring_self()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the thread to end; whether it did."""
-        if self._thread is not threading.current_thread() and self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Wait for the thread to end, if it was started; whether it has."""
+        thread = self._thread
+        if thread is None or thread.ident is None:
+            return True
+        if thread is not threading.current_thread():
+            thread.join(timeout_s)
+        return not thread.is_alive()
 
     def retire(self) -> None:
         """Once the thread has ended: whoever still refers to this does not keep the work alive."""

@@ -70,8 +70,7 @@ class Membership:
         patience_us = spin_us(world.config, world.node)
         self._post = Post(entrance, doors, self.rank, world.node.ranks, ranks, name, world.health, patience_us)
         world.health.add(self._post)
-        collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
-        self._on_host = HostSite(collectives, self._post, self)
+        self._collectives = Collectives(self._carrier, world.engine, self.rank, self.size)
         self._on_gpu: DeviceSite | None = None
         self._lock = threading.Lock()  # guards _on_gpu
         self._worlds = worlds
@@ -86,7 +85,7 @@ class Membership:
         """
         ordinals = {device.gpus.ordinal_of(tensor) for tensor in tensors}
         if ordinals <= {None}:
-            return self._on_host
+            return self._on_host()
         if len(ordinals) > 1:
             raise ValueError(f"process group {self.name}: tensors of one call are on the host and on a GPU, or on two")
         (ordinal,) = ordinals
@@ -97,10 +96,14 @@ class Membership:
                 self._on_gpu = DeviceSite(self.world, self._carrier, self._post, self.name, self.ranks, self, ordinal)
             return self._on_gpu
 
+    def _on_host(self) -> HostSite:
+        # Not kept: it refers to this, which is to end, with the memory of its world, once nobody uses it any more.
+        return HostSite(self._collectives, self._post, self)
+
     def barrier(self, name: str, title: str, limit_s: float | None) -> GroupWork:
         """On the host, once this rank's GPU has done what it was given before, if the group has worked with it."""
-        run = self._on_host.collectives.barrier(name)
-        return self._on_host.work(run if self._on_gpu is None else self._on_gpu.settled(run), [], title, limit_s)
+        run = self._collectives.barrier(name)
+        return self._on_host().work(run if self._on_gpu is None else self._on_gpu.settled(run), [], title, limit_s)
 
     @property
     def timeout_s(self) -> float:

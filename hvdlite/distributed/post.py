@@ -161,6 +161,7 @@ class Post:
         self._close_links()
 
     def _close_links(self) -> None:
+        self._hearing.close()
         self._entrance.close()
         for outgoing in self._outgoing.values():
             if outgoing.link is not None:

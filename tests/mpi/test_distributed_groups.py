@@ -67,6 +67,32 @@ def test_the_number_in_the_node_is_known_without_local_rank(
         dist.get_node_local_rank()
 
 
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_a_group_that_has_ended_keeps_no_descriptor(nodes: tuple[int, ...]) -> None:
+    """Nor the memory behind it, until garbage is collected."""
+
+    def use_groups() -> None:
+        with process_group(nodes):
+            group = dist.new_group()
+            for each in (None, group):
+                dist.all_reduce(torch.ones(3), group=each)
+                dist.all_reduce(torch.ones(100_000), group=each, async_op=True).wait()
+            sent, received = torch.ones(3), torch.empty(3)
+            sending = dist.isend(sent, (RANK + 1) % SIZE)
+            dist.recv(received, (RANK - 1) % SIZE)
+            sending.wait()
+
+    use_groups()  # what is made once in a process, is made
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        use_groups()
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
+
+
 def test_groups_that_only_their_ranks_make() -> None:
     """torch names them by the number of groups of a rank, too."""
     with process_group():
