@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.cli import horovodrun
-from hvdlite.cli.job import Host, parse_hosts, read_hostfile
+from hvdlite.cli.job import Host, parse_hosts, read_hostfile, united
 from hvdlite.errors import ConfigError
 
 USAGE = """\
@@ -84,7 +84,8 @@ class Arguments:
 
     @property
     def is_elastic(self) -> bool:
-        return "elastic" in self.switches or self.least is not None or bool(self.discovery)
+        is_bounded = self.least is not None or self.most is not None
+        return "elastic" in self.switches or is_bounded or bool(self.discovery)
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -146,7 +147,7 @@ def _take(arguments: Arguments, name: str, option: str, value: str) -> None:
     if name in ("np", "n", "num-proc"):
         arguments.ranks = _count(option, value)
     elif name in ("H", "host", "hosts"):
-        arguments.hosts = parse_hosts(value)
+        arguments.hosts = united((*arguments.hosts, *parse_hosts(value)))  # may be repeated, as mpirun's
     elif name in ("hostfile", "machinefile", "f"):
         arguments.hosts = read_hostfile(value)
     elif name == "network-interfaces":

@@ -102,10 +102,20 @@ class TestParsing:
         assert arguments.program == [sys.executable, "-m", "package.train", "-m", "--np", "2"]
 
     @pytest.mark.parametrize(
-        "words", ["-np 4 -H a:2,b train.py", "--np 4 --host=a:2,b train.py", "-n 4 -hosts a,b,a train.py"]
+        "words",
+        [
+            "-np 4 -H a:2,b train.py",
+            "--np 4 --host=a:2,b train.py",
+            "-n 4 -hosts a,b,a train.py",
+            "-np 4 -H a -H b --host a train.py",
+        ],
     )
     def test_hosts(self, words: str) -> None:
         assert parse(words.split()).hosts == (Host("a", 2), Host("b", 1))
+
+    @pytest.mark.parametrize("words", ["--elastic", "--min-np 1", "--max-np 4", "--host-discovery-script s", ""])
+    def test_what_makes_a_job_elastic(self, words: str) -> None:
+        assert parse([*words.split(), "-np", "2", "train.py"]).is_elastic == bool(words)
 
     @pytest.mark.parametrize(
         ("words", "notes"),
