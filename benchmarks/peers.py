@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hvdlite.config import Config
-from hvdlite.interfaces import select
+from hvdlite.links.interfaces import select
 
 if TYPE_CHECKING:
     from mpi4py import MPI

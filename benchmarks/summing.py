@@ -19,7 +19,7 @@ from hvdlite.collectives.base import Backend
 from hvdlite.collectives.select import build_backend, build_ring
 from hvdlite.config import Config
 from hvdlite.dtypes import DType
-from hvdlite.interfaces import select
+from hvdlite.links.interfaces import select
 from hvdlite.memory.host import HostMemory
 from hvdlite.node import discover
 from hvdlite.operations.allocate import allocate

@@ -29,8 +29,8 @@ class Ranks(Protocol):
 class Bootstrap(Ranks, Protocol):
     """What a world asks of whoever started its ranks, and nothing more; used while worlds are built.
 
-    `hvdlite.mpi.MpiRanks` has it by MPI, `hvdlite.rendezvous.RendezvousRanks` without. Every call ends in a result or
-    in an error; without MPI within the time that ranks have, and the error names those that did not come.
+    `hvdlite.mpi.MpiRanks` has it by MPI, `hvdlite.start.rendezvous.RendezvousRanks` without. Every call ends in a
+    result or in an error; without MPI within the time that ranks have, and the error names those that did not come.
     """
 
     @property

@@ -15,10 +15,10 @@ from hvdlite import launched, mpi
 from hvdlite.agreement import Bootstrap, exchange
 from hvdlite.config import Config
 from hvdlite.errors import HorovodVersionMismatchError, StartupError
-from hvdlite.health import Health
-from hvdlite.interfaces import select
-from hvdlite.leader_links import close_all, connect_leaders
-from hvdlite.link_probe import Tried, slow_link, try_links
+from hvdlite.links.interfaces import select
+from hvdlite.links.leader_links import close_all, connect_leaders
+from hvdlite.links.link_probe import Tried, slow_link, try_links
+from hvdlite.liveness.health import Health
 from hvdlite.node import discover
 from hvdlite.processes import ProcessAddress
 from hvdlite.recorder import Recorder

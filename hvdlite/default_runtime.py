@@ -20,11 +20,11 @@ from hvdlite.errors import (
 )
 from hvdlite.job_runtime import Runtime
 from hvdlite.logs import configure_logging
-from hvdlite.membership import Membership
 from hvdlite.peers import Peers, start_deadline
 from hvdlite.process import Companion, InitArguments, ProcessHooks
 from hvdlite.process_worlds import ProcessWorlds
-from hvdlite.survivors import Survivors
+from hvdlite.recovery.membership import Membership
+from hvdlite.recovery.survivors import Survivors
 from hvdlite.timeline.trace_file import anew_path
 
 if TYPE_CHECKING:

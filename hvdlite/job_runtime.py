@@ -17,7 +17,7 @@ from hvdlite.config import Config
 from hvdlite.errors import ConfigError, HorovodInternalError, ShutDownError
 from hvdlite.group import Group
 from hvdlite.job_timeline import JobTimeline
-from hvdlite.link_watch import LinkRates, LinkWatch, Turns
+from hvdlite.links.link_watch import LinkRates, LinkWatch, Turns
 from hvdlite.metrics import prometheus_text, serve
 from hvdlite.operations.process_sets import add_process_set_async, remove_process_set_async
 from hvdlite.process_worlds import ProcessWorlds

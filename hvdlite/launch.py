@@ -16,7 +16,7 @@ from typing import IO, Any, NoReturn
 from hvdlite import environment, launched
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError, RankFailedError, StartupError, is_known_everywhere
-from hvdlite.interfaces import select
+from hvdlite.links.interfaces import select
 from hvdlite.remote_call import CallServer, Outcome, pack
 
 _DRAIN_S = 5.0  # how long output may come after the job has ended; a process that a rank left behind holds the pipe

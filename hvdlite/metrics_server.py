@@ -9,7 +9,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from hvdlite.wire import SHORTAGE_S, SHORTAGES
+from hvdlite.links.wire import SHORTAGE_S, SHORTAGES
 
 HOST = "127.0.0.1"  # the text names no secrets, but nobody else is asked to read it
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

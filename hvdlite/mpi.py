@@ -17,8 +17,8 @@ from hvdlite import _native, environment, launched
 from hvdlite.agreement import check_subset
 from hvdlite.config import MPI_INTERFACES, Config
 from hvdlite.errors import StartupError
-from hvdlite.interfaces import mpi_environment
 from hvdlite.launched import Launched
+from hvdlite.links.interfaces import mpi_environment
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from hvdlite import _native
 from hvdlite.agreement import Ranks, exchange
 from hvdlite.errors import CollectiveError, StartupError
+from hvdlite.links.proof import Secret, new_key, prove
+from hvdlite.links.reception import Reception
+from hvdlite.links.wire import SHORTAGE_S, SHORTAGES, connect_unix, is_ours
 from hvdlite.memory.memory_file import create_memory_file
 from hvdlite.memory.segment import Segment
-from hvdlite.proof import Secret, new_key, prove
-from hvdlite.reception import Reception
-from hvdlite.wire import SHORTAGE_S, SHORTAGES, connect_unix, is_ours
 
 _CLAIM = struct.Struct("<IB")  # rank, which of its connections
 _LINKS = 2  # of a rank: for memory, and for its sentinel

@@ -9,17 +9,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from hvdlite import _native, connections, environment, launched, mpi
+from hvdlite import _native, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
 from hvdlite.config import KEEPER, MEETING_POINT, START, WORKER, Config, other_variable, told_number
 from hvdlite.errors import ConfigError, HorovodVersionMismatchError, StartupError
 from hvdlite.launched import Launched, Meeting
-from hvdlite.meeting_point import AtMeetingPoint
-from hvdlite.membership import Membership
-from hvdlite.rendezvous import Place, RendezvousRanks, Wait
-from hvdlite.roster import Generation
-from hvdlite.safekeeping import Safekeeping
-from hvdlite.survivors import Survivors
+from hvdlite.links import connections
+from hvdlite.recovery.membership import Membership
+from hvdlite.recovery.roster import Generation
+from hvdlite.recovery.safekeeping import Safekeeping
+from hvdlite.recovery.survivors import Survivors
+from hvdlite.start.meeting_point import AtMeetingPoint
+from hvdlite.start.rendezvous import Place, RendezvousRanks, Wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -205,7 +206,7 @@ def _meet_by_mpi(process: Launched | None) -> bool:
 def _place(process: Launched, wait: Wait) -> Place:
     if process.launcher.meeting is Meeting.POINT:
         return AtMeetingPoint(other_variable(MEETING_POINT), process.launcher.name, wait.limit)
-    from hvdlite.torch_store import InStore
+    from hvdlite.start.torch_store import InStore
 
     return InStore(process, environment.variables(), wait.timeout_s)
 

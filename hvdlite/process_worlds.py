@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from hvdlite.errors import HorovodInternalError
-from hvdlite.health import Health
+from hvdlite.liveness.health import Health
 from hvdlite.recorder import Recorder
 
 _LOG = logging.getLogger("hvdlite")
@@ -21,7 +21,7 @@ _NO_STATISTICS: Mapping[str, int] = {}
 
 
 class _Place:
-    """A world's, here; hears of its failure as a `hvdlite.health.Mortal`."""
+    """A world's, here; hears of its failure as a `hvdlite.liveness.health.Mortal`."""
 
     def __init__(
         self,

@@ -27,9 +27,9 @@ from hvdlite import environment, tracebacks
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import StartupError
 from hvdlite.launched import launched_rank
-from hvdlite.proof import Secret, new_key, prove
-from hvdlite.reception import PATIENCE_S, Reception, listen_at
-from hvdlite.wire import connect_unix, is_ours, read_exactly
+from hvdlite.links.proof import Secret, new_key, prove
+from hvdlite.links.reception import PATIENCE_S, Reception, listen_at
+from hvdlite.links.wire import connect_unix, is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
 _DIGEST_BYTES = 32

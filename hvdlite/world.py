@@ -26,8 +26,8 @@ from hvdlite.early_operations import EarlyOperations
 from hvdlite.engine import Engine
 from hvdlite.errors import HorovodInternalError, ShutDownError
 from hvdlite.executor import Executor
-from hvdlite.health import Health
-from hvdlite.leader_links import connect_leaders
+from hvdlite.links.leader_links import connect_leaders
+from hvdlite.liveness.health import Health
 from hvdlite.memory.base import Memory
 from hvdlite.memory.host import HostMemory
 from hvdlite.memory.layout import ALIGNMENT, align_up

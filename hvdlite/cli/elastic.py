@@ -1,7 +1,7 @@
 """`hvdliterun --elastic` on this machine: ranks that end are left out or replaced, and the others go on.
 
 Each rank is a worker, a process with a number of its own. The roster says when those that wait become the next
-generation of ranks (`hvdlite.roster`); the job here starts, tells and ends the processes.
+generation of ranks (`hvdlite.recovery.roster`); the job here starts, tells and ends the processes.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from hvdlite.cli.say import say
 from hvdlite.config import MEETING_POINT, WORKER, Config
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import without_launcher
-from hvdlite.meeting_point import MeetingPoint, send
-from hvdlite.membership import ADDED, REMOVED
+from hvdlite.links.wire import process_of
 from hvdlite.naps import growing_pause_s
 from hvdlite.processes import is_stopped
-from hvdlite.roster import Generation, Join, Roster
-from hvdlite.wire import process_of
+from hvdlite.recovery.membership import ADDED, REMOVED
+from hvdlite.recovery.roster import Generation, Join, Roster
+from hvdlite.start.meeting_point import MeetingPoint, send
 
 _TWICE = (
     "a program that a rank has started calls hvd.init() as well, which makes it a rank of its own. Start that without "

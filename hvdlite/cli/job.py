@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.errors import ConfigError
-from hvdlite.interfaces import is_own
+from hvdlite.links.interfaces import is_own
 
 # What mpirun and ssh take for a host: nothing that begins with a dash, which they take for an option.
 _HOST = re.compile(r"((?:[a-z0-9_][a-z0-9_.-]*@)?[a-z0-9_][a-z0-9_.-]*)(?::([0-9]{1,6}))?", re.IGNORECASE | re.ASCII)

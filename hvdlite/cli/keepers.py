@@ -20,12 +20,12 @@ from hvdlite.cli.children import end_with_parent
 from hvdlite.cli.job import Host, Launch, is_this_machine
 from hvdlite.cli.say import say
 from hvdlite.config import KEEPER
-from hvdlite.interfaces import select
-from hvdlite.keeper import CALL, MESSAGE, OF_RANKS, TO_HEAD, Word, notice_silence
-from hvdlite.proof import Secret, new_key
-from hvdlite.reception import Reception, listen_at
-from hvdlite.second_copy import SecondCopy
-from hvdlite.wire import read_exactly
+from hvdlite.links.interfaces import select
+from hvdlite.links.proof import Secret, new_key
+from hvdlite.links.reception import Reception, listen_at
+from hvdlite.links.wire import read_exactly
+from hvdlite.recovery.keeper import CALL, MESSAGE, OF_RANKS, TO_HEAD, Word, notice_silence
+from hvdlite.recovery.second_copy import SecondCopy
 
 _ANSWER_S = 3.0
 _END_S = 2.0
@@ -103,7 +103,7 @@ class Keepers:
 
     Args:
         is_local: whether all hosts are this machine, so that nothing has to listen on the network.
-        interfaces: where to listen otherwise; see `hvdlite.interfaces.select`.
+        interfaces: where to listen otherwise; see `hvdlite.links.interfaces.select`.
         patience_s: without an answer for so long a connection is lost.
         on_word: called on a thread with what ranks say to hvdliterun, and its number; the answer to a CLAIM.
         start_s: for a keeper to call; half of HVDLITE_START_TIMEOUT.
@@ -267,7 +267,7 @@ class Keepers:
 
     def _start(self, host: Host) -> _Keeper:
         here = is_this_machine(host)
-        module = [sys.executable, "-c", "from hvdlite.keeper import main; main()"]
+        module = [sys.executable, "-c", "from hvdlite.recovery.keeper import main; main()"]
         path = self._environ.get("PYTHONPATH", "")
         enter = f"cd {shlex.quote(os.getcwd())} {self._or_else}"
         script = f"{enter}; PYTHONPATH={shlex.quote(path)} {shlex.join(module)}"

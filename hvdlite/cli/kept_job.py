@@ -1,6 +1,6 @@
 """`hvdliterun --elastic` by mpirun: ranks begin anew on the hosts that are left, from the commit that is kept there.
 
-A generation is one mpirun. The keepers of the hosts outlive it (`hvdlite.keeper`).
+A generation is one mpirun. The keepers of the hosts outlive it (`hvdlite.recovery.keeper`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.say import say
 from hvdlite.counted import counted
 from hvdlite.errors import ConfigError
-from hvdlite.keeper import Word
-from hvdlite.membership import ADDED, REMOVED
 from hvdlite.naps import growing_pause_s
+from hvdlite.recovery.keeper import Word
+from hvdlite.recovery.membership import ADDED, REMOVED
 
 _LOOK_S = 1.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed

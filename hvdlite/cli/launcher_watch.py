@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from hvdlite import connections, environment
+from hvdlite import environment
 from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
 from hvdlite.cli.say import say
-from hvdlite.connections import Connection
-from hvdlite.interfaces import is_own
+from hvdlite.links import connections
+from hvdlite.links.connections import Connection
+from hvdlite.links.interfaces import is_own
 from hvdlite.processes import end_of, shares_network, state_of
 
 OUTLIVES_S = 3.0  # a launcher its ranks

@@ -16,7 +16,7 @@ from hvdlite import environment
 from hvdlite.cli.job import Command, Host, Launch, thread_settings
 from hvdlite.config import MPI_INTERFACES, Config
 from hvdlite.errors import ConfigError, StartupError
-from hvdlite.interfaces import mpi_environment, select
+from hvdlite.links.interfaces import mpi_environment, select
 
 # What ranks on other hosts need to see of this environment: Open MPI forwards only what it is told to, MPICH all.
 # PATH stays behind: the interpreter is named by its path, and another host's PATH may differ with reason.

@@ -6,9 +6,9 @@ import math
 import threading
 import time
 
-from hvdlite.end_notice import END_S
-from hvdlite.keeper import UNSEEN, Word, pair_in
+from hvdlite.liveness.end_notice import END_S
 from hvdlite.naps import growing_pause_s
+from hvdlite.recovery.keeper import UNSEEN, Word, pair_in
 
 _FIRST_S, _LONGEST_S = 10.0, 600.0  # how long ranks that go on without others are left alone
 _GONE_S = 2.0  # for ranks that miss another one while they start to go on without it, or to end, by themselves

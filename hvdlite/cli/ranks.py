@@ -26,8 +26,8 @@ from hvdlite.cli.job import Command, Launch, thread_settings
 from hvdlite.cli.say import say
 from hvdlite.errors import StartupError
 from hvdlite.launched import told, without_launcher
-from hvdlite.meeting_point import MeetingPoint
 from hvdlite.processes import is_stopped
+from hvdlite.start.meeting_point import MeetingPoint
 
 _LAST_WORDS_S = 0.5  # after rank 0 has ended, which by custom speaks for all and saves what is to be saved
 

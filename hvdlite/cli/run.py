@@ -33,8 +33,8 @@ from hvdlite.cli.supervise import Ending, supervise
 from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.counted import counted
 from hvdlite.doctor import before_mpi
-from hvdlite.end_notice import EndNotices
 from hvdlite.errors import ConfigError, StartupError
+from hvdlite.liveness.end_notice import EndNotices
 from hvdlite.mpi import MPICH_SHARED_FILES
 from hvdlite.version import __version__
 

@@ -21,11 +21,11 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite import connections
 from hvdlite.collectives.mpi_functions import MpiFunctions
 from hvdlite.collectives.polite import polite_look
 from hvdlite.counters import Traffic
 from hvdlite.errors import CollectiveError
+from hvdlite.links import connections
 from hvdlite.naps import FIRST_NAP_S, nap_until, wait_for_verdict
 
 VERDICT_S = 1.0  # how long others get to say what has failed, after something did here

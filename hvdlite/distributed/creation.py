@@ -23,8 +23,8 @@ from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.errors import StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
-from hvdlite.rendezvous import GROUP_LIMIT, MissingError, RendezvousRanks, read
-from hvdlite.torch_store import InGivenStore
+from hvdlite.start.rendezvous import GROUP_LIMIT, MissingError, RendezvousRanks, read
+from hvdlite.start.torch_store import InGivenStore
 from hvdlite.world import World
 
 _FAREWELL_S = 2.0

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hvdlite.dial import Address, Dial
 from hvdlite.distributed.reach import Proof, reaches
-from hvdlite.interfaces import select
-from hvdlite.proof import Secret, new_key
-from hvdlite.reception import Hearing, listen_at
-from hvdlite.wire import process_of
+from hvdlite.links.dial import Address, Dial
+from hvdlite.links.interfaces import select
+from hvdlite.links.proof import Secret, new_key
+from hvdlite.links.reception import Hearing, listen_at
+from hvdlite.links.wire import process_of
 
 _CLAIM = struct.Struct("<I?Q")  # the rank that comes, whether it sends messages, where its `Proof` is
 _BACKLOG = 4096

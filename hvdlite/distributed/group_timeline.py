@@ -9,7 +9,7 @@ from contextlib import suppress
 from hvdlite.errors import StartupError
 from hvdlite.job_timeline import begun_timeline
 from hvdlite.process_worlds import ProcessWorlds
-from hvdlite.rendezvous import Place
+from hvdlite.start.rendezvous import Place
 from hvdlite.world import World
 
 

@@ -15,10 +15,10 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from hvdlite import default_runtime, environment, launched, processes
 from hvdlite.config import Config
 from hvdlite.errors import StartupError
-from hvdlite.interfaces import interfaces, select
 from hvdlite.launched import Meeting
-from hvdlite.proof import new_key
-from hvdlite.rendezvous import GROUP_LIMIT, Wait
+from hvdlite.links.interfaces import interfaces, select
+from hvdlite.links.proof import new_key
+from hvdlite.start.rendezvous import GROUP_LIMIT, Wait
 
 _TRY_S = 2.0  # an address that leads nowhere
 _FOREVER_S = 1e9  # clocks cannot count much longer waits

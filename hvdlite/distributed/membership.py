@@ -23,7 +23,7 @@ from hvdlite.distributed.post import Post
 from hvdlite.distributed.site import HostSite, Site
 from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import HorovodInternalError, ShutDownError, StallError, is_known_everywhere
-from hvdlite.health import Health
+from hvdlite.liveness.health import Health
 from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.rank_list import rank_list
 from hvdlite.torch import device

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from hvdlite.errors import CollectiveError, StallError
-from hvdlite.health import Health
+from hvdlite.liveness.health import Health
 
 _TAG = -1 << 62  # of no program's messages
 

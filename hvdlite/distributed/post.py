@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from hvdlite.dial import Dial
 from hvdlite.distributed.blocks import block_of
 from hvdlite.distributed.doors import Door, Entrance, Guest, dial
 from hvdlite.distributed.links import Incoming, Outgoing
@@ -24,8 +23,9 @@ from hvdlite.distributed.pump import Pump
 from hvdlite.distributed.sockets import READ, WRITE
 from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import CollectiveError
-from hvdlite.health import Health
-from hvdlite.wire import SHORTAGE_S
+from hvdlite.links.dial import Dial
+from hvdlite.links.wire import SHORTAGE_S
+from hvdlite.liveness.health import Health
 
 _HOLD_S = 2e-3  # how long what was offered waits for its tensor before it is copied elsewhere, and the sender goes on
 _REASON_S = 1.0  # how long a lost connection waits to hear who died

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hmac
 
-from hvdlite.proof import KEY_BYTES
+from hvdlite.links.proof import KEY_BYTES
 
 
 class _Span(ctypes.Structure):

@@ -18,7 +18,7 @@ from hvdlite.doctor.findings import Finding, Severity, of_links
 from hvdlite.doctor.links import Address, Door, Link, Try
 from hvdlite.doctor.network import ask_for_door, try_addresses
 from hvdlite.doctor.station import Station
-from hvdlite.proof import new_key
+from hvdlite.links.proof import new_key
 
 _FIRST_PORT, _PORTS = 32768, 28232  # of those that programs get from the kernel
 _START_S = 20.0  # for the ranks of other hosts, which may be busy

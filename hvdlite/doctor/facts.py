@@ -16,7 +16,7 @@ from hvdlite import _native, environment, launched, mpi
 from hvdlite.config import TOLD, Config
 from hvdlite.doctor import control_groups
 from hvdlite.doctor.links import mtu_of
-from hvdlite.interfaces import interfaces, select
+from hvdlite.links.interfaces import interfaces, select
 
 Facts = dict[str, Any]
 """By title; plain values, as JSON has them."""

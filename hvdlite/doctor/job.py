@@ -21,8 +21,8 @@ from hvdlite.doctor.findings import Finding, Severity
 from hvdlite.doctor.links import Address, Door, Link, mtu_of
 from hvdlite.doctor.station import Station
 from hvdlite.errors import StartupError
-from hvdlite.interfaces import select
 from hvdlite.job_runtime import Runtime
+from hvdlite.links.interfaces import select
 from hvdlite.node import discover
 from hvdlite.peers import Peers, start_deadline
 

@@ -32,8 +32,8 @@ from hvdlite.doctor.station import (
     receive_door,
     secret,
 )
-from hvdlite.proof import prove
-from hvdlite.wire import read_exactly
+from hvdlite.links.proof import prove
+from hvdlite.links.wire import read_exactly
 
 _ANSWER_S = 4.0  # of a program, on a host whose kernel has answered: it may be busy
 _RETRY_S = 0.1

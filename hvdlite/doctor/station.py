@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from hvdlite.doctor.links import Address, Door
-from hvdlite.proof import Secret, new_key, prove
-from hvdlite.reception import Reception, listen_at
-from hvdlite.wire import read_exactly
+from hvdlite.links.proof import Secret, new_key, prove
+from hvdlite.links.reception import Reception, listen_at
+from hvdlite.links.wire import read_exactly
 
 CONNECT_S = 1.0  # until an address counts as silent
 SILENCE_S = 2.0  # of the other end, until it counts as broken

@@ -14,7 +14,7 @@ from hvdlite import environment
 from hvdlite.config import RAY_JOB
 from hvdlite.errors import is_known_everywhere
 from hvdlite.launched import told, without_launcher
-from hvdlite.meeting_point import MeetingPoint
+from hvdlite.start.meeting_point import MeetingPoint
 
 
 class Where(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 import hvdlite
 from hvdlite import default_runtime
 from hvdlite.errors import ConfigError, MismatchError
-from hvdlite.survivors import Survivors
+from hvdlite.recovery.survivors import Survivors
 from hvdlite.torch.functions import allgather_object
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.ranges import profiler_of_this_process

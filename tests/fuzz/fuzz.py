@@ -17,13 +17,35 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS / "fuzz")]
 
 OF_INTEREST = [
-    *("hvdlite.proof", "hvdlite.coordinator.messages", "hvdlite.coordinator.tree", "hvdlite.coordinator.control_page"),
-    *("hvdlite.remote_call", "hvdlite.timeline.trace_file", "hvdlite.cli.job", "hvdlite.config", "hvdlite.interfaces"),
-    *("hvdlite.sentinel_messages", "hvdlite.keeper", "hvdlite.second_copy", "hvdlite.plain"),
+    *(
+        "hvdlite.links.proof",
+        "hvdlite.coordinator.messages",
+        "hvdlite.coordinator.tree",
+        "hvdlite.coordinator.control_page",
+    ),
+    *(
+        "hvdlite.remote_call",
+        "hvdlite.timeline.trace_file",
+        "hvdlite.cli.job",
+        "hvdlite.config",
+        "hvdlite.links.interfaces",
+    ),
+    *("hvdlite.liveness.sentinel_messages", "hvdlite.recovery.keeper", "hvdlite.recovery.second_copy", "hvdlite.plain"),
     *("hvdlite.cli.allocation", "hvdlite.cli.discovery", "hvdlite.cli.horovodrun", "hvdlite.cli.keepers"),
     *("hvdlite.cli.rank_words", "hvdlite.distributed.links", "hvdlite.distributed.doors", "hvdlite.distributed.call"),
-    *("hvdlite.doctor.station", "hvdlite.doctor.network", "hvdlite.link_probe", "hvdlite.node", "hvdlite.wire"),
-    *("hvdlite.meeting_point", "hvdlite.membership", "hvdlite.safekeeping", "hvdlite.survivor_meeting"),
+    *(
+        "hvdlite.doctor.station",
+        "hvdlite.doctor.network",
+        "hvdlite.links.link_probe",
+        "hvdlite.node",
+        "hvdlite.links.wire",
+    ),
+    *(
+        "hvdlite.start.meeting_point",
+        "hvdlite.recovery.membership",
+        "hvdlite.recovery.safekeeping",
+        "hvdlite.recovery.survivor_meeting",
+    ),
 ]
 
 with atheris.instrument_imports(include=OF_INTEREST, enable_loader_override=False):

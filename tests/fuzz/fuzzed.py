@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from hvdlite.proof import Secret
+from hvdlite.links.proof import Secret
 
 Target = Callable[[bytes], None]
 KEY = bytes(range(32))

@@ -17,7 +17,7 @@ from hvdlite.cli.horovodrun import read_config_file
 from hvdlite.cli.job import Host as JobHost, read_hostfile
 from hvdlite.config import Config
 from hvdlite.errors import ConfigError, UsageError
-from hvdlite.interfaces import Interface, select
+from hvdlite.links.interfaces import Interface, select
 from hvdlite.tensor_parallel.methods import Method
 from hvdlite.tensor_parallel.tuning import Tuner
 from hvdlite.timeline.trace_file import TraceError, TraceFile, merge_traces

@@ -14,20 +14,21 @@ from dataclasses import asdict
 from unittest import mock
 
 from fuzzed import KEY, Fuzzed, answers_to, said_to
-from hvdlite import meeting_point, plain, remote_call
+from hvdlite import plain, remote_call
 from hvdlite.cli.keepers import Keepers, _Keeper as KeeperOfHost
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.doctor import network, station as doctor
 from hvdlite.doctor.links import Address
 from hvdlite.doctor.station import Station
 from hvdlite.errors import StartupError
-from hvdlite.keeper import MESSAGE, OF_RANKS, Keeper, Word
-from hvdlite.meeting_point import MeetingPoint, Visit
-from hvdlite.membership import Membership
+from hvdlite.recovery.keeper import MESSAGE, OF_RANKS, Keeper, Word
+from hvdlite.recovery.membership import Membership
+from hvdlite.recovery.roster import Generation, Join
+from hvdlite.recovery.safekeeping import _exchange
+from hvdlite.recovery.second_copy import SecondCopy
 from hvdlite.remote_call import CallServer
-from hvdlite.roster import Generation, Join
-from hvdlite.safekeeping import _exchange
-from hvdlite.second_copy import SecondCopy
+from hvdlite.start import meeting_point
+from hvdlite.start.meeting_point import MeetingPoint, Visit
 
 ASKED = (Word.FETCH, Word.NEWS, Word.ANEW, Word.AT_WORK, Word.CLAIM, Word.STARTING, Word.STARTED, Word.FETCH)
 MOST_ANSWERS = 64  # for more a unix socket may have no room
@@ -79,7 +80,10 @@ def second_copy(data: bytes) -> None:
                 newest, commit = number, rest[:nbytes]
             rest = rest[nbytes:]
     copy = SecondCopy()
-    with said_to(sent) as (own, _), mock.patch("hvdlite.second_copy._available_bytes", return_value=2 * room_bytes):
+    with (
+        said_to(sent) as (own, _),
+        mock.patch("hvdlite.recovery.second_copy._available_bytes", return_value=2 * room_bytes),
+    ):
         copy.serve(own, lambda: True, lambda complaint: None)
     assert copy.number == newest
     assert not newest or os.pread(copy._file, len(sent), 0) == commit

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fuzzed import SECRET, Fuzzed, answers_to, parts, said_to
-from hvdlite import link_probe, plain
+from hvdlite import plain
 from hvdlite.config import Config
 from hvdlite.coordinator.control_page import ByteStream
 from hvdlite.coordinator.messages import (
@@ -39,12 +39,13 @@ from hvdlite.distributed.links import Incoming, Outgoing
 from hvdlite.distributed.messages import Arrival, NonsenseError, Offer, Parcel, memory_of
 from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import CollectiveError, StartupError
+from hvdlite.links import link_probe
+from hvdlite.links.proof import Caller, Host
+from hvdlite.liveness.sentinel_messages import DamagedError, Failed, Finished, Goodbye, Inbox, read, shortened, written
 from hvdlite.node import Node
 from hvdlite.operations.barrier import Barrier
 from hvdlite.processes import ProcessAddress
-from hvdlite.proof import Caller, Host
-from hvdlite.sentinel_messages import DamagedError, Failed, Finished, Goodbye, Inbox, read, shortened, written
-from hvdlite.survivor_meeting import SurvivorMeeting
+from hvdlite.recovery.survivor_meeting import SurvivorMeeting
 
 BARRIER = Barrier("barrier")
 MESSAGES: Sequence[Message] = (

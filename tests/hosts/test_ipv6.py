@@ -13,9 +13,9 @@ from lab import IPV6_NETWORK, Lab
 # For hvdliterun and for the ranks. mpirun and MPI have addresses of IPv4 beside.
 IPV6_ONLY = """
 from dataclasses import replace
-import hvdlite.interfaces, hvdlite.leader_links, hvdlite.reception
+import hvdlite.links.interfaces, hvdlite.links.leader_links, hvdlite.links.reception
 import hvdlite.cli.keepers
-select, listen_at, listened = hvdlite.interfaces.select, hvdlite.reception.listen_at, []
+select, listen_at, listened = hvdlite.links.interfaces.select, hvdlite.links.reception.listen_at, []
 
 def select_ipv6(spec):
     return [replace(interface, address=interface.more[0], more=()) for interface in select(spec) if interface.more]
@@ -24,7 +24,7 @@ def listen(addresses, backlog):
     listened.extend(addresses)
     return listen_at(addresses, backlog)
 
-for module in (hvdlite.cli.keepers, hvdlite.leader_links):
+for module in (hvdlite.cli.keepers, hvdlite.links.leader_links):
     module.select, module.listen_at = select_ipv6, listen
 """
 FRONT = """

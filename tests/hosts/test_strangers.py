@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_program import TRAINS
-from hvdlite.proof import Caller
+from hvdlite.links.proof import Caller
 from lab import Lab
 
 Hosts = Callable[..., Lab]
@@ -21,7 +21,8 @@ JOB = """
 import json, pathlib, sys, time
 import numpy as np
 import hvdlite
-from hvdlite import TensorView, leader_links
+from hvdlite import TensorView
+from hvdlite.links import leader_links
 from hvdlite.operations.allreduce import allreduce_async
 
 directory = pathlib.Path(sys.argv[1])

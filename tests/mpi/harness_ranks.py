@@ -9,8 +9,8 @@ from typing import Any
 from hvdlite import launched
 from hvdlite.config import MEETING_POINT, other_variable
 from hvdlite.launched import Meeting
-from hvdlite.meeting_point import AtMeetingPoint
-from hvdlite.rendezvous import MissingError, RendezvousRanks
+from hvdlite.start.meeting_point import AtMeetingPoint
+from hvdlite.start.rendezvous import MissingError, RendezvousRanks
 
 FOR_EVER_S = 1e6
 

@@ -12,12 +12,12 @@ import pytest
 from mpi4py import MPI
 
 from backend_lab import HALVING, KINDS, RANK, RING, SIZE, Lab, allocate, assert_none, fill, values_of
-from hvdlite import connections
 from hvdlite.collectives.base import Backend
 from hvdlite.collectives.thresholds import Limits
-from hvdlite.connections import Connection
 from hvdlite.dtypes import DType
 from hvdlite.errors import CollectiveError, RankFailedError
+from hvdlite.links import connections
+from hvdlite.links.connections import Connection
 from hvdlite.memory.layout import Range, shard_bounds
 from hvdlite.memory.views import Buffer
 

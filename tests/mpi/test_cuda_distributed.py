@@ -20,8 +20,8 @@ from cuda_distributed import BucketsOnGpu, on_gpu
 from cuda_torch import TorchOnGpu
 from distributed_lab import NODES, RANK, SIZE, net, of_rank, process_group, told, total, trained
 from hvdlite.errors import CollectiveError, HorovodInternalError, MismatchError, StallError
-from hvdlite.health import Health
-from hvdlite.sentinel_messages import Failed
+from hvdlite.liveness.health import Health
+from hvdlite.liveness.sentinel_messages import Failed
 
 pytestmark = [
     pytest.mark.any_mpi,

@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 import hvdlite.torch as hvd
 from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told
-from hvdlite import mpi, rendezvous
+from hvdlite import mpi
 from hvdlite.collectives import shm_exchange
 from hvdlite.distributed import doors
 from hvdlite.errors import ShutDownError, StartupError
 from hvdlite.rank_list import rank_list
+from hvdlite.start import rendezvous
 
 pytestmark = [
     pytest.mark.any_mpi,

@@ -13,9 +13,9 @@ from backend_lab import RANK, SIZE
 from hvdlite.dtypes import DType
 from hvdlite.errors import StartupError
 from hvdlite.job_runtime import Runtime
-from hvdlite.lifeline import Lifeline
-from hvdlite.rendezvous import MissingError, RendezvousRanks
-from hvdlite.surviving_ranks import Medium, SurvivingRanks
+from hvdlite.recovery.lifeline import Lifeline
+from hvdlite.recovery.surviving_ranks import Medium, SurvivingRanks
+from hvdlite.start.rendezvous import MissingError, RendezvousRanks
 from machines_lab import machines
 from runtime_lab import TINY, Tensor, agree, allreduce
 

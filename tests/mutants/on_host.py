@@ -197,18 +197,18 @@ MUTANTS = [
     ),
     # Ranks that meet without MPI.
     Mutant(
-        "hvdlite/meeting_point.py",
+        "hvdlite/start/meeting_point.py",
         "lambda: self._gone(gathering) or not gathering.missing",
         "lambda: not gathering.missing",
         "unit/test_rendezvous.py",
     ),
     Mutant(
-        "hvdlite/meeting_point.py",
+        "hvdlite/start/meeting_point.py",
         "if rank in gathering.left or gathering.is_over:",
         "if rank in gathering.left:",
         "unit/test_rendezvous.py",
     ),
-    Mutant("hvdlite/rendezvous.py", "self._subsets[members] += 1", "pass", "unit/test_rendezvous.py"),
+    Mutant("hvdlite/start/rendezvous.py", "self._subsets[members] += 1", "pass", "unit/test_rendezvous.py"),
     Mutant(
         "hvdlite/cli/ranks.py",
         "end_with_parent(signal.SIGKILL)",

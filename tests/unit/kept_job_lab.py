@@ -12,7 +12,7 @@ from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import OnWord
 from hvdlite.cli.kept_job import KeptJob, Limits
 from hvdlite.cli.rank_words import RankWords
-from hvdlite.keeper import Word
+from hvdlite.recovery.keeper import Word
 
 A, B, C = Host("a", 2), Host("b", 2), Host("c", 2)
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from hvdlite import connections
-from hvdlite.connections import Connection, complaints, of_processes
+from hvdlite.links import connections
+from hvdlite.links.connections import Connection, complaints, of_processes
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -25,9 +25,9 @@ from hvdlite.distributed.meeting import listen
 from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.work import GroupWork, all_of
 from hvdlite.errors import CollectiveError, StartupError
-from hvdlite.proof import new_key
-from hvdlite.rendezvous import RendezvousRanks
-from hvdlite.torch_store import InGivenStore
+from hvdlite.links.proof import new_key
+from hvdlite.start.rendezvous import RendezvousRanks
+from hvdlite.start.torch_store import InGivenStore
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,7 +19,7 @@ from hvdlite.distributed.messages import ANY, Arrival, Offer, Parcel, Wish, memo
 from hvdlite.distributed.pump import Pump
 from hvdlite.distributed.sockets import READ, Sockets
 from hvdlite.distributed.work import GroupWork
-from hvdlite.proof import new_key
+from hvdlite.links.proof import new_key
 
 LARGE = 100_000
 

@@ -10,13 +10,13 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from hvdlite import reception
 from hvdlite.config import DOCTOR
 from hvdlite.doctor import before_mpi
 from hvdlite.doctor.links import NOBODY, Address, Door, Try, mtu_of
 from hvdlite.doctor.network import ask_for_door, measure, try_addresses
 from hvdlite.doctor.station import Station, answer_to, datagram, secret
-from hvdlite.proof import Caller, new_key, prove
+from hvdlite.links import reception
+from hvdlite.links.proof import Caller, new_key, prove
 
 LOOPBACK = Address("lo", "127.0.0.1", 1500)  # the kernel's is larger than what a datagram takes
 

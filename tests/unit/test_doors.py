@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from hvdlite import reception
-from hvdlite.dial import Dial
 from hvdlite.distributed import doors as doors_module
 from hvdlite.distributed.doors import _CLAIM as CLAIM, Door, Entrance
 from hvdlite.distributed.links import _HEADER as HEADER, Outgoing
 from hvdlite.distributed.post import Post
 from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import CollectiveError
-from hvdlite.interfaces import Interface
-from hvdlite.proof import Caller, Secret, prove
-from hvdlite.reception import Hearing
+from hvdlite.links import reception
+from hvdlite.links.dial import Dial
+from hvdlite.links.interfaces import Interface
+from hvdlite.links.proof import Caller, Secret, prove
+from hvdlite.links.reception import Hearing
 
 HERE = "127.0.0.1"
 LO = Interface("lo", HERE, up=True, loopback=True)

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import hvdlite.end_notice
-from hvdlite.end_notice import EndNotices, say_end
+import hvdlite.liveness.end_notice
+from hvdlite.liveness.end_notice import EndNotices, say_end
 
 PATIENCE_S = 4.0
 SAY = """
 import os, sys
-from hvdlite.end_notice import say_end
+from hvdlite.liveness.end_notice import say_end
 os.setuid(int(sys.argv[1]))
 say_end()
 print("said", flush=True)
@@ -38,8 +38,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(hvdlite.end_notice, "time", SimpleNamespace(monotonic=clock.monotonic))
-    monkeypatch.setattr(hvdlite.end_notice, "END_S", PATIENCE_S - 1.0)
+    monkeypatch.setattr(hvdlite.liveness.end_notice, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(hvdlite.liveness.end_notice, "END_S", PATIENCE_S - 1.0)
     return clock
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite import interfaces as module, mpi
+from hvdlite import mpi
 from hvdlite.errors import ConfigError
-from hvdlite.interfaces import Interface, interfaces, is_own, mpi_environment, select
+from hvdlite.links import interfaces as module
+from hvdlite.links.interfaces import Interface, interfaces, is_own, mpi_environment, select
 
 LO = Interface("lo", "127.0.0.1", up=True, loopback=True)
 ETH0 = Interface("eth0", "10.77.0.1", up=True, loopback=False)

@@ -16,15 +16,17 @@ from typing import BinaryIO
 
 import pytest
 
-from hvdlite import cli, meeting_point, safekeeping
+from hvdlite import cli
 from hvdlite.cli.job import Host, Launch
 from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER, START
-from hvdlite.interfaces import Interface
-from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_in, pair_of
-from hvdlite.meeting_point import connect
+from hvdlite.links.interfaces import Interface
 from hvdlite.memory.memory_file import create_memory_file, is_final, write_memory_file
-from hvdlite.safekeeping import Safekeeping
+from hvdlite.recovery import safekeeping
+from hvdlite.recovery.keeper import MESSAGE, TO_RANKS, Word, pair_in, pair_of
+from hvdlite.recovery.safekeeping import Safekeeping
+from hvdlite.start import meeting_point
+from hvdlite.start.meeting_point import connect
 from ipv6 import has_ipv6
 from run_lab import executable
 

@@ -13,8 +13,8 @@ from hvdlite.cli.children import Stops
 from hvdlite.cli.discovery import IsOver
 from hvdlite.cli.job import Host
 from hvdlite.errors import ConfigError
-from hvdlite.keeper import Word, pair_of
-from hvdlite.membership import ADDED, REMOVED
+from hvdlite.recovery.keeper import Word, pair_of
+from hvdlite.recovery.membership import ADDED, REMOVED
 from kept_job_lab import A, B, C, Job, commits, succeed
 
 quick = kept_job_lab.quick

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kept_job_lab
-from hvdlite.keeper import Word, pair_of
+from hvdlite.recovery.keeper import Word, pair_of
 from kept_job_lab import A, B, C, Job, commits, succeed
 
 quick = kept_job_lab.quick

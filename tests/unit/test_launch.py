@@ -17,7 +17,7 @@ import hvdlite
 from hvdlite import remote_call
 from hvdlite.config import CALL_ADDRESS, CALL_KEY
 from hvdlite.errors import RankFailedError, StartupError
-from hvdlite.proof import Caller
+from hvdlite.links.proof import Caller
 from hvdlite.remote_call import CallServer, pack
 from ipv6 import has_ipv6
 from launching import MARK, processes_with

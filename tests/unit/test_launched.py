@@ -12,7 +12,7 @@ import pytest
 from hvdlite.config import told_number
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.launched import LAUNCHERS, Launched, Launcher, Meeting, find, launcher_process, without_launcher
-from hvdlite.torch_store import InStore
+from hvdlite.start.torch_store import InStore
 
 
 def variables(text: str) -> dict[str, str]:

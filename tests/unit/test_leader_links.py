@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from hvdlite import reception
-from hvdlite.dial import Address
 from hvdlite.errors import StartupError
-from hvdlite.interfaces import Interface
-from hvdlite.leader_links import _CLAIM as CLAIM, Listener, _secret, connect, connect_leaders
-from hvdlite.proof import Caller, Secret, new_key, prove
-from hvdlite.reception import Hearing
+from hvdlite.links import reception
+from hvdlite.links.dial import Address
+from hvdlite.links.interfaces import Interface
+from hvdlite.links.leader_links import _CLAIM as CLAIM, Listener, _secret, connect, connect_leaders
+from hvdlite.links.proof import Caller, Secret, new_key, prove
+from hvdlite.links.reception import Hearing
 from hvdlite.topology import Topology
 from thread_comm import on_ranks
 

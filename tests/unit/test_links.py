@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdlite import link_probe, link_watch
 from hvdlite.errors import StartupError
-from hvdlite.link_probe import Tried, slow_link, try_links
-from hvdlite.link_watch import Delivery, LinkRates, LinkWatch, Turns, deliveries
+from hvdlite.links import link_probe, link_watch
+from hvdlite.links.link_probe import Tried, slow_link, try_links
+from hvdlite.links.link_watch import Delivery, LinkRates, LinkWatch, Turns, deliveries
 from hvdlite.topology import Topology
 
 HOSTS = {"10.0.0.2": "node1", "10.0.0.3": "node2"}

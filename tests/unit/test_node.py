@@ -18,10 +18,10 @@ import pytest
 
 import hvdlite.node
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
+from hvdlite.links.proof import Caller, Secret, prove
 from hvdlite.memory.memory_file import create_memory_file
 from hvdlite.memory.segment import Segment
 from hvdlite.node import _CLAIM as CLAIM, Door, Node, discover
-from hvdlite.proof import Caller, Secret, prove
 from thread_comm import on_ranks
 
 ELSEWHERE = Door("\0elsewhere", b"k" * 32)

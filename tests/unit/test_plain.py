@@ -18,7 +18,7 @@ from hvdlite.distributed.creation import _Where
 from hvdlite.distributed.doors import Door
 from hvdlite.errors import ConfigError
 from hvdlite.launched import Meeting
-from hvdlite.rendezvous import MissingError
+from hvdlite.start.rendezvous import MissingError
 
 VALUES = [
     None,
@@ -71,10 +71,10 @@ FOREIGN = [
             ["hvdlite.bootstrap:Path", "/"],
             ["hvdlite.bootstrap:start_world", None],
             ["hvdlite.never.loaded:Door", 1],
-            ["hvdlite.reception:Reception", [], None, None],
+            ["hvdlite.links.reception:Reception", [], None, None],
             ["hvdlite.distributed.doors:Door", "name"],
             ["hvdlite.launched:Meeting", "nowhere else"],
-            ["kind", "hvdlite.reception:Reception"],
+            ["kind", "hvdlite.links.reception:Reception"],
             ["kind", "builtins:OSError"],
         )
     ),

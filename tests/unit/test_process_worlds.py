@@ -9,7 +9,7 @@ import pytest
 
 from hvdlite.config import Config
 from hvdlite.errors import RankFailedError, StallError
-from hvdlite.health import Health
+from hvdlite.liveness.health import Health
 from hvdlite.process_worlds import ProcessWorlds
 
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
-from hvdlite import meeting_point, plain
+from hvdlite import plain
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import ConfigError, StartupError
-from hvdlite.meeting_point import AtMeetingPoint, MeetingPoint, Visit
-from hvdlite.proof import Caller, Secret, prove
-from hvdlite.rendezvous import RendezvousRanks
+from hvdlite.links.proof import Caller, Secret, prove
+from hvdlite.start import meeting_point
+from hvdlite.start.meeting_point import AtMeetingPoint, MeetingPoint, Visit
+from hvdlite.start.rendezvous import RendezvousRanks
 from hvdlite.version import __version__
 
 

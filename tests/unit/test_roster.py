@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.roster import Generation, Join, Roster
+from hvdlite.recovery.roster import Generation, Join, Roster
 
 
 def roster(count: int, least: int = 1) -> Roster:

@@ -15,7 +15,7 @@ import pytest
 from hvdlite.cli import run
 from hvdlite.cli.job import Command, Launch
 from hvdlite.cli.rank_words import RankWords
-from hvdlite.keeper import Word
+from hvdlite.recovery.keeper import Word
 from run_lab import OPEN_MPI_5, PROGRAM, TWO_HOSTS, executable, gone
 
 

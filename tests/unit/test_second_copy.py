@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hvdlite import second_copy
 from hvdlite.memory.memory_file import write_memory_file
-from hvdlite.second_copy import _HEAD, Courier, SecondCopy
+from hvdlite.recovery import second_copy
+from hvdlite.recovery.second_copy import _HEAD, Courier, SecondCopy
 
 
 class Way:

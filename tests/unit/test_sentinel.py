@@ -13,9 +13,9 @@ import pytest
 
 from hvdlite import _native
 from hvdlite.launched import LauncherProcess
+from hvdlite.liveness.sentinel import Sentinel
+from hvdlite.liveness.sentinel_messages import Failed, Finished, written
 from hvdlite.processes import ProcessAddress
-from hvdlite.sentinel import Sentinel
-from hvdlite.sentinel_messages import Failed, Finished, written
 
 PATIENCE_S = 10.0
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite import start_watch
-from hvdlite.start_watch import StartWatch
+from hvdlite.start import start_watch
+from hvdlite.start.start_watch import StartWatch
 
 
 class Host:

@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
-from hvdlite import survivor_meeting
 from hvdlite.errors import StartupError
-from hvdlite.lifeline import GoneError
-from hvdlite.survivor_meeting import SurvivorMeeting, call_to
+from hvdlite.recovery import survivor_meeting
+from hvdlite.recovery.lifeline import GoneError
+from hvdlite.recovery.survivor_meeting import SurvivorMeeting, call_to
 
 NUMBER = 2
 SILENCE_S, QUIET_S, PATIENCE_S = 0.3, 1.0, 40.0

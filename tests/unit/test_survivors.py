@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdlite import launched, survivors
+from hvdlite import launched
 from hvdlite.config import Config
 from hvdlite.errors import RankFailedError
 from hvdlite.processes import ProcessAddress
-from hvdlite.survivors import Survivors
+from hvdlite.recovery import survivors
+from hvdlite.recovery.survivors import Survivors
 
 
 class Line:

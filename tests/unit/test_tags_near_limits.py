@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdlite.errors import StartupError
-from hvdlite.surviving_ranks import ROOM_FOR_SUBSETS, Medium, SurvivingRanks
+from hvdlite.recovery.surviving_ranks import ROOM_FOR_SUBSETS, Medium, SurvivingRanks
 from thread_comm import ThreadComm, on_ranks
 
 LEAST = 32767  # the least MPI_TAG_UB that MPI's standard allows

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from hvdlite.wire import connect_unix
+from hvdlite.links.wire import connect_unix
 
 
 @pytest.fixture

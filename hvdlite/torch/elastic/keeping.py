@@ -19,7 +19,7 @@ import hvdlite
 from hvdlite import default_runtime
 from hvdlite.config import TO_SAVE, other_variable
 from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, UnrecoverableError
-from hvdlite.safekeeping import Safekeeping
+from hvdlite.recovery.safekeeping import Safekeeping
 
 _LOG = logging.getLogger("hvdlite")
 

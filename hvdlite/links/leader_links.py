@@ -16,11 +16,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from hvdlite.agreement import Ranks, exchange
-from hvdlite.dial import Address, first_that_proves_itself, listed
 from hvdlite.errors import StartupError
-from hvdlite.interfaces import Interface, select
-from hvdlite.proof import Secret, new_key
-from hvdlite.reception import Reception, listen_at
+from hvdlite.links.dial import Address, first_that_proves_itself, listed
+from hvdlite.links.interfaces import Interface, select
+from hvdlite.links.proof import Secret, new_key
+from hvdlite.links.reception import Reception, listen_at
 from hvdlite.topology import Topology
 
 _CLAIM = struct.Struct("<II")  # node index of the child, node index of the parent

@@ -14,13 +14,13 @@ from hvdlite import launched
 from hvdlite.agreement import Bootstrap
 from hvdlite.config import Config
 from hvdlite.errors import HorovodInternalError, StallError, StartupError
-from hvdlite.lifeline import Lifeline
 from hvdlite.mpi import MpiRanks
 from hvdlite.processes import ProcessAddress, has_ended, is_stopped
-from hvdlite.rendezvous import RendezvousRanks
-from hvdlite.roster import Generation
-from hvdlite.surviving_ranks import ROOM_FOR_SUBSETS, Medium, SurvivingRanks
-from hvdlite.survivor_meeting import SurvivorMeeting, call_to
+from hvdlite.recovery.lifeline import Lifeline
+from hvdlite.recovery.roster import Generation
+from hvdlite.recovery.surviving_ranks import ROOM_FOR_SUBSETS, Medium, SurvivingRanks
+from hvdlite.recovery.survivor_meeting import SurvivorMeeting, call_to
+from hvdlite.start.rendezvous import RendezvousRanks
 
 _SPREAD_S = 1.0  # how long news of a failure are on their way
 _CALL_S = 1.0  # between two calls
@@ -31,7 +31,7 @@ Claim = Callable[[int, int], bool]
 
 
 class Survivors:
-    """That of this process; has what `hvdlite.membership.Membership` has. Workers are ranks of COMM_WORLD.
+    """That of this process; has what `hvdlite.recovery.membership.Membership` has. Workers are ranks of COMM_WORLD.
 
     Attributes:
         generation: the present one; None before the first `join`.

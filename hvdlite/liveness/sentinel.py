@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 
 from hvdlite import _native
 from hvdlite.launched import LauncherProcess
-from hvdlite.processes import end_of
-from hvdlite.sentinel_messages import (
+from hvdlite.liveness.sentinel_messages import (
     HEARTBEAT,
     DamagedError,
     Failed,
@@ -40,6 +39,7 @@ from hvdlite.sentinel_messages import (
     shortened,
     written,
 )
+from hvdlite.processes import end_of
 
 _LOG = logging.getLogger("hvdlite")
 _FAREWELL_S = 1.0  # how long close() waits for a neighbour that does not take everything

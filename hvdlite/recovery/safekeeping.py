@@ -11,11 +11,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import BinaryIO
 
-from hvdlite.keeper import MESSAGE, TO_RANKS, Word, pair_of
-from hvdlite.meeting_point import connect
+from hvdlite.links.wire import read_exactly
 from hvdlite.memory.memory_file import write_memory_file
 from hvdlite.naps import growing_pause_s
-from hvdlite.wire import read_exactly
+from hvdlite.recovery.keeper import MESSAGE, TO_RANKS, Word, pair_of
+from hvdlite.start.meeting_point import connect
 
 _LOG = logging.getLogger("hvdlite")
 
@@ -73,7 +73,7 @@ class Safekeeping:
         return self._ask(Word.FETCH)
 
     def news(self) -> int:
-        """What the ranks are to hear, bits of `hvdlite.membership`."""
+        """What the ranks are to hear, bits of `hvdlite.recovery.membership`."""
         return self._ask(Word.NEWS)[0]
 
     def say_starting(self, start: int, rank: int) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 from hvdlite.errors import StartupError
 from hvdlite.launched import Launched
-from hvdlite.rendezvous import START_LIMIT, MissingError
+from hvdlite.start.rendezvous import START_LIMIT, MissingError
 
 _TRIES_SHARE = 1 / 3  # torch tries to connect once more, after up to twice as long as it has tried before
 _PROOF_BYTES = 32  # of SHA-256
 
 
 class InGivenStore:
-    """A `hvdlite.rendezvous.Place` in ``store``, which is one of torch.distributed.
+    """A `hvdlite.start.rendezvous.Place` in ``store``, which is one of torch.distributed.
 
     Args:
         key: proves which values are of these ranks; empty: they have none, and believe whoever reaches the store.
@@ -30,7 +30,7 @@ class InGivenStore:
         self._limit = limit
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
-        """See `hvdlite.rendezvous.Place`."""
+        """See `hvdlite.start.rendezvous.Place`."""
         names = {other: f"{key}/{other}" for other in ranks}
         try:
             self._store.set(names[rank], self._proof(names[rank], data) + data)
@@ -58,7 +58,7 @@ class InGivenStore:
 
 
 class InStore(InGivenStore):
-    """A `hvdlite.rendezvous.Place` in the store that torch's own ``env://`` would take.
+    """A `hvdlite.start.rendezvous.Place` in the store that torch's own ``env://`` would take.
 
     torchrun keeps that store itself, and a part of it for each restart of the ranks; elsewhere rank 0 does, for
     torch.distributed too if the program uses it.

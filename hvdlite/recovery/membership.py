@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from hvdlite import plain
 from hvdlite.errors import StartupError
-from hvdlite.meeting_point import connect, receive, send
-from hvdlite.roster import Generation, Join
+from hvdlite.recovery.roster import Generation, Join
+from hvdlite.start.meeting_point import connect, receive, send
 
 REMOVED, ADDED = 1, 2  # bits of what a member is told: workers are to leave, workers want to come
 

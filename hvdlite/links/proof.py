@@ -19,7 +19,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from hvdlite.wire import read_exactly
+from hvdlite.links.wire import read_exactly
 
 KEY_BYTES = 32
 _NONCE_BYTES = 16

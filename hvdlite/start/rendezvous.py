@@ -1,6 +1,6 @@
 """Ranks that meet without MPI: whatever they tell one another goes through a place that all of them know.
 
-`hvdlite.meeting_point` has hvdliterun's place, `hvdlite.torch_store` a store of torch.distributed.
+`hvdlite.start.meeting_point` has hvdliterun's place, `hvdlite.start.torch_store` a store of torch.distributed.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hvdlite.config import END_NOTICES, other_variable
+from hvdlite.links.wire import CREDENTIALS
 from hvdlite.processes import has_ended
-from hvdlite.wire import CREDENTIALS
 
 _NAME = b"\0hvdlite-end-"
 END_S = 3.0

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from hvdlite import _native
 from hvdlite.config import Config
-from hvdlite.end_notice import say_end
 from hvdlite.errors import (
     CollectiveError,
     HorovodInternalError,
@@ -20,9 +19,10 @@ from hvdlite.errors import (
     is_known_everywhere,
 )
 from hvdlite.launched import LauncherProcess
+from hvdlite.liveness.end_notice import say_end
+from hvdlite.liveness.sentinel import Sentinel
+from hvdlite.liveness.sentinel_messages import Failed
 from hvdlite.node import Node
-from hvdlite.sentinel import Sentinel
-from hvdlite.sentinel_messages import Failed
 from hvdlite.tracebacks import described
 
 _LOG = logging.getLogger("hvdlite")

@@ -4,7 +4,8 @@ hvdliterun starts it as mpirun starts its daemons, with what it has to know on i
 a host that does not answer any more is known as such. Ranks reach it over an abstract unix socket, and hand over a
 commit as a memory file that nobody can change any more. It changes hands as a whole, so one is enough: a rank or a host
 that dies meanwhile leaves the commit before. A commit that one host alone has goes to hvdliterun as well, if that is on
-another machine (`hvdlite.second_copy`). Nothing that comes in is unpickled; the keeper never looks into a commit.
+another machine (`hvdlite.recovery.second_copy`). Nothing that comes in is unpickled; the keeper never looks into a
+commit.
 
 Messages are a word and a number on both connections. The keeper ends with its stdin, or its link to hvdliterun.
 """
@@ -27,13 +28,13 @@ from enum import IntEnum
 from functools import partial
 
 from hvdlite.config import KEEPER, START
-from hvdlite.dial import first_that_proves_itself, listed
+from hvdlite.links.dial import first_that_proves_itself, listed
+from hvdlite.links.proof import Secret, prove
+from hvdlite.links.reception import PATIENCE_S, Reception
+from hvdlite.links.wire import connect_unix, read_exactly
 from hvdlite.memory.memory_file import is_final
-from hvdlite.proof import Secret, prove
-from hvdlite.reception import PATIENCE_S, Reception
-from hvdlite.second_copy import Courier
-from hvdlite.start_watch import StartWatch
-from hvdlite.wire import connect_unix, read_exactly
+from hvdlite.recovery.second_copy import Courier
+from hvdlite.start.start_watch import StartWatch
 
 MESSAGE = struct.Struct("<BQ")
 CALL = struct.Struct("<I?")  # what a keeper claims to hvdliterun: its number, and whether it calls for a second copy
@@ -45,7 +46,7 @@ class Word(IntEnum):
 
     PING = 1  # hvdliterun: answered with HOLDS
     HOLDS = 2  # the number of the commit that the keeper has, 0: none
-    NEWS = 3  # hvdliterun: what ranks shall hear, bits of `hvdlite.membership`; a rank: asks for that
+    NEWS = 3  # hvdliterun: what ranks shall hear, bits of `hvdlite.recovery.membership`; a rank: asks for that
     BEGIN = 4  # hvdliterun: ranks are started, so many times by now; for them there are no news
     DEPOSIT = 5  # a rank: the number of the commit whose file comes with it
     DEPOSIT_ALONE = 11  # likewise, and no other host has ranks

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvdlite.errors import StartupError
-from hvdlite.proof import Host, Secret
-from hvdlite.wire import SHORTAGE_S, SHORTAGES, is_ours
+from hvdlite.links.proof import Host, Secret
+from hvdlite.links.wire import SHORTAGE_S, SHORTAGES, is_ours
 
 PATIENCE_S = 10.0
 """How long a proof may take."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.naps import nap_until
-from hvdlite.rendezvous import RendezvousRanks
+from hvdlite.start.rendezvous import RendezvousRanks
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvdlite.errors import StartupError
+from hvdlite.links.wire import read_exactly
 from hvdlite.topology import Topology
-from hvdlite.wire import read_exactly
 
 _LENGTH = struct.Struct("<I")
 _ARRIVED = struct.Struct("<Qd")

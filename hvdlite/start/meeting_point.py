@@ -20,12 +20,12 @@ from typing import NamedTuple
 from hvdlite import plain
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import StartupError
-from hvdlite.proof import Secret, new_key, prove
-from hvdlite.reception import PATIENCE_S, Reception
-from hvdlite.rendezvous import START_LIMIT, MissingError
-from hvdlite.roster import Join
+from hvdlite.links.proof import Secret, new_key, prove
+from hvdlite.links.reception import PATIENCE_S, Reception
+from hvdlite.links.wire import SHORTAGES, connect_unix, is_ours, read_exactly
+from hvdlite.recovery.roster import Join
+from hvdlite.start.rendezvous import START_LIMIT, MissingError
 from hvdlite.version import __version__
-from hvdlite.wire import SHORTAGES, connect_unix, is_ours, read_exactly
 
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30  # of a message
@@ -152,7 +152,7 @@ class MeetingPoint:
 
 
 class AtMeetingPoint:
-    """A rank's end, a `hvdlite.rendezvous.Place`.
+    """A rank's end, a `hvdlite.start.rendezvous.Place`.
 
     Args:
         where: what `MeetingPoint.environment` says.
@@ -166,7 +166,7 @@ class AtMeetingPoint:
         self._limit = limit
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
-        """See `hvdlite.rendezvous.Place`."""
+        """See `hvdlite.start.rendezvous.Place`."""
         try:
             with connect(self._where) as link:
                 send(link, plain.dumps(Visit(key, tuple(ranks), rank, timeout_s, data, self._limit)))

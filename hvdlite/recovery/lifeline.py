@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvdlite.rendezvous import MissingError
+from hvdlite.start.rendezvous import MissingError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,7 +27,7 @@ class GoneError(Exception):
 
 
 class Lifeline:
-    """Between all ranks of ``comm``, which is duplicated; a `hvdlite.rendezvous.Place` as well.
+    """Between all ranks of ``comm``, which is duplicated; a `hvdlite.start.rendezvous.Place` as well.
 
     A message has a key. Messages of other keys are kept for who asks for them, so nothing that is left over from an
     earlier meeting is taken for something else. Any thread may send; one receives.
@@ -81,7 +81,7 @@ class Lifeline:
         return self._kept.pop((source, key))
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
-        """See `hvdlite.rendezvous.Place`; the first of ``ranks`` collects, and tells the others."""
+        """See `hvdlite.start.rendezvous.Place`; the first of ``ranks`` collects, and tells the others."""
         until_s = time.monotonic() + timeout_s
         if rank != ranks[0]:
             self.send(ranks[0], key, data)

@@ -12,18 +12,20 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from hvdlite.proof import Caller, Secret
-from hvdlite.wire import SHORTAGES, is_ours
+from hvdlite.links.proof import Caller, Secret
+from hvdlite.links.wire import SHORTAGES, is_ours
 
 Address = tuple[str, int]
 
 
 class Dial:
-    """The caller's end of `hvdlite.reception`. It is ready to be read, as an open file, when there is something to do.
+    """The caller's end of `hvdlite.links.reception`.
+
+    It is ready to be read, as an open file, when there is something to do.
 
     Args:
         addresses: of TCP (IPv4, IPv6), or names of unix sockets.
-        claim: see `hvdlite.proof`.
+        claim: see `hvdlite.links.proof`.
 
     Attributes:
         was_hung_up: a connection has ended before a proof; who listens may have many to hear, or be about to leave.

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvdlite.errors import StartupError
+from hvdlite.links.wire import read_exactly
 from hvdlite.memory.memory_file import write_memory_file
-from hvdlite.wire import read_exactly
 
 _HEAD = struct.Struct("<QQ")
 _YES, _NO = b"y", b"n"

@@ -20,14 +20,14 @@ from typing import NamedTuple, Protocol
 
 from hvdlite import plain
 from hvdlite.errors import StartupError
-from hvdlite.lifeline import GoneError
+from hvdlite.recovery.lifeline import GoneError
 
 _NAP_S = 0.5e-3
 _PROOF_S = 1.5  # who calls so long after it was passed over lives: calls come every second
 
 
 class Messages(Protocol):
-    """What a meeting asks of `hvdlite.lifeline.Lifeline`."""
+    """What a meeting asks of `hvdlite.recovery.lifeline.Lifeline`."""
 
     def send(self, to: int, key: str, data: bytes) -> None: ...
     def receive(self, source: int, key: str) -> bytes | None: ...

@@ -1,0 +1,1 @@
+"""Sockets between processes of a job: who is at the other end, over which interface, and how well it goes."""

@@ -1,0 +1,1 @@
+"""Who is alive; and one failure, known on every rank, that ends every wait."""

@@ -1,0 +1,1 @@
+"""Where ranks meet that were started together, without MPI."""
