@@ -278,14 +278,27 @@ class _ObjectPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Sends of a tensor what it shows; torch would send all memory behind it, of a gradient a whole fusion buffer."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if (
-            type(obj) is torch.Tensor
-            and obj.layout is torch.strided
-            and obj.untyped_storage().nbytes() > obj.numel() * obj.element_size()
-        ):
-            copy = obj.detach().clone().requires_grad_(obj.requires_grad)
-            return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        if type(obj) is torch.Tensor and obj.layout is torch.strided:
+            is_part = obj.untyped_storage().nbytes() > obj.numel() * obj.element_size()
+            shown = obj.detach().clone().requires_grad_(obj.requires_grad) if is_part else obj
+            if not _can_be_broadcast(shown):  # of float8, for example, which torch pickles such that nobody can read it
+                return _loaded, (_saved(shown),)
+            if is_part:
+                return shown.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         return super().reducer_override(obj)
+
+
+def _saved(tensor: torch.Tensor) -> bytes:
+    """``tensor`` as `torch.save` writes it, which knows every element type."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+def _loaded(saved: bytes) -> torch.Tensor:
+    """What `_saved` has written."""
+    tensor: torch.Tensor = torch.load(io.BytesIO(saved), weights_only=False)
+    return tensor
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -306,7 +319,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):  # as a whole: what is in it is there when it is made
-            return pickle.loads, (cloudpickle.dumps(obj),)
+            file = io.BytesIO()
+            _ObjectPickler(file).dump(obj)
+            return pickle.loads, (file.getvalue(),)
         return super().reducer_override(obj)
 
 

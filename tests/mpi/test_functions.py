@@ -202,6 +202,7 @@ def test_optimizer_state_of_unusual_tensors() -> None:
         "sparse": torch.eye(3).to_sparse(),
         "expanded": torch.tensor([2.0]).expand(4),
         "complex": torch.tensor([1 + 2j]),
+        "float8": torch.arange(6.0)[::2].to(torch.float8_e5m2),
         "usual": torch.tensor([3.0]),
     }
     model = torch.nn.Linear(2, 2)
@@ -212,7 +213,8 @@ def test_optimizer_state_of_unusual_tensors() -> None:
     received = optimizer.state[model.weight]
     for name, tensor in unusual.items():
         assert received[name].layout is tensor.layout
-        assert torch.equal(received[name].to_dense(), tensor.to_dense())
+        assert received[name].dtype is tensor.dtype
+        assert received[name].to_dense().tolist() == tensor.to_dense().tolist()
     assert received["several"][0].is_sparse
     assert received["several"][1] is received["usual"]
 
@@ -293,6 +295,22 @@ def test_tensors_inside_objects() -> None:
         assert received["bf16"].tolist() == [root + i for i in range(4)]
         assert received["part"].tolist() == [root + i for i in range(1, 4)]
         assert received["part"].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16], ids=str)
+def test_tensors_inside_objects_that_torch_pickles_unreadably(dtype: torch.dtype) -> None:
+    """Of an element type that came after torch's typed storages."""
+    large = torch.arange(100_000).remainder(8).to(dtype)
+    payload, _ = functions._pickled({"part": large[:6].view(2, 3)})
+    assert payload.numel() < 10_000
+    sent = {"scalar": large[3], "part": large[:6].view(2, 3), "none": large[:0]}
+    for received in hvd.allgather_object(sent):
+        assert {name: tensor.dtype for name, tensor in received.items()} == dict.fromkeys(sent, dtype)
+        assert {name: tensor.tolist() for name, tensor in received.items()} == {
+            "scalar": 3,
+            "part": [[0, 1, 2], [3, 4, 5]],
+            "none": [],
+        }
 
 
 def test_a_part_of_a_tensor_brings_no_more_along() -> None:
