@@ -16,7 +16,7 @@ from hvdlite.torch.handle import Handle, label_of
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import ReduceOptions
 from hvdlite.torch.start import start_allgather
-from hvdlite.torch.tensor_view import torch_dtype
+from hvdlite.torch.tensor_view import check_tensor, torch_dtype
 
 
 def check_adasum(process_set: ProcessSet) -> None:
@@ -48,13 +48,13 @@ def adasum_async(
 
     Raises:
         NotImplementedError: see `check_adasum`.
-        ValueError: a tensor is not of floats.
+        ValueError: a tensor is not of floats, or hvdlite cannot communicate it.
     """
     process_set, (_, prescale, postscale) = options.process_set, options.reduction
     check_adasum(process_set)
     label = label_of("allreduce", name)
     for tensor in tensors:
-        if not tensor.is_floating_point():
+        if not check_tensor(tensor, label).is_floating_point():
             raise ValueError(f"{label}: Adasum combines floats, and the tensor is {tensor.dtype}; pass tensor.float()")
     gathers = []
     for i, tensor in enumerate(tensors):

@@ -75,6 +75,8 @@ def check_tensor(tensor: object, what: str) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what}: expected a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise ValueError(f"{what}: the tensor is nested; pass torch.nested.to_padded_tensor(tensor, 0.0)")
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what}: the layout is {tensor.layout}; pass tensor.to_dense()")
     if not (tensor.is_cpu or tensor.is_cuda):

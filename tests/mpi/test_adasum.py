@@ -176,6 +176,21 @@ def test_integers_are_refused() -> None:
 
 
 @defined
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (0.5, "expected a torch.Tensor, got float"),
+        (torch.eye(2).to_sparse(), r"sparse_coo; pass tensor\.to_dense"),
+        (torch.ones(2, device="meta"), "is on meta"),
+    ],
+    ids=["number", "sparse", "meta"],
+)
+def test_what_is_refused_as_by_any_allreduce(tensor: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=f"allreduce 't': .*{text}"):
+        hvd.allreduce(tensor, op=hvd.Adasum, name="t")
+
+
+@defined
 @pytest.mark.skipif(SIZE == 1, reason="alone nobody contradicts")
 def test_ranks_that_contradict_each_other() -> None:
     odd = hvd.rank() == 1

@@ -289,6 +289,15 @@ def test_unknown_dtype_lists_the_known() -> None:
         dtype_of(torch.float8_e5m2)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors(world: FakeWorld, layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)], layout=layout)
+    with pytest.raises(ValueError, match=r"allreduce 't': the tensor is nested; pass torch\.nested\.to_padded_tensor"):
+        hvd.allreduce(nested, name="t")
+    assert not world.submitted
+
+
 def fake() -> torch.Tensor:
     with FakeTensorMode():
         return torch.ones(3)
