@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import NamedTuple
 
@@ -62,6 +63,9 @@ def reduce_options(
         )
         op = Average if average else Sum
     reduction = Reduction(check_op(Average if op is None else op), float(prescale), float(postscale))
+    for argument, factor in (("prescale_factor", reduction.prescale), ("postscale_factor", reduction.postscale)):
+        if math.isnan(factor):  # which differs from that of every other rank
+            raise ValueError(f"{argument} is nan; pass a number, the same on every rank")
     return ReduceOptions(reduction, wire_dtype(check_compression(compression)), check_process_set(process_set))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import math
 import subprocess
 import sys
 import weakref
@@ -116,6 +117,16 @@ def test_ops_of_torch_distributed_go_by_their_names() -> None:
 def test_what_is_no_op(op: Any) -> None:
     with pytest.raises(UsageError, match=r"op is .*; pass hvd\.Average, hvd\.Sum"):
         check_op(op)
+
+
+@pytest.mark.parametrize("argument", ["prescale_factor", "postscale_factor"])
+def test_a_factor_that_is_no_number(world: FakeWorld, argument: str) -> None:
+    """It differs from itself, so that ranks would be told that they have passed different ones."""
+    operations: list[Callable[..., object]] = [hvd.allreduce, hvd.allreduce_async_, hvd.reducescatter]
+    for operation in operations:
+        with pytest.raises(ValueError, match=f"{argument} is nan; pass a number"):
+            operation(torch.ones(3), op=hvd.Sum, **{argument: math.nan})
+    assert not world.submitted
 
 
 def test_every_operation_takes_ops_of_torch_distributed(world: FakeWorld) -> None:
