@@ -212,16 +212,24 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        site = self.membership.site_of([*chain(*outputs), *inputs])
-        runs = [site.collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
-        _overwritten(chain(*outputs))
-        return self._begin(site, "all_gather", in_turn(runs), inputs, outputs, opts)
+        return self._all_gather(outputs, inputs, outputs, opts)
 
     @torch_call("output_lists", "input_list", "opts")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
         """outputs[rank][i] is what ``rank`` has as inputs[i]."""
         by_input = [list(listed) for listed in zip(*outputs, strict=True)]
-        return self.allgather(by_input, inputs, opts)
+        return self._all_gather(by_input, inputs, outputs, opts)
+
+    def _all_gather(self, outputs: Sequence[Tensors], inputs: Tensors, result: Any, opts: Any) -> GroupWork:
+        """outputs[i] are for what the ranks have as inputs[i].
+
+        Args:
+            result: ``outputs``, as whoever asks for the future expects them.
+        """
+        site = self.membership.site_of([*chain(*outputs), *inputs])
+        runs = [site.collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]
+        _overwritten(chain(*outputs))
+        return self._begin(site, "all_gather", in_turn(runs), inputs, result, opts)
 
     @torch_call("output", "input", "opts")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> GroupWork:

@@ -228,6 +228,14 @@ def test_calls_that_nobody_waits_for_are_done_in_order(group: dist.ProcessGroup)
     assert works[0].exception() is None
 
 
+def test_futures_of_coalesced_gathers_hold_the_lists_of_the_caller(group: dist.ProcessGroup) -> None:
+    """One per rank, as those of Gloo."""
+    by_rank = [[torch.empty(3), torch.empty(700)] for _ in range(SIZE)]
+    future = dist.all_gather_coalesced(by_rank, [of_rank(RANK, numel) for numel in (3, 700)], async_op=True)
+    for rank, of_this in enumerate(future.wait()):
+        assert [tensor.tolist() for tensor in of_this] == [of_rank(rank, numel).tolist() for numel in (3, 700)]
+
+
 def test_several_calls_that_nobody_waits_for_do_not_block(group: dist.ProcessGroup) -> None:
     tensors = [of_rank(RANK, numel) for numel in (3, 700)]
     if RANK != SIZE - 1:
