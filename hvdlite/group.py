@@ -12,6 +12,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from hvdlite._native import Count
@@ -22,7 +23,7 @@ from hvdlite.coordinator.request import NAMED, Request
 from hvdlite.coordinator.submission import Submission
 from hvdlite.memory.base import Memory
 from hvdlite.memory.views import TensorView
-from hvdlite.recorder import Recorder
+from hvdlite.recorder import NO_SPAN, Lane, Recorder
 from hvdlite.world import World
 
 T = TypeVar("T")
@@ -137,15 +138,16 @@ class Group:
         unnamed = self.unnamed(prepared.request.label) if name is None else None
         sequence = NAMED if unnamed is None else unnamed.take()
         coordinator = self.world.coordinator
-        done = coordinator.at_once.run(prepared, sequence, tensors, unnamed)
-        if done is True:
-            return
-        if isinstance(done, Submission):
-            submission = done
-        else:
-            submission = prepared.submission(sequence, tensors)
-            coordinator.submit(submission, background=False)
-        submission.wait()
+        with self._wait(prepared.request, name):
+            done = coordinator.at_once.run(prepared, sequence, tensors, unnamed)
+            if done is True:
+                return
+            if isinstance(done, Submission):
+                submission = done
+            else:
+                submission = prepared.submission(sequence, tensors)
+                coordinator.submit(submission, background=False)
+            submission.wait()
 
     def opens_for(self, prepared: Prepared[T], name: str | None) -> bool:
         """Whether native code can start a prepared operation, so that nobody has to wait for it at once."""
@@ -176,6 +178,17 @@ class Group:
         sequence = self.count(request.label) if name is None else NAMED
         submission = Submission(request, sequence, inputs, outputs, **beside)
         coordinator = self.world.coordinator
-        if background or not (coordinator.runs_free and coordinator.do_at_once(submission)):
+        if background or not (coordinator.runs_free and self._do_at_once(submission, name)):
             coordinator.submit(submission, background=background)
         return submission
+
+    def _do_at_once(self, submission: Submission, name: str | None) -> bool:
+        """See `Coordinator.do_at_once`, which waits for other ranks before anybody waits for what this returns."""
+        with self._wait(submission.request, name):
+            return self.world.coordinator.do_at_once(submission)
+
+    def _wait(self, request: Request, name: str | None) -> AbstractContextManager[None]:
+        """For the timeline, that this thread waits for ``request``, which the user calls ``name``."""
+        if not self.recorder.enabled:
+            return NO_SPAN
+        return self.recorder.span(Lane.WAIT, request.label if name is None else f"{request.label} '{name}'")

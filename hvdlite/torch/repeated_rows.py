@@ -17,7 +17,6 @@ from hvdlite.operations.prepared import has_come_before, prepared_once
 from hvdlite.operations.prepared_telling import PreparedTelling
 from hvdlite.operations.reducescatter import PreparedReducescatter, Reducescatter
 from hvdlite.operations.telling import Telling
-from hvdlite.recorder import Lane
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
 from hvdlite.torch.handle import label_of
 from hvdlite.torch.process_set import ProcessSet
@@ -160,6 +159,5 @@ def met_at_once(process_set: ProcessSet) -> bool | None:
     if prepared is None:
         return None
     show(process_set, group, prepared, _NO_TENSOR, None)
-    with group.recorder.span(Lane.WAIT, "barrier"):
-        performed(group, prepared, _NO_TENSOR, 0, _NO_TENSOR, None)
+    performed(group, prepared, _NO_TENSOR, 0, _NO_TENSOR, None)
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,29 @@ def test_a_row_for_every_parameter_names_its_bucket(directory: Path) -> None:
         assert {event["name"] for event in own} == {name for name, _ in model.named_parameters()}
         assert len({event["tid"] for event in own}) == 4
         assert all(".bucket" in event["args"]["bucket"] for event in own)
+
+
+@pytest.mark.parametrize(
+    ("operation", "label"),
+    [
+        (lambda: hvd.allreduce(torch.ones(3), name="again"), "allreduce 'again'"),
+        (lambda: hvd.grouped_allreduce([torch.ones(3), torch.ones(4)], name="again"), "allreduce 'again'"),
+        (lambda: hvd.allgather(torch.ones(3), name="again"), "allgather 'again'"),
+        (hvd.barrier, "barrier"),
+    ],
+)
+def test_waits_for_what_repeats_are_shown_every_time(directory: Path, operation: Callable[[], Any], label: str) -> None:
+    """Also once it is a plan's, and done where it is called: the wait is how the report knows who is late."""
+    hvd.start_timeline(str(directory / "again.json"))
+    hvd.barrier()
+    begin_ns = time.monotonic_ns()
+    for _ in range(20):
+        operation()
+    end_ns = time.monotonic_ns()
+    hvd.stop_timeline()
+    if hvd.rank() == 0:
+        trace = json.loads((directory / "again.json").read_text())
+        origin_ns = int(trace["otherData"]["origin_ns"])
+        waits = [event for event in trace["traceEvents"] if event.get("cat") == "wait" and event["name"] == label]
+        begun_ns = [event["ts"] * 1000 + origin_ns for event in waits if event["pid"] == 0]
+        assert sum(begin_ns <= at_ns <= end_ns for at_ns in begun_ns) >= 20
