@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 
-from hvdlite.timeline.report import RankStep, Report
+from hvdlite.rank_list import rank_list
+from hvdlite.timeline.report import Report, Step
 
 _LATE_SHARE = 0.05  # of a step; less is noise
+_MOSTLY = 2 / 3  # of the steps in which any rank is late; of two ranks each is late in half of them by chance
 _PHASES = {
     "backward_ms": "backward",
     "optimizer_ms": "the optimizer's step",
-    "rest_ms": "forward or its data",
+    "rest_ms": "forward, its data or other code of the program",
 }
 
 
@@ -19,7 +22,9 @@ def verdict(report: Report) -> str:
     """One sentence, with medians over the steps.
 
     What the rank that waits least waits is the cost of communication. What others wait longer is the price of the rank
-    that they wait for; it is named if it is late by a twentieth of a step, with the phase in which it takes longer.
+    that they wait for; if it is late by a twentieth of a step that is said, with the phase in which it takes longer.
+    Ranks are named if they are the minority that is mostly late, as those of a slow host; where batches differ in
+    length, say, all are in turn.
     """
     if report.median is None:
         return "There is no complete step in this trace, so nothing can be said about it."
@@ -29,21 +34,33 @@ def verdict(report: Report) -> str:
     late = [step for step in report.steps if step.behind_ms is not None and step.behind_ms > _LATE_SHARE * step.step_ms]
     if not late:
         return f"{cost}{'; no rank is late' if report.ranks > 1 else ''}."
-    rank, count = Counter(step.slowest_rank for step in late).most_common(1)[0]
-    own = [step for step in late if step.slowest_rank == rank]
-    by_ms = statistics.median(step.behind_ms or 0.0 for step in own)
-    excess = {
-        name: statistics.median(_excess(step.ranks, rank, field) for step in own) for field, name in _PHASES.items()
-    }
+    named = _mostly_late(late)
+    who = "ranks are late in turn,"
+    if len(named) <= report.ranks / 2:
+        who = f"{rank_list(named)} {'is' if len(named) == 1 else 'are'} late"
+        late = [step for step in late if step.slowest_rank in named]
+    by_ms = statistics.median(step.behind_ms or 0.0 for step in late)
+    excess = {name: statistics.median(_excess(step, field) for step in late) for field, name in _PHASES.items()}
     phase = max(excess, key=lambda name: excess[name])
-    often = _share(count, len(report.steps))
-    return f"{cost}; rank {rank} is late in {often} of the steps, by {by_ms:.2f} ms, in {phase}."
+    return f"{cost}; {who} in {_share(len(late), len(report.steps))} of the steps, by {by_ms:.2f} ms, in {phase}."
 
 
-def _excess(ranks: tuple[RankStep, ...], rank: int | None, field: str) -> float:
-    """How much longer ``rank`` takes than the others."""
-    own = [getattr(each, field) for each in ranks if each.rank == rank]
-    others = [getattr(each, field) for each in ranks if each.rank != rank]
+def _mostly_late(late: Sequence[Step]) -> list[int]:
+    """The fewest ranks that are most of the late ones."""
+    named: list[int] = []
+    count = 0
+    for rank, times in Counter(step.slowest_rank for step in late if step.slowest_rank is not None).most_common():
+        named.append(rank)
+        count += times
+        if count >= _MOSTLY * len(late):
+            break
+    return sorted(named)
+
+
+def _excess(step: Step, field: str) -> float:
+    """How much longer the slowest rank takes than the others."""
+    own = [getattr(each, field) for each in step.ranks if each.rank == step.slowest_rank]
+    others = [getattr(each, field) for each in step.ranks if each.rank != step.slowest_rank]
     return statistics.fmean(own) - statistics.fmean(others)
 
 

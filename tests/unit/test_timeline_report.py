@@ -16,6 +16,7 @@ from hvdlite.recorder import Lane
 from hvdlite.timeline.chrome_trace import TraceWriter
 from hvdlite.timeline.report import BusyTime, build_report
 from hvdlite.timeline.trace_file import TraceFile, read_trace
+from hvdlite.timeline.verdict import verdict
 
 MS = 1_000_000
 MIB = 1 << 20
@@ -139,8 +140,8 @@ def test_the_printed_table_is_aligned(trace: str, capsys: pytest.CaptureFixture[
     output = capsys.readouterr().out.splitlines()
     assert output[0] == "trace.json: 2 ranks, 2 complete steps"
     assert output[1] == (
-        "Communication costs 14% of a step (3.50 of 25.00 ms); rank 1 is late in 50% of the steps, by 3.00 ms, in "
-        "forward or its data."
+        "Communication costs 14% of a step (3.50 of 25.00 ms); ranks are late in turn, in 100% of the steps, by "
+        "8.50 ms, in forward, its data or other code of the program."
     )
     header, first, second, median = output[3:7]
     assert {len(line) for line in (header, first, second, median)} == {len(header)}
@@ -148,6 +149,32 @@ def test_the_printed_table_is_aligned(trace: str, capsys: pytest.CaptureFixture[
     assert second.split() == ["2", "30.00", "17.00", "10.00", "13.00", "0%", "0", "14.00"]
     assert median.split() == ["median", "25.00", "17.25", "9.50", "7.75", "36%", "1", "8.50"]
     assert any(line.split() == ["a", "23.50", "10,485,760", "0.45"] for line in output)
+
+
+@pytest.mark.parametrize(
+    ("late_ranks", "said"),
+    [
+        ([1, 1, 1, 1], "rank 1 is late in 100% of the steps, by 4.00 ms"),
+        ([1, 0, 1, 1], "rank 1 is late in 75% of the steps, by 4.00 ms"),
+        ([1, 0, 1, 0], "ranks are late in turn, in 100% of the steps, by 4.00 ms"),
+        ([1, None, 0, None], "ranks are late in turn, in 50% of the steps, by 4.00 ms"),
+        ([3, 2, 2, 3], "ranks 2 and 3 are late in 100% of the steps, by 4.00 ms"),
+        ([3, 2, 1, 0], "ranks are late in turn, in 100% of the steps, by 4.00 ms"),
+    ],
+)
+def test_ranks_are_named_if_few_are_mostly_late(tmp_path: Path, late_ranks: list[int | None], said: str) -> None:
+    ranks = {
+        rank: [
+            *[(Lane.OPTIMIZER, "step", 20.0 * i + 18, 20.0 * i + 20, 0) for i in range(len(late_ranks) + 1)],
+            *[
+                (Lane.WAIT, "wait", 20.0 * i + (16 if late in (rank, None) else 12), 20.0 * i + 18, 0)
+                for i, late in enumerate(late_ranks, start=1)
+            ],
+        ]
+        for rank in (range(4) if 3 in late_ranks else range(2))
+    }
+    report = build_report(read_trace(write_trace(tmp_path / "trace.json", ranks)))
+    assert f"(2.00 of 20.00 ms); {said}, in forward, " in verdict(report)
 
 
 def test_only_the_last_steps_are_printed(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
