@@ -19,7 +19,8 @@ from hvdlite.timeline.trace_file import TraceError, merge_traces, missing_parts,
 from hvdlite.timeline.verdict import verdict
 
 _DEFINITIONS = """\
-A step lasts from the end of one optimizer.step() to the end of the next; the first one has no known beginning.
+A step lasts from the end of one step() of hvd.DistributedOptimizer to the end of the next; the first one has no
+known beginning.
   compute        the main thread does not wait
   communication  a lane of the coordinator is busy, negotiation excluded, or a window of split layers
   exposed        the main thread waits for communication or for slower ranks, or moves rows of split layers
@@ -116,8 +117,9 @@ def format_report(path: str, report: Report, last: int) -> str:
     lines.append("")
     if report.median is None:
         lines.append(
-            "No step to show: a step lasts from the end of one optimizer.step() to the end of the next, and the trace "
-            "holds fewer than two."
+            "No step to show: a step lasts from the end of one step() of hvd.DistributedOptimizer to the end of the "
+            "next, and the trace holds fewer than two. Those of other optimizers, as under DistributedDataParallel, "
+            "are not recorded."
         )
     else:
         shown = report.steps[-last:]
