@@ -163,7 +163,11 @@ class TraceFile:
                 count = os.sendfile(copy, descriptor, position, end - position)
                 assert count > 0, (position, end)
                 position += count
-            _write(copy, addition + _BLANK * room_bytes + _TAIL, end)
+            _write(copy, addition, end)
+            end += len(addition)
+            for start in range(0, room_bytes, _MIN_ROOM_BYTES):  # a long recording has more room than memory is to take
+                _write(copy, _BLANK * min(_MIN_ROOM_BYTES, room_bytes - start), end + start)
+            _write(copy, _TAIL, end + room_bytes)
             os.replace(unfinished, self.path)
         except BaseException:
             with suppress(FileNotFoundError):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -386,3 +387,20 @@ def test_a_directory_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     TraceFile(str(tmp_path / "link" / "trace.json"), 7).open(INTRODUCTION)
     assert names(tmp_path / "real" / "trace.json") == ["process_name"]
+
+
+def test_room_in_a_long_file_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path), 0)
+    file.open([b"{}"])
+    event = b'{"a":"' + b"x" * 4000 + b'"}'
+    while path.stat().st_size < 32 << 20:
+        file.append([event] * 200)
+    size = path.stat().st_size
+    tracemalloc.start()
+    try:
+        while path.stat().st_size == size:
+            file.append([event] * 200)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
