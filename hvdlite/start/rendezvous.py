@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 from hvdlite import plain
@@ -137,7 +138,9 @@ class RendezvousRanks:
         check_subset(ranks, self.rank, self.size)
         members = tuple(self._ranks[rank] for rank in ranks)
         self._subsets[members] += 1
-        name = f"{self._name}/{','.join(map(str, members))}#{self._subsets[members]}"
+        # Not the members themselves: each of 1,024 ranks would name all of them 1,024 times in each of its messages.
+        digest = blake2b(",".join(map(str, members)).encode(), digest_size=8).hexdigest()
+        name = f"{self._name}/{digest}#{self._subsets[members]}"
         own = self._ranks[self.rank]
         return RendezvousRanks(self._place, name, members, own, self.timeout_s, waits_in=self._waits_in)
 

@@ -8,7 +8,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -84,6 +84,22 @@ def test_the_same_subset_again_is_another_one(point: MeetingPoint) -> None:
         return [number for turn in range(2) for number in ranks.subset([0, 1]).allgather(10 * turn + ranks.rank)]
 
     assert on_ranks(point, 2, in_turn) == [[0, 1, 10, 11]] * 2
+
+
+def test_keys_of_a_subset_are_short_however_many_it_has() -> None:
+    """A store is sent the keys of all members by each of them, and may keep them for as long as the job."""
+    keys: list[str] = []
+
+    class Place:
+        def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
+            keys.append(key)
+            return [data] * len(ranks)
+
+    ranks = RendezvousRanks(Place(), "start", range(1024), 12, 1.0)
+    for members in (range(1024), [1, 2, 12], [12, 13], [1, 212, 12], [1, 2, 12]):
+        ranks.subset(members).allgather(None)
+    assert max(map(len, keys)) <= len("start/#1:1") + 16
+    assert len(set(keys)) == len(keys)
 
 
 def test_a_subset_that_makes_no_sense(point: MeetingPoint) -> None:
