@@ -8,6 +8,11 @@ from collections.abc import Callable
 from hvdlite.errors import CollectiveError
 
 FIRST_NAP_S = 20e-6
+WAY_S = 50e-6
+"""How long who asks again and again leaves the interpreter to the thread that does what is asked for.
+
+A loop of questions lets go of it every 5 ms only, and the thread needs it several times.
+"""
 _LONGEST_NAP_S = 100e-6  # while data moves
 _MOVING_S = 0.05  # a wait that lasts longer is for somebody who is late, not for data
 _IDLE_NAP_S = 2e-3

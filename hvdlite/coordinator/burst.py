@@ -125,7 +125,11 @@ class Burst(Future):
         self.ask()
         if self.complete is not None and not self.is_done:
             self.complete(self, False)
-        return self._apart[number].poll() if self._apart else self.is_done
+        if self._apart:
+            return self._apart[number].poll()
+        if not self.is_done:
+            self._give_way()
+        return self.is_done
 
     def succeed(self) -> None:
         """All of it is done."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvdlite import naps
 from hvdlite.coordinator.messages import Claim
 from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.memory.base import Home
@@ -53,7 +54,7 @@ class Future:
         pace: of who submits.
     """
 
-    __slots__ = ("_error", "_lock", "assist", "is_done", "pace")
+    __slots__ = ("_error", "_lock", "_was_polled", "assist", "is_done", "pace")
 
     label: str
 
@@ -64,6 +65,7 @@ class Future:
         self._lock = threading.Lock()
         self._lock.acquire()
         self.is_done = False
+        self._was_polled = False
         self._error: BaseException | None = None
 
     def ask(self) -> None:
@@ -78,6 +80,12 @@ class Future:
         if not self.is_done:
             with self._lock:  # released by whoever completes; the next waiter takes it in turn
                 pass
+
+    def _give_way(self) -> None:
+        """Of who polls, and not for the first time: see `WAY_S`."""
+        if self._was_polled and self._lock.acquire(timeout=naps.WAY_S):
+            self._lock.release()
+        self._was_polled = True
 
     def _raise(self) -> None:
         """What it has ended in, if that is an error."""
@@ -157,6 +165,8 @@ class Submission(Future):
         """Whether `wait` would return, or raise, at once."""
         self.is_awaited = True
         self.ask()
+        if not self.is_done:
+            self._give_way()
         return self.is_done
 
     def wait(self) -> Any:

@@ -66,7 +66,7 @@ class DeviceWork(GroupWork):
         return True
 
     def is_completed(self) -> bool:
-        return self.is_over and (self._error is not None or self._is_on_device())
+        return super().is_completed() and (self._error is not None or self._is_on_device())
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None

@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from hvdlite import naps
 from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.profiled import Profiled
 from hvdlite.errors import CollectiveError
@@ -65,6 +66,7 @@ class GroupWork(Work):
         self._doer: Doer | None = None
         self._error: BaseException | None = None
         self._is_done = False
+        self._was_asked = False  # whether it is done
         self._source = -1
         self._lock = threading.Lock()  # guards _is_done against who wants to be told
         self._end: threading.Event | None = None
@@ -166,6 +168,9 @@ class GroupWork(Work):
         return self._is_done
 
     def is_completed(self) -> bool:
+        if self._was_asked and not self._is_done:
+            self._ended().wait(naps.WAY_S)
+        self._was_asked = True
         return self._is_done
 
     def is_success(self) -> bool:
