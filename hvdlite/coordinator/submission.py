@@ -83,8 +83,8 @@ class Future:
 
     def _give_way(self) -> None:
         """Of who polls, and not for the first time: see `WAY_S`."""
-        if self._was_polled and self._lock.acquire(timeout=naps.WAY_S):
-            self._lock.release()
+        if self._was_polled:
+            time.sleep(naps.WAY_S)
         self._was_polled = True
 
     def _raise(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -169,7 +170,7 @@ class GroupWork(Work):
 
     def is_completed(self) -> bool:
         if self._was_asked and not self._is_done:
-            self._ended().wait(naps.WAY_S)
+            time.sleep(naps.WAY_S)
         self._was_asked = True
         return self._is_done
 
