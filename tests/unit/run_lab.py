@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from hvdlite.cli.job import Host
 from hvdlite.cli.mpirun import Mpi, Mpirun
 
@@ -13,11 +15,23 @@ TWO_HOSTS = (Host("a", 2), Host("b", 2))
 PROGRAM = ("python", "train.py")
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary user's, with 8 cores."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+
+
 def executable(path: Path, script: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
+
+
+def says(path: Path, text: str) -> Path:
+    """A program that prints ``text``, such as the version of an mpirun."""
+    return executable(path, f"cat <<'END'\n{text}\nEND")
 
 
 def gone(pids: Path) -> bool:
