@@ -19,7 +19,7 @@ from hvdlite._native import Count
 from hvdlite.config import Config
 from hvdlite.coordinator.prepared import Prepared
 from hvdlite.coordinator.remembered import Remembered
-from hvdlite.coordinator.request import NAMED, Request
+from hvdlite.coordinator.request import NAMED, Request, title_of
 from hvdlite.coordinator.submission import Submission
 from hvdlite.memory.base import Memory
 from hvdlite.memory.views import TensorView
@@ -191,4 +191,4 @@ class Group:
         """For the timeline, that this thread waits for ``request``, which the user calls ``name``."""
         if not self.recorder.enabled:
             return NO_SPAN
-        return self.recorder.span(Lane.WAIT, request.label if name is None else f"{request.label} '{name}'")
+        return self.recorder.span(Lane.WAIT, title_of(request.label, name))

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.coordinator.messages import Claim, Fault, Response
-from hvdlite.coordinator.request import Difference, Key, Request
+from hvdlite.coordinator.request import Difference, Key, Request, title_of
 from hvdlite.rank_list import rank_list
 
 LOOK_S = 0.25  # how often a leader looks who is late, while claims wait
@@ -116,7 +116,7 @@ class Negotiation:
         items = []
         for (name, sequence), gathering in self._gathering.items():
             request = next(iter(gathering.claims))
-            label = f"{request.label} '{name}'" if sequence < 0 else f"{request.label} '{name}.{sequence}'"
+            label = title_of(request.label, name if sequence < 0 else f"{name}.{sequence}")
             if contents := request.contents:
                 label += f" of {contents}"
             items.append(((name, sequence), label, gathering.since_s))

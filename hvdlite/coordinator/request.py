@@ -21,6 +21,11 @@ Key = tuple[str, int]
 _NAMES = 4  # of tensors, that a message lists
 
 
+def title_of(operation: str, name: str | None) -> str:
+    """What people see of an operation, by its user's ``name``: "allreduce 'loss'"."""
+    return operation if name is None else f"{operation} '{name}'"
+
+
 class TensorSpec(NamedTuple):
     """A tensor as it must be on every rank; ``shape`` leaves out dimension 0 where that may differ between ranks."""
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.compiler import disable, is_dynamo_compiling
 
+from hvdlite.coordinator.request import title_of
 from hvdlite.torch import device
 from hvdlite.torch.eager import eager
 from hvdlite.torch.handle import Handle
@@ -173,7 +174,7 @@ def _mapped(result: Any, exported: Callable[[Any], Any]) -> Any:
 def _label(operation: Callable[..., Any], tensor: object, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """For errors."""
     name = inspect.signature(operation).bind(tensor, *args, **kwargs).arguments.get("name")
-    return operation.__name__ if name is None else f"{operation.__name__} '{name}'"
+    return title_of(operation.__name__, name)
 
 
 def _kind(array: object) -> str:

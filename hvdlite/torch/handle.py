@@ -11,6 +11,7 @@ from torch.compiler import disable, is_dynamo_compiling
 
 from hvdlite._native import Started
 from hvdlite.coordinator.burst import Burst
+from hvdlite.coordinator.request import title_of
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
 from hvdlite.torch.eager import eager
 
@@ -27,7 +28,7 @@ def label_of(operation: str, name: str | None) -> str:
         TypeError: see `check_name`.
     """
     check_name(operation, name)
-    return operation if name is None else f"{operation} '{name}'"
+    return title_of(operation, name)
 
 
 def check_name(operation: str, name: object) -> None:
