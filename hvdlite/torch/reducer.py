@@ -9,7 +9,6 @@ Which gradient is in which bucket is settled in the first steps (assignment.py).
 
 from __future__ import annotations
 
-import itertools
 import operator
 import time
 import warnings
@@ -74,7 +73,7 @@ class GradientReducer:
         self._changed: list[Slot] = []
         self._attach(self._current_group())
         self.add(parameters)
-        _alive[self] = next(_made)
+        _alive[self] = None
 
     def _current_group(self) -> Group:
         """What carries the reductions; on a rank outside the process set the whole job's, through which none goes."""
@@ -400,12 +399,10 @@ class GradientReducer:
         self._recount()
 
 
-_made = itertools.count()
-_alive: weakref.WeakKeyDictionary[GradientReducer, int] = weakref.WeakKeyDictionary()
-"""How many were made before each."""
+_alive: weakref.WeakKeyDictionary[GradientReducer, None] = weakref.WeakKeyDictionary()
+"""In the order in which they were made, which a set would not keep."""
 
 
 def _reduced_by(process_set: ProcessSet) -> list[list[tuple[str, torch.Tensor]]]:
     """The parameters of each reducer of ``process_set``, in the order in which these were made."""
-    reducers = [reducer for reducer in _alive if reducer.options.reduce.process_set is process_set]
-    return [reducer._named() for reducer in sorted(reducers, key=_alive.__getitem__)]
+    return [reducer._named() for reducer in _alive if reducer.options.reduce.process_set is process_set]

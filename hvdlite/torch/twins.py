@@ -33,7 +33,8 @@ def check_order_of_twins(
     Raises:
         MismatchError: on every rank, if ranks have equally many twins and have come to different ones.
     """
-    twins = [named for named in optimizers if _identity(named) == _identity(own)]
+    identity = _identity(own)
+    twins = [named for named in optimizers if _identity(named) == identity]
     place = next(
         place for place, named in enumerate(twins) if all(a is b for (_, a), (_, b) in zip(named, own, strict=True))
     )
