@@ -22,6 +22,7 @@ from hvdlite import mpi
 from hvdlite.collectives import shm_exchange
 from hvdlite.distributed import doors
 from hvdlite.errors import ShutDownError, StartupError
+from hvdlite.garbage import uncollected
 from hvdlite.rank_list import rank_list
 from hvdlite.start import rendezvous
 
@@ -85,13 +86,10 @@ def test_a_group_that_has_ended_keeps_no_descriptor(nodes: tuple[int, ...]) -> N
 
     use_groups()  # what is made once in a process, is made
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         before = len(os.listdir("/proc/self/fd"))
         use_groups()
         assert len(os.listdir("/proc/self/fd")) == before
-    finally:
-        gc.enable()
 
 
 def test_groups_that_only_their_ranks_make() -> None:

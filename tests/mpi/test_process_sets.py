@@ -19,6 +19,7 @@ import hvdlite
 import hvdlite.torch as hvd
 from hvdlite import mpi
 from hvdlite.errors import HorovodInternalError, MismatchError, ShutDownError
+from hvdlite.garbage import uncollected
 from runtime_lab import LAYOUTS, machines
 
 WORLD = MPI.COMM_WORLD
@@ -319,14 +320,11 @@ def test_removed_sets_keep_no_descriptor_until_garbage_is_collected() -> None:
         pytest.skip("no set but that of all ranks")
     add_and_remove()
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
             add_and_remove()
         assert len(os.listdir("/proc/self/fd")) <= before + 2  # 5 of each set before; others' garbage may come and go
-    finally:
-        gc.enable()
 
 
 def test_sets_given_to_init() -> None:
