@@ -58,6 +58,12 @@ class TensorList:
         Tensors with address 0 are skipped, and so are those that live at their place.
         """
 
+def exchange_tensors_by(table: object | None) -> None:
+    """Ask tensors what they are by ``table``, their type's ``__dlpack_c_exchange_api__``, and not by their attributes.
+
+    Source: csrc/calls/exchanged_tensor.cpp.
+    """
+
 class GradientSnapshot:
     """What ``p.grad`` of parameters was, and how often it had been changed in place; keeps the gradients alive.
 

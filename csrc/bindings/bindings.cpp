@@ -19,6 +19,7 @@
 #include "bindings/nccl_bindings.h"
 #include "bindings/plan_bindings.h"
 #include "bindings/shortcut_bindings.h"
+#include "calls/exchanged_tensor.h"
 #include "calls/gradient_snapshot.h"
 #include "kernels/elements.h"
 #include "kernels/instruction_set.h"
@@ -84,6 +85,7 @@ void register_pack(py::module_& m) {
 }
 
 void register_gradient_snapshot(py::module_& m) {
+  m.def("exchange_tensors_by", &exchange_tensors_by, "table"_a.none(true));
   py::class_<GradientSnapshot>(m, "GradientSnapshot")
       .def(py::init<>())
       .def("take", &GradientSnapshot::take, "parameters"_a)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -17,13 +18,6 @@ py::object gradient_of(py::handle parameter) { return attribute(parameter.ptr(),
 
 std::uint64_t version_of(const py::object& gradient) {
   return gradient.is_none() ? 0 : number(attribute(gradient.ptr(), names().version));
-}
-
-bool is_of(PyObject* gradient, const TensorKind& kind) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(gradient)) == kind.type &&  // so it is not None
-         attribute(gradient, names().layout).ptr() == kind.layout &&
-         attribute(gradient, names().dtype).ptr() == kind.dtype &&
-         call(gradient, names().is_contiguous).ptr() == Py_True;
 }
 
 // Whether it reads as minus what is there, as of contiguous tensors only one of one element may.
@@ -43,6 +37,37 @@ bool overlap(const std::vector<std::uintptr_t>& addresses, const TensorList& lay
   return std::adjacent_find(places.begin(), places.end(),
                             [](const auto& one, const auto& next) { return next.first < one.second; }) != places.end();
 }
+
+// Looks at gradients of a kind.
+class Search {
+ public:
+  explicit Search(const TensorKind& kind) : kind_(kind) {}
+
+  // Where it lies, if it is of that kind, of as many elements, and as it would be in a buffer.
+  std::optional<std::uintptr_t> find(PyObject* gradient, std::uint64_t numel) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(gradient)) != kind_.type) return {};  // it may be None
+    const auto known = exchanged(gradient);
+    if (known && dtype_ != ExchangedType::kUnknown) {
+      if (known->dtype != dtype_ || known->numel() != numel || !known->is_contiguous()) return {};
+    } else if (!is_such_by_attributes(gradient, numel)) {
+      return {};
+    } else if (known) {
+      dtype_ = known->dtype;  // what is asked of the others
+    }
+    if (is_negated(gradient, numel)) return {};
+    return known ? known->address : address_of(gradient);
+  }
+
+ private:
+  bool is_such_by_attributes(PyObject* gradient, std::uint64_t numel) const {
+    return attribute(gradient, names().layout).ptr() == kind_.layout &&
+           attribute(gradient, names().dtype).ptr() == kind_.dtype &&
+           call(gradient, names().is_contiguous).ptr() == Py_True && number(call(gradient, names().numel)) == numel;
+  }
+
+  const TensorKind kind_;
+  ExchangedType dtype_ = ExchangedType::kUnknown;
+};
 
 }  // namespace
 
@@ -96,12 +121,11 @@ bool GradientSnapshot::locate(TensorList& tensors, const TensorKind& kind) const
   }
   std::vector<std::uintptr_t> addresses;
   addresses.reserve(gradients_.size());
+  Search search(kind);
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
-    PyObject* gradient = gradients_[i].ptr();
-    if (!is_of(gradient, kind)) return false;
-    const std::uint64_t numel = number(call(gradient, names().numel));
-    if (numel != tensors.end(i) - tensors.begin(i) || is_negated(gradient, numel)) return false;
-    addresses.push_back(address_of(gradient));
+    const auto address = search.find(gradients_[i].ptr(), tensors.end(i) - tensors.begin(i));
+    if (!address) return false;
+    addresses.push_back(*address);
   }
   if (overlap(addresses, tensors, number(attribute(kind.dtype, names().itemsize)))) return false;
   tensors.move_to(addresses);

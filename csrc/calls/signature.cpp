@@ -44,7 +44,12 @@ Signature::Signature(const Arguments& arguments, bool is_empty, py::object home)
       home_(std::move(home)),
       place_(home_.is_none() ? 0 : address_of(arguments.tensor)),
       is_empty_(is_empty),
-      may_be_negated_(number(call(arguments.tensor, names().numel)) == 1) {}
+      may_be_negated_(number(call(arguments.tensor, names().numel)) == 1) {
+  if (const auto tensor = exchanged(arguments.tensor)) {
+    exchanged_type_ = tensor->dtype;
+    sizes_.assign(tensor->shape, tensor->shape + tensor->dimensions);
+  }
+}
 
 bool Signature::has_the_name_of(const Arguments& arguments) const {
   return is_named() && same_text(arguments.name, name_.ptr());
@@ -57,18 +62,27 @@ bool Signature::matches(const Arguments& arguments, std::uintptr_t& address) con
   if (!same_text(arguments.name, name_.ptr()) || !same_number(arguments.prescale, prescale_.ptr())) return false;
   if (!same_number(arguments.postscale, postscale_.ptr())) return false;
   try {
-    if (attribute(tensor, names().dtype).ptr() != dtype_.ptr()) return false;
-    if (attribute(tensor, names().layout).ptr() != layout_.ptr()) return false;
-    if (attribute(tensor, names().is_cpu).ptr() != Py_True) return false;
-    if (!equal(attribute(tensor, names().shape).ptr(), shape_.ptr())) return false;
-    if (call(tensor, names().is_contiguous).ptr() != Py_True) return false;
+    const auto exchanged_tensor = exchanged_type_ == ExchangedType::kUnknown ? std::nullopt : exchanged(tensor);
+    if (exchanged_tensor ? !is_like(*exchanged_tensor) : !has_attributes_of(tensor)) return false;
     if (may_be_negated_ && call(tensor, names().is_neg).ptr() == Py_True) return false;
-    address = address_of(tensor);
+    address = exchanged_tensor ? exchanged_tensor->address : address_of(tensor);
   } catch (py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
     return false;
   }
   return (address != 0 || is_empty_) && (home_.is_none() || (address == place_ && !home_().is_none()));
+}
+
+bool Signature::is_like(const ExchangedTensor& tensor) const {
+  return tensor.dtype == exchanged_type_ && tensor.has_shape(sizes_) && tensor.is_contiguous();
+}
+
+bool Signature::has_attributes_of(PyObject* tensor) const {
+  return attribute(tensor, names().dtype).ptr() == dtype_.ptr() &&
+         attribute(tensor, names().layout).ptr() == layout_.ptr() &&
+         attribute(tensor, names().is_cpu).ptr() == Py_True &&
+         equal(attribute(tensor, names().shape).ptr(), shape_.ptr()) &&
+         call(tensor, names().is_contiguous).ptr() == Py_True;
 }
 
 }  // namespace hvdlite

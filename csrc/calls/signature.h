@@ -7,6 +7,8 @@
 #include <memory>
 #include <vector>
 
+#include "calls/exchanged_tensor.h"
+
 namespace hvdlite {
 
 // Of a call: which operation, the tensor, and what else there is to say; borrowed.
@@ -35,6 +37,9 @@ class Signature {
   bool has_the_name_of(const Arguments& arguments) const;
 
  private:
+  bool is_like(const ExchangedTensor& tensor) const;
+  bool has_attributes_of(PyObject* tensor) const;
+
   pybind11::object kind_;
   pybind11::object name_;
   pybind11::object op_;
@@ -44,6 +49,8 @@ class Signature {
   pybind11::object dtype_;
   pybind11::object layout_;
   pybind11::object shape_;
+  ExchangedType exchanged_type_ = ExchangedType::kUnknown;  // as its library does not tell
+  std::vector<std::int64_t> sizes_;                         // else its shape
   pybind11::object home_;
   std::uintptr_t place_;  // in that memory
   bool is_empty_;

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "calls/exchanged_tensor.h"
+
 namespace hvdlite {
 
 // The names are interned once: a lookup by an interned one compares addresses.
@@ -52,6 +54,9 @@ inline const Names& names() {
   return made;
 }
 
-inline std::uintptr_t address_of(pybind11::handle tensor) { return number(call(tensor.ptr(), names().data_ptr)); }
+inline std::uintptr_t address_of(pybind11::handle tensor) {
+  const auto known = exchanged(tensor.ptr());
+  return known ? known->address : number(call(tensor.ptr(), names().data_ptr));
+}
 
 }  // namespace hvdlite

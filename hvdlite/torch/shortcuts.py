@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvdlite._native import Signature
+from hvdlite._native import Signature, exchange_tensors_by
 from hvdlite.coordinator.request import NAMED
 from hvdlite.dtypes import ReduceOp
 from hvdlite.group import Group
@@ -36,6 +36,8 @@ Shortcut = Callable[..., Any]
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _OPS = frozenset({type(None), int, ReduceOp})
 _NUMBERS = frozenset({float, int})
+
+exchange_tensors_by(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None))  # from torch 2.11 on
 
 
 class Shortcuts(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import exchange_lab
 import hvdlite
 import hvdlite.torch as hvd
 import machines_lab
@@ -34,6 +35,7 @@ REPEATS = 30
 PERIOD = 5
 
 machine_of = machines_lab.machine_of
+asked = exchange_lab.asked
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -247,6 +249,7 @@ CASES: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, float]]] = {
 }
 
 
+@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("what", CASES)
 def test_what_is_passed_otherwise_is_done_otherwise(what: str, by_python: list[str]) -> None:
     own = torch.full((6,), hvd.rank() + 1.0)

@@ -69,8 +69,22 @@ MUTANTS = [
     Mutant("csrc/calls/gradient_snapshot.cpp", "&& (!now.is(gradients_[i]) || ", "&& (", _SNAPSHOT),
     Mutant(
         "csrc/calls/gradient_snapshot.cpp",
-        " &&\n         call(gradient, names().is_contiguous).ptr() == Py_True;",
-        ";",
+        "call(gradient, names().is_contiguous).ptr() == Py_True && number(",
+        "number(",
+        _SNAPSHOT,
+    ),
+    Mutant("csrc/calls/gradient_snapshot.cpp", " || !known->is_contiguous()) return {};", ") return {};", _SNAPSHOT),
+    Mutant("csrc/calls/gradient_snapshot.cpp", "if (known->dtype != dtype_ || ", "if (", _SNAPSHOT),
+    Mutant(
+        "csrc/calls/exchanged_tensor.cpp",
+        " || found.dtype == kAmbiguous[0] || found.dtype == kAmbiguous[1]) return {};",
+        ") return {};",
+        _SNAPSHOT,
+    ),
+    Mutant(
+        "csrc/calls/exchanged_tensor.cpp",
+        "    if (shape[i] == 1) continue;  // whose stride says nothing\n",
+        "",
         _SNAPSHOT,
     ),
     Mutant(

@@ -24,16 +24,19 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/calls/signature.cpp",
-        "    if (!equal(attribute(tensor, names().shape).ptr(), shape_.ptr())) return false;\n",
+        "         equal(attribute(tensor, names().shape).ptr(), shape_.ptr()) &&\n",
         "",
         _SHORTCUT,
     ),
     Mutant(
         "csrc/calls/signature.cpp",
-        "    if (call(tensor, names().is_contiguous).ptr() != Py_True) return false;\n",
-        "",
+        " &&\n         call(tensor, names().is_contiguous).ptr() == Py_True;",
+        ";",
         _SHORTCUT,
     ),
+    Mutant("csrc/calls/signature.cpp", "tensor.has_shape(sizes_) && ", "", _SHORTCUT),
+    Mutant("csrc/calls/signature.cpp", " && tensor.is_contiguous();", ";", _SHORTCUT),
+    Mutant("csrc/calls/signature.cpp", "tensor.dtype == exchanged_type_ && ", "", _SHORTCUT),
     Mutant(
         "csrc/calls/signature.cpp",
         "  if (!same_number(arguments.postscale, postscale_.ptr())) return false;\n",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import exchange_lab
 from hvdlite import _native
 from hvdlite.dtypes import DType
+
+asked = exchange_lab.asked
+
+pytestmark = pytest.mark.usefixtures("asked")
 
 
 def parameters(count: int = 3) -> list[torch.nn.Parameter]:
@@ -122,6 +128,50 @@ def test_those_of_another_type_or_size_are_refused() -> None:
     for parameter in doubles:
         parameter.grad = torch.zeros(6, dtype=torch.float64)
     assert located(doubles) is None
+
+
+TYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+TYPES = [dtype for dtype in TYPES if not str(dtype).startswith("torch.q")]  # quantized
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_no_type_passes_for_another(dtype: torch.dtype) -> None:
+    first = SimpleNamespace(grad=torch.empty(6, dtype=dtype))
+    for other in TYPES:
+        some = [first, SimpleNamespace(grad=torch.empty(6, dtype=other))]
+        snapshot = _native.GradientSnapshot()
+        snapshot.take(some)
+        tensors = _native.TensorList([0, 0], [6, 6], [0, 6])
+        assert snapshot.locate(tensors, torch.Tensor, torch.strided, dtype) is (other is dtype), other
+
+
+@pytest.mark.parametrize(
+    ("made", "is_dense"),
+    [
+        (torch.ones(1, 6)[:, ::2].expand(1, 3), False),
+        (torch.ones(6, 1, 1).as_strided((6, 1, 1), (1, 7, 9)), True),
+        (torch.ones(3).expand(2, 3), False),
+        (torch.ones(2, 3, 2, 1).to(memory_format=torch.channels_last), False),
+        (torch.ones(()), True),
+        (torch.ones(0, 3).T, True),
+        (torch.ones(9)[3:], True),
+    ],
+    ids=["every second", "strides that say nothing", "expanded", "channels last", "a number", "empty", "a part"],
+)
+def test_gaps_are_seen_as_torch_sees_them(made: torch.Tensor, is_dense: bool) -> None:
+    assert made.is_contiguous() is is_dense
+    one = SimpleNamespace(grad=torch.ones(made.numel()))
+    snapshot = _native.GradientSnapshot()
+    snapshot.take([one, SimpleNamespace(grad=made)])
+    numel = made.numel()
+    tensors = _native.TensorList([0, 0], [numel, numel], [0, numel])
+    assert snapshot.locate(tensors, torch.Tensor, torch.strided, torch.float32) is is_dense
+
+
+def test_a_table_of_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="incorrect name"):
+        _native.exchange_tensors_by(torch.utils.dlpack.to_dlpack(torch.ones(1)))
 
 
 def test_one_that_reads_as_minus_what_is_there_is_refused() -> None:
