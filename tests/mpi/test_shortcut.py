@@ -225,6 +225,7 @@ def with_history(x: torch.Tensor) -> torch.Tensor:
 
 CASES: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, float]]] = {
     "shape": lambda x: (hvd.allreduce(x.new_full((2, 3), x[0].item()), op=hvd.Sum, name="case"), total()),
+    "size": lambda x: (hvd.allreduce(x.repeat(2), op=hvd.Sum, name="case")[6:], total()),
     "dtype": lambda x: (hvd.allreduce(x.double(), op=hvd.Sum, name="case").float(), total()),
     "op": lambda x: (hvd.allreduce(x, op=hvd.Max, name="case"), float(hvd.size())),
     "default op": lambda x: (hvd.allreduce(x, name="case"), total() / hvd.size()),
