@@ -8,11 +8,12 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from hvdlite.cli.reader import ends_with_reader, printable
 from hvdlite.counted import counted
+from hvdlite.timeline.long_steps import LONG, LONG_STEP_HEADER, LONG_STEPS_SHOWN, long_step_cells, long_steps
 from hvdlite.timeline.page import PlotlyMissingError, page
 from hvdlite.timeline.report import Bucket, Report, Step, build_report
 from hvdlite.timeline.trace_file import TraceError, merge_traces, missing_parts, read_trace
@@ -96,7 +97,9 @@ def _report(path: str, as_json: bool, last: int, html: str | None) -> None:
     if html is not None:
         Path(html).write_text(page(os.path.basename(path), report), encoding="utf-8", errors="backslashreplace")
     if as_json:
-        print(json.dumps({"trace": path, **dataclasses.asdict(report)}, indent=2))
+        figures = dataclasses.asdict(report)
+        figures["long_steps"] = [dataclasses.asdict(step) for step in long_steps(report)]
+        print(json.dumps({"trace": path, **figures}, indent=2))
     else:
         print(printable(format_report(path, report, last)))
     parts = missing_parts(path, trace)
@@ -133,16 +136,22 @@ def format_report(path: str, report: Report, last: int) -> str:
             header.insert(place, "of it tp")
             for row, step in zip(rows, [*shown, report.median], strict=True):
                 row.insert(place, f"{step.tensor_parallel_ms:.2f}")
-        lines += _table(header, rows, left=0)
+        lines += _table(header, rows, left=())
         lines += [
             "Medians are over all steps; the slowest rank is the one that was slowest most often.",
             "exposed: the main thread waits; above communication, ranks wait for one another: some rank is late.",
             "hidden: the share of communication that overlapped with compute; 0%: all of it was waited for.",
         ]
     lines.append("")
+    found = long_steps(report)
+    if found:
+        longest = f"; the longest {LONG_STEPS_SHOWN}" * (len(found) > LONG_STEPS_SHOWN)
+        lines.append(f"Steps of more than {LONG} times the median ({len(found)}{longest}):")
+        lines += _table(LONG_STEP_HEADER, map(long_step_cells, found[:LONG_STEPS_SHOWN]), left=(1, 4))
+        lines.append("")
     if report.buckets:
         lines.append(f"The costliest buckets of the whole trace ({len(report.buckets)} shown):")
-        lines += _table(["bucket", "total ms", "bytes", "algbw GB/s"], map(_bucket_cells, report.buckets), left=1)
+        lines += _table(["bucket", "total ms", "bytes", "algbw GB/s"], map(_bucket_cells, report.buckets), left=(0,))
     else:
         lines.append("No communication in this trace.")
     return "\n".join(lines)
@@ -164,14 +173,14 @@ def _bucket_cells(bucket: Bucket) -> list[str]:
     return [bucket.name, f"{bucket.total_ms:.2f}", f"{bucket.nbytes:,}", f"{bucket.algbw_gbps:.2f}"]
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> list[str]:
-    """Align columns: the first ``left`` ones to the left, the others to the right, as numbers are read."""
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Align columns: those in ``left`` to the left, the others to the right, as numbers are read."""
     cells = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
+            cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        ).rstrip()
         for row in cells
     ]

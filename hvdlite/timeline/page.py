@@ -13,6 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.counted import counted
+from hvdlite.timeline.long_steps import (
+    LONG,
+    LONG_STEP_HEADER,
+    LONG_STEPS_SHOWN,
+    LongStep,
+    long_step_cells,
+    long_steps,
+)
 from hvdlite.timeline.report import Bucket, RankStep, Report, Step
 from hvdlite.timeline.verdict import verdict
 
@@ -92,6 +100,7 @@ def _charts(report: Report) -> Iterable[Chart]:
         yield _phases(report.median.ranks)
         yield _communication(steps)
         yield _stragglers(steps, [each.rank for each in report.median.ranks])
+        yield _long_steps(long_steps(report)[:LONG_STEPS_SHOWN], len(report.steps))
     yield _buckets(report.buckets)
     yield _bandwidth(report.buckets)
 
@@ -140,6 +149,33 @@ def _communication(steps: Sequence[Step]) -> Chart:
             ]
             for step, hidden_ms in zip(steps, hidden, strict=True)
         ],
+    )
+
+
+def _long_steps(steps: Sequence[LongStep], count: int) -> Chart:
+    """Of all ``count`` steps, also those before the last ones that other charts show."""
+    return Chart(
+        "long_steps",
+        "The longest steps",
+        f"Those of more than {LONG} times the median, {LONG_STEPS_SHOWN} at most. The ranks that are named computed "
+        "longer than in their other steps.",
+        [
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "marker": {"color": "#D55E00", "size": 9},
+                "x": [step.number for step in steps],
+                "y": [step.step_ms for step in steps],
+                "text": [f"{step.time_of_day}: {step.cause}" for step in steps],
+                "hovertemplate": "step %{x}: %{y:.2f} ms<br>%{text}<extra></extra>",
+            }
+        ],
+        {
+            "xaxis": {"title": {"text": "step"}, "range": [0, count + 1]},
+            "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
+        },
+        LONG_STEP_HEADER,
+        [long_step_cells(step) for step in steps],
     )
 
 

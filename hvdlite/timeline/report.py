@@ -37,6 +37,12 @@ STEP_NAME = "step"
 SPLIT_LAYERS = "'tensor_parallel"
 """How the names of operations begin by which split layers exchange rows."""
 BUCKETS_SHOWN = 10
+COMPUTING = {
+    "backward_ms": "backward",
+    "optimizer_ms": "the optimizer's step",
+    "rest_ms": "forward, its data or other code of the program",
+}
+"""The phases of a `RankStep` in which a rank computes, and what they are called."""
 
 _COMMUNICATION = frozenset(lane.value for lane in COMMUNICATION_LANES)
 _EXPOSED = frozenset(lane.value for lane in EXPOSED_LANES)
@@ -63,6 +69,8 @@ class Step:
     """One training step; times in ms."""
 
     number: int
+    start_s: float | None
+    """By the clock of the trace, of the rank that began first; None of medians."""
     step_ms: float
     compute_ms: float
     communication_ms: float
@@ -94,6 +102,8 @@ class Bucket:
 @dataclass(frozen=True)
 class Report:
     ranks: int
+    origin_epoch_s: float | None
+    """The time of day that is 0 in the trace, in seconds since 1970, as the lowest rank told it; None if none did."""
     dropped: int
     steps: tuple[Step, ...]
     median: Step | None
@@ -168,6 +178,7 @@ def build_report(trace: Mapping[str, Any]) -> Report:
     named: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
     parameters: dict[str, dict[str, None]] = defaultdict(dict)
     handled: dict[tuple[int, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    origins_us: dict[int, int] = {}
     ranks = set()
     dropped = 0
     for event in trace["traceEvents"]:
@@ -175,6 +186,8 @@ def build_report(trace: Mapping[str, Any]) -> Report:
         ranks.add(rank)
         if event["ph"] == "i":
             dropped += event.get("args", {}).get("dropped", 0)
+        if event["ph"] == "M" and event["name"] == "process_name":
+            origins_us[rank] = event["args"]["start_time_since_epoch_in_micros"]
         if event["ph"] != "X":
             continue
         lane, name = event["cat"], event["name"]
@@ -207,6 +220,7 @@ def build_report(trace: Mapping[str, Any]) -> Report:
     steps = tuple(_steps(traces))
     return Report(
         ranks=len(ranks),
+        origin_epoch_s=origins_us[min(origins_us)] / 1e6 if origins_us else None,
         dropped=dropped,
         steps=steps,
         median=_median(steps) if steps else None,
@@ -261,6 +275,7 @@ def _step(number: int, traces: Mapping[int, _RankTrace], periods: Mapping[int, t
         behind_ms = statistics.fmean(each.exposed_ms for each in ranks if each is not least) - least.exposed_ms
     return Step(
         number=number,
+        start_s=min(begin for begin, _ in periods.values()) / 1e9,
         step_ms=step_ms,
         compute_ms=step_ms - exposed_ms,
         communication_ms=communication_ms,
@@ -279,6 +294,7 @@ def _median(steps: Sequence[Step]) -> Step:
     slowest = [step.slowest_rank for step in steps if step.slowest_rank is not None]
     return Step(
         number=len(steps),
+        start_s=None,
         step_ms=statistics.median(step.step_ms for step in steps),
         compute_ms=statistics.median(step.compute_ms for step in steps),
         communication_ms=statistics.median(step.communication_ms for step in steps),

@@ -15,18 +15,18 @@ from hvdlite.timeline.trace_file import TraceFile
 from web_driver import Browser, missing
 
 STEPS, RANKS = 12, 3
-CHARTS = ["phases", "communication", "stragglers", "buckets", "bandwidth"]
+CHARTS = ["phases", "communication", "stragglers", "long_steps", "buckets", "bandwidth"]
 LONG_NAME = "transformer.encoder.layers.11.self_attention.output_projection.weight"
 
 
 def write_trace(path: Path) -> None:
-    """A step takes 20 ms; rank 2 is 3 ms late in backward in every step, and the others wait for it."""
+    """A step takes 20 ms, the last one 60; rank 2 is 3 ms late in backward in every step, and others wait for it."""
     file = TraceFile(str(path), 0)
     for rank in range(RANKS):
         late = 3 * (rank == 2)
         spans: list[tuple[Lane, str, float, float, int, str]] = []
         for i in range(STEPS + 1):
-            t = 20 * i
+            t = 20 * i + 40 * (i == STEPS)
             spans += [
                 (Lane.BACKWARD, "backward", t + 5, t + 11 + late, 0, ""),
                 (Lane.WAIT, "synchronize", t + 11 + late, t + 16, 0, ""),
@@ -63,7 +63,7 @@ def browser() -> Iterator[Browser]:
 
 DRAWN = """
 const marks = {phases: ".bars .point path", communication: ".bars .point path", stragglers: ".heatmaplayer image",
-               buckets: ".bars .point path", bandwidth: ".scatterlayer .point"};
+               long_steps: ".scatterlayer .point", buckets: ".bars .point path", bandwidth: ".scatterlayer .point"};
 const drawn = {};
 for (const [name, mark] of Object.entries(marks)) {
   const chart = document.getElementById(name);
@@ -84,7 +84,8 @@ def test_the_page(browser: Browser, page: str, width: int, dark: bool) -> None:
     drawn: dict[str, Any] = browser.run(DRAWN)
     marks = {name: chart["marks"] for name, chart in drawn.items()}
     # Three ranks with four phases; exposed and hidden of every step; two buckets, once as bars and once as points.
-    assert marks == {"phases": 4 * RANKS, "communication": 2 * STEPS, "stragglers": 1, "buckets": 2, "bandwidth": 2}
+    over_time = {"communication": 2 * STEPS, "stragglers": 1, "long_steps": 1}
+    assert marks == {"phases": 4 * RANKS, **over_time, "buckets": 2, "bandwidth": 2}
     for name, chart in drawn.items():
         assert chart["width"] > 0.8 * min(width, 1068), name
         assert chart["height"] > 150, name
@@ -101,7 +102,8 @@ def test_the_verdict_comes_first_and_tables_have_the_figures(browser: Browser, p
     browser.open(page, width=1280, dark=False)
     assert browser.run("return document.querySelector('.verdict').textContent") == (
         "Communication costs 10% of a step (2.00 of 20.00 ms); rank 2 is late in 100% of the steps, by 3.00 ms, in "
-        "backward."
+        "backward. 1 of 12 steps took more than 2 times the median, which cost 14% of the time; the longest, step 12 "
+        "at 0.238 s, took 60.00 ms: all ranks in forward, its data or other code of the program."
     )
     top = "return document.querySelector('.verdict').getBoundingClientRect().top"
     assert browser.run(top) < browser.run(top.replace(".verdict", "section"))

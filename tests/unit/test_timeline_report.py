@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hvdlite.cli.timeline import main
 from hvdlite.recorder import Lane
 from hvdlite.timeline.chrome_trace import TraceWriter
+from hvdlite.timeline.long_steps import long_steps
 from hvdlite.timeline.report import BusyTime, build_report
 from hvdlite.timeline.trace_file import TraceFile, read_trace
 from hvdlite.timeline.verdict import verdict
@@ -175,6 +177,71 @@ def test_ranks_are_named_if_few_are_mostly_late(tmp_path: Path, late_ranks: list
     }
     report = build_report(read_trace(write_trace(tmp_path / "trace.json", ranks)))
     assert f"(2.00 of 20.00 ms); {said}, in forward, " in verdict(report)
+
+
+REST = "forward, its data or other code of the program"
+
+
+def steps_of_which_one_is_long(phase: dict[int, str]) -> dict[int, list[tuple[Lane, str, float, float, int]]]:
+    """Two ranks, six steps of 20 ms; step 3, which begins at 0.06 s, takes 200 ms more, on each rank in that phase."""
+    ranks: dict[int, list[tuple[Lane, str, float, float, int]]] = {}
+    for rank in range(2):
+        spans = ranks[rank] = []
+        now = 0.0
+        for number in range(7):
+            for lane, name, usual in [
+                (None, "forward", 5),
+                (Lane.BACKWARD, "backward", 6),
+                (Lane.WAIT, "synchronize", 4),
+                (Lane.OPTIMIZER, "step", 5),
+            ]:
+                end = now + usual + 200 * (number == 3 and phase[rank] == name)
+                if lane is not None:
+                    spans.append((lane, name, now, end, 0))
+                now = end
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("phases", "ranks", "cause"),
+    [
+        (("synchronize", "forward"), (1,), f"rank 1 in {REST}"),
+        (("backward", "synchronize"), (0,), "rank 0 in backward"),
+        (("step", "synchronize"), (0,), "rank 0 in the optimizer's step"),
+        (("forward", "forward"), (0, 1), f"all ranks in {REST}"),
+        (("synchronize", "synchronize"), (), "all ranks waited for communication"),
+    ],
+)
+def test_a_long_step_among_short_ones_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], phases: tuple[str, str], ranks: tuple[int, ...], cause: str
+) -> None:
+    path = write_trace(tmp_path / "trace.json", steps_of_which_one_is_long(dict(enumerate(phases))))
+    report = build_report(read_trace(path))
+    assert report.median is not None
+    assert report.median.step_ms == pytest.approx(20)
+    (step,) = long_steps(report)
+    assert (step.number, step.start_s, step.step_ms, step.over_ms) == (3, 0.06, 220, 200)
+    assert (step.ranks, step.cause) == (ranks, cause)
+    assert verdict(report).endswith(
+        ". 1 of 6 steps took more than 2 times the median, which cost 62% of the time; the longest, step 3 at 0.060 s, "
+        f"took 220.00 ms: {cause}."
+    )
+    assert main(["report", "--steps", "1", path]) == 0  # also where the table of steps does not show it
+    printed = capsys.readouterr().out.splitlines()
+    place = printed.index("Steps of more than 2 times the median (1):")
+    assert printed[place + 2].split() == ["3", *step.time_of_day.split(), "0.060", "220.00", *cause.split()]
+    assert main(["report", "--json", path]) == 0
+    (told,) = json.loads(capsys.readouterr().out)["long_steps"]
+    assert (told["number"], told["ranks"], told["cause"]) == (3, list(ranks), cause)
+
+
+def test_long_steps_have_a_time_of_day(tmp_path: Path) -> None:
+    trace = read_trace(write_trace(tmp_path / "trace.json", steps_of_which_one_is_long({0: "forward", 1: "forward"})))
+    for event in trace["traceEvents"]:
+        if event["name"] == "process_name":
+            event["args"]["start_time_since_epoch_in_micros"] = 1_700_000_000_940_000
+    (step,) = long_steps(build_report(trace))
+    assert step.time_of_day == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_700_000_001))
 
 
 def test_only_the_last_steps_are_printed(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
