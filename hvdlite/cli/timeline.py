@@ -16,7 +16,7 @@ from hvdlite.counted import counted
 from hvdlite.timeline.long_steps import LONG, LONG_STEP_HEADER, LONG_STEPS_SHOWN, long_step_cells, long_steps
 from hvdlite.timeline.page import PlotlyMissingError, page
 from hvdlite.timeline.report import Bucket, Report, Step, build_report
-from hvdlite.timeline.trace_file import TraceError, merge_traces, missing_parts, read_trace
+from hvdlite.timeline.trace_file import TraceError, later_recordings, merge_traces, missing_parts, read_trace
 from hvdlite.timeline.verdict import verdict
 
 _DEFINITIONS = """\
@@ -107,6 +107,12 @@ def _report(path: str, as_json: bool, last: int, html: str | None) -> None:
         print(
             f"hvdlite timeline: other nodes are missing here, their files were not merged yet: "
             f"python -m hvdlite timeline merge {shlex.join([path, path, *parts])}",
+            file=sys.stderr,
+        )
+    if report.origin_epoch_s is not None and (later := later_recordings(path, report.origin_epoch_s)):
+        print(
+            f"hvdlite timeline: what ranks did after others had died or come, or when they were started again, is in "
+            f"{shlex.join(later)}",
             file=sys.stderr,
         )
 

@@ -37,6 +37,7 @@ _MIN_ROOM_BYTES = 64 << 10
 _LOCK_TIMEOUT_S = 10.0
 _LOCK_RETRY_S = 0.002
 _FORMAT = "timeline 1"
+_ANEW = r"(\.start\d+)?(\.generation\d+)?"  # how a stem ends; see `anew_path`
 
 
 class TraceError(Exception):
@@ -221,6 +222,20 @@ def missing_parts(path: str, trace: Mapping[str, Any]) -> list[str]:
             if is_same and ranks.isdisjoint(event["pid"] for event in other["traceEvents"]):
                 found.append(part)
     return found
+
+
+def later_recordings(path: str, began_s: float) -> list[str]:
+    """Files as `anew_path` names them beside ``path``, which the same job has written since ``began_s``, a time of day.
+
+    What an earlier job has left there is older. Those of other nodes are not among them.
+    """
+    stem, suffix = os.path.splitext(path)
+    first = re.sub(f"{_ANEW}$", "", stem)
+    name = re.compile(re.escape(first) + _ANEW + re.escape(suffix))
+    beside = glob.glob(f"{glob.escape(first)}.*{glob.escape(suffix)}")
+    return sorted(
+        other for other in beside if other != path and name.fullmatch(other) and os.path.getmtime(other) > began_s
+    )
 
 
 def merge_traces(out: str, parts: Sequence[str]) -> int:

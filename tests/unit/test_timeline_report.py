@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import sys
 import time
@@ -286,6 +287,23 @@ def test_the_command_merges_what_a_killed_job_left(tmp_path: Path, capsys: pytes
     captured = capsys.readouterr()
     assert captured.out.startswith("my trace.json: 2 ranks, 2 complete steps")
     assert captured.err == ""
+
+
+def test_the_report_names_what_the_job_recorded_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("my trace.json", "my trace.generation2.json", "my trace.start2.json", "my trace.start2.generation2.json")
+    paths = [write_trace(tmp_path / name, RANKS) for name in names]
+    for path in paths[2:]:
+        os.utime(path, (1, 1))  # of an earlier job
+    for other in ("my trace.generation2.node1.json", "my trace.generations.json", "my trace2.json"):
+        write_trace(tmp_path / other, {7: []})
+    assert main(["report", paths[0]]) == 0
+    assert capsys.readouterr().err == (
+        "hvdlite timeline: what ranks did after others had died or come, or when they were started again, is in "
+        f"{shlex.quote(paths[1])}\n"
+    )
+    os.utime(paths[3])
+    assert main(["report", paths[2]]) == 0
+    assert capsys.readouterr().err.endswith(f"{shlex.quote(paths[1])} {shlex.quote(paths[3])}\n")
 
 
 def test_errors_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
