@@ -62,7 +62,8 @@ EXPOSED_LANES = frozenset({Lane.WAIT, Lane.MEETING, Lane.WINDOW})
 """Where the main thread cannot compute."""
 
 Event = tuple[int, Lane, str, int, int, int, str]
-"""Number, lane, name, start_ns, end_ns or `INSTANT`, bytes, dtype; of a parameter its bucket in place of the dtype.
+"""Number, lane, name, start_ns, end_ns or `INSTANT`, bytes, dtype; in place of the dtype a parameter has its bucket,
+and an optimizer's step its process set.
 
 A plain tuple: a named one takes twice as long."""
 

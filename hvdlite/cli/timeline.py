@@ -13,6 +13,8 @@ from pathlib import Path
 
 from hvdlite.cli.reader import ends_with_reader, printable
 from hvdlite.counted import counted
+from hvdlite.rank_list import rank_list
+from hvdlite.timeline.groups import groups_of_ranks, restricted
 from hvdlite.timeline.long_steps import LONG, LONG_STEP_HEADER, LONG_STEPS_SHOWN, long_step_cells, long_steps
 from hvdlite.timeline.page import PlotlyMissingError, page
 from hvdlite.timeline.report import Bucket, Report, Step, build_report
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
             count = merge_traces(options.out, options.parts)
             print(printable(f"{options.out}: {counted(count, 'event')} from {counted(len(options.parts), 'file')}"))
         else:
-            _report(options.trace, options.json, options.steps, options.html)
+            _report(options.trace, options.rank, options.json, options.steps, options.html)
     except (TraceError, PlotlyMissingError) as error:
         print(f"hvdlite timeline: {error}", file=sys.stderr)
         return 1
@@ -69,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     report.add_argument("trace", help="the timeline, complete or of a job that is running or was killed")
+    report.add_argument(
+        "--rank", type=_count, metavar="R", help="show the ranks that train with R, if not all train together"
+    )
     report.add_argument("--json", action="store_true", help="print all figures of all steps as JSON")
     report.add_argument(
         "--steps", type=_count, default=20, metavar="N", help="show the last N steps; 0 shows all (default: 20)"
@@ -91,17 +96,28 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _report(path: str, as_json: bool, last: int, html: str | None) -> None:
+def _report(path: str, rank: int | None, as_json: bool, last: int, html: str | None) -> None:
     trace = read_trace(path)
-    report = build_report(trace)
+    title, chosen, notice = os.path.basename(path), trace, ""
+    groups = groups_of_ranks(trace)
+    if rank is not None and not any(rank in group for group in groups):
+        raise TraceError(f"{path} has no step of rank {rank}")
+    if len(groups) > 1:
+        shown = next((group for group in groups if rank in group), groups[0])
+        title, chosen = f"{title}, {rank_list(shown)}", restricted(trace, shown)
+        others = ", ".join(f"--rank {group[0]} ({rank_list(group)})" for group in groups if group is not shown)
+        notice = f"{rank_list(shown)} alone, as the optimizers of others have other process sets: {others}"
+    report = build_report(chosen)
     if html is not None:
-        Path(html).write_text(page(os.path.basename(path), report), encoding="utf-8", errors="backslashreplace")
+        Path(html).write_text(page(title, report), encoding="utf-8", errors="backslashreplace")
     if as_json:
         figures = dataclasses.asdict(report)
         figures["long_steps"] = [dataclasses.asdict(step) for step in long_steps(report)]
         print(json.dumps({"trace": path, **figures}, indent=2))
     else:
-        print(printable(format_report(path, report, last)))
+        print(printable(format_report(title, report, last)))
+    if notice:
+        print(f"hvdlite timeline: this is of {notice}", file=sys.stderr)
     parts = missing_parts(path, trace)
     if parts:
         print(
@@ -117,10 +133,10 @@ def _report(path: str, as_json: bool, last: int, html: str | None) -> None:
         )
 
 
-def format_report(path: str, report: Report, last: int) -> str:
+def format_report(title: str, report: Report, last: int) -> str:
     """The report as text, with the last ``last`` steps, or all for 0."""
     ranks, steps = counted(report.ranks, "rank"), counted(len(report.steps), "complete step")
-    lines = [f"{os.path.basename(path)}: {ranks}, {steps}", verdict(report)]
+    lines = [f"{title}: {ranks}, {steps}", verdict(report)]
     if report.dropped:
         lines.append(f"{report.dropped} events were dropped, so times are too low: raise HVDLITE_TIMELINE_EVENTS.")
     lines.append("")

@@ -15,6 +15,7 @@ _NAMES_KEPT = 4096
 _ROWS_PER_LANE = 10_000
 _SPANS_REMEMBERED = 256
 
+_DETAIL = {Lane.PARAMETER: "bucket", Lane.OPTIMIZER: "process set"}
 _LANE_NUMBER = {lane: number for number, lane in enumerate(Lane, start=1)}
 
 
@@ -83,8 +84,7 @@ class TraceWriter:
                 continue
             args = f'"bytes":{nbytes}' if nbytes else ""
             if dtype:
-                key = "bucket" if lane is Lane.PARAMETER else "dtype"
-                args += f'{"," if args else ""}"{key}":{self._quoted(dtype)}'
+                args += f'{"," if args else ""}"{_DETAIL.get(lane, "dtype")}":{self._quoted(dtype)}'
             lines.append(
                 f'{{"ph":"X",{head},"ts":{_us(start)},"dur":{_us(end - start)},"args":{{{args}}}}}'.encode("ascii")
             )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from hvdlite.recorder import NO_SPAN, Lane, Recorder
+from hvdlite.timeline.groups import ALONE
+from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.tensor_view import check_parameter
 
 
@@ -78,8 +80,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """The step of the wrapped optimizer."""
         self._opt_called = True
         inner = self._hvd_inner_step or super().step
-        with recorder.span(Lane.OPTIMIZER, "step") if recorder.enabled else NO_SPAN:
+        with self._hvd_span_of_step(recorder) if recorder.enabled else NO_SPAN:
             return inner(**kwargs)
+
+    def _hvd_span_of_step(self, recorder: Recorder) -> AbstractContextManager[None]:
+        """It says which ranks step together."""
+        process_set: ProcessSet = self._hvd_arguments["process_set"]
+        label = str(process_set.process_set_id) if process_set.included() else ALONE
+        return recorder.span(Lane.OPTIMIZER, "step", dtype=label)
 
     @property
     def _hvd_unscales_inside(self) -> bool:

@@ -157,6 +157,31 @@ def test_a_row_for_every_parameter_names_its_bucket(directory: Path) -> None:
         assert all(".bucket" in event["args"]["bucket"] for event in own)
 
 
+def test_a_step_tells_the_process_set_of_its_optimizer(directory: Path) -> None:
+    """Of ranks that are no members it says that they are alone."""
+    if hvd.size() == 1:
+        pytest.skip("there is no other process set")
+    first = hvd.add_process_set([0])
+    hvd.start_timeline(str(directory / "sets.json"))
+    hvd.barrier()
+    for process_set in (hvd.global_process_set, first):
+        model = torch.nn.Linear(3, 1)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=process_set
+        )
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    number = first.process_set_id
+    hvd.stop_timeline()
+    hvd.remove_process_set(first)
+    if hvd.rank() == 0:
+        steps = [event for event in events_of(directory / "sets.json") if event.get("cat") == "optimizer"]
+        for rank in range(hvd.size()):
+            told = [event["args"]["process set"] for event in steps if event["pid"] == rank]
+            assert told == ["0", str(number) if rank == 0 else "none"]
+
+
 @pytest.mark.parametrize(
     ("operation", "label"),
     [

@@ -16,6 +16,7 @@ import pytest
 from hvdlite.cli.timeline import main
 from hvdlite.recorder import Lane
 from hvdlite.timeline.chrome_trace import TraceWriter
+from hvdlite.timeline.groups import ALONE, groups_of_ranks
 from hvdlite.timeline.long_steps import long_steps
 from hvdlite.timeline.report import BusyTime, build_report
 from hvdlite.timeline.trace_file import TraceFile, read_trace
@@ -304,6 +305,78 @@ def test_the_report_names_what_the_job_recorded_later(tmp_path: Path, capsys: py
     os.utime(paths[3])
     assert main(["report", paths[2]]) == 0
     assert capsys.readouterr().err.endswith(f"{shlex.quote(paths[1])} {shlex.quote(paths[3])}\n")
+
+
+def write_trace_of_sets(path: Path, sets: dict[int, str], step_ms: dict[int, float], wait_ms: dict[int, float]) -> str:
+    """Each rank takes 10 steps with an optimizer of that process set."""
+    file = TraceFile(str(path), 0)
+    for rank, process_set in sets.items():
+        writer = TraceWriter(rank, 0, 0)
+        file.open(writer.introduction())
+        for i in range(1, 11):
+            end = i * step_ms[rank]
+            spans = [
+                (Lane.WAIT, "synchronize", end - 2 - wait_ms[rank], end - 2, ""),
+                (Lane.OPTIMIZER, "step", end - 2, end, process_set),
+            ]
+            file.append(
+                writer.lines(
+                    (0, lane, name, round(s * MS), round(e * MS), 0, label) for lane, name, s, e, label in spans
+                )
+            )
+    return str(path)
+
+
+def test_ranks_that_train_apart_have_reports_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 3 is late for rank 2; nobody is for ranks 0 and 1, which wait less than rank 2 does."""
+    sets, step_ms = {0: "1", 1: "1", 2: "2", 3: "2"}, {0: 20.0, 1: 20.0, 2: 50.0, 3: 50.0}
+    path = write_trace_of_sets(tmp_path / "trace.json", sets, step_ms, {0: 1, 1: 1, 2: 30, 3: 1})
+    assert main(["report", path]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[:2] == [
+        "trace.json, ranks 0 and 1: 2 ranks, 9 complete steps",
+        "Communication costs 5% of a step (1.00 of 20.00 ms); no rank is late.",
+    ]
+    assert captured.err == (
+        "hvdlite timeline: this is of ranks 0 and 1 alone, as the optimizers of others have other process sets: "
+        "--rank 2 (ranks 2 and 3)\n"
+    )
+    assert main(["report", "--rank", "3", path]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "trace.json, ranks 2 and 3: 2 ranks, 9 complete steps",
+        "Communication costs 2% of a step (1.00 of 50.00 ms); rank 3 is late in 100% of the steps, by 29.00 ms, in "
+        f"{REST}.",
+    ]
+    assert main(["report", "--rank", "4", path]) == 1
+    assert capsys.readouterr().err == f"hvdlite timeline: {path} has no step of rank 4\n"
+
+
+@pytest.mark.parametrize(
+    ("sets", "groups"),
+    [
+        ({0: "0", 1: "0", 2: "0"}, [(0, 1, 2)]),
+        ({0: "", 1: "", 2: ""}, [(0, 1, 2)]),  # of an older version
+        ({0: "1", 1: "2", 2: "1"}, [(0, 2), (1,)]),
+        ({0: "1", 1: ALONE, 2: ALONE}, [(0,), (1,), (2,)]),
+    ],
+)
+def test_who_trains_together(tmp_path: Path, sets: dict[int, str], groups: list[tuple[int, ...]]) -> None:
+    same = dict.fromkeys(sets, 10.0)
+    trace = read_trace(write_trace_of_sets(tmp_path / "trace.json", sets, same, same))
+    assert groups_of_ranks(trace) == groups
+
+
+def test_sets_that_share_a_rank_train_together(tmp_path: Path) -> None:
+    trace = read_trace(
+        write_trace_of_sets(
+            tmp_path / "trace.json",
+            {0: "1", 1: "1", 2: "2"},
+            dict.fromkeys(range(3), 10.0),
+            dict.fromkeys(range(3), 1.0),
+        )
+    )
+    shared = {"ph": "X", "cat": "optimizer", "name": "step", "pid": 1, "args": {"process set": "2"}}
+    assert groups_of_ranks({"traceEvents": [*trace["traceEvents"], shared]}) == [(0, 1, 2)]
 
 
 def test_errors_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
