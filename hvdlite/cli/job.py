@@ -103,6 +103,17 @@ def check_directory() -> None:
         raise ConfigError("the working directory has been removed: change to one that is there") from error
 
 
+def open_standard_descriptors() -> None:
+    """Make 0, 1 and 2 the null device where they are closed, as by ``<&- >&-``.
+
+    Whatever is opened next has their numbers otherwise: what a rank writes to 1 would go there, and without 0 and 1
+    Open MPI's mpirun ends with status 1 and says nothing.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
 def has_input() -> bool:
     """Whether something may come by stdin: where that is /dev/null or closed, as under cron and nohup, nothing does."""
     try:

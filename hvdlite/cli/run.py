@@ -22,7 +22,15 @@ from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import IsOver, hosts_of, slots_of
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
-from hvdlite.cli.job import Command, Host, Launch, check_directory, has_input, is_this_machine
+from hvdlite.cli.job import (
+    Command,
+    Host,
+    Launch,
+    check_directory,
+    has_input,
+    is_this_machine,
+    open_standard_descriptors,
+)
 from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
@@ -76,6 +84,7 @@ def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
     Args:
         announce: whether to print the command.
     """
+    open_standard_descriptors()
     status = _main(sys.argv[1:] if argv is None else argv, announce)
     finish()
     return status

@@ -45,6 +45,15 @@ def test_a_closed_stdout(mpirun: Path, tmp_path: Path) -> None:
     assert ended.returncode == 0 and done.exists(), ended.stderr
 
 
+def test_closed_descriptors_are_the_null_device_for_ranks(tmp_path: Path) -> None:
+    """Else the next file that mpirun or a rank opens is its stdin or stdout."""
+    found = tmp_path / "found"
+    program = executable(tmp_path / "program", f'all=$(readlink /proc/$$/fd/[012]); echo "$all" >{found}')
+    closing = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *RUN, "-np", "1", str(program)]
+    assert subprocess.run(closing, timeout=60).returncode == 0
+    assert found.read_text() == 3 * f"{os.devnull}\n"
+
+
 def test_a_full_disk(mpirun: Path, tmp_path: Path) -> None:
     done = tmp_path / "done"
     command = [*RUN, "--mpirun", str(mpirun), "-np", "1", "sh", f"echo words; sleep 0.1; echo more; touch {done}"]
