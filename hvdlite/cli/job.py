@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdlite import control_groups
+from hvdlite.counted import counted
 from hvdlite.errors import ConfigError
 from hvdlite.links.interfaces import is_own
 
@@ -134,10 +136,13 @@ def thread_settings(launch: Launch, environ: Mapping[str, str]) -> tuple[dict[st
     """Variables that leave each rank its share of the cores, and why, unless the user has chosen."""
     if "OMP_NUM_THREADS" in environ:
         return {}, []
-    cores, ranks = len(os.sched_getaffinity(0)), launch.ranks_per_host
+    cores, limit, ranks = len(os.sched_getaffinity(0)), control_groups.cores(), launch.ranks_per_host
+    have = counted(cores, "core")
+    if limit is not None and limit < cores:  # more threads would all be halted for most of each period
+        have += f", of which the control group allows {limit:g}"
+        cores = max(1, int(limit))
     threads = max(1, cores // ranks)
-    shared = f"{cores} core{'s' * (cores != 1)}, {ranks} rank{'s' * (ranks != 1)} on a host"
-    note = f"OMP_NUM_THREADS={threads}: {shared}; set it to choose yourself"
+    note = f"OMP_NUM_THREADS={threads}: {have}, {counted(ranks, 'rank')} on a host; set it to choose yourself"
     return {"OMP_NUM_THREADS": str(threads)}, [note]
 
 

@@ -12,9 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hvdlite import _native, environment, launched, mpi
+from hvdlite import _native, control_groups, environment, launched, mpi
 from hvdlite.config import TOLD, Config
-from hvdlite.doctor import control_groups
 from hvdlite.doctor.links import mtu_of
 from hvdlite.links.interfaces import interfaces, select
 
@@ -113,6 +112,7 @@ def _machine() -> Facts:
         "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "cores of this process": len(os.sched_getaffinity(0)),
+        "core limit": control_groups.cores(),
         "memory bytes": memory.get("MemTotal", 0),
         "memory available bytes": memory.get("MemAvailable", 0),
         "memory limit bytes": control_groups.memory_bytes(),

@@ -49,7 +49,9 @@ def _node(
 ) -> Iterator[str]:
     facts = ranks[members[0]]
     machine = facts["machine"]
-    yield f"  {names_of(ranks, nodes)[node]}: {rank_list(members)}, {machine['cores']} cores, {machine['processor']}"
+    share = f" (limit {machine['core limit']:g})" if machine["core limit"] else ""
+    cores = f"{machine['cores']} cores{share}"
+    yield f"  {names_of(ranks, nodes)[node]}: {rank_list(members)}, {cores}, {machine['processor']}"
     if facts["mpi"] is not None:
         yield f"    {facts['mpi']['library']}, MPI_THREAD_{facts['mpi']['thread level']}"
     limit = machine["memory limit bytes"]
@@ -57,9 +59,9 @@ def _node(
         f"    memory {machine['memory available bytes'] >> 20:,} MiB available"
         f"{f', limit {limit >> 20:,}' if limit else ''}; /dev/shm {machine['/dev/shm free bytes'] >> 20:,} MiB free"
     )
-    cores = {rank: ranks[rank]["core numbers"] for rank in members}
-    if any(len(own) < machine["cores"] for own in cores.values()):
-        yield f"    cores: {', '.join(f'rank {rank} on {_ranges(own)}' for rank, own in cores.items())}"
+    bound = {rank: ranks[rank]["core numbers"] for rank in members}
+    if any(len(own) < machine["cores"] for own in bound.values()):
+        yield f"    cores: {', '.join(f'rank {rank} on {_ranges(own)}' for rank, own in bound.items())}"
     shown = [
         f"{i['name']} {i['address']} mtu {i['mtu']}{'' if i['chosen'] else ', not used'}"
         for i in facts["interfaces"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite import control_groups
 from hvdlite.cli.job import Host
 from hvdlite.cli.mpirun import Mpi, Mpirun
 
@@ -17,9 +18,10 @@ PROGRAM = ("python", "train.py")
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An ordinary user's, with 8 cores."""
+    """An ordinary user's, with 8 cores and no limit."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(control_groups, "cores", lambda: None)
 
 
 def executable(path: Path, script: str) -> Path:

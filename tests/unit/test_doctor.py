@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import hvdlite
-from hvdlite import launched
+from hvdlite import control_groups, launched
 from hvdlite.cli import doctor
-from hvdlite.doctor import control_groups, facts
+from hvdlite.doctor import facts
 from hvdlite.doctor.check import summary
 
 
@@ -79,6 +79,17 @@ def test_wrong_sums_are_a_problem() -> None:
     assert (found["allreduce GB/s"], found["memcpy GB/s"]) == (1.0, 5.0)
 
 
+def seen(own: str, files: dict[str, str], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a process be in the groups of ``own``, which have ``files``."""
+    (place / "own").write_text(own)
+    for name, text in files.items():
+        path = place / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    monkeypatch.setattr(control_groups, "_OWN", place / "own")
+    monkeypatch.setattr(control_groups, "_ROOT", place / "groups")
+
+
 @pytest.mark.parametrize(
     ("own", "files", "memory", "processes"),
     [
@@ -100,11 +111,24 @@ def test_limits_of_control_groups(
     memory: int | None,
     processes: int | None,
 ) -> None:
-    (tmp_path / "own").write_text(own)
-    for name, text in files.items():
-        path = tmp_path / "groups" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(control_groups, "_ROOT", tmp_path / "groups")
+    seen(own, files, tmp_path, monkeypatch)
     assert (control_groups.memory_bytes(), control_groups.processes()) == (memory, processes)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/\n", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/job/step\n", {"job/step/cpu.max": "400000 100000", "job/cpu.max": "50000 100000"}, 0.5),
+        ("5:cpu,cpuacct:/x\n0::/\n", {"cpu,cpuacct/x/cpu.cfs_quota_us": "200000"}, None),
+        ("5:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "150000", "cpu/x/cpu.cfs_period_us": "50000"}, 3.0),
+        ("5:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_time_of_control_groups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str, files: dict[str, str], cores: float | None
+) -> None:
+    seen(own, files, tmp_path, monkeypatch)
+    assert control_groups.cores() == cores

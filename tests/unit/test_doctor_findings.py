@@ -22,6 +22,7 @@ def ranks(nodes: Sequence[Sequence[int]] = NODES) -> list[dict[str, Any]]:
     healthy = copy.deepcopy(OWN)
     healthy["machine"] |= {
         "cores": 8,
+        "core limit": None,
         "memory available bytes": 8 << 30,
         "memory limit bytes": None,
         "process limit": None,

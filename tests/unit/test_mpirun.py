@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import run_lab
+from hvdlite import control_groups
 from hvdlite.cli import mpirun, run
 from hvdlite.cli.arguments import parse
 from hvdlite.cli.job import Host, Launch
@@ -191,6 +192,13 @@ class TestBuilding:
         command = build(MPICH, Launch(PROGRAM, ranks, hosts), {})
         assert command.environment["OMP_NUM_THREADS"] == str(threads)
         assert f"OMP_NUM_THREADS={threads}" in command.notes[0]
+
+    @pytest.mark.parametrize(("limit", "threads"), [(0.5, 1), (2.5, 1), (4.0, 2), (64.0, 4)])
+    def test_threads_of_a_container(self, limit: float, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(control_groups, "cores", lambda: limit)
+        command = build(MPICH, Launch(PROGRAM, 2), {})
+        assert command.environment["OMP_NUM_THREADS"] == str(threads)
+        assert (f"8 cores, of which the control group allows {limit:g}, 2 ranks" in command.notes[0]) == (limit < 8)
 
     def test_hosts_of_a_scheduler(self) -> None:
         job = Launch(PROGRAM, 8, scheduled_hosts=2)
