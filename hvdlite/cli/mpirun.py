@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,6 +26,8 @@ FORWARDED_PREFIXES = (
     *("OMP_", "MKL_", "KMP_", "OPENBLAS_"),
 )
 _INFINIBAND = Path("/sys/class/infiniband")
+# More than files of Open MPI's mpirun take. Without room it says that its listener has failed, or all ranks die of BUS.
+_TEMPORARY_BYTES = 1 << 20
 
 
 class Mpi(Enum):
@@ -100,10 +103,14 @@ def _home(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _check_temporary_files(environ: Mapping[str, str]) -> None:
     directory = environ.get("TMPDIR") or "/tmp"
-    if not os.access(directory, os.W_OK):
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, _TEMPORARY_BYTES)  # a full disk takes names of files
+    except OSError as error:
         raise ConfigError(
-            f"Open MPI's mpirun keeps files in {directory}, which cannot be written: set TMPDIR to a directory that can"
-        )
+            f"Open MPI's mpirun keeps files in {directory}, which cannot be written ({error.strerror}): set TMPDIR to "
+            "a directory that can"
+        ) from error
 
 
 def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command:

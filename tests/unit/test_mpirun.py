@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import socket
@@ -199,6 +200,18 @@ class TestBuilding:
         command = build(MPICH, Launch(PROGRAM, 2), {})
         assert command.environment["OMP_NUM_THREADS"] == str(threads)
         assert (f"8 cores, of which the control group allows {limit:g}, 2 ranks" in command.notes[0]) == (limit < 8)
+
+    def test_no_directory_for_temporary_files(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"nowhere, which cannot be written \(No such file.*set TMPDIR"):
+            build(OPEN_MPI_5, Launch(PROGRAM, 2), {"TMPDIR": str(tmp_path / "nowhere")})
+
+    def test_no_room_for_temporary_files(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(file: int, offset: int, length: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(ConfigError, match=r"cannot be written \(No space left on device\): set TMPDIR"):
+            build(OPEN_MPI_5, Launch(PROGRAM, 2), {"TMPDIR": str(tmp_path)})
 
     def test_hosts_of_a_scheduler(self) -> None:
         job = Launch(PROGRAM, 8, scheduled_hosts=2)
