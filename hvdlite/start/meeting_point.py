@@ -30,6 +30,10 @@ from hvdlite.version import __version__
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30  # of a message
 _ANSWER_S = 5.0  # how much longer than it may wait a rank listens for the answer that not all have come
+_NO_THREAD = (
+    "where ranks meet no thread can be started: raise the limit on processes and threads (ulimit -u, and pids of a "
+    "container)"
+)
 
 
 class Visit(NamedTuple):
@@ -82,7 +86,11 @@ class MeetingPoint:
         self._ended: dict[int, str] = {}
 
     def open(self) -> None:
-        self._reception = Reception([self._listener], self._secret, self._admit)
+        """Raises StartupError where no thread can be started."""
+        try:
+            self._reception = Reception([self._listener], self._secret, self._admit)
+        except RuntimeError as error:  # Python's for that
+            raise StartupError(_NO_THREAD) from error
 
     def rank_ended(self, rank: int, how: str) -> None:
         """Nobody shall wait for ``rank`` any more; ``how`` goes on with the sentence: "was killed by signal 9"."""
@@ -97,8 +105,18 @@ class MeetingPoint:
 
     def _admit(self, link: socket.socket, claim: bytes, session: bytes) -> bool:
         # A thread each: they mostly wait, and one that says nothing holds nobody up.
-        threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+        except RuntimeError:  # no thread can be started
+            self._turn_away(link)
         return True
+
+    def _turn_away(self, link: socket.socket) -> None:
+        """Tell who has come why nobody listens to it; it would take this for an end of this process."""
+        with link, suppress(OSError):
+            link.settimeout(PATIENCE_S)
+            request = _request(receive(link))
+            send(link, plain.dumps(_NO_THREAD if isinstance(request, Join) else ([], _NO_THREAD)))
 
     def _serve(self, link: socket.socket) -> None:
         with ExitStack() as closing, suppress(OSError):

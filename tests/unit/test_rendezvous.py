@@ -18,8 +18,9 @@ from hvdlite import plain
 from hvdlite.config import MEETING_POINT
 from hvdlite.errors import ConfigError, StartupError
 from hvdlite.links.proof import Caller, Secret, prove
+from hvdlite.recovery.roster import Join
 from hvdlite.start import meeting_point
-from hvdlite.start.meeting_point import AtMeetingPoint, MeetingPoint, Visit
+from hvdlite.start.meeting_point import AtMeetingPoint, MeetingPoint, Visit, connect
 from hvdlite.start.rendezvous import RendezvousRanks
 from hvdlite.version import __version__
 
@@ -211,3 +212,27 @@ def test_a_rank_without_descriptors_says_so(point: MeetingPoint, monkeypatch: py
     monkeypatch.setattr(meeting_point, "connect_unix", short)
     with pytest.raises(StartupError, match=r"Too many open files\): raise the limits on open files"):
         at(point).gather("key", [0], 0, b"", 1.0)
+
+
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_who_finds_no_thread_at_the_point_says_so_and_others_are_heard(point: MeetingPoint) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        without_threads(patch)
+        with pytest.raises(StartupError, match=r"no thread can be started: raise the limit .*ulimit -u"):
+            at(point).gather("key", [0], 0, b"", 1.0)
+        with connect(point.environment[MEETING_POINT]) as link:
+            meeting_point.send(link, plain.dumps(Join(0, None)))
+            assert "ulimit -u" in plain.loads(meeting_point.receive(link))
+    assert at(point).gather("key", [0], 0, b"mine", 1.0) == [b"mine"]
+
+
+def test_a_point_that_gets_no_thread_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_threads(monkeypatch)
+    with closing(MeetingPoint()) as point, pytest.raises(StartupError, match="ulimit -u"):
+        point.open()
