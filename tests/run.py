@@ -81,7 +81,7 @@ SUITES = (
 BESIDE = ("lint", "sanitizers", "fuzz", "docs")
 WAITING = ("faults", "hosts", "examples")
 # Those that need the processors for a part of their time run first, while there is something to run beside them.
-FIRST = ("hosts", "faults")
+FIRST = ("hosts", "faults", "examples")
 # Those that start many processes, whose Pythons begin by startup/sitecustomize.py.
 STARTING = (*WAITING, "torch_distributed", "docs")
 # For another group of processes, and for each of them: nothing of the processors that anybody else wants. Linux shares
