@@ -94,11 +94,13 @@ class GradientOptimizer(WrappedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Synchronize, then do the step of the wrapped optimizer.
 
-        Raises DivergenceError, on all ranks after the step, where HVDLITE_CHECK_EVERY finds that they differ.
-
         With ``closure`` gradients are synchronized each time that it has been called, and the loss that it returns, a
         tensor or a number, is reduced like them, so that an optimizer that decides by the loss (LBFGS) decides alike on
         every rank.
+
+        Raises:
+            UsageError: called in `skip_synchronize` without `synchronize` before.
+            DivergenceError: on all ranks after the step, where HVDLITE_CHECK_EVERY finds that they differ.
         """
         if closure is not None:
             self.synchronize_pending()
@@ -117,6 +119,12 @@ class GradientOptimizer(WrappedOptimizer):
                         stacklevel=stacklevel(),
                     )
                 self.synchronize()
+        elif self._hvd_reducer.arrival.has_pending:
+            raise UsageError(
+                "optimizer.step() was called inside `with optimizer.skip_synchronize():` with gradients that are on "
+                "their way to other ranks. Call optimizer.synchronize() before it, on every rank; or leave out "
+                "skip_synchronize(), which is for gradients that are changed in between, as by clipping."
+            )
         if self._hvd_arguments["sparse_as_dense"] and isinstance(self, torch.optim.SparseAdam):  # it takes no others
             for group in self.param_groups:
                 for parameter in group["params"]:

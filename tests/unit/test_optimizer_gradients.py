@@ -265,6 +265,29 @@ def test_step_after_synchronize_warns(world: FakeWorld, recwarn: pytest.Warnings
     assert not recwarn.list
 
 
+def test_a_step_that_skips_what_was_not_done_before(world: FakeWorld) -> None:
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    for _ in range(3):
+        model.loss().backward()
+        with optimizer.skip_synchronize():
+            with pytest.raises(UsageError, match=r"step\(\).*skip_synchronize.*Call optimizer.synchronize\(\) before"):
+                optimizer.step()
+            assert not any(p.any() for p in model.p)  # which ranks would have changed each by its own gradients
+            optimizer.synchronize()
+            optimizer.step()
+        assert reduced(model) == expected(model, FACTOR)
+        with torch.no_grad():
+            for p in model.p:
+                p.zero_()
+        optimizer.zero_grad()
+    with optimizer.no_sync():
+        model.loss().backward()
+    with optimizer.skip_synchronize():
+        optimizer.step()  # by gradients of this rank alone, which is what the program says
+    assert reduced(model) == expected(model, 1.0)
+
+
 def test_predivide(world: FakeWorld) -> None:
     model = Scales((3,))
     optimizer = wrap(model, gradient_predivide_factor=4.0)
