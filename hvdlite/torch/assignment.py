@@ -149,15 +149,17 @@ class Assignment:
             # A bucket that some rank has loaded already has no sparse gradients there, so all of it counts as dense.
             (has_sparse if slot.could_be_sparse else has_dense)[slot.index] = 1
         views = views_of((flags,))
-        names = [f"which are sparse among {list_of([slot for slot in late if slot.bucket is None] or slots)}"]
+        asked = [slot for slot in late if slot.bucket is None] or [slot for slot in slots if slot.bucket is not None]
+        names = [f"which are sparse among {list_of(asked)}"]
         try:
             allreduce_now(
                 self._group, views, views, Reduction(ReduceOp.MAX), name=f"{self._prefix}.sparse", names=names
             ).wait()
         except MismatchError as error:
             raise MismatchError(
-                "the optimizers of the ranks have different parameters; build the same model on every rank, and its "
-                f"optimizers in the same order. {error}"
+                "the optimizers of the ranks have different parameters, or parameters are frozen on some ranks only; "
+                "build the same model on every rank, and its optimizers in the same order, and call requires_grad_() "
+                f"on all ranks alike. {error}"
             ) from None
         for slot in slots:
             if has_dense[slot.index] or not has_sparse[slot.index]:

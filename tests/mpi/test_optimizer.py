@@ -368,6 +368,16 @@ def test_ranks_with_more_parameters_are_told() -> None:
         optimizer.step()
 
 
+def test_ranks_that_freeze_other_parameters_are_told() -> None:
+    needs_two()
+    model = Scales([(3,)] * 3)
+    model.p[0].requires_grad_(hvd.rank() == 0)
+    optimizer = wrap(model)
+    model.loss(1.0).backward()
+    with pytest.raises(MismatchError, match=r"requires_grad_\(\).*\(3 parameters\)' on rank 0 but .*\(2 parameters\)'"):
+        optimizer.step()
+
+
 def test_ranks_with_other_models_are_told_and_can_go_on() -> None:
     needs_two()
     model = Scales([(3,), (5 + hvd.rank() % 2,)])

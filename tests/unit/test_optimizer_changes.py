@@ -92,9 +92,9 @@ def test_switched_on_for_the_first_time(world: FakeWorld) -> None:
         optimizer.zero_grad()
     assert sum(name.endswith(".late") for name in world.names()) == 1
     asked = [each.submission.request for each in world.submitted if each.name.endswith(".sparse")]
-    # What a rank shows to others that have not switched it on: the report of a stall.
+    # What a rank shows to others that have not switched it on: in the report of a stall; in the first step, an error.
     assert asked[-1].contents == "which are sparse among p.1"
-    assert asked[0].contents == "which are sparse among p.0 to p.2 (3 parameters)"
+    assert asked[0].contents == "which are sparse among p.0 to p.2 (2 parameters)"
     last = next(each for each in reversed(world.buckets) if "p.1" in each.names)
     assert last.has_home == (len(world.topology.nodes) > 1)
 
