@@ -19,7 +19,7 @@ from hvdlite.torch.handle import check_name
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.start import start_broadcast
-from hvdlite.torch.tensor_view import check_tensor, gradient_dtype
+from hvdlite.torch.tensor_view import check_tensor, gradient_dtype, is_expanded
 
 
 @eager
@@ -42,9 +42,11 @@ def broadcast_parameters(
     """
     if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
         raise ValueError(f"broadcast_parameters: params is a {type(params).__name__}; pass model.state_dict()")
-    # Sorted, since ranks may have filled their dictionaries in another order.
-    entries: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
-    named = [entry if isinstance(entry, tuple) else (str(i), entry) for i, entry in enumerate(entries)]
+    # Sorted, since ranks may have filled their dictionaries in another order; by repr, as keys may be of several types.
+    entries: Iterable[Any] = params
+    if isinstance(params, Mapping):
+        entries = sorted(params.items(), key=lambda entry: repr(entry[0]))
+    named = [entry if isinstance(entry, tuple) and len(entry) == 2 else (i, entry) for i, entry in enumerate(entries)]
     for name, tensor in named:
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise ValueError(
@@ -84,11 +86,14 @@ def broadcast_optimizer_state(
         process_set: who takes part.
 
     Raises:
-        ValueError: ``optimizer`` is a state_dict, or LBFGS, whose state cannot be split by parameter; the parameter
+        ValueError: ``optimizer`` is none, or LBFGS, whose state cannot be split by parameter; the parameter
             groups differ.
     """
-    if isinstance(optimizer, Mapping):
-        raise ValueError("broadcast_optimizer_state: optimizer is a dict; pass the optimizer, not its state_dict()")
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"broadcast_optimizer_state: optimizer is a {type(optimizer).__name__}; pass the optimizer, not its "
+            "state_dict()"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state cannot handle LBFGS; send its state_dict with hvd.broadcast_object")
     groups = optimizer.param_groups
@@ -331,7 +336,7 @@ def _can_be_broadcast(tensor: torch.Tensor) -> bool:
         check_tensor(tensor, "state")
     except ValueError:
         return False
-    return all(stride or n == 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return not is_expanded(tensor)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -12,7 +12,7 @@ import torch
 from hvdlite.memory.base import Home
 from hvdlite.memory.views import TensorView
 from hvdlite.torch.device import Now, is_on_device
-from hvdlite.torch.tensor_view import check_memory, dtype_of, gradient_dtype
+from hvdlite.torch.tensor_view import check_memory, dtype_of, gradient_dtype, is_expanded
 from hvdlite.tracebacks import stacklevel
 
 SMALL_BYTES = 32 << 10
@@ -235,7 +235,7 @@ def _is_placed(gradient: torch.Tensor) -> bool:
         gradient._is_view()
         and not gradient.requires_grad
         and gradient.layout is torch.strided
-        and all(stride or n == 1 for n, stride in zip(gradient.shape, gradient.stride(), strict=True))
+        and not is_expanded(gradient)
     )
 
 

@@ -22,7 +22,7 @@ from hvdlite.torch.eager import eager
 from hvdlite.torch.handle import Handle, label_of
 from hvdlite.torch.process_set import ProcessSet, check_process_set
 from hvdlite.torch.reduce_options import ReduceOptions
-from hvdlite.torch.tensor_view import contiguous_block, copied_back, view_of, views_of
+from hvdlite.torch.tensor_view import block_to_write, contiguous_block, copied_back, view_of, views_of
 
 
 @eager
@@ -37,7 +37,8 @@ def start_allreduce(
 ) -> Handle[list[torch.Tensor]]:
     """Reduce each of ``tensors``, by any op but Adasum."""
     label = label_of("allreduce", name)
-    sources = [contiguous_block(tensor, label) for tensor in tensors]
+    block = block_to_write if in_place else contiguous_block
+    sources = [block(tensor, label) for tensor in tensors]
     if in_place and grouped:
         sources = _apart(sources)
     results = sources if in_place else [new_result(source, tuple(source.shape)) for source in sources]
@@ -116,7 +117,8 @@ def start_broadcast(
         needs_all: it is an error where a rank has joined; otherwise only the root must not have.
     """
     label = label_of("broadcast", name)
-    results = [contiguous_block(tensor, label) for tensor in tensors]
+    labels = [label] * len(tensors) if names is None else [f"{label} of {own!r}" for own in names]
+    results = [block_to_write(tensor, own) for tensor, own in zip(tensors, labels, strict=True)]
     group = check_process_set(process_set).group()
     pending = broadcast_async(
         group,

@@ -148,6 +148,23 @@ def contiguous_block(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return (tensor.detach() if tensor.requires_grad else tensor).contiguous().resolve_neg()
 
 
+def block_to_write(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """`contiguous_block`, whose contents will be `copied_back`.
+
+    Raises:
+        ValueError: ``tensor`` is expanded.
+    """
+    block = contiguous_block(tensor, what)
+    if block.data_ptr() != tensor.data_ptr() and is_expanded(tensor):
+        raise ValueError(f"{what}: the tensor is expanded, so its elements share places; pass tensor.clone()")
+    return block
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements of ``tensor`` share a place, as of ``tensor.expand()``."""
+    return any(not stride and n > 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def copied_back(tensors: list[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
     """``tensors`` with the contents of ``results``, which may share their memory."""
     for tensor, result in zip(tensors, results, strict=True):

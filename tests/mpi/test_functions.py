@@ -66,8 +66,21 @@ def test_parameters_of_every_kind() -> None:
     for whole in (torch.nn.Linear(1, 1), torch.nn.Sequential(torch.nn.Linear(1, 1))):
         with pytest.raises(ValueError, match=r"is a (Linear|Sequential); pass model.state_dict\(\)"):
             hvd.broadcast_parameters(whole, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1 is a tuple, not a tensor"):
+        hvd.broadcast_parameters([torch.ones(1), ("a", "b", "c")], 0)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="'broadcast_parameters' of 'b': .* is expanded.*clone"):
+        hvd.broadcast_parameters({"a": torch.ones(1), "b": torch.ones(1).expand(3)}, 0)
     with pytest.raises(ValueError, match="root_rank"):
         hvd.broadcast_parameters(model.state_dict(), hvd.size())
+
+
+def test_parameters_with_keys_of_several_types() -> None:
+    entries: dict[Any, torch.Tensor] = {key: torch.tensor([float(hvd.rank())]) for key in (1, "1", "a", (2, "b"))}
+    if hvd.rank():
+        entries = dict(reversed(entries.items()))
+    entries[1] += 100
+    hvd.broadcast_parameters(entries, 0)
+    assert {key: tensor.item() for key, tensor in entries.items()} == {1: 100.0, "1": 0.0, "a": 0.0, (2, "b"): 0.0}
 
 
 def test_parameters_that_differ() -> None:
@@ -225,6 +238,8 @@ def test_optimizer_state_that_cannot_be_broadcast() -> None:
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(parameters), 0)
     with pytest.raises(ValueError, match="pass the optimizer, not its state_dict"):
         hvd.broadcast_optimizer_state(torch.optim.SGD(parameters).state_dict(), 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is a NoneType; pass the optimizer"):
+        hvd.broadcast_optimizer_state(None, 0)  # type: ignore[arg-type]
     if hvd.size() > 1:
         optimizer = torch.optim.SGD(parameters[: 2 + hvd.rank() % 2], lr=0.1)
         with pytest.raises(ValueError, match=r"\[2\] parameters on rank 0 but \[3\] on rank 1"):
