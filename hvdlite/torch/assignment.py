@@ -61,7 +61,7 @@ class Assignment:
         self._made = 0
         self._first_gradients: list[tuple[Slot, weakref.ref[torch.Tensor]]] = []  # large ones, of the step before
         for slot in arrival.slots:
-            slot.bucket = slot.view = slot.loaded = None
+            slot.bucket = slot.place = slot.view = slot.loaded = None
             slot.active = slot.is_sparse = False
 
     def guess(self) -> None:
@@ -221,7 +221,7 @@ class Assignment:
         slots = self._arrival.slots
         for slot in slots:
             slot.measure()
-            slot.bucket = slot.view = None
+            slot.bucket = slot.place = slot.view = None
             slot.active = False
         parts = self._parts(self._group.config.bucket_bytes or self._bucketing.bucket_bytes)
         named = [(f"{self._prefix}.bucket{i}", part) for i, part in enumerate(parts)]

@@ -18,7 +18,7 @@ from hvdlite.memory.base import Memory, Region
 from hvdlite.memory.device import DeviceMemory
 from hvdlite.memory.layout import slot_offsets
 from hvdlite.memory.views import TensorView
-from hvdlite.torch.device import current_stream, new_empty, storage_of
+from hvdlite.torch.device import current_stream
 from hvdlite.torch.gradients import Slot, list_of
 
 _is_active = operator.attrgetter("active")  # by `map`, which takes half as long as a comprehension
@@ -47,12 +47,13 @@ class Block:
         numel = self._offsets[-1] + self._numels[-1]
         if region is None:
             region = Region.of_numpy(np.zeros(block_bytes(slots), np.uint8))
-        for slot, offset in zip(slots, self._offsets, strict=True):
-            slot.view = view_into(region, offset * dtype.itemsize, slot)
+        views = [
+            slot.settle_in(region, offset * dtype.itemsize) for slot, offset in zip(slots, self._offsets, strict=True)
+        ]
+        self._places = [view.data_ptr() for view in views]
         self._buffer = region.buffer(numel, dtype)
         self.view = TensorView(self._buffer.address, (numel,), dtype, region.owner)
         self.name = list_of(slots)
-        self._views = [slot.view for slot in slots]
         self._can_unpack = True
         self._taken = _native.GradientSnapshot()  # of gradients as they were loaded
         self._tensors = self._in_block([0] * len(slots))  # where these lie, if they are as autograd makes them
@@ -63,11 +64,7 @@ class Block:
     def load(self) -> None:
         """Fill the block with the gradients as they are."""
         self._taken.take(self._parameters)
-        self._is_usual = (
-            self._are_contiguous
-            and all(map(_is_active, self._slots))
-            and self._taken.locate(self._tensors, torch.Tensor, torch.strided, self._slots[0].dtype)
-        )
+        self._is_usual = self._are_contiguous and all(map(_is_active, self._slots)) and self._locate()
         if self._is_usual:
             self._load_usual()
         else:
@@ -77,14 +74,20 @@ class Block:
 
     def deliver(self) -> None:
         """Make every ``p.grad`` the reduced gradient."""
-        if self._is_usual and self._taken.are_unchanged(self._parameters):  # so that nobody needs a warning
+        # So that nobody needs a warning. The memory may be another one even so: p.grad.data = ... gives back what was
+        # there when the gradients were loaded, and changes neither tensor nor version.
+        if self._is_usual and self._taken.are_unchanged(self._parameters) and self._locate():
             if self._copies_back:
                 self._unpack(self._tensors)
-            elif not all(map(operator.is_, self._taken.gradients, self._views)):
+            elif list(map(torch.Tensor.data_ptr, self._taken.gradients)) != self._places:
                 self._deliver_views()
         else:
             self._deliver_views()
         self._taken.drop()
+
+    def _locate(self) -> bool:
+        """Whether the gradients lie as autograd makes them; `_tensors` then are where they lie now."""
+        return self._taken.locate(self._tensors, torch.Tensor, torch.strided, self._slots[0].dtype)
 
     def _load_usual(self) -> None:
         """Gradients for which `Slot.contribution` would be the gradient itself."""
@@ -97,7 +100,7 @@ class Block:
     def _deliver_views(self) -> None:
         if self._is_usual:
             for slot, gradient, version in zip(self._slots, self._taken.gradients, self._versions, strict=True):
-                slot.loaded, slot.version = gradient, version
+                slot.loaded, slot.version, slot.address = gradient, version, gradient.data_ptr()
         for slot in self._slots:
             slot.deliver_view()
 
@@ -121,15 +124,6 @@ class DeviceBlock(Block):
 
     def _pack(self, tensors: _native.TensorList) -> None:
         self._device_memory.pack_on(current_stream(self._parameters[0]), tensors, self._buffer)
-
-
-def view_into(region: Region, start: int, slot: Slot) -> torch.Tensor:
-    """A tensor laid out like the gradient of ``slot`` from byte ``start`` of ``region`` on."""
-    if not slot.nbytes:  # at the end of the region there may be no memory
-        return new_empty(slot.param, tuple(slot.param.shape)).to(slot.dtype)
-    # A storage for each: whoever copies or pickles one gradient does not take all memory along.
-    storage = storage_of(region.narrow(start, slot.nbytes))
-    return torch.empty(0, dtype=slot.dtype, device=storage.device).set_(storage, 0, slot.param.shape, slot.strides)
 
 
 def block_bytes(slots: Sequence[Slot]) -> int:

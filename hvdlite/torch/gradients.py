@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdlite.memory.base import Home
+from hvdlite.memory.base import Home, Region
 from hvdlite.memory.views import TensorView
-from hvdlite.torch.device import Now, is_on_device
+from hvdlite.torch.device import Now, is_on_device, new_empty, storage_of
 from hvdlite.torch.tensor_view import check_memory, dtype_of, gradient_dtype, is_expanded
 from hvdlite.tracebacks import stacklevel
 
@@ -29,21 +29,23 @@ class Slot:
 
     Attributes:
         active: whether the bucket counts on this gradient.
+        address: of the memory of `loaded`; programs change what is behind a tensor, as by ``p.grad.data = ...``.
         changed: the slots of the optimizer whose gradients somebody has changed on their way; emptied by who reduces.
         is_on_device: whether the parameter is in the memory of a GPU.
         is_sparse: whether all ranks reduce this gradient as a sparse one.
         loaded: ``p.grad`` when the bucket was loaded; until it is delivered.
         passes_left: backward passes until the gradient is complete; kept by `Arrival`.
+        place: in a block or a fusion buffer, where the gradient has one: the region, and the byte where it starts.
         shape: of the gradient in the order of memory, so that ranks whose parameters lie in another order
             (channels_last) are told so, instead of adding what does not belong together.
         version: of `loaded`; torch counts changes in place.
-        view: of the gradient's place in a block, where the gradient has one.
+        view: a tensor in `place`, if there is one.
     """
 
     __slots__ = (
-        "active", "bucket", "changed", "dtype", "element_type", "index", "is_contiguous", "is_on_device", "is_sparse",
-        "loaded", "name", "nbytes", "numel", "param", "passes_left", "shape", "sparse_as_dense", "strides", "version",
-        "view",
+        "active", "address", "bucket", "changed", "dtype", "element_type", "index", "is_contiguous", "is_on_device",
+        "is_sparse", "loaded", "name", "nbytes", "numel", "param", "passes_left", "place", "shape", "sparse_as_dense",
+        "strides", "version", "view",
     )  # fmt: skip
 
     def __init__(self, index: int, name: str, param: torch.Tensor, sparse_as_dense: bool, changed: list[Slot]) -> None:
@@ -56,9 +58,10 @@ class Slot:
         self.is_sparse = False
         self.passes_left = 0
         self.bucket: Bucket | None = None
+        self.place: tuple[Region, int] | None = None
         self.view: torch.Tensor | None = None
         self.loaded: torch.Tensor | None = None
-        self.version = 0
+        self.version = self.address = 0
         self.measure()
 
     def measure(self) -> None:
@@ -105,7 +108,7 @@ class Slot:
         gradient = self.param.grad
         if gradient is None or not self.active:
             return None
-        self.loaded, self.version = gradient, gradient._version
+        self._see_to_view()
         if (
             type(gradient) is torch.Tensor
             and gradient.layout is torch.strided
@@ -114,8 +117,11 @@ class Slot:
             and (gradient.is_contiguous() if self.is_contiguous else gradient.stride() == self.strides)
             and not gradient.is_neg()
         ):
+            self._note_loaded(gradient)
             return gradient
-        return self._laid_out(gradient)
+        laid_out = self._laid_out(gradient)
+        self._note_loaded(gradient)
+        return laid_out
 
     def sparse_contribution(self) -> torch.Tensor | None:
         """``p.grad`` as a sparse tensor with one sparse dimension; None where this rank has no rows."""
@@ -123,7 +129,7 @@ class Slot:
         if gradient is None or not self.active:
             return None
         self._check(gradient)
-        self.loaded, self.version = gradient, gradient._version
+        self._note_loaded(gradient)
         # A dense one comes after another way through the model.
         return gradient if self.could_be_sparse else gradient.to_dense().to_sparse(1)
 
@@ -136,16 +142,25 @@ class Slot:
             dense = dense.detach().clone()
         if self.active and dense is not self.param.grad:
             self.param.grad = dense
-        self.loaded, self.version = dense, dense._version
+        self._note_loaded(dense)
         return dense
+
+    def _note_loaded(self, gradient: torch.Tensor) -> None:
+        self.loaded, self.version, self.address = gradient, gradient._version, _address_of(gradient)
+
+    @property
+    def _is_where_it_was(self) -> bool:
+        """Whether ``p.grad`` is `loaded`, in the same memory."""
+        gradient = self.param.grad
+        return gradient is not None and gradient is self.loaded and _address_of(gradient) == self.address
 
     def note_if_changed(self) -> None:
         """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks."""
         gradient = self.param.grad
-        loaded, self.loaded = self.loaded, None
+        is_other = self.loaded is not None and not self._is_where_it_was
+        self.loaded = None
         if gradient is None:
             return
-        is_other = loaded is not None and gradient is not loaded
         # Views of one buffer have one version, which the gradients of others change.
         if is_other or (gradient._version != self.version and not _is_placed(gradient)):
             self.changed.append(self)
@@ -153,15 +168,37 @@ class Slot:
     def deliver_in_place(self, reduced: torch.Tensor) -> None:
         """Make ``reduced``, in which the gradient was reduced where it was, ``p.grad``, should that be another now."""
         if self.active:
+            is_there = self._is_where_it_was
             self.note_if_changed()
-            if self.param.grad is not reduced:
+            if not is_there:
                 self.param.grad = reduced
+
+    def settle_in(self, region: Region, start: int) -> torch.Tensor:
+        """Have a `view`, which is returned, from byte ``start`` of ``region`` on."""
+        self.place = region, start
+        self.view = view = self._view_into(region, start)
+        return view
+
+    def _view_into(self, region: Region, start: int) -> torch.Tensor:
+        if not self.nbytes:  # at the end of the region there may be no memory
+            return new_empty(self.param, tuple(self.param.shape)).to(self.dtype)
+        # A storage for each: whoever copies or pickles one gradient does not take all memory along.
+        storage = storage_of(region.narrow(start, self.nbytes))
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, 0, self.param.shape, self.strides)
+
+    def _see_to_view(self) -> None:
+        """Make `view` anew if the program, whose ``p.grad`` it has been, has given it other memory."""
+        if self.place is not None and self.view is not None and self.nbytes:
+            region, start = self.place
+            if self.view.data_ptr() != region.address + start:
+                self.view = self._view_into(region, start)
 
     def deliver_view(self) -> None:
         """Make `view`, if there is one, ``p.grad``, or the contents of that where the program has chosen its place."""
         if not self.active:
             return
         self.note_if_changed()
+        self._see_to_view()
         gradient = self.param.grad
         if self.view is None or gradient is self.view:
             return
@@ -215,14 +252,19 @@ def dense_views(slots: Sequence[Slot]) -> list[TensorView]:
     now = Now()
     return [
         TensorView(
-            gradient.data_ptr(),
+            slot.address,
             slot.shape,
             slot.element_type,
-            gradient,
+            gradient.data,  # owns the memory as it is now, should p.grad.data = ... bring another
             now.on_device(gradient) if slot.is_on_device else None,
         )
         for slot, gradient in zip(slots, gradients, strict=True)
     ]
+
+
+def _address_of(gradient: torch.Tensor) -> int:
+    """0 of one without a place for its elements."""
+    return gradient.data_ptr() if gradient.layout is torch.strided else 0
 
 
 def _is_placed(gradient: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from hvdlite.memory.base import FusionBuffer, Home, Region
 from hvdlite.memory.layout import slot_offsets
 from hvdlite.memory.views import TensorView
-from hvdlite.torch.block import Block, block_bytes, view_into
+from hvdlite.torch.block import Block, block_bytes
 from hvdlite.torch.buckets import DenseBucket
 from hvdlite.torch.gradients import Slot, dense_views
 
@@ -79,8 +79,8 @@ class HomeBucket(BlockBucket):
         self.home = Home(buffer, offset_bytes)
         self._homes = []
         for slot, start in zip(self._large, starts, strict=True):
-            slot.view = view_into(region, start, slot)
-            self._homes.append(TensorView(slot.view.data_ptr(), slot.shape, slot.element_type, slot.view))
+            view = slot.settle_in(region, start)
+            self._homes.append(TensorView(view.data_ptr(), slot.shape, slot.element_type, view))
         self._zeros = [TensorView(0, view.shape, view.dtype, None) for view in self._homes]
 
     def _load_large(self) -> tuple[Sequence[TensorView], Sequence[TensorView]]:
@@ -90,7 +90,7 @@ class HomeBucket(BlockBucket):
             if gradient is None:
                 inputs[i] = self._zeros[i]
             elif gradient is not slot.view:
-                inputs[i] = TensorView(gradient.data_ptr(), slot.shape, slot.element_type, gradient)
+                inputs[i] = TensorView(gradient.data_ptr(), slot.shape, slot.element_type, gradient.data)
         return inputs, self._homes
 
 

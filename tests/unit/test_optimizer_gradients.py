@@ -190,6 +190,33 @@ def test_a_gradient_that_is_replaced_on_its_way_is_noticed(world: FakeWorld, set
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.filterwarnings("ignore:the gradient")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("after_synchronize", [True, False])
+def test_gradients_that_the_program_gives_other_memory(
+    world: FakeWorld, set_to_none: bool, after_synchronize: bool
+) -> None:
+    model = Scales(*SHAPES)
+    optimizer = wrap(model)
+    for step in range(5):
+        model.loss(step + 1).backward()
+        if after_synchronize:
+            optimizer.synchronize()
+        for p in model.p:
+            assert p.grad is not None
+            p.grad.data = p.grad.data * 0.5
+        if after_synchronize:
+            assert reduced(model) == expected(model, FACTOR * (step + 1) / 2)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+            arrived = zip(reduced(model), expected(model, FACTOR * (step + 1)), strict=True)
+            # With the change, where gradients are looked at in step(); without it where they were on their way.
+            assert all(value in (all_of_it, all_of_it / 2) for value, all_of_it in arrived)
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
 def test_zero_grad_between_backward_and_step(world: FakeWorld) -> None:
     model = Scales((3,))
     optimizer = wrap(model)
