@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from hvdlite import default_runtime, launched, mpi, plain
 from hvdlite.agreement import Bootstrap
@@ -20,10 +21,10 @@ from hvdlite.distributed.meeting import machine
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.out_forms import take_out_forms
 from hvdlite.distributed.process_group import HvdliteProcessGroup
-from hvdlite.errors import StartupError
+from hvdlite.errors import RankFailedError, StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
-from hvdlite.start.rendezvous import GROUP_LIMIT, MissingError, RendezvousRanks, read
+from hvdlite.start.rendezvous import GROUP_LIMIT, START_LIMIT, MissingError, RendezvousRanks, read
 from hvdlite.start.torch_store import InGivenStore
 from hvdlite.world import World
 
@@ -36,6 +37,7 @@ def create(options: Any) -> HvdliteProcessGroup:
 
     Raises:
         StartupError: a rank did not come in time, or ranks cannot reach one another; says what to do.
+        RankFailedError: a rank has died, as the group of all ranks knows.
     """
     take_out_forms()
     try:
@@ -104,8 +106,16 @@ def _created(options: Any) -> HvdliteProcessGroup:
     return HvdliteProcessGroup(membership, options.store, create)
 
 
-def _place(store: Any) -> InGivenStore:
-    return InGivenStore(store, default_runtime.peers().store_key)
+def _place(store: Any, ranks: Sequence[int] = (), limit: str = START_LIMIT) -> InGivenStore:
+    """For ``ranks``, of which some may be dead."""
+
+    def check() -> None:
+        job = dist.group.WORLD  # None while that itself begins
+        failure = job.membership.failure if isinstance(job, HvdliteProcessGroup) else None
+        if isinstance(failure, RankFailedError) and failure.rank in ranks:
+            raise failure.with_traceback(None)  # several threads raise it, each from its own place
+
+    return InGivenStore(store, default_runtime.peers().store_key, limit, check)
 
 
 def _without_launcher(store: Any, world: World, config: Config) -> Bootstrap | None:
@@ -137,7 +147,7 @@ def _meet(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: flo
     # A store may outlive a group, whose name another one gets then, which may be of another size.
     turn = f"{size}.{(store.add(f'hvdlite/members/{size}', 1) - 1) // size}"
     waits_in = f"the start of process group {name}"
-    users = InGivenStore(store, default_runtime.peers().store_key, GROUP_LIMIT)
+    users = _place(store, ranks, GROUP_LIMIT)
     by_mpi = _was_started_by_mpi()
 
     def gather(key: str, told: _Where) -> list[_Where]:
@@ -149,7 +159,7 @@ def _meet(store: Any, name: str, rank: int, ranks: Sequence[int], timeout_s: flo
     where = gather("where", _Where(machine(), by_mpi, mpi.world_rank()))
     if len({each.machine for each in where}) == 1 or not all(each.by_mpi for each in where):
         start_s = config.start_timeout_s
-        return RendezvousRanks(_place(store), f"hvdlite/{turn}", ranks, own, start_s, waits_in=waits_in)
+        return RendezvousRanks(_place(store, ranks), f"hvdlite/{turn}", ranks, own, start_s, waits_in=waits_in)
     world = mpi.world(config, launched.this_process())
     assert world is not None
     numbers = [each.world_rank for each in gather("MPI", _Where(machine(), by_mpi, world.rank))]

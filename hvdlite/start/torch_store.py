@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hmac
 import importlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from hvdlite.errors import StartupError
+from hvdlite.errors import HorovodInternalError, StartupError
 from hvdlite.launched import Launched
+from hvdlite.naps import growing_pause_s
 from hvdlite.start.rendezvous import START_LIMIT, MissingError
 
 _TRIES_SHARE = 1 / 3  # torch tries to connect once more, after up to twice as long as it has tried before
 _PROOF_BYTES = 32  # of SHA-256
+# Between two looks for all ranks. Each names all of them, so many ranks look less often.
+_FIRST_NAP_S_PER_RANK = 20e-6
+_LONGEST_NAP_S, _LONGEST_NAP_S_PER_RANK = 20e-3, 1e-3
 
 
 class InGivenStore:
@@ -22,29 +27,48 @@ class InGivenStore:
     Args:
         key: proves which values are of these ranks; empty: they have none, and believe whoever reaches the store.
         limit: what sets the time that ranks have to come, for errors.
+        check: called while ranks are waited for; raises once one of them cannot come any more.
     """
 
-    def __init__(self, store: Any, key: bytes = b"", limit: str = START_LIMIT) -> None:
+    def __init__(
+        self, store: Any, key: bytes = b"", limit: str = START_LIMIT, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._store = store
         self._key = key
         self._limit = limit
+        self._check = check
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.start.rendezvous.Place`."""
         names = {other: f"{key}/{other}" for other in ranks}
         try:
             self._store.set(names[rank], self._proof(names[rank], data) + data)
-            try:
-                self._store.wait(list(names.values()), timedelta(seconds=timeout_s))
-            except RuntimeError:
+            if not self._come(list(names.values()), timeout_s):
                 missing = [other for other in ranks if not self._store.check([names[other]])]
                 if missing:
-                    raise MissingError.late(missing, timeout_s, self._limit) from None
+                    raise MissingError.late(missing, timeout_s, self._limit)
             return [self._proven(name, self._store.get(name)) for name in names.values()]  # few have multi_get
-        except StartupError:
+        except (StartupError, HorovodInternalError):
             raise
         except RuntimeError as error:
+            self._check()
             raise StartupError(f"the store of torch.distributed, where ranks meet, is gone: {error}") from error
+
+    def _come(self, names: list[str], timeout_s: float) -> bool:
+        """Whether all ``names`` are there within ``timeout_s``. Asks for them again and again: no other thread could
+        end torch's own wait when a rank dies, and each of its timeouts writes two warnings."""
+        deadline_s = time.monotonic() + timeout_s
+        first_s = _FIRST_NAP_S_PER_RANK * len(names)
+        longest_s = max(_LONGEST_NAP_S, _LONGEST_NAP_S_PER_RANK * len(names))
+        naps = 0
+        while not self._store.check(names):
+            self._check()
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(left_s, growing_pause_s(first_s, longest_s, naps)))
+            naps += 1
+        return True
 
     def _proof(self, name: str, data: bytes) -> bytes:
         return hmac.digest(self._key, name.encode() + b"\0" + data, "sha256") if self._key else b""

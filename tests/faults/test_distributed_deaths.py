@@ -47,6 +47,15 @@ if kind == "in messages of others":
         time.sleep(0.2)
         die()
     dist.recv(large, 2 if rank == 0 else None)
+if kind == "before a new group":
+    if rank == 1:
+        die()
+    try:
+        dist.new_group([1, 2] if rank == 2 else [0, 1], use_local_synchronization=True)
+        say("went on")
+    except hvdlite.errors.RankFailedError as error:
+        say("no new group:", error)
+        raise
 if kind == "by an exception":
     if rank == 1:
         say("dying at", time.time())
@@ -93,6 +102,13 @@ def test_a_killed_rank_is_named_on_another_node(kind: str) -> None:
 
 def test_a_killed_rank_is_named_to_those_that_wait_for_messages_of_the_living() -> None:
     check_end(run(SCRIPT, "in messages of others", n=3, mpi="none"), "RankFailedError: rank 1 (pid")
+
+
+@pytest.mark.parametrize("mpi", ["none", pytest.param("current", marks=pytest.mark.thorough)])
+def test_a_new_group_does_not_wait_for_a_rank_that_has_died(mpi: str) -> None:
+    result = run(SCRIPT, "before a new group", n=3, mpi=mpi, machines="" if mpi == "none" else "001")
+    check_end(result, "RankFailedError: rank 1 (pid", "in new_group")
+    assert any("no new group: rank 1 (pid" in rank.stdout for rank in result.ranks), result
 
 
 def test_an_exception_reaches_the_others() -> None:

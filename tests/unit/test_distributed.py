@@ -24,7 +24,7 @@ from hvdlite.distributed.lane import Lane
 from hvdlite.distributed.meeting import listen
 from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.work import GroupWork, all_of
-from hvdlite.errors import CollectiveError, StartupError
+from hvdlite.errors import CollectiveError, RankFailedError, StartupError
 from hvdlite.links.proof import new_key
 from hvdlite.start.rendezvous import RendezvousRanks
 from hvdlite.start.torch_store import InGivenStore
@@ -222,8 +222,18 @@ class Store:
     def get(self, name: str) -> bytes:
         return self.values[name]
 
-    def wait(self, names: list[str], timeout: object) -> None:
-        assert set(names) <= self.values.keys()
+    def check(self, names: list[str]) -> bool:
+        return set(names) <= self.values.keys()
+
+
+class Gone:
+    """A store whose process has ended while ranks wait."""
+
+    def set(self, name: str, value: bytes) -> None:
+        pass
+
+    def check(self, names: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
 
 
 class Trap:
@@ -249,6 +259,20 @@ def test_ranks_that_have_a_key_take_nothing_else_from_a_store() -> None:
         store.set("start:1/1", forged)
         with pytest.raises(StartupError, match="another program has written start:1/1 into the store"):
             RendezvousRanks(place, "start", range(2), 0, 1.0).allgather("mine")
+
+
+def test_who_cannot_come_any_more_is_not_waited_for() -> None:
+    error = RankFailedError(1, "rank 1 died")
+
+    def check() -> None:
+        raise error
+
+    for store in (Store(), Gone()):
+        with pytest.raises(RankFailedError) as caught:
+            InGivenStore(store, check=check).gather("start", range(2), 0, b"mine", 3600.0)
+        assert caught.value is error
+    with pytest.raises(StartupError, match="is gone: Broken pipe"):
+        InGivenStore(Gone()).gather("start", range(2), 0, b"mine", 3600.0)
 
 
 TWICE = """
