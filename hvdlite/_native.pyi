@@ -74,6 +74,8 @@ class GradientSnapshot:
     """As they were taken; None where one was missing."""
     versions: list[int]
     """Of torch's, of these; 0 where one was missing."""
+    addresses: list[int]
+    """Of their memory, as `locate` has found them; else empty."""
 
     def take(self, parameters: list[Any]) -> None: ...
     def drop(self) -> None: ...
@@ -81,7 +83,8 @@ class GradientSnapshot:
         """For each whether ``p.grad`` is another tensor since, or was changed in place, and is not missing."""
     def have_all_changed(self, parameters: list[Any]) -> bool: ...
     def are_unchanged(self, parameters: list[Any]) -> bool:
-        """Whether each ``p.grad`` is the same tensor with the same elements; or missing, as it was."""
+        """Whether each ``p.grad`` is the same tensor with the same elements, in the same memory if that is known; or
+        missing, as it was."""
     def locate(self, tensors: TensorList, type: type, layout: object, dtype: object) -> bool:
         """Move ``tensors`` to where the gradients lie that were taken.
 

@@ -95,12 +95,13 @@ void register_gradient_snapshot(py::module_& m) {
       .def("are_unchanged", &GradientSnapshot::are_unchanged, "parameters"_a)
       .def(
           "locate",
-          [](const GradientSnapshot& self, TensorList& tensors, const py::type& type, const py::object& layout,
+          [](GradientSnapshot& self, TensorList& tensors, const py::type& type, const py::object& layout,
              const py::object& dtype) { return self.locate(tensors, {type.ptr(), layout.ptr(), dtype.ptr()}); },
           "tensors"_a, "type"_a, "layout"_a, "dtype"_a)
       .def("require_grad", &GradientSnapshot::require_grad)
       .def_property_readonly("gradients", &GradientSnapshot::gradients)
-      .def_property_readonly("versions", &GradientSnapshot::versions);
+      .def_property_readonly("versions", &GradientSnapshot::versions)
+      .def_property_readonly("addresses", &GradientSnapshot::addresses);
 }
 
 void register_scan(py::module_& m) {

@@ -80,6 +80,7 @@ void GradientSnapshot::take(const py::list& parameters) {
     gradients.push_back(gradient_of(parameter));
     versions.push_back(version_of(gradients.back()));
   }
+  addresses_.clear();
   gradients_.swap(gradients);  // what was there before goes last: it may run code of Python
   versions_.swap(versions);
 }
@@ -88,6 +89,7 @@ void GradientSnapshot::drop() {
   const std::vector<py::object> dropped = std::move(gradients_);
   gradients_.clear();
   versions_.clear();
+  addresses_.clear();
 }
 
 std::vector<bool> GradientSnapshot::changed(const py::list& parameters) const {
@@ -111,11 +113,12 @@ bool GradientSnapshot::are_unchanged(const py::list& parameters) const {
   for (std::size_t i = 0; i < gradients_.size(); ++i) {
     const py::object now = gradient_of(parameters[i]);
     if (!now.is(gradients_[i]) || version_of(now) != versions_[i]) return false;
+    if (!addresses_.empty() && address_of(now) != addresses_[i]) return false;
   }
   return true;
 }
 
-bool GradientSnapshot::locate(TensorList& tensors, const TensorKind& kind) const {
+bool GradientSnapshot::locate(TensorList& tensors, const TensorKind& kind) {
   if (tensors.size() != gradients_.size()) {
     throw std::invalid_argument("GradientSnapshot: a tensor per gradient is needed");
   }
@@ -129,6 +132,7 @@ bool GradientSnapshot::locate(TensorList& tensors, const TensorKind& kind) const
   }
   if (overlap(addresses, tensors, number(attribute(kind.dtype, names().itemsize)))) return false;
   tensors.move_to(addresses);
+  addresses_ = std::move(addresses);
   return true;
 }
 

@@ -31,18 +31,21 @@ class GradientSnapshot {
   std::vector<bool> changed(const pybind11::list& parameters) const;
   bool have_all_changed(const pybind11::list& parameters) const;
 
-  // Whether each gradient is what it was.
+  // Whether each gradient is what it was, and lies where it did if `locate` has found it: `p.grad.data = ...` changes
+  // neither tensor nor version.
   bool are_unchanged(const pybind11::list& parameters) const;
 
   // Move `tensors` to where the noted gradients lie. False, and nothing is moved, unless each is of that kind, without
   // gaps, of as many elements, not negated, and in memory that no other one has.
-  bool locate(TensorList& tensors, const TensorKind& kind) const;
+  bool locate(TensorList& tensors, const TensorKind& kind);
 
   // Whether a graph leads to one of the noted gradients.
   bool require_grad() const;
 
   const std::vector<pybind11::object>& gradients() const { return gradients_; }
   const std::vector<std::uint64_t>& versions() const { return versions_; }
+  // As `locate` has found them; else empty.
+  const std::vector<std::uintptr_t>& addresses() const { return addresses_; }
 
  private:
   void check_count(const pybind11::list& parameters) const;
@@ -50,6 +53,7 @@ class GradientSnapshot {
 
   std::vector<pybind11::object> gradients_;  // None where one was missing
   std::vector<std::uint64_t> versions_;
+  std::vector<std::uintptr_t> addresses_;
 };
 
 }  // namespace hvdlite

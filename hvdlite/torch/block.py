@@ -64,7 +64,11 @@ class Block:
     def load(self) -> None:
         """Fill the block with the gradients as they are."""
         self._taken.take(self._parameters)
-        self._is_usual = self._are_contiguous and all(map(_is_active, self._slots)) and self._locate()
+        self._is_usual = (
+            self._are_contiguous
+            and all(map(_is_active, self._slots))
+            and self._taken.locate(self._tensors, torch.Tensor, torch.strided, self._slots[0].dtype)
+        )
         if self._is_usual:
             self._load_usual()
         else:
@@ -74,20 +78,14 @@ class Block:
 
     def deliver(self) -> None:
         """Make every ``p.grad`` the reduced gradient."""
-        # So that nobody needs a warning. The memory may be another one even so: p.grad.data = ... gives back what was
-        # there when the gradients were loaded, and changes neither tensor nor version.
-        if self._is_usual and self._taken.are_unchanged(self._parameters) and self._locate():
+        if self._is_usual and self._taken.are_unchanged(self._parameters):  # so that nobody needs a warning
             if self._copies_back:
                 self._unpack(self._tensors)
-            elif list(map(torch.Tensor.data_ptr, self._taken.gradients)) != self._places:
+            elif self._taken.addresses != self._places:
                 self._deliver_views()
         else:
             self._deliver_views()
         self._taken.drop()
-
-    def _locate(self) -> bool:
-        """Whether the gradients lie as autograd makes them; `_tensors` then are where they lie now."""
-        return self._taken.locate(self._tensors, torch.Tensor, torch.strided, self._slots[0].dtype)
 
     def _load_usual(self) -> None:
         """Gradients for which `Slot.contribution` would be the gradient itself."""
@@ -99,8 +97,9 @@ class Block:
 
     def _deliver_views(self) -> None:
         if self._is_usual:
-            for slot, gradient, version in zip(self._slots, self._taken.gradients, self._versions, strict=True):
-                slot.loaded, slot.version, slot.address = gradient, version, gradient.data_ptr()
+            taken = self._taken
+            for slot, *noted in zip(self._slots, taken.gradients, self._versions, taken.addresses, strict=True):
+                slot.loaded, slot.version, slot.address = noted
         for slot in self._slots:
             slot.deliver_view()
 

@@ -100,6 +100,21 @@ def test_gradients_are_found_where_they_lie() -> None:
     assert located(parameters()) == [0.0, 1.0, 2.0]
 
 
+def test_those_that_were_found_have_changed_if_they_lie_elsewhere() -> None:
+    """``p.grad.data = ...`` keeps the tensor and its version."""
+    some = parameters()
+    tensors = _native.TensorList([0] * 3, [6] * 3, [0, 6, 12])
+    snapshot = taken(some)
+    assert snapshot.addresses == []
+    assert snapshot.locate(tensors, torch.Tensor, torch.strided, torch.float32)
+    assert snapshot.addresses == [some[i].grad.data_ptr() for i in range(3)]  # type: ignore[union-attr]
+    assert snapshot.are_unchanged(some)
+    some[1].grad.data = torch.zeros(2, 3)  # type: ignore[union-attr]
+    assert not snapshot.are_unchanged(some)
+    snapshot.take(some)
+    assert snapshot.addresses == []
+
+
 class Subclass(torch.Tensor):
     pass
 

@@ -6,6 +6,7 @@ What every op, dtype, compression and memory format comes to is tested between r
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -210,7 +211,8 @@ def test_gradients_that_the_program_gives_other_memory(
             with optimizer.skip_synchronize():
                 optimizer.step()
         else:
-            optimizer.step()
+            with pytest.warns(UserWarning, match=r"were changed") if step > 1 else nullcontext():
+                optimizer.step()
             arrived = zip(reduced(model), expected(model, FACTOR * (step + 1)), strict=True)
             # With the change, where gradients are looked at in step(); without it where they were on their way.
             assert all(value in (all_of_it, all_of_it / 2) for value, all_of_it in arrived)
