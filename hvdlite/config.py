@@ -314,13 +314,13 @@ RAY_JOB = "HVDLITE_RAY_JOB"
 WORKER = "HVDLITE_WORKER"
 KEEPER = "HVDLITE_KEEPER"
 START = "HVDLITE_START"
-END_NOTICES = "HVDLITE_END_NOTICES"
+NOTICES = "HVDLITE_NOTICES"
 MPI_INTERFACES = "HVDLITE_MPI_INTERFACES"
 TO_SAVE = "HVDLITE_TO_SAVE"
 TOLD = frozenset(
     {
         *(DOCTOR, MEETING_POINT, RANK, SIZE, CALL_KEY, CALL_ADDRESS),
-        *(WORKER, KEEPER, START, END_NOTICES, MPI_INTERFACES, TO_SAVE, RAY_JOB),
+        *(WORKER, KEEPER, START, NOTICES, MPI_INTERFACES, TO_SAVE, RAY_JOB),
         *(f"HOROVOD_{level}{what}" for level in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")),
     }
 )
@@ -340,7 +340,7 @@ OTHER_VARIABLES = {
     WORKER: "from `hvdliterun --elastic` to its ranks: the number of the process, which no other one will have",
     KEEPER: "from `hvdliterun --elastic` to ranks under mpirun: where the keeper of their host listens, and a secret",
     START: "from hvdliterun to its ranks: how many times they have been started",
-    END_NOTICES: "from hvdliterun to ranks under mpirun: where they say that they end after a failure",
+    NOTICES: "from hvdliterun to ranks under mpirun: where they say how they start, and that they end after a failure",
     MPI_INTERFACES: "from hvdliterun to ranks under mpirun: what it has set that names interfaces of its own machine",
     TO_SAVE: "from `hvdliterun --elastic` to ranks that it starts only so that they can save the last commit: why",
     RAY_JOB: "from `hvdlite.ray` to its actors: that they were not started by hvdliterun",

@@ -113,7 +113,7 @@ def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: 
 def _build(arguments: InitArguments, config: Config) -> None:
     deadline = start_deadline(config)
     try:
-        with _hooks.peers.announced(), _hooks.peers.of(arguments.comm, config) as ranks:
+        with _hooks.peers.announced(arguments.comm), _hooks.peers.of(arguments.comm, config) as ranks:
             configure_logging(config, 0 if ranks is None else ranks.rank)
             if ranks is None or ranks.rank == 0:
                 _warn_of_misspelt()

@@ -15,6 +15,8 @@ from hvdlite.config import KEEPER, MEETING_POINT, START, WORKER, Config, other_v
 from hvdlite.errors import ConfigError, HorovodVersionMismatchError, StartupError
 from hvdlite.launched import Launched, Meeting
 from hvdlite.links import connections
+from hvdlite.liveness import notice
+from hvdlite.liveness.notice import Notice
 from hvdlite.recovery.membership import Membership
 from hvdlite.recovery.roster import Generation
 from hvdlite.recovery.safekeeping import Safekeeping
@@ -69,24 +71,35 @@ class Peers:
         return 1 if generation is None else generation.number
 
     @contextmanager
-    def announced(self) -> Iterator[None]:
-        """The first hvd.init() of an elastic job by mpirun: hvdliterun looks after who waits, and for whom."""
+    def announced(self, comm: MPI.Intracomm | Sequence[int] | None) -> Iterator[None]:
+        """The first hvd.init(``comm``) of a job by mpirun: hvdliterun looks after who waits, and for whom."""
         process = launched.this_process()
-        if self.keeper is None or process is None or self._has_started:
+        others_may_end = self.keeper is None and comm is not None  # those that are not in it
+        if process is None or self._has_started or others_may_end:
             yield
             return
+        if self.keeper is None:
+            notice.say(Notice.STARTING)
+            yield
+            notice.say(Notice.STARTED)
+        else:
+            with self._announced_by(self.keeper, process.rank):
+                yield
+        self._has_started = True
+
+    @contextmanager
+    def _announced_by(self, keeper: Safekeeping, rank: int) -> Iterator[None]:
         start = self.start
         with suppress(OSError):  # the keeper is gone, or stopped
-            self.keeper.say_starting(start, process.rank)
+            keeper.say_starting(start, rank)
         try:
             yield
         except HorovodVersionMismatchError:
             with suppress(OSError):
-                self.keeper.say_unlike(start, process.rank)
+                keeper.say_unlike(start, rank)
             raise
-        self._has_started = True
         with suppress(OSError):
-            self.keeper.say_started(start, process.rank)
+            keeper.say_started(start, rank)
 
     def say_failed(self) -> None:
         """In an elastic job by mpirun: these ranks end after a failure, unless the others go on without this one."""

@@ -70,6 +70,11 @@ class Expected:
     def is_over(self) -> bool:
         return self.words is not None and self.words.is_over
 
+    @property
+    def have_failed(self) -> bool:
+        """Whether ranks cannot come to an end, with whatever status those that have ended did."""
+        return self.words is not None and self.words.lost != ""
+
 
 class LauncherWatch:
     """Looks at the processes below a launcher that has just been started.

@@ -6,12 +6,12 @@ import math
 import threading
 import time
 
-from hvdlite.liveness.end_notice import END_S
+from hvdlite.cli.starting import Starting
+from hvdlite.liveness.notice import END_S
 from hvdlite.naps import growing_pause_s
-from hvdlite.recovery.keeper import UNSEEN, Word, pair_in
+from hvdlite.recovery.keeper import Word, pair_in
 
 _FIRST_S, _LONGEST_S = 10.0, 600.0  # how long ranks that go on without others are left alone
-_GONE_S = 2.0  # for ranks that miss another one while they start to go on without it, or to end, by themselves
 
 
 class RankWords:
@@ -26,7 +26,6 @@ class RankWords:
         anew: all ranks end in order, to be started on other hosts.
         is_at_work: they train, and have not come to the end.
         left: how many go on, after others have died; None: no rank has died.
-        have_started: they are through hvd.init().
         are_unlike: they run different versions, and end.
         have_failed: ranks end after a failure, and their program may save the last commit before.
         start: how many times ranks have been started.
@@ -51,9 +50,7 @@ class RankWords:
         self.left: int | None = None
         self._ended = 0  # of them
         self._lost = ""
-        self._have_come = self.have_started = False
-        self._gone = ""  # who has ended before all have started
-        self._gone_s = math.inf  # since when others wait for it
+        self._starting = Starting()
         self._generation = 1  # the last that has begun
         self._alone_until_s = 0.0
         self._end_s = math.inf  # when all have ended
@@ -76,14 +73,17 @@ class RankWords:
     @property
     def lost(self) -> str:
         """Why these ranks cannot come to an end; empty where they can."""
-        if not self.have_started and time.monotonic() > self._gone_s + _GONE_S:
-            return f"{self._gone} has ended before it was through hvd.init(), where others wait for it"
-        return self._lost
+        return self._starting.lost or self._lost
+
+    @property
+    def have_started(self) -> bool:
+        """Whether some are through hvd.init()."""
+        return self._starting.are_through
 
     @property
     def are_starting(self) -> bool:
         """Whether some wait in hvd.init() for the others."""
-        return self._have_come and not self.have_started
+        return self._starting.have_come and not self.have_started
 
     @property
     def may_be_joined(self) -> bool:
@@ -116,22 +116,19 @@ class RankWords:
 
     def _note_start(self, word: Word, rank: int) -> None:
         if word == Word.STARTING:
-            self._have_come = True
+            self._starting.come()
         elif word == Word.STARTED:
-            self.have_started = True
+            self._starting.are_through = True
         elif word == Word.UNLIKE:
             self.are_unlike = True
         elif word == Word.GONE:
-            self._gone = self._gone or ("a rank" if rank == UNSEEN else f"rank {rank}")
-        # Who ends without hvd.init() is no failure where nobody comes to it.
-        if self._have_come and self._gone:
-            self._gone_s = min(self._gone_s, time.monotonic())
+            self._starting.end(rank)
 
     def _grant(self, generation: int, count: int) -> int:
         if generation <= self._generation or count < self._least:
             return 0
         self._generation, self.left, self._ended = generation, count, 0
-        self._end_s, self.have_failed, self.have_started = math.inf, False, True
+        self._end_s, self.have_failed, self._starting.are_through = math.inf, False, True
         self._alone_until_s = time.monotonic() + growing_pause_s(_FIRST_S, _LONGEST_S, self._times)
         self._times += 1
         return 1

@@ -34,15 +34,15 @@ from hvdlite.cli.job import (
 from hvdlite.cli.keepers import Keepers, OnWord
 from hvdlite.cli.launcher_watch import Expected, Words
 from hvdlite.cli.mpirun import Mpi, Mpirun
+from hvdlite.cli.rank_notices import RankNotices
 from hvdlite.cli.rank_words import RankWords
 from hvdlite.cli.reader import ends_with_reader
 from hvdlite.cli.say import finish, say, show
 from hvdlite.cli.supervise import Ending, supervise
-from hvdlite.config import CALL_KEY, DOCTOR, END_NOTICES, KEEPER, START, TO_SAVE, WORKER, Config, has_setting
+from hvdlite.config import CALL_KEY, DOCTOR, KEEPER, NOTICES, START, TO_SAVE, WORKER, Config, has_setting
 from hvdlite.counted import counted
 from hvdlite.doctor import before_mpi
 from hvdlite.errors import ConfigError, StartupError
-from hvdlite.liveness.end_notice import EndNotices
 from hvdlite.mpi import MPICH_SHARED_FILES
 from hvdlite.version import __version__
 
@@ -174,7 +174,7 @@ def _answer(switches: Container[str]) -> int:
 
 def _outside(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without what a rank that calls hvdliterun has been told of the job that it is in."""
-    told = (WORKER, KEEPER, START, END_NOTICES, TO_SAVE)
+    told = (WORKER, KEEPER, START, NOTICES, TO_SAVE)
     return {name: value for name, value in environ.items() if name not in told}
 
 
@@ -269,7 +269,7 @@ def _run_mpirun(
     config = Config.from_env(environ)
     with ExitStack() as on_end:
         if words is None and mpirun.ends_together(launch):
-            words = on_end.enter_context(closing(EndNotices(config.failure_grace_s)))
+            words = on_end.enter_context(closing(RankNotices(config.failure_grace_s)))
             environ = {**environ, **words.environment}
         expected = Expected(launch.hosts, launch.is_local, config.start_timeout_s, ssh_port, words)
 
@@ -301,18 +301,20 @@ def _run_mpirun(
         say(f"failed: mpirun's exit status is 0, but it said {ending.found!r} above")
         return 1
     if codes is not None and 0 < ending.status < 128:
-        return _status_of(codes, launch, ending.status)
+        return _status_of(codes, launch, ending)
     return ending.status
 
 
-def _status_of(ends: ExitCodes, launch: Launch, otherwise: int) -> int:
+def _status_of(ends: ExitCodes, launch: Launch, ending: Ending) -> int:
     """Of the job, from those of its ranks, of which a guilty one is named."""
     place = culprit(ends.codes)
     if place is None:
-        return otherwise
+        return ending.status
     code = ends.codes[place]
     if is_telling(code):
         say(f"{ends.name(place, launch)} {how_ended(code)}")
+    elif ending.lost:  # the ranks were killed for that
+        return ending.status
     return shell_status(code)
 
 

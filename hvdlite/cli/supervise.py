@@ -231,7 +231,8 @@ class _Run:
                 self.lost = self.lost or watch.suspicion or None
         os.close(ended)
         if self._was_given_up:
-            return max(self._statuses, default=0 if expected.is_over else 1)
+            status = max(self._statuses, default=0 if expected.is_over else 1)
+            return max(status, 1) if expected.have_failed else status
         return shell_status(self.child.returncode)
 
     def _heed_stops(self) -> None:

@@ -19,7 +19,8 @@ from hvdlite.errors import (
     is_known_everywhere,
 )
 from hvdlite.launched import LauncherProcess
-from hvdlite.liveness.end_notice import say_end
+from hvdlite.liveness import notice
+from hvdlite.liveness.notice import Notice
 from hvdlite.liveness.sentinel import Sentinel
 from hvdlite.liveness.sentinel_messages import Failed
 from hvdlite.node import Node
@@ -183,7 +184,7 @@ class Health:
         for mortal in mortals:  # none yet when a rank dies during the start
             mortal.fail(failure)
         if ends:
-            say_end()
+            notice.say(Notice.ENDS)
         line = text.splitlines()[0]
         if is_news and not self.is_said(line):
             _LOG.error("%s", line)

@@ -68,8 +68,6 @@ OF_RANKS = (*_FOR_HEAD, Word.GONE)
 """What hvdliterun hears of ranks."""
 
 _ANOTHER = "another one of this job is here: it has not ended yet, or this host has two names among those of the job"
-UNSEEN = 0xFFFFFFFF
-"""The rank of a GONE that nobody has seen."""
 
 
 def pair_of(first: int, second: int) -> int:
@@ -280,5 +278,5 @@ def _keep() -> None:
                     else:
                         watch.rank_ended(key)
                         keeper.say_gone(watch.start, key.data)
-                if watch.misses_one():
-                    keeper.say_gone(watch.start, UNSEEN)
+                if (missed := watch.missed()) is not None:
+                    keeper.say_gone(watch.start, missed)

@@ -1,9 +1,10 @@
 """Which ranks of a host have ended before they were through hvd.init(): others may wait for them inside MPI.
 
-mpirun does not say so where it lets ranks go on without others. Ranks are found in /proc by their environment, so also
-before they have imported anything. A rank is the first process that its launcher has started for it: a shell or another
-wrapper counts, and lives as long as what it waits for; a program that takes its place by exec is the same process; what
-it starts besides has the same environment, and a parent that is part of the rank.
+mpirun does not say so where it lets ranks go on without others, and MPICH's and Intel's never. Ranks are found in /proc
+by their environment, so also before they have imported anything. A rank is the first process that its launcher has
+started for it: a shell or another wrapper counts, and lives as long as what it waits for; a program that takes its
+place by exec is the same process; what it starts besides has the same environment, and a parent that is part of the
+rank.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from hvdlite.processes import shares_network, state_of
 
 _LOOK_S = 0.5
 _LATEST_S = 3.0  # for a rank to be seen after the first one of its host: a launcher starts them within milliseconds
+UNSEEN = 0xFFFFFFFF
+"""A rank that has ended before it was seen, where ranks on other hosts have not been seen either."""
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
@@ -30,13 +33,15 @@ class _Process:
 
     Attributes:
         began: by the kernel's clock.
-        local_size: how many ranks its host has.
+        size: how many ranks there are.
+        local_size: how many of them its host has.
     """
 
     pid: int
     parent: int
     began: int
     rank: int
+    size: int
     local_size: int
 
 
@@ -55,7 +60,7 @@ class StartWatch:
         self._selector = selector
         self._seen: set[int] = set()
         self._ends: list[int] = []  # pidfds in the selector
-        self._local_size = 1  # as far as is known
+        self._size = self._local_size = 1  # as far as is known
         self._first_s = math.inf  # when the first rank was seen
         self._next_look_s = time.monotonic() if marks else math.inf
 
@@ -64,13 +69,13 @@ class StartWatch:
         """Until it is time to look for ranks; None: all have been found."""
         return None if self._next_look_s == math.inf else max(0.0, self._next_look_s - time.monotonic())
 
-    def misses_one(self) -> bool:
-        """Look for ranks, if it is time; whether one has not come that should have: it ended before it was seen."""
+    def missed(self) -> int | None:
+        """Look for ranks, if it is time; one that should have come and has not, as it ended before it was seen."""
         now_s = time.monotonic()
         if now_s < self._next_look_s:
-            return False
+            return None
         for process in _ranks(self._marks):
-            self._local_size = max(self._local_size, process.local_size)
+            self._size, self._local_size = process.size, max(self._local_size, process.local_size)
             if process.rank not in self._seen:
                 with suppress(ProcessLookupError):  # it has ended just now
                     self._ends.append(os.pidfd_open(process.pid))
@@ -81,7 +86,9 @@ class StartWatch:
         is_late = now_s > self._first_s + _LATEST_S
         has_all = len(self._seen) >= self._local_size
         self._next_look_s = math.inf if has_all or is_late else now_s + _LOOK_S
-        return is_late and not has_all
+        if has_all or not is_late:
+            return None
+        return min({*range(self._size)} - self._seen) if self._size == self._local_size else UNSEEN
 
     def rank_ended(self, key: selectors.SelectorKey) -> None:
         """One of the descriptors in the selector has become readable."""
@@ -117,4 +124,4 @@ def _process(pid: int, marks: Mapping[str, str]) -> _Process | None:
         return None
     fields = state_of(pid)
     local_size = next((int(environ[name]) for name in _LOCAL_SIZES if environ.get(name, "").isdigit()), 1)
-    return _Process(pid, int(fields[1]), int(fields[19]), started.rank, local_size)
+    return _Process(pid, int(fields[1]), int(fields[19]), started.rank, started.size, local_size)

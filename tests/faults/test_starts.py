@@ -13,7 +13,7 @@ import pytest
 from fault_lab import PREAMBLE, run
 from hvdlite.cli.job import Launch
 from hvdlite.cli.mpirun import Mpi, build
-from launching import Result, launch, mpirun_of, python_of
+from launching import Result, launch, mpirun_of, on_one_mpi, python_of
 
 INIT = """
 hvdlite.init()
@@ -168,6 +168,22 @@ def test_without_mpi_a_rank_that_ends_before_its_start_is_named(end: str, words:
         assert "hvdlite run: rank 1 (pid " in result.launcher_output and words in result.launcher_output
 
 
+@on_one_mpi("mpich")
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("sys.exit(0)", 1)])
+def test_under_mpirun_a_rank_that_ends_before_its_start_is_named(
+    end: str, status: int, mpi: str, tmp_path: Path
+) -> None:
+    """Open MPI's mostly ends the others by itself, MPICH's and Intel's do not."""
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + ABSENT.replace("time.sleep(60)", f"time.sleep(1); {end}"))
+    command = [python_of(mpi), "-m", "hvdlite", "run", "--mpi", "-np", "3", str(script)]
+    environ = {**os.environ, "HVDLITE_START_TIMEOUT": "300"}  # longer than the test
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and "went on" not in done.stdout, done.stdout + done.stderr
+    if mpi != "openmpi":
+        assert "ended: rank 1 has ended before it was through hvd.init(), where others wait for it" in done.stderr
+
+
 def test_without_mpi_a_program_that_imports_mpi4py_is_refused() -> None:
     result = run("import mpi4py.MPI\n" + INIT, n=2, mpi="none")
     check_refused(result, "the program has imported mpi4py", "`hvdliterun --mpi -np 2 python train.py`")
@@ -197,7 +213,7 @@ def test_without_mpi_a_program_that_a_rank_starts_is_no_rank() -> None:
 
 
 def test_a_job_that_a_rank_of_an_elastic_job_starts_is_its_own() -> None:
-    of_the_other = {"HVDLITE_WORKER": "7", "HVDLITE_KEEPER": f"gone:{'00' * 32}", "HVDLITE_END_NOTICES": "gone"}
+    of_the_other = {"HVDLITE_WORKER": "7", "HVDLITE_KEEPER": f"gone:{'00' * 32}", "HVDLITE_NOTICES": "gone"}
     assert run(INIT, n=2, env=of_the_other, mpi="none").check().stdout.count("went on") == 2
 
 

@@ -29,7 +29,7 @@ def test_what_it_finds_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_launchers_tell_ranks_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some hold secrets."""
-    told = ("KEEPER", "CALL_KEY", "DOCTOR", "MEETING_POINT", "WORKER", "START", "END_NOTICES", "TO_SAVE", "RAY_JOB")
+    told = ("KEEPER", "CALL_KEY", "DOCTOR", "MEETING_POINT", "WORKER", "START", "NOTICES", "TO_SAVE", "RAY_JOB")
     for name in told:
         monkeypatch.setenv(f"HVDLITE_{name}", "a secret")
     assert "a secret" not in str(facts.of_machine())

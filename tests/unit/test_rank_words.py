@@ -6,7 +6,8 @@ import pytest
 
 import hvdlite.cli.rank_words
 from hvdlite.cli.rank_words import RankWords
-from hvdlite.recovery.keeper import UNSEEN, Word, pair_of
+from hvdlite.recovery.keeper import Word, pair_of
+from hvdlite.start.start_watch import UNSEEN
 
 
 def test_one_group_goes_on_as_each_generation() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hvdlite.start import start_watch
-from hvdlite.start.start_watch import StartWatch
+from hvdlite.start.start_watch import UNSEEN, StartWatch
 
 
 class Host:
@@ -23,7 +23,7 @@ class Host:
 
     Attributes:
         ended: ranks, as far as the watch knows.
-        is_missed: whether one has never come, likewise.
+        missed: those that have never come, likewise.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,15 @@ class Host:
         self.selector = selectors.DefaultSelector()
         self.watch = StartWatch(self.marks, 4, self.selector)
         self.ended: list[int] = []
-        self.is_missed = False
+        self.missed: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, rank: int, *command: str, size: int = 1) -> subprocess.Popen[bytes]:
-        told = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_LOCAL_SIZE": size}
+    def start(self, rank: int, *command: str, size: int = 1, local_size: int | None = None) -> subprocess.Popen[bytes]:
+        told = {
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_SIZE": size,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": local_size or size,
+        }
         environ = {**os.environ, **self.marks, **{name: str(value) for name, value in told.items()}}
         process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, start_new_session=True)
         self._processes.append(process)
@@ -51,7 +55,8 @@ class Host:
         for key, _ in self.selector.select(0.01):
             self.watch.rank_ended(key)
             self.ended.append(key.data)
-        self.is_missed |= self.watch.misses_one()
+        if (missed := self.watch.missed()) is not None:
+            self.missed.append(missed)
 
     def close(self) -> None:
         self.watch.close()
@@ -83,7 +88,7 @@ def test_ranks_are_named_that_end(host: Host) -> None:
     assert len(host.selector.get_map()) == 2
     ranks[1].kill()
     host.watch_until(lambda: host.ended == [5])
-    assert not host.is_missed
+    assert host.missed == []
 
 
 def test_a_shell_and_what_takes_its_place_are_one_rank(host: Host) -> None:
@@ -111,10 +116,11 @@ def test_what_a_rank_starts_is_no_rank(host: Host) -> None:
     assert host.ended == []
 
 
-def test_one_that_is_never_seen_is_missed_after_a_while(host: Host) -> None:
-    host.start(1, "sleep", "1000", size=2)
-    host.watch_until(lambda: host.is_missed)
-    assert host.watch.sleep_s is None and host.ended == []
+@pytest.mark.parametrize(("size", "missed"), [(2, 0), (3, UNSEEN)], ids=["of one host", "of several"])
+def test_one_that_is_never_seen_is_missed_after_a_while(size: int, missed: int, host: Host) -> None:
+    host.start(1, "sleep", "1000", size=size, local_size=2)
+    host.watch_until(lambda: bool(host.missed))
+    assert host.missed == [missed] and host.watch.sleep_s is None and host.ended == []
 
 
 def test_processes_of_other_starts_are_none(host: Host) -> None:
@@ -129,4 +135,4 @@ def test_processes_of_other_starts_are_none(host: Host) -> None:
 def test_without_marks_nobody_is_looked_for() -> None:
     with selectors.DefaultSelector() as selector:
         watch = StartWatch({}, 0, selector)
-        assert watch.sleep_s is None and not watch.misses_one()
+        assert watch.sleep_s is None and watch.missed() is None

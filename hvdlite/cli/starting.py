@@ -1,0 +1,46 @@
+"""Whether ranks wait in hvd.init() for one that has ended: then nobody can come any more."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from hvdlite.start.start_watch import UNSEEN
+
+_GONE_S = 2.0  # for ranks that miss another one while they start to go on without it, or to end, by themselves
+
+
+class Starting:
+    """The ranks of one start.
+
+    Attributes:
+        have_come: some have come to hvd.init().
+        are_through: some are.
+    """
+
+    def __init__(self) -> None:
+        self.have_come = self.are_through = False
+        self._gone = ""  # who has ended before
+        self._gone_s = math.inf  # since when others wait for it
+
+    def come(self) -> None:
+        """A rank has come to hvd.init()."""
+        self.have_come = True
+        self._compare()
+
+    def end(self, rank: int) -> None:
+        """``rank`` has ended, which may be `UNSEEN`."""
+        self._gone = self._gone or ("a rank" if rank == UNSEEN else f"rank {rank}")
+        self._compare()
+
+    def _compare(self) -> None:
+        # Who ends without hvd.init() is no failure where nobody comes to it.
+        if self.have_come and self._gone:
+            self._gone_s = min(self._gone_s, time.monotonic())
+
+    @property
+    def lost(self) -> str:
+        """Why these ranks do not get through; empty where they may."""
+        if not self.are_through and time.monotonic() > self._gone_s + _GONE_S:
+            return f"{self._gone} has ended before it was through hvd.init(), where others wait for it"
+        return ""

@@ -1,0 +1,163 @@
+"""What ranks under mpirun tell hvdliterun: that they wait in hvd.init(), or end after a failure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+
+import hvdlite.cli.rank_notices
+import hvdlite.cli.starting
+from hvdlite.cli.rank_notices import RankNotices
+from hvdlite.liveness.notice import Notice, say
+
+PATIENCE_S = 4.0
+SAY = """
+import os, sys
+from hvdlite.liveness.notice import Notice, say
+os.setuid(int(sys.argv[1]))
+for notice in sys.argv[2:]:
+    say(Notice[notice])
+print("said", flush=True)
+sys.stdin.read()
+"""
+
+
+class Clock:
+    """Of hvdliterun, whose time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (hvdlite.cli.rank_notices, hvdlite.cli.starting):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(hvdlite.cli.rank_notices, "END_S", PATIENCE_S - 1.0)
+    return clock
+
+
+@pytest.fixture
+def notices(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankNotices]:
+    with closing(RankNotices(1.0)) as notices:
+        for name, value in notices.environment.items():
+            monkeypatch.setenv(name, value)
+        yield notices
+
+
+class Rank:
+    """A process that says something, and ends when it is told to."""
+
+    def __init__(self, user: int, *said: str, number: int = 0) -> None:
+        told = {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SAY, str(user), *(said or ["ENDS"])],
+            env={**os.environ, **told},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def test_ranks_are_late_some_time_after_those_that_said_so_have_ended(notices: RankNotices, clock: Clock) -> None:
+    assert not notices.are_late
+    ranks = [Rank(os.geteuid()) for _ in range(2)]
+    assert not notices.are_late
+    ranks[0].end()
+    ranks[1].end()
+    clock.now_s += PATIENCE_S
+    assert not notices.are_late
+    clock.now_s += 0.1
+    assert notices.are_late
+
+
+def test_nobody_is_late_while_one_that_said_so_goes_on(notices: RankNotices, clock: Clock) -> None:
+    ended, goes_on = Rank(os.geteuid()), Rank(os.geteuid())
+    assert not notices.are_late
+    ended.end()
+    for _ in range(3):
+        assert not notices.are_late
+        clock.now_s += PATIENCE_S
+    goes_on.end()
+    assert notices.are_late
+
+
+def test_who_ends_long_after_it_said_so_has_another_reason(notices: RankNotices, clock: Clock) -> None:
+    rank = Rank(os.geteuid())
+    assert not notices.are_late
+    clock.now_s += PATIENCE_S + 0.1
+    assert not notices.are_late
+    rank.end()
+    clock.now_s += PATIENCE_S + 0.1
+    assert not notices.are_late
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="being another user needs root")
+def test_another_user_is_not_heard(notices: RankNotices, clock: Clock) -> None:
+    Rank(4242).end()
+    assert not notices.are_late
+    clock.now_s += PATIENCE_S + 0.1
+    assert not notices.are_late
+    Rank(os.geteuid()).end()
+    assert not notices.are_late
+    clock.now_s += PATIENCE_S + 0.1
+    assert notices.are_late
+
+
+def test_nobody_has_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(RankNotices(1.0)) as notices:
+        environment = notices.environment
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    say(Notice.ENDS)
+
+
+def test_a_full_queue_holds_nobody_up(notices: RankNotices) -> None:
+    for _ in range(1000):
+        say(Notice.ENDS)
+    assert not notices.are_late
+
+
+def start_two(notices: RankNotices, *said_by_first: str) -> list[Rank]:
+    """Ranks 0 and 1, of which the first has come to hvd.init(), and both have been seen."""
+    ranks = [Rank(os.geteuid(), *said_by_first), Rank(os.geteuid(), "STARTING", number=1)]
+    assert not notices.lost
+    return ranks
+
+
+def lost_at_last(notices: RankNotices, clock: Clock) -> str:
+    """What is said some time after what has just happened."""
+    assert not notices.lost
+    clock.now_s += 2.1
+    return notices.lost
+
+
+def test_a_rank_that_ends_while_others_wait_for_it_in_init_is_named(notices: RankNotices, clock: Clock) -> None:
+    first, second = start_two(notices, "STARTING")
+    assert not lost_at_last(notices, clock)
+    second.end()
+    why = lost_at_last(notices, clock)
+    assert why == "rank 1 has ended before it was through hvd.init(), where others wait for it"
+    first.end()
+
+
+def test_ranks_that_are_through_init_may_end(notices: RankNotices, clock: Clock) -> None:
+    first, second = start_two(notices, "STARTING", "STARTED")
+    second.end()
+    assert not lost_at_last(notices, clock)
+    first.end()
+    assert not lost_at_last(notices, clock)
