@@ -1,4 +1,7 @@
-"""What MPICH's mpirun says of its ranks' ends with -print-all-exitcodes; its own status mixes those of all ranks."""
+"""What the mpirun of MPICH or Intel MPI says of its ranks' ends with -print-all-exitcodes.
+
+Its own status mixes those of all ranks: Intel's is 255 where one was killed, as it kills the others itself.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class ExitCodes:
     def _note(self, line: re.Match[bytes]) -> bytes:
         found = [
             (host.decode(errors="replace"), os.waitstatus_to_exitcode(int(number)))
-            for host, numbers in re.findall(rb"\[([^\]]*)\]([\d, ]*)", line[1])
+            for host, numbers in re.findall(rb"\[([^\]:]*)(?::\d+)?\]([\d, ]*)", line[1])  # Intel numbers its daemons
             for number in re.findall(rb"\d+", numbers)
         ]
         self.hosts = [host for host, _ in found]

@@ -237,7 +237,7 @@ def _open_mpi(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> lis
 
 def _hydra(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[str]:
     arguments = ["-np", str(launch.ranks)]
-    if mpirun.mpi is Mpi.MPICH and not _Given(launch.options, environ).option("print-all-exitcodes"):
+    if not _Given(launch.options, environ).option("print-all-exitcodes"):
         arguments.append("-print-all-exitcodes")  # its own exit status mixes those of all ranks
     if launch.hosts and mpirun.mpi is Mpi.INTEL:
         slots = {host.slots for host in launch.hosts}

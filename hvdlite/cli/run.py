@@ -264,7 +264,7 @@ def _run_mpirun(
 ) -> int:
     started = time.time()
     many = chosen.mpi is Mpi.OPEN_MPI and launch.uses_network
-    codes = ExitCodes() if chosen.mpi is Mpi.MPICH else None
+    codes = None if chosen.mpi is Mpi.OPEN_MPI else ExitCodes()
     ssh_port = next((int(port) for option, port in pairwise(launch.ssh) if option == "-p"), 22)
     config = Config.from_env(environ)
     with ExitStack() as on_end:
@@ -300,7 +300,7 @@ def _run_mpirun(
     elif ending.found and ending.status == 0 and not expected.is_over:
         say(f"failed: mpirun's exit status is 0, but it said {ending.found!r} above")
         return 1
-    if codes is not None and 0 < ending.status < 128:
+    if codes is not None and ending.status != 0 and not ending.was_stopped:
         return _status_of(codes, launch, ending)
     return ending.status
 

@@ -1,4 +1,4 @@
-"""MPICH's lines on the exit codes of its ranks: taken out of what passes through, and understood."""
+"""Lines of MPICH and Intel MPI on the exit codes of ranks: taken out of what passes through, and understood."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def test_who_is_guilty(codes: list[int], rank: int | None) -> None:
         (4, {"a": 2, "b": 2}, ["-ppn", "1"], "[a] 0,0\n[b] 768,0\n", "a rank on b"),  # rank 1
         (4, {"a": 2}, ["-ppn=1"], "[a] 0,0,768,0\n", "rank 2"),
         (2, {}, [], "[vm] 0,768\n", "rank 1"),
+        (3, {"a": 1, "b": 2}, [], "[a:0] 0\n[b:0] 0,768\n", "rank 2"),  # Intel's
         (2, {}, [], "[c1] 0\n[c2] 768\n", "a rank on c2"),  # by a batch scheduler
     ],
 )

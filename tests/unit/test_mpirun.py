@@ -124,12 +124,14 @@ class TestBuilding:
         assert build(INTEL, Launch(PROGRAM, 4), {"PATH": "/bin"}).environment["PATH"] == "/opt/i/bin:/bin"
         assert "PATH" not in build(INTEL, Launch(PROGRAM, 4), {"PATH": "/bin:/opt/i/bin"}).environment
         assert "PATH" not in build(MPICH, Launch(PROGRAM, 4), {"PATH": "/bin"}).environment
-        assert self.line(INTEL) == "/opt/i/bin/mpirun -np 4 python train.py"
+        assert self.line(INTEL) == "/opt/i/bin/mpirun -np 4 -print-all-exitcodes python train.py"
 
     def test_intels_hosts(self) -> None:
-        assert self.line(INTEL, hosts=TWO_HOSTS) == "/opt/i/bin/mpirun -np 4 -hosts a,b -ppn 2 python train.py"
+        begin = "/opt/i/bin/mpirun -np"
+        even = self.line(INTEL, hosts=TWO_HOSTS)
+        assert even == f"{begin} 4 -print-all-exitcodes -hosts a,b -ppn 2 python train.py"
         uneven = self.line(INTEL, ranks=3, hosts=(Host("a", 1), Host("b", 2)))
-        assert uneven == "/opt/i/bin/mpirun -np 3 -hosts a,b,b -ppn 1 python train.py"
+        assert uneven == f"{begin} 3 -print-all-exitcodes -hosts a,b,b -ppn 1 python train.py"
 
     @pytest.mark.parametrize(
         ("chosen", "name"),
