@@ -218,7 +218,9 @@ class Coordinator:
             last = queue[-1]
         except IndexError:  # all was offered to the plan
             return (plan.ready + self.at_once.shortcut.untold) % len(plan)
-        return last.known.end % len(plan) if isinstance(last, Burst) else -1
+        if isinstance(last, Burst):
+            return last.known.end % len(plan)
+        return plan.place_after(last.request) if isinstance(last, Submission) else -1
 
     def ring_once(self) -> None:
         """There is something new: wake the thread, unless it has yet to follow a ring; with the lock of what is in

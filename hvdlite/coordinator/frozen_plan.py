@@ -85,6 +85,11 @@ class FrozenPlan:
         """Of the period, in operations."""
         return len(self._entries)
 
+    def place_after(self, request: Request) -> int:
+        """In the period, of what comes after ``request``; -1 where that is in no place, or in several."""
+        turns = self._turns.get(request)
+        return (turns.positions[0] + 1) % len(self) if turns is not None and len(turns.positions) == 1 else -1
+
     def _burst_of(self, number: int) -> tuple[int, int]:
         """Where the burst of operation ``number`` begins, and ends."""
         turn, position = divmod(number, len(self._entries))

@@ -67,6 +67,25 @@ def test_between_nodes_a_plan_runs_free_where_operations_of_few_bytes_prevail(na
     job.check_order()
 
 
+def test_what_is_collected_comes_after_what_is_queued() -> None:
+    """Else all that is submitted before the thread has taken that would go one by one."""
+    job = Job(Lab([(0,)], 0), collected=1.0)
+    order = [("BROADCAST", 4), ("a", 4), ("b", 4), ("|", 0)]
+    job.freeze(order)
+    job.step([order])
+    (coordinator,) = job.lab.ranks
+    handles = job.begin(0, submission("BROADCAST", kind="broadcast"), waits=False)
+    assert len(coordinator._queue) == 1
+    before = job.collected
+    for name in "ab":
+        handles += job.begin(0, submission(name), waits=False)
+    assert job.collected == before + 2
+    job.lab.settle(handles)
+    for handle in handles:
+        handle.wait()
+    job.check_order()
+
+
 def varied(step: list[tuple[str, int]], how: str, rank: int, generator: random.Random) -> list[tuple[str, int]]:
     order = list(step)
     if how == "another order here":
