@@ -310,7 +310,7 @@ def test_a_directory_for_temporary_files_that_cannot_be_written_is_named(tmp_pat
     command = [python_of("openmpi"), "-m", "hvdlite", "run", "--mpi", "-np", "2", "true"]
     done = subprocess.run(command, env={**os.environ, "TMPDIR": nowhere}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert f"keeps files in {nowhere}, which cannot be written: set TMPDIR" in done.stderr
+    assert f"keeps files in {nowhere}, which cannot be written (No such file or directory): set TMPDIR" in done.stderr
 
 
 @NEEDS_ROOT
