@@ -89,7 +89,7 @@ def test_a_group_that_has_ended_keeps_no_descriptor(nodes: tuple[int, ...]) -> N
     with uncollected():
         before = len(os.listdir("/proc/self/fd"))
         use_groups()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before  # one of before may be on its way to be closed
 
 
 def test_groups_that_only_their_ranks_make() -> None:

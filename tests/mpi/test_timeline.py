@@ -173,6 +173,7 @@ def test_a_step_tells_the_process_set_of_its_optimizer(directory: Path) -> None:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
     number = first.process_set_id
+    hvd.barrier()  # ranks that are no members may be behind
     hvd.stop_timeline()
     hvd.remove_process_set(first)
     if hvd.rank() == 0:
