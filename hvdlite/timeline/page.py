@@ -152,6 +152,19 @@ def _communication(steps: Sequence[Step]) -> Chart:
     )
 
 
+def _points(places: Sequence[tuple[int, float, str]], colour: str, shown: str) -> dict[str, Any]:
+    """Of (x, y, text); ``shown`` is Plotly's template of what is seen above one."""
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "marker": {"color": colour, "size": 9},
+        "x": [x for x, _, _ in places],
+        "y": [y for _, y, _ in places],
+        "text": [text for _, _, text in places],
+        "hovertemplate": shown,
+    }
+
+
 def _long_steps(steps: Sequence[LongStep], count: int) -> Chart:
     """Of all ``count`` steps, also those before the last ones that other charts show."""
     return Chart(
@@ -160,15 +173,11 @@ def _long_steps(steps: Sequence[LongStep], count: int) -> Chart:
         f"Those of more than {LONG} times the median, {LONG_STEPS_SHOWN} at most. The ranks that are named computed "
         "longer than in their other steps.",
         [
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "marker": {"color": "#D55E00", "size": 9},
-                "x": [step.number for step in steps],
-                "y": [step.step_ms for step in steps],
-                "text": [f"{step.time_of_day}: {step.cause}" for step in steps],
-                "hovertemplate": "step %{x}: %{y:.2f} ms<br>%{text}<extra></extra>",
-            }
+            _points(
+                [(step.number, step.step_ms, f"{step.time_of_day}: {step.cause}") for step in steps],
+                "#D55E00",
+                "step %{x}: %{y:.2f} ms<br>%{text}<extra></extra>",
+            )
         ],
         {
             "xaxis": {"title": {"text": "step"}, "range": [0, count + 1]},
@@ -257,15 +266,11 @@ def _bandwidth(buckets: Sequence[Bucket]) -> Chart:
         "algbw = bytes / time. What this machine reaches with nothing else to do, `python -m hvdlite bench` measures: "
         "buckets far below that share cores or network with something, or are small.",
         [
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "marker": {"color": "#009E73", "size": 9},
-                "x": [bucket.nbytes for bucket in buckets],
-                "y": [bucket.algbw_gbps for bucket in buckets],
-                "text": [bucket.name for bucket in buckets],
-                "hovertemplate": "%{text}: %{x:,} bytes, %{y:.2f} GB/s<extra></extra>",
-            }
+            _points(
+                [(bucket.nbytes, bucket.algbw_gbps, bucket.name) for bucket in buckets],
+                "#009E73",
+                "%{text}: %{x:,} bytes, %{y:.2f} GB/s<extra></extra>",
+            )
         ],
         {
             "xaxis": {"title": {"text": "bytes in the whole trace"}, "type": "log"},

@@ -148,30 +148,27 @@ class Slot:
     def _note_loaded(self, gradient: torch.Tensor) -> None:
         self.loaded, self.version, self.address = gradient, gradient._version, _address_of(gradient)
 
-    @property
-    def _is_where_it_was(self) -> bool:
-        """Whether ``p.grad`` is `loaded`, in the same memory."""
-        gradient = self.param.grad
-        return gradient is not None and gradient is self.loaded and _address_of(gradient) == self.address
+    def note_if_changed(self) -> bool:
+        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks.
 
-    def note_if_changed(self) -> None:
-        """Add this one to `changed` unless ``p.grad`` is as it was when it was loaded for other ranks."""
+        Returns:
+            Whether it is `loaded`, in the same memory.
+        """
         gradient = self.param.grad
-        is_other = self.loaded is not None and not self._is_where_it_was
-        self.loaded = None
+        loaded, self.loaded = self.loaded, None
         if gradient is None:
-            return
+            return False
+        is_there = gradient is loaded and _address_of(gradient) == self.address
+        is_other = loaded is not None and not is_there
         # Views of one buffer have one version, which the gradients of others change.
         if is_other or (gradient._version != self.version and not _is_placed(gradient)):
             self.changed.append(self)
+        return is_there
 
     def deliver_in_place(self, reduced: torch.Tensor) -> None:
         """Make ``reduced``, in which the gradient was reduced where it was, ``p.grad``, should that be another now."""
-        if self.active:
-            is_there = self._is_where_it_was
-            self.note_if_changed()
-            if not is_there:
-                self.param.grad = reduced
+        if self.active and not self.note_if_changed():
+            self.param.grad = reduced
 
     def settle_in(self, region: Region, start: int) -> torch.Tensor:
         """Have a `view`, which is returned, from byte ``start`` of ``region`` on."""
