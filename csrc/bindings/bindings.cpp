@@ -84,8 +84,11 @@ void register_pack(py::module_& m) {
           "source"_a, "begin"_a, "end"_a, "from_dtype"_a, "to_dtype"_a, "scale"_a = 1.0, WithoutGil());
 }
 
-void register_gradient_snapshot(py::module_& m) {
+void register_exchanged_tensor(py::module_& m) {
   m.def("exchange_tensors_by", &exchange_tensors_by, "table"_a.none(true));
+}
+
+void register_gradient_snapshot(py::module_& m) {
   py::class_<GradientSnapshot>(m, "GradientSnapshot")
       .def(py::init<>())
       .def("take", &GradientSnapshot::take, "parameters"_a)
@@ -361,6 +364,7 @@ void register_heartbeat(py::module_& m) {
 PYBIND11_MODULE(_native, m) {
   hvdlite::register_reduce(m);
   hvdlite::register_pack(m);
+  hvdlite::register_exchanged_tensor(m);
   hvdlite::register_gradient_snapshot(m);
   hvdlite::register_scan(m);
   hvdlite::register_signal(m);
