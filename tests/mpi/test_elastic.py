@@ -290,6 +290,45 @@ def test_a_failure_of_one_rank_costs_one_batch(place: str, set_to_none: bool) ->
         torch.testing.assert_close(again[name], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("groups", [0, 2])  # 0: one bucket; with two, each is on its way before step()
+@pytest.mark.parametrize("who", ["all", "first", "last"])
+def test_going_back_between_backward_and_step(who: str, groups: int) -> None:
+    """Ranks that step meanwhile do not wait for the gradients of those that go back."""
+    model = Net().double()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=groups
+    )
+    state = hvd.elastic.TorchState(model, optimizer)
+    goes_back = hvd.rank() in {"all": range(hvd.size()), "first": [0], "last": [hvd.size() - 1]}[who]
+    for step in range(6):
+        saved = copy.deepcopy(model.state_dict())
+        state.save()
+        optimizer.zero_grad()
+        model(DATA[step::6]).square().mean().backward()
+        if goes_back:
+            state.restore()
+        else:
+            optimizer.step()
+        is_as_before = all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+        assert is_as_before == goes_back
+
+
+def test_going_back_after_hvdlite_has_ended() -> None:
+    model = Net().double()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    state = hvd.elastic.TorchState(model, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(DATA).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(DATA).square().mean().backward()
+    hvd.shutdown()
+    state.restore()
+    hvd.init()  # as `_running` ends it
+
+
 def test_the_ranks_and_the_process_sets_are_kept(comm: MPI.Intracomm) -> None:
     """Those of init(), and those that were added since; the rank that init() left out stays out."""
     if hvd.size() == 1:

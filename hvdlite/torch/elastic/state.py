@@ -6,13 +6,14 @@ import copy
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hvdlite import default_runtime
-from hvdlite.errors import HostsUpdatedInterrupt, UsageError
+from hvdlite.errors import HorovodInternalError, HostsUpdatedInterrupt, UsageError
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.elastic import keeping
@@ -277,6 +278,13 @@ class TorchState(ObjectState):
         super().save()
 
     def restore(self) -> None:
+        """Go back to the last `save`; between backward and step() once the gradients that are on their way are reduced.
+
+        They belong to what is undone, but other ranks may wait for them.
+        """
+        for optimizer in self._distributed_optimizers():
+            with suppress(HorovodInternalError):  # after a failure nobody waits for them
+                optimizer.synchronize_pending()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -289,9 +297,12 @@ class TorchState(ObjectState):
         return {**(super().kept() or {}), **handled}
 
     def abandon(self) -> None:
-        for value in self._values().values():
-            if isinstance(value, DistributedOptimizer):
-                value._hvd_abandon()
+        for optimizer in self._distributed_optimizers():
+            optimizer._hvd_abandon()
+
+    def _distributed_optimizers(self) -> list[DistributedOptimizer]:
+        """Those that have a handler of the program's, too."""
+        return [value for value in super()._values().values() if isinstance(value, DistributedOptimizer)]
 
     @property
     def follows_rank_0(self) -> bool:  # type: ignore[override]
