@@ -157,6 +157,8 @@ class Slot:
         gradient = self.param.grad
         loaded, self.loaded = self.loaded, None
         if gradient is None:
+            if loaded is not None:  # dropped, as of a layer that is not to be trained yet
+                self.changed.append(self)
             return False
         is_there = gradient is loaded and _address_of(gradient) == self.address
         is_other = loaded is not None and not is_there

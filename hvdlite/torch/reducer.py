@@ -286,8 +286,8 @@ class GradientReducer:
         were = f"gradients of '{first.name}'{others} were" if more else f"gradient of '{first.name}' was"
         warnings.warn(
             f"the {were} changed between loss.backward() and optimizer.step(), on the way to other ranks; all or part "
-            "of the change is lost. Call optimizer.synchronize() before you clip or unscale gradients, and "
-            "optimizer.step() inside `with optimizer.skip_synchronize():` after that.",
+            "of the change is lost. Call optimizer.synchronize() before you clip, unscale or drop gradients, "
+            "and optimizer.step() inside `with optimizer.skip_synchronize():` after that.",
             stacklevel=stacklevel(),
         )
 

@@ -191,6 +191,30 @@ def test_a_gradient_that_is_replaced_on_its_way_is_noticed(world: FakeWorld, set
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
+@pytest.mark.parametrize("numel", [3, 20000])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_dropped_on_its_way_is_noticed(world: FakeWorld, set_to_none: bool, numel: int) -> None:
+    model = Scales((numel,), (3,))
+    optimizer = wrap(model)
+    for drops in (False, True, False, True, False, True):
+        model.loss().backward()
+        if drops:
+            drop(model.p[0])
+            with pytest.warns(UserWarning, match=r"gradient of 'p\.0' was changed"):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model.loss().backward()
+            optimizer.synchronize()
+            drop(model.p[0])  # which is the way out
+            before = model.p[0].clone()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            assert torch.equal(model.p[0], before)
+        else:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
 @pytest.mark.filterwarnings("ignore:the gradient")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("after_synchronize", [True, False])
