@@ -20,7 +20,14 @@ from hvdlite.torch.other_wrappers import check_unwrapped
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
 from hvdlite.torch.reduce_options import Adasum, Average, check_op, reduce_options
 from hvdlite.torch.reducer import GradientReducer
-from hvdlite.torch.wrapped_optimizer import WrappedOptimizer, check_named_parameters, check_passes, parameters_of
+from hvdlite.torch.wrapped_optimizer import (
+    WrappedOptimizer,
+    check_all_have_names,
+    check_named_parameters,
+    check_passes,
+    parameters_of,
+    with_names,
+)
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -46,6 +53,7 @@ class DistributedOptimizer(WrappedOptimizer):
     Args:
         optimizer: any `torch.optim.Optimizer`.
         named_parameters: ``model.named_parameters()``, for messages; may name more parameters than ``optimizer`` has.
+            Those that come into its groups later, and are not among them, are called by their places there.
         compression: of gradients on their way: a member of `Compression`, or a `Compressor` of your own.
         backward_passes_per_step: passes whose gradients are added up on their own rank before they are reduced.
         op: `Average`, `Sum`, `Min`, `Max` or `Product` of the gradients; or `Adasum` of what the step of each rank does
@@ -99,6 +107,8 @@ class DistributedOptimizer(WrappedOptimizer):
             groups = num_groups if groups is None else groups
         check_unwrapped(parameter for group in optimizer.param_groups for parameter in group["params"])
         named = None if named_parameters is None else check_named_parameters(named_parameters)
+        if named is not None:
+            check_all_have_names(optimizer.param_groups, named)
         parameters = parameters_of(optimizer.param_groups, named)
         checked_op = check_op(op)
         factor = _check_predivide_factor(gradient_predivide_factor, checked_op)
@@ -129,7 +139,11 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         base = type(self).__bases__[-1]
-        return _restore, (base, self.__getstate__(), self._hvd_arguments)
+        arguments = self._hvd_arguments
+        if arguments["named_parameters"] is not None:
+            named = with_names(self.param_groups, arguments["named_parameters"])
+            arguments = {**arguments, "named_parameters": named}  # those that came later, too
+        return _restore, (base, self.__getstate__(), arguments)
 
 
 def _become(optimizer: torch.optim.Optimizer, kind: type[WrappedOptimizer], arguments: dict[str, Any]) -> Any:

@@ -126,27 +126,45 @@ def check_named_parameters(named_parameters: Iterable[tuple[str, torch.Tensor]])
     return named
 
 
-def parameters_of(
-    groups: Sequence[Mapping[str, Any]], named: list[tuple[str, torch.Tensor]] | None, first_group: int = 0
-) -> list[tuple[str, torch.Tensor]]:
-    """The parameters of ``groups`` that can have gradients, each with its name.
-
-    Raises:
-        ValueError: one has no name in ``named``, or hvdlite cannot communicate its gradient.
+def check_all_have_names(groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises:
+    ValueError: ``named`` lacks a parameter of ``groups``.
     """
-    names = {id(parameter): name for name, parameter in named or ()}
-    parameters = []
-    for number, group in enumerate(groups, first_group):
+    known = {id(parameter) for _, parameter in named}
+    for number, group in enumerate(groups):
         for i, parameter in enumerate(group["params"]):
-            name = f"group{number}.{i}" if named is None else names.get(id(parameter))
-            if name is None:
+            if id(parameter) not in known:
                 raise ValueError(
                     f"named_parameters lacks parameter {i} of group {number}, of shape {tuple(parameter.shape)}; pass "
                     "model.named_parameters() of all models whose parameters the optimizer has"
                 )
-            if parameter.is_floating_point() or parameter.is_complex():  # quantized weights have no gradients
-                parameters.append((name, check_parameter(parameter, name)))
-    return parameters
+
+
+def with_names(
+    groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, torch.Tensor]] | None, first_group: int = 0
+) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of ``groups``, each with its name; one that came later than ``named`` has that of its place."""
+    names = {id(parameter): name for name, parameter in named or ()}
+    return [
+        (names.get(id(parameter), f"group{number}.{i}"), parameter)
+        for number, group in enumerate(groups, first_group)
+        for i, parameter in enumerate(group["params"])
+    ]
+
+
+def parameters_of(
+    groups: Sequence[Mapping[str, Any]], named: Iterable[tuple[str, torch.Tensor]] | None, first_group: int = 0
+) -> list[tuple[str, torch.Tensor]]:
+    """Those of `with_names` that can have gradients, which quantized weights have not.
+
+    Raises:
+        ValueError: hvdlite cannot communicate the gradient of one.
+    """
+    return [
+        (name, check_parameter(parameter, name))
+        for name, parameter in with_names(groups, named, first_group)
+        if parameter.is_floating_point() or parameter.is_complex()
+    ]
 
 
 def check_passes(passes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -145,18 +146,35 @@ def test_added_groups(world: FakeWorld) -> None:
         model.loss().backward()
         optimizer.step()
         assert reduced(model)[:2] == [FACTOR, 2 * FACTOR]
-    with pytest.raises(ValueError, match="parameter 0 of group 2"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(ValueError, match=r"'group2\.0'.*complex64"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1, dtype=torch.complex64))]})
     assert len(optimizer.param_groups) == 2
+
+
+def test_a_layer_that_is_made_later_than_the_optimizer(world: FakeWorld) -> None:
+    model = Scales((3,), (4,))
+    optimizer = wrap(model)
+    for step in range(6):
+        if step == 3:
+            model.p.append(torch.nn.Parameter(torch.zeros(5)))
+            optimizer.add_param_group({"params": [model.p[2]]})
+        model.loss().backward()
+        optimizer.step()
+        assert reduced(model) == expected(model, FACTOR), step
+        optimizer.zero_grad()
+    assert list(optimizer._parameter_names.values()) == ["p.0", "p.1", "group1.0"]
+    restored = copy.deepcopy(optimizer)
+    assert list(restored._parameter_names.values()) == ["p.0", "p.1", "group1.0"]
 
 
 # Several, and the end.
 
 
-def test_a_parameter_in_place_of_another(world: FakeWorld) -> None:
+@pytest.mark.parametrize("has_names", [False, True])
+def test_a_parameter_in_place_of_another(world: FakeWorld, has_names: bool) -> None:
     """As of a layer that was resized, put into the parameter groups by hand."""
     model = Scales((3,), (4,))
-    optimizer = wrap(model, named_parameters=None)
+    optimizer = wrap(model, named_parameters=model.named_parameters() if has_names else None)
     for step in range(6):
         if step == 3:
             model.p[1] = torch.nn.Parameter(torch.zeros(5))
