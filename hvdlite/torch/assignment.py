@@ -135,10 +135,14 @@ class Assignment:
     def agree_on_sparse(self, late: Sequence[Slot]) -> None:
         """Take gradients that are sparse on some ranks, and dense on none, out of their buckets. Collective.
 
-        Nothing but a gradient tells that it is sparse, and a rank that has none in this step has to know as well.
+        Nothing but a gradient tells that it is sparse, and a rank that has none in this step has to know as well. Ranks
+        ask it also where none may stay sparse: what they ask about shows whether they have the same parameters.
 
         Args:
             late: those that were switched on, on all ranks; a message names them where some ranks did not.
+
+        Raises:
+            MismatchError: ranks have different parameters, or have frozen different ones.
         """
         slots = self._arrival.slots
         has_dense, has_sparse = flags = torch.zeros(2, len(slots), dtype=torch.int64, device="cpu")

@@ -340,7 +340,7 @@ class GradientReducer:
         late = sorted(arrival.late, key=lambda slot: slot.index)  # which have come in an order of this rank's own
         agrees = self._assignment.phase is not Phase.SETTLED or any(slot.bucket is None for slot in late)
         try:
-            if agrees and self.options.keeps_sparse:
+            if agrees:
                 self._assignment.agree_on_sparse(late)
             # As counted at the end of the last step: a rank cannot know what others have seen of this step's switches.
             live = [bucket for bucket in self._assignment.buckets if bucket.active]

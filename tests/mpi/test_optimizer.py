@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -364,14 +365,32 @@ def test_ranks_with_more_parameters_are_told() -> None:
         optimizer.step()
 
 
-def test_ranks_that_freeze_other_parameters_are_told() -> None:
+@pytest.mark.parametrize("arguments", [{}, {"sparse_as_dense": True}, {"op": hvd.Max}], ids=str)
+def test_ranks_that_freeze_other_parameters_are_told(arguments: dict[str, Any]) -> None:
     needs_two()
     model = Scales([(3,)] * 3)
     model.p[0].requires_grad_(hvd.rank() == 0)
-    optimizer = wrap(model)
+    optimizer = wrap(model, **arguments)
     model.loss(1.0).backward()
     with pytest.raises(MismatchError, match=r"requires_grad_\(\).*\(3 parameters\)' on rank 0 but .*\(2 parameters\)'"):
         optimizer.step()
+
+
+def test_a_gradient_that_only_one_rank_makes_dense() -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    model = torch.nn.Sequential(table, torch.nn.Linear(2, 1))
+    optimizer = wrap(model, op=hvd.Sum, sparse_as_dense=hvd.rank() == 0)
+    for step in range(3):
+        optimizer.zero_grad()
+        table(torch.tensor([hvd.rank() % 4])).sum().backward()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the gradient of '0.weight' is sparse")
+            optimizer.synchronize()
+        assert table.weight.grad is not None
+        expected = torch.zeros(4, 2)
+        for rank in range(hvd.size()):
+            expected[rank % 4] += 1
+        assert torch.equal(table.weight.grad.to_dense(), expected), step
 
 
 def test_ranks_with_other_models_are_told_and_can_go_on() -> None:
