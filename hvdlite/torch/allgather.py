@@ -9,7 +9,7 @@ import torch
 
 from hvdlite.torch.allreduce import grouped_allreduce
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
-from hvdlite.torch.differentiated import applied, applied_to_tangents, is_differentiated
+from hvdlite.torch.differentiated import DifferentiableOperation, applied, applied_to_tangents, is_differentiated
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
@@ -17,7 +17,7 @@ from hvdlite.torch.repeated_rows import gathered_at_once
 from hvdlite.torch.start import start_allgather
 
 
-class _Allgather(torch.autograd.Function):
+class _Allgather(DifferentiableOperation):
     """The gradient of an allgather is this rank's rows of the average of the gradients."""
 
     @staticmethod

@@ -15,7 +15,13 @@ import torch
 from hvdlite.torch.adasum import adasum_async
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.compression import AnyCompressor, Compression, is_custom
-from hvdlite.torch.differentiated import applied, applied_to_tangents, has_tangents, is_differentiated
+from hvdlite.torch.differentiated import (
+    DifferentiableOperation,
+    applied,
+    applied_to_tangents,
+    has_tangents,
+    is_differentiated,
+)
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Adasum, Average, ReduceOptions, Sum, reduce_options
@@ -38,7 +44,7 @@ def _start(
     return start_allreduce(tensors, name, options, in_place=in_place, grouped=grouped, background=background)
 
 
-class _Allreduce(torch.autograd.Function):
+class _Allreduce(DifferentiableOperation):
     """The gradient of an allreduce is the same allreduce of the gradient; of a sum and an average so is the tangent."""
 
     @staticmethod

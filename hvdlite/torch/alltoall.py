@@ -7,14 +7,14 @@ from typing import Any, overload
 import torch
 
 from hvdlite.torch.arrays import takes_arrays
-from hvdlite.torch.differentiated import applied, is_differentiated
+from hvdlite.torch.differentiated import DifferentiableOperation, applied, is_differentiated
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.repeated_rows import exchanged_at_once
 from hvdlite.torch.start import start_alltoall
 
 
-class _Alltoall(torch.autograd.Function):
+class _Alltoall(DifferentiableOperation):
     """The gradient of an alltoall is the alltoall that sends the rows back."""
 
     @staticmethod

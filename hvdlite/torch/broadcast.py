@@ -9,7 +9,7 @@ import torch
 import hvdlite
 from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.arrays import takes_arrays
-from hvdlite.torch.differentiated import applied, is_differentiated
+from hvdlite.torch.differentiated import DifferentiableOperation, applied, is_differentiated
 from hvdlite.torch.handle import Handle, label_of, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average
@@ -18,7 +18,7 @@ from hvdlite.torch.start import start_broadcast
 from hvdlite.torch.tensor_view import check_tensor
 
 
-class _Broadcast(torch.autograd.Function):
+class _Broadcast(DifferentiableOperation):
     """The gradient of a broadcast is the average of the gradients at the root and zero elsewhere."""
 
     @staticmethod

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd import forward_ad
+
+from hvdlite.errors import UsageError
+
+OUTSIDE_OF_VMAP = (
+    "call hvd outside of torch.func.vmap, on the whole batch; torch.func.jacrev needs no vmap with chunk_size=1"
+)
+
+
+class DifferentiableOperation(torch.autograd.Function):
+    """An operation between ranks as autograd sees it."""
+
+    @staticmethod
+    def vmap(*_: Any) -> NoReturn:
+        """Raises:
+        UsageError: always, as ranks know nothing of one another's batches.
+        """
+        raise UsageError(f"torch maps over an operation between ranks, as vmap and jacfwd do; {OUTSIDE_OF_VMAP}")
 
 
 def has_tangents() -> bool:

@@ -12,7 +12,7 @@ from hvdlite.torch.allgather import grouped_allgather
 from hvdlite.torch.allreduce import reduce_compressed
 from hvdlite.torch.arrays import takes_arrays, takes_groups_of_arrays
 from hvdlite.torch.compression import AnyCompressor, Compression
-from hvdlite.torch.differentiated import applied_to_tangents, has_tangents, is_differentiated
+from hvdlite.torch.differentiated import DifferentiableOperation, applied_to_tangents, has_tangents, is_differentiated
 from hvdlite.torch.handle import Handle, only
 from hvdlite.torch.process_set import ProcessSet, global_process_set
 from hvdlite.torch.reduce_options import Average, ReduceOptions, Sum, check_op, reduce_options
@@ -20,7 +20,7 @@ from hvdlite.torch.repeated_rows import scattered_at_once
 from hvdlite.torch.start import start_reducescatter
 
 
-class _Reducescatter(torch.autograd.Function):
+class _Reducescatter(DifferentiableOperation):
     """The gradient of a reducescatter is the allgather of the gradients, times what scaled the sum."""
 
     @staticmethod

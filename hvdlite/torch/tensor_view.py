@@ -10,6 +10,7 @@ import torch
 from hvdlite.dtypes import DType
 from hvdlite.memory.views import TensorView
 from hvdlite.torch.device import Now
+from hvdlite.torch.differentiated import OUTSIDE_OF_VMAP
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.uint8: DType.UINT8,
@@ -103,6 +104,8 @@ def check_memory(tensor: torch.Tensor, what: str) -> None:
         way_out = "pass a plain tensor of the numbers"
         if hasattr(tensor, "to_local"):  # a DTensor
             way_out = "pass tensor.to_local(); FSDP reduces the gradients of what it shards without hvd"
+        elif torch._C._functorch.is_batchedtensor(tensor):
+            way_out = OUTSIDE_OF_VMAP
         raise ValueError(f"{what}: a {type(tensor).__name__} without memory of its own; {way_out}")
 
 

@@ -318,3 +318,16 @@ def test_torch_func(name: str) -> None:
     weights = 6 * operation(x) * operation(tangent)  # the tangent of the ones above
     of_gradient = torch.func.jvp(gradient, (x,), (tangent,))[1]
     assert torch.allclose(of_gradient, torch.func.grad(lambda x: (operation(x) * weights).sum())(x))
+
+
+@pytest.mark.parametrize("name", [*LINEAR, "in place"])
+def test_torch_func_that_maps(name: str) -> None:
+    """Refused before anything is submitted, so that one rank alone may err."""
+    operation = LINEAR.get(name, hvd.allreduce_)
+    x = torch.eye(hvd.size() * 2)
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match=r"call hvd outside of torch\.func\.vmap"):
+            torch.func.vmap(operation)(x)
+    if name in LINEAR:
+        jacobian = torch.func.jacrev(operation, chunk_size=1)(x[0])
+        assert jacobian.shape == (*operation(x[0]).shape, *x[0].shape)
