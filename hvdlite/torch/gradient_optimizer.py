@@ -125,7 +125,7 @@ class GradientOptimizer(WrappedOptimizer):
                 "their way to other ranks. Call optimizer.synchronize() before it, on every rank; or leave out "
                 "skip_synchronize(), which is for gradients that are changed in between, as by clipping."
             )
-        if self._hvd_arguments["sparse_as_dense"] and isinstance(self, torch.optim.SparseAdam):  # it takes no others
+        if isinstance(self, torch.optim.SparseAdam):  # which takes no dense gradients, whatever they travelled as
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None and not parameter.grad.is_sparse:

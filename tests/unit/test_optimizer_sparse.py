@@ -229,3 +229,17 @@ def test_sparse_as_dense_for_an_optimizer_that_takes_sparse_gradients_only() -> 
         torch.nn.functional.embedding(torch.tensor([1, 4, 4]), table, sparse=True).sum().backward()
         optimizer.step()
     assert table.ne(0).any(dim=1).nonzero().flatten().tolist() == [1, 4]
+
+
+@pytest.mark.filterwarnings("ignore:the gradient of 'table' is sparse")
+def test_a_table_of_sparse_adam_that_no_rank_uses_at_first() -> None:
+    """Ranks do not know yet that its gradient will be sparse; that no row is stepped is the same."""
+    table = torch.nn.Parameter(torch.zeros(10, 3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam([table], lr=1.0), [("table", table)])
+    optimizer.step()
+    assert not table.any()
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.embedding(torch.tensor([1, 4, 4]), table, sparse=True).sum().backward()
+        optimizer.step()
+    assert table.ne(0).any(dim=1).nonzero().flatten().tolist() == [1, 4]
