@@ -144,7 +144,7 @@ def format_report(title: str, report: Report, last: int) -> str:
         lines.append(
             "No step to show: a step lasts from the end of one step() of hvd.DistributedOptimizer to the end of the "
             "next, and the trace holds fewer than two. Those of other optimizers, as under DistributedDataParallel, "
-            "are not recorded."
+            "are recorded in process groups over hvdlite, where HVDLITE_TIMELINE names the file."
         )
     else:
         shown = report.steps[-last:]

@@ -21,6 +21,7 @@ from hvdlite.distributed.meeting import machine
 from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.out_forms import take_out_forms
 from hvdlite.distributed.process_group import HvdliteProcessGroup
+from hvdlite.distributed.steps import OptimizerSteps
 from hvdlite.errors import RankFailedError, StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
@@ -93,14 +94,18 @@ def _created(options: Any) -> HvdliteProcessGroup:
         on_failure.pop_all()
     start.world.health.recovers = default_runtime.membership() is not None  # by elastic.run, as hvd.init()'s does
     worlds = default_runtime.worlds()
-    timeline = None
+    timeline = steps = None
     if not options.global_ranks_in_group:  # of all ranks
         timeline = group_timeline(start.world, worlds, _place(options.store), config.failure_grace_s)
+        if config.timeline:
+            steps = OptimizerSteps(start.world.recorder)
     if bootstrap is not None:
         bootstrap.close()  # the world has its own; after a failure other ranks may not come here
     if not options.global_ranks_in_group:
         default_runtime.peers().told = _without_launcher(options.store, start.world, config)
-    membership = Membership(start.world, name, ranks, timeout_s, entrance, doors, worlds, timeline, options.store)
+    membership = Membership(
+        start.world, name, ranks, timeout_s, entrance, doors, worlds, timeline, steps, options.store
+    )
     worlds.add(start.world.health, start.processes, ranks, membership.statistics)
     default_runtime.accompany(membership)
     return HvdliteProcessGroup(membership, options.store, create)

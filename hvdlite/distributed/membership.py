@@ -21,6 +21,7 @@ from hvdlite.distributed.network_carrier import NetworkCarrier
 from hvdlite.distributed.node_carrier import NodeCarrier
 from hvdlite.distributed.post import Post
 from hvdlite.distributed.site import HostSite, Site
+from hvdlite.distributed.steps import BackwardWaits, OptimizerSteps
 from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import HorovodInternalError, ShutDownError, StallError, is_known_everywhere
 from hvdlite.liveness.health import Health
@@ -41,7 +42,7 @@ class Membership:
         entrance: for messages to this rank.
         doors: of all ranks.
         worlds: in which this process is beside this one.
-        timeline: ends with the group, if there is one.
+        timeline: ends with the group, if there is one; ``steps`` likewise.
         store: torch's, of the group.
     """
 
@@ -55,6 +56,7 @@ class Membership:
         doors: Sequence[Door],
         worlds: ProcessWorlds,
         timeline: GroupTimeline | None,
+        steps: OptimizerSteps | None,
         store: Any,
     ) -> None:
         self.world = world
@@ -75,6 +77,8 @@ class Membership:
         self._lock = threading.Lock()  # guards _on_gpu
         self._worlds = worlds
         self._timeline = timeline
+        self._steps = steps
+        self._backward_waits = BackwardWaits(world.recorder)
         self._is_closed = False
 
     def site_of(self, tensors: Iterable[torch.Tensor]) -> Site:
@@ -135,6 +139,10 @@ class Membership:
         """See `hvdlite.distributed.work.Waited`."""
         return self.world.recorder.span(recorder.Lane.WAIT, title)
 
+    def is_waited_for_by_torch(self, title: str) -> None:
+        """See `hvdlite.distributed.work.Waited`."""
+        self._backward_waits.expect(title)
+
     def whom_it_waits_for(self) -> str:
         """See `hvdlite.distributed.work.Waited`."""
         late = self._carrier.late()
@@ -183,6 +191,8 @@ class Membership:
         if self._on_gpu is not None:
             self._on_gpu.close()
         self._post.close(grace_s)
+        if self._steps is not None:
+            self._steps.close()
         if self._timeline is not None:
             self._timeline.close()
         self._worlds.remove(health)

@@ -27,6 +27,9 @@ class Waited(Protocol):
     def waiting(self, title: str) -> AbstractContextManager[None]:
         """A wait for the call ``title``, for the timeline."""
 
+    def is_waited_for_by_torch(self, title: str) -> None:
+        """Its future was taken; the same for a wait that goes past `GroupWork.wait`."""
+
     def whom_it_waits_for(self) -> str:
         """The group, and its ranks that have not come for the call that is being done."""
 
@@ -190,6 +193,8 @@ class GroupWork(Work):
 
     def get_future(self) -> Future[Any]:
         """Holds the tensors once it is done; callbacks run on the thread that does it, those of messages on another."""
+        if self._group is not None:
+            self._group.is_waited_for_by_torch(self.title)
         with self._lock:
             future = self._future
             if future is not None:

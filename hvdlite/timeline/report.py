@@ -14,8 +14,9 @@ How the numbers are defined:
 - Hidden share: 1 - exposed / communication, not below 0: a rank can wait longer than communication lasts, for a slower
   rank.
 - Slowest rank: the one that waits least, since the others wait for it. It is behind by what the others wait longer.
-- Phases of a rank's step, which add up to it: exposed communication; backward, from the first gradient to the last; the
-  wrapped optimizer's step; and the rest, which is forward, data and the beginning of backward.
+- Phases of a rank's step, which add up to it: exposed communication; backward, from the first gradient to the last, and
+  under DistributedDataParallel from its first bucket; the step of the optimizer, or of the wrapped one; and the rest,
+  which is forward, data and the beginning of backward.
 
 All are means over ranks, except the slowest one and what is told by rank. A bucket's time is the time in which a
 coordinator lane works on it, its bytes the most that any lane handled; both are totals over the trace, means over the

@@ -8,13 +8,17 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hvdlite.torch as hvd
 from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told
@@ -25,6 +29,7 @@ from hvdlite.errors import ShutDownError, StartupError
 from hvdlite.garbage import uncollected
 from hvdlite.rank_list import rank_list
 from hvdlite.start import rendezvous
+from hvdlite.timeline.report import build_report
 
 pytestmark = [
     pytest.mark.any_mpi,
@@ -361,6 +366,48 @@ def test_the_timeline_of_the_settings_needs_no_init(
         assert "broadcast" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
         assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     told(None)
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+def test_the_timeline_has_the_steps_of_optimizers_and_what_backward_waits_for(
+    nodes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
+    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
+    with process_group(nodes):
+        layers = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 1))
+        model = DistributedDataParallel(layers, bucket_cap_mb=1e-3)
+        optimizer = _AroundAnother(model.parameters())
+        for _ in range(3):
+            model(torch.ones(4, 30)).mean().backward()
+            optimizer.step()
+    assert not _global_optimizer_pre_hooks  # they end with the group
+    if RANK == 0:
+        trace = json.loads(path.read_text())
+        ranks: dict[int, list[tuple[float, float, str]]] = {rank: [] for rank in range(SIZE)}
+        for event in trace["traceEvents"]:
+            if event["ph"] == "X" and (event["cat"], event["name"]) in _PARTS_OF_A_STEP:
+                ranks[event["pid"]].append((event["ts"], event["ts"] + event["dur"], event["cat"]))
+        for spans in ranks.values():
+            spans.sort()
+            assert [lane for _, _, lane in spans] == ["backward", "wait", "optimizer"] * 3
+            assert all(end <= start + 1e-3 for (_, end, _), (start, _, _) in pairwise(spans)), spans
+        assert len(build_report(trace).steps) == 2
+    told(None)
+
+
+class _AroundAnother(torch.optim.Optimizer):
+    """As ZeroRedundancyOptimizer is."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+        self._inside = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self) -> None:  # type: ignore[override]
+        self._inside.step()
+
+
+_PARTS_OF_A_STEP = {("backward", "backward"), ("wait", "hvdlite:all_reduce"), ("optimizer", "step")}
 
 
 def test_init_begins_the_timeline_of_the_settings_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
