@@ -212,7 +212,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> GroupWork:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        return self._all_gather(outputs, inputs, outputs, opts)
+        return self._all_gather(outputs, inputs, outputs[0] if len(outputs) == 1 else outputs, opts)
 
     @torch_call("output_lists", "input_list", "opts")
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> GroupWork:
@@ -224,7 +224,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
         """outputs[i] are for what the ranks have as inputs[i].
 
         Args:
-            result: ``outputs``, as whoever asks for the future expects them.
+            result: ``outputs``, as whoever asks for the future expects them; of torch's own groups an only list is all.
         """
         site = self.membership.site_of([*chain(*outputs), *inputs])
         runs = [site.collectives.all_gather(listed, tensor) for listed, tensor in zip(outputs, inputs, strict=True)]

@@ -228,6 +228,13 @@ def test_calls_that_nobody_waits_for_are_done_in_order(group: dist.ProcessGroup)
     assert works[0].exception() is None
 
 
+def test_futures_of_gathers_hold_the_list_of_the_caller(group: dist.ProcessGroup) -> None:
+    """Not a list of it, as those of Gloo."""
+    work = dist.all_gather([torch.empty(3) for _ in range(SIZE)], of_rank(RANK, 3), async_op=True)
+    assert work is not None
+    assert [each.tolist() for each in work.get_future().wait()] == [of_rank(rank, 3).tolist() for rank in range(SIZE)]
+
+
 def test_futures_of_coalesced_gathers_hold_the_lists_of_the_caller(group: dist.ProcessGroup) -> None:
     """One per rank, as those of Gloo."""
     by_rank = [[torch.empty(3), torch.empty(700)] for _ in range(SIZE)]
