@@ -103,7 +103,8 @@ def contradiction(group: str, texts: Sequence[bytes], ranks: Sequence[int]) -> M
     return MismatchError(
         f"{operations[0][0] if len(operations) == 1 else 'collectives'} of process group {group}: the ranks contradict "
         f"one another: {'; '.join(differences)}. Make the same calls in the same order with the same arguments on "
-        "every rank of the group."
+        "every rank of the group. Threads that call at the same time, as that of dcp.async_save does, need a group "
+        "each: dist.new_group()."
     )
 
 

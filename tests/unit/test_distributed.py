@@ -177,6 +177,9 @@ def test_contradictions_name_what_differs() -> None:
     assert "shape is" not in text
     text = str(contradiction("0", [same[0].text, call_without_shape("barrier").text], [0, 1]))
     assert "they call all_reduce((2, 3), torch.float32, SUM) on rank 0 but barrier() on rank 1" in text
+    assert text.endswith(
+        "Threads that call at the same time, as that of dcp.async_save does, need a group each: dist.new_group()."
+    )
 
 
 @pytest.mark.skipif(torch.__version__ < "2.5", reason="torch 2.5 and later look for backends")
