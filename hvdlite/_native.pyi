@@ -292,7 +292,7 @@ class OrderedExchange:
     def late(self) -> list[int]:
         """The ranks for which the last call has waited in vain."""
     def departed(self) -> list[int]:
-        """Those of `late` that have left."""
+        """The ranks that have left, whether a call waits for them or not."""
     def wake_all(self) -> None:
         """Make every sleeper look at its abort word."""
 

@@ -108,11 +108,13 @@ bool OrderedExchange::has_counted(std::uint32_t rank) const {
   return static_cast<std::int32_t>(theirs - own) >= 0;  // counts may wrap
 }
 
+bool OrderedExchange::has_departed(std::uint32_t rank) const {
+  return line(rank).departed.load(std::memory_order_acquire) != 0;
+}
+
 // A rank has stored its last count before it departs, so that whoever sees it departed sees that count as well. The
 // wake-up may be missed, as that of an abort.
-bool OrderedExchange::has_departed(std::uint32_t rank) const {
-  return line(rank).departed.load(std::memory_order_acquire) != 0 && !has_counted(rank);
-}
+bool OrderedExchange::will_not_come(std::uint32_t rank) const { return has_departed(rank) && !has_counted(rank); }
 
 bool OrderedExchange::all_have_counted() const {
   for (std::uint32_t rank = 0; rank < size_; ++rank) {
@@ -333,7 +335,7 @@ OrderedExchange::Result OrderedExchange::await_all(Clock::time_point until) {
       const auto now = Clock::now();
       if (is_aborted(*abort_)) {
         result = Result::kAborted;
-      } else if (has_departed(rank)) {
+      } else if (will_not_come(rank)) {
         result = Result::kDeparted;
       } else if (now >= until) {
         result = Result::kTimeout;

@@ -73,8 +73,9 @@ class OrderedExchange {
 
   // From here on whoever waits for this rank learns that it will not come.
   void leave();
-  // The ranks for which the last call has waited in vain, or the one under way waits; of these, those that have left.
+  // The ranks for which the last call has waited in vain, or the one under way waits.
   std::vector<int> late() const;
+  // The ranks that have left, whether a call waits for them or not.
   std::vector<int> departed() const;
   // Makes every sleeper look at the abort word.
   void wake_all() const;
@@ -88,6 +89,7 @@ class OrderedExchange {
   std::uintptr_t window(std::uint32_t rank) const;
   bool has_counted(std::uint32_t rank) const;
   bool has_departed(std::uint32_t rank) const;
+  bool will_not_come(std::uint32_t rank) const;
   bool all_have_counted() const;
   bool sizes_agree() const;
   std::uint64_t longest() const;

@@ -66,6 +66,10 @@ class Carrier(ABC):
         """The ranks that have not come for the call under way, as far as is known; from any thread."""
         return ()
 
+    def departed(self) -> Sequence[int]:
+        """The ranks that have left, as far as is known; from any thread."""
+        return ()
+
     def leave(self) -> None:
         """From here on, whoever waits for this rank learns that it will not come."""
 

@@ -22,7 +22,7 @@ from hvdlite.distributed.membership import Membership
 from hvdlite.distributed.out_forms import take_out_forms
 from hvdlite.distributed.process_group import HvdliteProcessGroup
 from hvdlite.distributed.steps import OptimizerSteps
-from hvdlite.errors import RankFailedError, StartupError
+from hvdlite.errors import CollectiveError, RankFailedError, StartupError
 from hvdlite.launched import Meeting
 from hvdlite.logs import configure_logging
 from hvdlite.start.rendezvous import GROUP_LIMIT, START_LIMIT, MissingError, RendezvousRanks, read
@@ -112,15 +112,20 @@ def _created(options: Any) -> HvdliteProcessGroup:
 
 
 def _place(store: Any, ranks: Sequence[int] = (), limit: str = START_LIMIT) -> InGivenStore:
-    """For ``ranks``, of which some may be dead."""
+    """For ``ranks``, of which some may be dead, or have left."""
 
-    def check() -> None:
+    def obstacle() -> CollectiveError | StartupError | None:
         job = dist.group.WORLD  # None while that itself begins
-        failure = job.membership.failure if isinstance(job, HvdliteProcessGroup) else None
+        if not isinstance(job, HvdliteProcessGroup):
+            return None
+        failure = job.membership.failure
         if isinstance(failure, RankFailedError) and failure.rank in ranks:
-            raise failure.with_traceback(None)  # several threads raise it, each from its own place
+            return failure.with_traceback(None)  # several threads raise it, each from its own place
+        if gone := [rank for rank in job.membership.departed() if rank in ranks]:
+            return MissingError.of(gone, "left the group of all ranks before, by destroy_process_group() or at its end")
+        return None
 
-    return InGivenStore(store, default_runtime.peers().store_key, limit, check)
+    return InGivenStore(store, default_runtime.peers().store_key, limit, obstacle)
 
 
 def _without_launcher(store: Any, world: World, config: Config) -> Bootstrap | None:

@@ -148,6 +148,10 @@ class Membership:
         late = self._carrier.late()
         return f"of process group {self.name}" + (f", to which {rank_list(late)} did not come," if late else "")
 
+    def departed(self) -> Sequence[int]:
+        """The ranks that have left the group, as far as is known."""
+        return () if self._is_closed else self._carrier.departed()
+
     def statistics(self) -> dict[str, int]:
         """What this rank has done in the group so far; see `hvdlite.statistics`."""
         return self.world.own_statistics()

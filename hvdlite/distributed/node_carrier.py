@@ -105,6 +105,9 @@ class NodeCarrier(Carrier):
     def late(self) -> Sequence[int]:
         return [self._ranks[place] for place in self._exchange.late()]
 
+    def departed(self) -> Sequence[int]:
+        return [self._ranks[place] for place in self._exchange.departed()]
+
     def leave(self) -> None:
         self._exchange.leave()
 
@@ -121,7 +124,7 @@ class NodeCarrier(Carrier):
         if status == _native.OrderedExchange.CONTRADICTION:
             raise contradiction(self._name, self._tell(call), self._ranks)
         if status == _native.OrderedExchange.DEPARTED:
-            gone = rank_list([self._ranks[place] for place in self._exchange.departed()])
+            gone = rank_list([rank for rank in self.late() if rank in self.departed()])
             self._fail(
                 StallError(
                     f"{call} of process group {self._name}: {gone} left the group, by destroy_process_group() or "

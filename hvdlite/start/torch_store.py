@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from hvdlite.errors import HorovodInternalError, StartupError
+from hvdlite.errors import CollectiveError, HorovodInternalError, StartupError
 from hvdlite.launched import Launched
 from hvdlite.naps import growing_pause_s
 from hvdlite.start.rendezvous import START_LIMIT, MissingError
@@ -27,16 +27,20 @@ class InGivenStore:
     Args:
         key: proves which values are of these ranks; empty: they have none, and believe whoever reaches the store.
         limit: what sets the time that ranks have to come, for errors.
-        check: called while ranks are waited for; raises once one of them cannot come any more.
+        obstacle: why one of the ranks that are waited for cannot come any more, once that is so.
     """
 
     def __init__(
-        self, store: Any, key: bytes = b"", limit: str = START_LIMIT, check: Callable[[], None] = lambda: None
+        self,
+        store: Any,
+        key: bytes = b"",
+        limit: str = START_LIMIT,
+        obstacle: Callable[[], CollectiveError | StartupError | None] = lambda: None,
     ) -> None:
         self._store = store
         self._key = key
         self._limit = limit
-        self._check = check
+        self._obstacle = obstacle
 
     def gather(self, key: str, ranks: Sequence[int], rank: int, data: bytes, timeout_s: float) -> list[bytes]:
         """See `hvdlite.start.rendezvous.Place`."""
@@ -51,7 +55,8 @@ class InGivenStore:
         except (StartupError, HorovodInternalError):
             raise
         except RuntimeError as error:
-            self._check()
+            if (obstacle := self._obstacle()) is not None:
+                raise obstacle from None
             raise StartupError(f"the store of torch.distributed, where ranks meet, is gone: {error}") from error
 
     def _come(self, names: list[str], timeout_s: float) -> bool:
@@ -61,14 +66,17 @@ class InGivenStore:
         first_s = _FIRST_NAP_S_PER_RANK * len(names)
         longest_s = max(_LONGEST_NAP_S, _LONGEST_NAP_S_PER_RANK * len(names))
         naps = 0
-        while not self._store.check(names):
-            self._check()
+        while True:
+            obstacle = self._obstacle()  # before a look at the store: a rank may have come, and then left
+            if self._store.check(names):
+                return True
+            if obstacle is not None:
+                raise obstacle
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return False
             time.sleep(min(left_s, growing_pause_s(first_s, longest_s, naps)))
             naps += 1
-        return True
 
     def _proof(self, name: str, data: bytes) -> bytes:
         return hmac.digest(self._key, name.encode() + b"\0" + data, "sha256") if self._key else b""

@@ -50,6 +50,19 @@ def test_who_does_not_come_to_a_new_group_is_named_with_the_timeout_that_the_gro
 
 
 @pytest.mark.skipif(SIZE == 1, reason="nobody is late")
+def test_who_has_left_is_not_waited_for_by_a_new_group() -> None:
+    with process_group((0,) * SIZE) as group:
+        dist.barrier()
+        if RANK == LAST:
+            group.shutdown()
+        else:
+            said = f"start of process group .*, but rank {LAST} left the group of all ranks before, by destroy_process_"
+            with pytest.raises(StartupError, match=said):
+                dist.new_group(timeout=timedelta(hours=1), use_local_synchronization=True)
+        told(None)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="nobody is late")
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_a_wait_that_is_too_short_names_who_is_late_and_the_call_goes_on(
     nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from hvdlite.distributed.profiled import Profiled
 from hvdlite.distributed.work import GroupWork, all_of
 from hvdlite.errors import CollectiveError, RankFailedError, StartupError
 from hvdlite.links.proof import new_key
-from hvdlite.start.rendezvous import RendezvousRanks
+from hvdlite.start.rendezvous import MissingError, RendezvousRanks
 from hvdlite.start.torch_store import InGivenStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,16 +266,22 @@ def test_ranks_that_have_a_key_take_nothing_else_from_a_store() -> None:
 
 def test_who_cannot_come_any_more_is_not_waited_for() -> None:
     error = RankFailedError(1, "rank 1 died")
-
-    def check() -> None:
-        raise error
-
     for store in (Store(), Gone()):
         with pytest.raises(RankFailedError) as caught:
-            InGivenStore(store, check=check).gather("start", range(2), 0, b"mine", 3600.0)
+            InGivenStore(store, obstacle=lambda: error).gather("start", range(2), 0, b"mine", 3600.0)
         assert caught.value is error
     with pytest.raises(StartupError, match="is gone: Broken pipe"):
         InGivenStore(Gone()).gather("start", range(2), 0, b"mine", 3600.0)
+
+
+def test_who_has_come_before_it_left_is_not_missed() -> None:
+    store = Store()
+
+    def obstacle() -> MissingError:
+        store.set("start/1", b"theirs")  # just after this rank has looked for it
+        return MissingError.of([1], "left")
+
+    assert InGivenStore(store, obstacle=obstacle).gather("start", range(2), 0, b"mine", 3600.0) == [b"mine", b"theirs"]
 
 
 TWICE = """
