@@ -36,7 +36,7 @@ from hvdlite.liveness.sentinel_messages import (
     Inbox,
     frame,
     read,
-    shortened,
+    tellable,
     written,
 )
 from hvdlite.processes import end_of
@@ -239,7 +239,7 @@ class Sentinel:
             if self._failed:
                 return
             self._failed = True
-        failed = failed._replace(text=shortened(failed.text))
+        failed = failed._replace(text=tellable(failed.text))
         for neighbour in self._neighbours:
             if neighbour is not learned_from:
                 self._send(neighbour, failed)

@@ -106,11 +106,12 @@ def written(message: Goodbye | Finished | Failed) -> bytes:
         told = {"failed": message.rank, "text": message.text}
         if message.for_lack:
             told["leaver"] = message.leaver
-    return frame(json.dumps(told, ensure_ascii=False).encode(errors="replace"))
+    return frame(json.dumps(told, ensure_ascii=False).encode(errors="replace"))  # a leaver as a neighbour told it
 
 
-def shortened(text: str) -> str:
-    """Its head and its tail, where it is longer than a message may be."""
+def tellable(text: str) -> str:
+    """``text`` as a message may have it: names of files that are no UTF-8 with escapes, of a long one head and tail."""
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"
 
 

@@ -41,7 +41,7 @@ from hvdlite.distributed.work import GroupWork
 from hvdlite.errors import CollectiveError, StartupError
 from hvdlite.links import link_probe
 from hvdlite.links.proof import Caller, Host
-from hvdlite.liveness.sentinel_messages import DamagedError, Failed, Finished, Goodbye, Inbox, read, shortened, written
+from hvdlite.liveness.sentinel_messages import DamagedError, Failed, Finished, Goodbye, Inbox, read, tellable, written
 from hvdlite.node import Node
 from hvdlite.operations.barrier import Barrier
 from hvdlite.processes import ProcessAddress
@@ -140,7 +140,7 @@ def sentinel(data: bytes) -> None:
     for body in (data, *whole):
         message = read(body)
         if isinstance(message, Failed):
-            (passed_on,) = Inbox().feed(written(message._replace(text=shortened(message.text))))
+            (passed_on,) = Inbox().feed(written(message._replace(text=tellable(message.text))))
             again = read(passed_on)
             assert isinstance(again, Failed) and (again.rank, again.for_lack) == (message.rank, message.for_lack)
             assert (again.leaver is None) == (message.leaver is None)

@@ -132,6 +132,15 @@ def test_everybody_hears_whose_end_comes_first(leaver: ProcessAddress | None) ->
         item.sentinel.close()
 
 
+def test_a_report_that_names_a_file_whose_name_is_no_utf_8_reaches_everybody_with_escapes() -> None:
+    """Its own rank too, which hands the text to native code."""
+    watched = chain(2)
+    watched[1].sentinel.report(Failed(1, "rank 1 raised ValueError: größe\udce4.jpg"))
+    assert [item.failure() for item in watched] == [Failed(1, r"rank 1 raised ValueError: größe\udce4.jpg")] * 2
+    for item in watched:
+        item.sentinel.close()
+
+
 def test_a_death_passes_through_ranks_that_are_not_its_neighbours() -> None:
     stranger, link = socket.socketpair()
     a, b = socket.socketpair()
