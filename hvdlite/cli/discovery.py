@@ -1,4 +1,4 @@
-"""Horovod's script that says which hosts a job may use: called every second, for the slots of this machine."""
+"""Horovod's script that says which hosts a job may use: called every second while ranks run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Generic, TypeVar
 
 from hvdlite.cli.children import signal_groups
 from hvdlite.cli.job import Host, is_this_machine, parse_host, refusal, united
@@ -19,6 +20,7 @@ _LIMIT_S = 30.0  # for one call
 _LOOK_S = 0.1  # between two looks at whether it is waited for
 
 IsOver = Callable[[], bool]
+Found = TypeVar("Found")
 
 
 def hosts_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) -> tuple[Host, ...]:
@@ -118,15 +120,16 @@ def slots_of(script: str, slots_per_host: int, is_over: IsOver = lambda: False) 
     return sum(host.slots for host in hosts)
 
 
-class Discovery:
-    """Looks at the slots of this machine on a thread of its own, until it is closed.
+class Discovery(Generic[Found]):
+    """Looks at what the job may use on a thread of its own, until it is closed: nobody waits for a script that hangs.
 
     Args:
-        look: returns them; it is given what says that this is closed.
-        on_change: called with them when they are others than before; of what ``look`` raises, with the error.
+        look: returns it, as hosts or slots; it is given what says that this is closed.
+        on_change: called with what was found when that is not the same as before; of what ``look`` raises, with the
+            error.
     """
 
-    def __init__(self, look: Callable[[IsOver], int], on_change: Callable[[int | ConfigError], object]) -> None:
+    def __init__(self, look: Callable[[IsOver], Found], on_change: Callable[[Found | ConfigError], object]) -> None:
         self._look = look
         self._on_change = on_change
         self._is_over = threading.Event()
@@ -141,15 +144,15 @@ class Discovery:
             self._thread.join()
 
     def _run(self) -> None:
-        last: int | str | None = None
+        last: Found | str | None = None
         while not self._is_over.wait(_EVERY_S):
             try:
-                found: int | ConfigError = self._look(self._is_over.is_set)
+                found: Found | ConfigError = self._look(self._is_over.is_set)
             except ConfigError as error:
                 if self._is_over.is_set():
                     return
                 found = error
-            known = found if isinstance(found, int) else str(found)
+            known = str(found) if isinstance(found, ConfigError) else found
             if known != last:
                 last = known
                 self._on_change(found)

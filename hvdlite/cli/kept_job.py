@@ -5,6 +5,7 @@ A generation is one mpirun. The keepers of the hosts outlive it (`hvdlite.recove
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from hvdlite.cli.children import Stops
-from hvdlite.cli.discovery import IsOver
+from hvdlite.cli.discovery import Discovery, IsOver
 from hvdlite.cli.host_choice import Avoided, choose
 from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import Keepers, OnWord
@@ -25,6 +26,7 @@ from hvdlite.recovery.keeper import Word
 from hvdlite.recovery.membership import ADDED, REMOVED
 
 _LOOK_S = 1.0
+_FRESH_S = 3.0  # for hosts that are newer than those that are known
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # after a generation that has not committed
 _FROM_THE_BEGINNING = "the beginning, as no host that answers has a commit"
 
@@ -137,25 +139,28 @@ class KeptJob:
         least, timeout_s = self._limits.least, self._limits.timeout_s
         deadline_s = time.monotonic() + timeout_s
         waits = False
-        while True:
-            chosen = self._choose(keepers)
-            slots = sum(host.slots for host in chosen)
-            if stops or slots >= least:
-                return chosen
-            if time.monotonic() >= deadline_s:
-                return []
-            if not waits:
-                say(
-                    f"waits for hosts, up to {timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT): there are {slots} slots on "
-                    f"those that answer, and --min-np is {least}"
-                )
-                waits = True
-            self._sleep(_LOOK_S, stops)
-            self._avoid(keepers.ask())
+        # Ranks do not stand still for a script that hangs: the known hosts may be enough.
+        self._find_hosts(_FRESH_S if self._hosts else math.inf)
+        with closing(Discovery(self._look, self._note_hosts)) as discovery:
+            while True:
+                chosen = self._choose(keepers)
+                slots = sum(host.slots for host in chosen)
+                if stops or slots >= least:
+                    return chosen
+                if time.monotonic() >= deadline_s:
+                    return []
+                if not waits:
+                    say(
+                        f"waits for hosts, up to {timeout_s:g} s (HVDLITE_ELASTIC_TIMEOUT): there are {slots} slots "
+                        f"on those that answer, and --min-np is {least}"
+                    )
+                    discovery.start()
+                    waits = True
+                self._sleep(_LOOK_S, stops)
+                self._avoid(keepers.ask())
 
     def _choose(self, keepers: Keepers) -> list[Host]:
         """The hosts that could have ranks now, once they have keepers."""
-        self._find_hosts(lambda: bool(self._stops))
         usable = self._avoided.usable(self._hosts, time.monotonic())
         trusted = self._avoided.trusted(usable)
         # Others are tried while these train, since one that is still silent costs seconds.
@@ -186,11 +191,14 @@ class KeptJob:
         keepers.tell(Word.BEGIN, self._words.start)
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(keepers, chosen, is_over), daemon=True)
+        discovery = Discovery(self._look, self._note_hosts)
         watch.start()
+        discovery.start()
 
         def end_watch() -> list[int]:
-            # What it starts meanwhile would pass for something that ranks have left behind.
+            # What they start meanwhile would pass for something that ranks have left behind.
             is_over.set()
+            discovery.close()
             watch.join()
             return keepers.processes
 
@@ -216,7 +224,6 @@ class KeptJob:
         """
         self._unreached.clear()
         while not is_over.wait(_LOOK_S):
-            self._find_hosts(is_over.is_set)
             names = {host.name for host in chosen}
             has_room = sum(host.slots for host in chosen) < self._limits.most
             welcome = [host for host in self._hosts if has_room or host.name in names]
@@ -267,14 +274,27 @@ class KeptJob:
         self._avoid(lost)
         return lost
 
-    def _find_hosts(self, is_over: IsOver) -> None:
+    def _find_hosts(self, within_s: float) -> None:
+        """Look which hosts there are; after ``within_s`` those that are known stay."""
+        until_s = time.monotonic() + within_s
+
+        def is_over() -> bool:
+            return bool(self._stops) or time.monotonic() >= until_s
+
         try:
-            self._hosts = [host for host in self._look(is_over) if host.name not in self._unlike]
-            self._said = ""
+            self._note_hosts(self._look(is_over))
         except ConfigError as error:
-            if str(error) != self._said and not is_over():
-                self._said = str(error)
-                say(f"{error}; the job goes on with the hosts that it has")
+            if not is_over():
+                self._note_hosts(error)
+
+    def _note_hosts(self, found: Sequence[Host] | ConfigError) -> None:
+        """What a look at the hosts has come to."""
+        if not isinstance(found, ConfigError):
+            self._hosts = [host for host in found if host.name not in self._unlike]
+            self._said = ""
+        elif str(found) != self._said:
+            self._said = str(found)
+            say(f"{found}; the job goes on with the hosts that it has")
 
     def _note_late(self, names: Sequence[str]) -> None:
         """No keeper could be started on these hosts."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from hvdlite.cli import kept_job
+from hvdlite.cli import discovery, kept_job
 from hvdlite.cli.discovery import IsOver
 from hvdlite.cli.job import Host
 from hvdlite.cli.keepers import OnWord
@@ -80,7 +80,7 @@ class Job:
     """A job whose generations are functions of the test, called one after the other.
 
     Attributes:
-        look: the discovery script; by default it prints ``hosts``.
+        look: the discovery script; by default it prints ``hosts``. It may change while ranks run.
         ran: the hosts of each generation.
         to_save: why the last one is only to save.
         spared: which children of this process a generation does not end.
@@ -106,7 +106,8 @@ class Job:
         self._limits = Limits(least, most, restarts, timeout_s, silence_s=1.0, grace_s=1.0, leaves_time=leaves_time)
 
     def run(self) -> int:
-        status = KeptJob(self.look, self._generation, self._make_keepers, self._limits).run()  # type: ignore[arg-type]
+        look, make_keepers = lambda is_over: self.look(is_over), self._make_keepers
+        status = KeptJob(look, self._generation, make_keepers, self._limits).run()  # type: ignore[arg-type]
         assert self.keepers.is_closed
         return status
 
@@ -129,6 +130,7 @@ class Job:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_job, "_LOOK_S", 0.02)
+    monkeypatch.setattr(discovery, "_EVERY_S", 0.02)
     monkeypatch.setattr(kept_job, "_FIRST_PAUSE_S", 0.02)
 
 

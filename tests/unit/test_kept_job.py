@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 import kept_job_lab
+from hvdlite.cli import kept_job
 from hvdlite.cli.children import Stops
 from hvdlite.cli.discovery import IsOver
 from hvdlite.cli.job import Host
@@ -109,6 +110,46 @@ def test_ranks_none_of_whose_hosts_answers_are_lost() -> None:
     job = Job(lose, succeed)
     assert job.run() == 0
     assert not job.words.lost
+
+
+def hangs(is_over: IsOver) -> Sequence[Host]:
+    """A script that hangs, see `hvdlite.cli.discovery`."""
+    while not is_over():
+        time.sleep(0.01)
+    raise ConfigError("timed out")
+
+
+def test_ranks_are_watched_while_a_script_hangs(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_job, "_FRESH_S", 0.05)
+
+    def lose(job: Job) -> int:
+        job.look = hangs
+        time.sleep(0.1)  # until it is called
+        job.keepers.silent |= {"a", "b"}
+        job.keepers.kept.clear()
+        deadline_s = time.monotonic() + 20
+        while not job.words.lost:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        return 1
+
+    job = Job(lose, timeout_s=0.1)
+    assert job.run() == 1
+    assert "timed out" not in capfd.readouterr().err
+
+
+def test_ranks_begin_anew_on_the_known_hosts_while_a_script_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_job, "_FRESH_S", 0.05)
+
+    def fail(job: Job) -> int:
+        job.look = hangs
+        return commits(3, "b")(job)
+
+    job = Job(fail, succeed)
+    assert job.run() == 0
+    assert job.ran == [[A, B], [A]]
 
 
 def test_ranks_that_start_are_lost_with_one_host() -> None:
