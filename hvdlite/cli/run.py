@@ -81,13 +81,14 @@ else exec "$@" >"$d/stdout" 2>"$d/stderr"; fi\
 def main(argv: Sequence[str] | None = None, announce: bool = True) -> int:
     """Run ``argv``, the words after ``python -m hvdlite run``, by default this process's; returns the exit status.
 
+    That is 1 of a job that has succeeded, but whose output is not all there.
+
     Args:
         announce: whether to print the command.
     """
     open_standard_descriptors()
     status = _main(sys.argv[1:] if argv is None else argv, announce)
-    finish()
-    return status
+    return status if finish() else status or 1
 
 
 def _main(argv: Sequence[str], announce: bool) -> int:
@@ -275,7 +276,7 @@ def _run_mpirun(
 
         def run() -> Ending:
             watch_for = _LOST_HOST if many else ()
-            stdout_filter = None if codes is None else codes.take_from
+            stdout_filter = bytes if codes is None else codes.take_from
             return supervise(command.argv, environ, expected, watch_for, stdout_filter, spared)
 
         ending = run()

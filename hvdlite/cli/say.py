@@ -25,13 +25,25 @@ def show(text: str) -> None:
             _words.add(sys.stderr.fileno(), f"{text}\n".encode(errors="backslashreplace"))
 
 
-def finish() -> None:
-    """Returns once all that was said has been taken, or Ctrl-C says that nobody waits for it."""
+def lose(error: OSError) -> None:
+    """Say, once, that output of ranks is lost. The job goes on; `finish` tells of it at the end."""
+    if not _words.output_is_lost:
+        _words.output_is_lost = True
+        say(f"output of ranks is lost: {error}")
+
+
+def finish() -> bool:
+    """Returns once all that was said has been taken, or Ctrl-C says that nobody waits for it.
+
+    Returns:
+        whether no output of ranks was lost.
+    """
     # Scripts have it ignored in what they start in the background, where `hvdlite.cli.children.Stops` heeds it, too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         _words.finish()
     signal.signal(signal.SIGINT, before)
+    return not _words.output_is_lost
 
 
 def push(descriptor: int, data: bytes) -> bytes:
@@ -44,9 +56,14 @@ def push(descriptor: int, data: bytes) -> bytes:
 
 
 class _Words:
-    """What is said."""
+    """What is said.
+
+    Attributes:
+        output_is_lost: of ranks, some of it.
+    """
 
     def __init__(self) -> None:
+        self.output_is_lost = False
         self._lock = threading.Lock()  # guards what follows
         self._unsaid = b""
         self._thread: threading.Thread | None = None  # only while nobody takes anything, as ranks are forked

@@ -16,7 +16,7 @@ from typing import IO, TextIO
 
 from hvdlite.cli.children import GRACE_S, Orphans, Stops, end_with_parent, shell_status, sweep, user_signals_passed_on
 from hvdlite.cli.launcher_watch import Expected, LauncherWatch
-from hvdlite.cli.say import push, say
+from hvdlite.cli.say import lose, push
 
 _LOST_GRACE_S = 2.0  # for a launcher that is not waited for any longer
 _LOOK_S = 0.1  # between two looks at whether there is time to wait for who reads
@@ -48,7 +48,7 @@ def supervise(
     environ: Mapping[str, str],
     expected: Expected,
     watch_for: Sequence[str] = (),
-    stdout_filter: Filter | None = None,
+    stdout_filter: Filter = bytes,
     spared: Callable[[], Collection[int]] = tuple,
 ) -> Ending:
     """Run ``argv``, a launcher, with this process's stdin, stdout and stderr.
@@ -67,12 +67,12 @@ def supervise(
         child = subprocess.Popen(
             argv,
             env=dict(environ),
-            stdout=None if stdout_filter is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,  # Open MPI's mpirun does not mind a full disk, and ends with status 0
             stderr=subprocess.PIPE if watch_for else None,
             preexec_fn=end_with_parent,
         )
         streams = [
-            *([_Stream(child.stdout, sys.stdout, stdout_filter)] if child.stdout and stdout_filter else []),
+            *([_Stream(child.stdout, sys.stdout, stdout_filter)] if child.stdout else []),
             *([_Stream(child.stderr, sys.stderr, search.feed)] if child.stderr else []),
         ]
         run = _Run(child, stops, streams)
@@ -119,7 +119,6 @@ class _Stream:
         self._pass_through = pass_through
         self._unwritten = b""
         self._has_ended = False
-        self._has_lost = False
         os.set_blocking(source.fileno(), False)
 
     @property
@@ -167,9 +166,7 @@ class _Stream:
             self._has_ended = True
             self.source.close()  # so that the launcher finds a broken pipe, as where it writes to ours itself
         except OSError as error:  # a full disk, or a terminal that was closed
-            if not self._has_lost:
-                say(f"output of ranks is lost: {error}")
-            self._has_lost = True
+            lose(error)
 
 
 def _watch(selector: selectors.BaseSelector, stream: _Stream) -> None:

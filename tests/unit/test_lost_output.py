@@ -19,12 +19,18 @@ from run_lab import executable
 RUN = [sys.executable, "-m", "hvdlite", "run"]
 
 
+OPEN_MPI, MPICH = "mpirun (Open MPI) 5.0.11", "HYDRA build details:\\n    Version: 5.0.2"
+
+
+def mpirun_that_is(version: str, directory: Path) -> Path:
+    """One that runs its last argument under a shell."""
+    script = f'[ "$1" = --version ] && printf "{version}\\n" && exit\nfor last; do :; done; eval "$last"'
+    return executable(directory / "mpirun", script)
+
+
 @pytest.fixture
 def mpirun(tmp_path: Path) -> Path:
-    """MPICH's, whose output passes through hvdliterun; it runs its last argument under a shell."""
-    version = 'printf "HYDRA build details:\\n    Version: 5.0.2\\n"'
-    script = f'[ "$1" = --version ] && {version} && exit\nfor last; do :; done; eval "$last"'
-    return executable(tmp_path / "mpirun", script)
+    return mpirun_that_is(MPICH, tmp_path)
 
 
 @pytest.mark.parametrize("options", [["--elastic", "--restarts", "1"], ["--restarts", "1"]])
@@ -54,12 +60,17 @@ def test_closed_descriptors_are_the_null_device_for_ranks(tmp_path: Path) -> Non
     assert found.read_text() == 3 * f"{os.devnull}\n"
 
 
-def test_a_full_disk(mpirun: Path, tmp_path: Path) -> None:
-    done = tmp_path / "done"
-    command = [*RUN, "--mpirun", str(mpirun), "-np", "1", "sh", f"echo words; sleep 0.1; echo more; touch {done}"]
+@pytest.mark.parametrize("version", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
+@pytest.mark.parametrize(("then", "status"), [("true", 1), ("exit 3", 3)])
+def test_a_full_disk(version: str, then: str, status: int, tmp_path: Path) -> None:
+    """The job goes on to its end, is not started again for that, and fails if it has not already."""
+    tries, mpirun = tmp_path / "tries", mpirun_that_is(version, tmp_path)
+    options = ["--restarts", "1"] if then == "true" else []
+    program = f"echo words; sleep 0.1; echo more; echo >>{tries}; {then}"
+    command = [*RUN, "--mpirun", str(mpirun), *options, "-np", "1", "sh", program]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert ended.returncode == 0 and done.exists(), ended.stderr
+    assert (ended.returncode, tries.read_text()) == (status, "\n"), ended.stderr
     assert ended.stderr.count("output of ranks is lost: [Errno 28] No space left on device") == 1
 
 
