@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MPICH_SHARED_FILES = "mpich_shm_"
 """How names of MPICH's files in /dev/shm begin."""
+INTEL_SHARED_FILES = "Intel_MPI_"
+"""And those of Intel MPI's, which are there while a rank waits for others in MPI_Init."""
 _MPI_SHARED_FILES = ("sm_segment.", "vader_segment.", MPICH_SHARED_FILES)
 _FINALIZE_S = 15.0  # it takes milliseconds
 _MPICH_SHARED_BYTES = 6 << 20  # a rank's; 5.3 MB of MPICH 5.0.2 with 2, 4 and 16 ranks

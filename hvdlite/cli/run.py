@@ -43,7 +43,7 @@ from hvdlite.config import CALL_KEY, DOCTOR, KEEPER, NOTICES, START, TO_SAVE, WO
 from hvdlite.counted import counted
 from hvdlite.doctor import before_mpi
 from hvdlite.errors import ConfigError, StartupError
-from hvdlite.mpi import MPICH_SHARED_FILES
+from hvdlite.mpi import INTEL_SHARED_FILES, MPICH_SHARED_FILES
 from hvdlite.version import __version__
 
 # What Open MPI's mpirun says when a host is lost. Its exit status may be 0 all the same.
@@ -320,13 +320,13 @@ def _status_of(ends: ExitCodes, launch: Launch, ending: Ending) -> int:
 
 
 def _remove_shared_memory(started: float) -> None:
-    """Remove what ranks that were killed could not: MPICH's files in /dev/shm, some MB of memory each."""
+    """Remove what ranks that were killed could not: MPICH's files in /dev/shm, some MB of memory each, and Intel's."""
     new = []
     with suppress(OSError):  # there is no /dev/shm
         for entry in os.scandir("/dev/shm"):
             with suppress(FileNotFoundError):  # it has gone meanwhile
                 if (
-                    entry.name.startswith(MPICH_SHARED_FILES)
+                    entry.name.startswith((MPICH_SHARED_FILES, INTEL_SHARED_FILES))
                     and entry.stat().st_uid == os.geteuid()
                     and entry.stat().st_ctime >= started
                 ):

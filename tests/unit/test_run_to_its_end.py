@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 
 from hvdlite.cli import run
 from hvdlite.cli.job import Command, Launch
 from hvdlite.cli.rank_words import RankWords
+from hvdlite.mpi import INTEL_SHARED_FILES, MPICH_SHARED_FILES
 from hvdlite.recovery.keeper import Word
 from run_lab import OPEN_MPI_5, PROGRAM, TWO_HOSTS, executable, gone
 
@@ -225,3 +229,17 @@ def test_files_in_shared_memory_that_are_not_there_are_no_error(
 
     monkeypatch.setattr(os, "scandir", scandir)
     run._remove_shared_memory(0.0)
+
+
+@pytest.mark.parametrize("prefix", [MPICH_SHARED_FILES, INTEL_SHARED_FILES])
+def test_shared_memory_is_removed_unless_a_process_has_it(prefix: str) -> None:
+    started = time.time() - 1.0  # the clock of files is coarse
+    with ExitStack() as on_end:
+        files = [on_end.enter_context(NamedTemporaryFile(prefix=prefix, dir="/dev/shm", delete=False)) for _ in "ab"]
+        for file in files:
+            on_end.callback(Path(file.name).unlink, missing_ok=True)
+            file.truncate(1)
+        of_another_job, left = files
+        with mmap.mmap(of_another_job.fileno(), 1):
+            run._remove_shared_memory(started)
+            assert [Path(file.name).exists() for file in (of_another_job, left)] == [True, False]
