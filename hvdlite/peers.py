@@ -72,7 +72,10 @@ class Peers:
 
     @contextmanager
     def announced(self, comm: MPI.Intracomm | Sequence[int] | None) -> Iterator[None]:
-        """The first hvd.init(``comm``) of a job by mpirun: hvdliterun looks after who waits, and for whom."""
+        """The first start of a job by mpirun, hvd.init(``comm``) or init_process_group().
+
+        hvdliterun looks after who waits, and for whom.
+        """
         process = launched.this_process()
         others_may_end = self.keeper is None and comm is not None  # those that are not in it
         if process is None or self._has_started or others_may_end:

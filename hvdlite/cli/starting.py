@@ -1,4 +1,7 @@
-"""Whether ranks wait in hvd.init() for one that has ended: then nobody can come any more."""
+"""Whether ranks wait in their start for one that has ended: then nobody can come any more.
+
+That is hvd.init(), or init_process_group() of torch.distributed where it meets as hvd.init() does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ class Starting:
     """The ranks of one start.
 
     Attributes:
-        have_come: some have come to hvd.init().
+        have_come: some have come to their start.
         are_through: some are.
     """
 
@@ -24,7 +27,7 @@ class Starting:
         self._gone_s = math.inf  # since when others wait for it
 
     def come(self) -> None:
-        """A rank has come to hvd.init()."""
+        """A rank has come to its start."""
         self.have_come = True
         self._compare()
 
@@ -34,7 +37,7 @@ class Starting:
         self._compare()
 
     def _compare(self) -> None:
-        # Who ends without hvd.init() is no failure where nobody comes to it.
+        # Who ends without a start is no failure where nobody comes to it.
         if self.have_come and self._gone:
             self._gone_s = min(self._gone_s, time.monotonic())
 
@@ -42,5 +45,6 @@ class Starting:
     def lost(self) -> str:
         """Why these ranks do not get through; empty where they may."""
         if not self.are_through and time.monotonic() > self._gone_s + _GONE_S:
-            return f"{self._gone} has ended before it was through hvd.init(), where others wait for it"
+            start = "hvd.init() or init_process_group()"
+            return f"{self._gone} has ended before it was through {start}, where others wait for it"
         return ""

@@ -39,12 +39,18 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
     Raises:
         StartupError: the processes do not find one another; says what to do.
     """
+    with default_runtime.peers().announced(None):
+        found = _found(timeout)
+    yield found
+    raise RuntimeError("ranks of mpirun and hvdliterun meet once; start the job anew")
+
+
+def _found(timeout: timedelta) -> tuple[Store, int, int]:
     config = Config.from_env()
     wait = Wait(min(timeout.total_seconds(), _FOREVER_S), "init_process_group()", GROUP_LIMIT)
     with default_runtime.peers().of(None, config, wait) as everybody:
         if everybody is None or everybody.size == 1:
-            yield HashStore(), 0, 1
-            return
+            return HashStore(), 0, 1
         ranks = everybody.subset(range(everybody.size))  # the time for a start begins now
         timeout = max(timeout, timedelta(seconds=1))  # torch 2.4 counts whole seconds
         told = ranks.allgather((machine(), new_key() if ranks.rank == 0 else b""))
@@ -72,8 +78,7 @@ def stores(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tup
             host = _first_that_answers([*here, *addresses], port, hostname)
             store = TCPStore(host, port, ranks.size, False, timeout, wait_for_workers=False)
         ranks.close()
-        yield store, ranks.rank, ranks.size
-    raise RuntimeError("ranks of mpirun and hvdliterun meet once; start the job anew")
+        return store, ranks.rank, ranks.size
 
 
 def machine() -> tuple[str, str, int]:

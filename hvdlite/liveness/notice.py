@@ -1,4 +1,4 @@
-"""A rank under mpirun tells hvdliterun that it waits in hvd.init(), is through, or ends after a failure.
+"""A rank under mpirun tells hvdliterun that it waits for the others in its start, is through, or ends after a failure.
 
 It is a datagram to an abstract unix socket, so only ranks on hvdliterun's machine are heard, and only this user's
 (`hvdlite.cli.rank_notices`). Nobody has to listen.

@@ -105,7 +105,7 @@ def test_who_ends_while_others_wait_for_it_in_init_is_named(clock: Clock) -> Non
     words.hear(Word.GONE, pair_of(2, 0))  # which waits no longer
     assert words.are_starting and not words.lost
     clock.now_s += 2.1
-    assert words.lost == "rank 1 has ended before it was through hvd.init(), where others wait for it"
+    assert words.lost.startswith("rank 1 has ended before it was through hvd.init() or init_process_group(), where ")
     words.begin()
     words.hear(Word.STARTING, pair_of(3, 0))
     words.hear(Word.GONE, pair_of(3, UNSEEN))
