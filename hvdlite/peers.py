@@ -23,6 +23,7 @@ from hvdlite.recovery.safekeeping import Safekeeping
 from hvdlite.recovery.survivors import Survivors
 from hvdlite.start.meeting_point import AtMeetingPoint
 from hvdlite.start.rendezvous import Place, RendezvousRanks, Wait
+from hvdlite.thread_shortage import thread_shortage_told
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -247,11 +248,12 @@ def start_deadline(config: Config) -> _native.Deadline:
         f"hvdlite: interfaces chosen: {chosen}. Set HVDLITE_NETWORK_INTERFACES to one that connects all hosts (for "
         "example eth0 or ib0); `ip -br address` lists them"
     )
-    return _native.Deadline(
-        config.start_timeout_s,
-        f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start"
-        f"{network if by_mpi else ''}.\n"
-        "hvdlite: if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds).\n",
-        1,
-        [sys.executable, "-I", "-S", connections.__file__, str(os.getpid())] if by_mpi and sys.executable else [],
-    )
+    with thread_shortage_told():
+        return _native.Deadline(
+            config.start_timeout_s,
+            f"\nhvdlite: init() was not through after {config.start_timeout_s:.0f} s. A rank did not start"
+            f"{network if by_mpi else ''}.\n"
+            "hvdlite: if the start is only slow, raise HVDLITE_START_TIMEOUT (seconds).\n",
+            1,
+            [sys.executable, "-I", "-S", connections.__file__, str(os.getpid())] if by_mpi and sys.executable else [],
+        )

@@ -13,6 +13,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from hvdlite.coordinator.control_page import ControlPage
 from hvdlite.coordinator.submission import Future
+from hvdlite.thread_shortage import thread_shortage_told
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +78,8 @@ class Worker:
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        with thread_shortage_told():
+            self._thread.start()
 
     def wake(self) -> None:
         """From any thread."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from hvdlite.errors import StartupError
 from hvdlite.links.proof import Host, Secret
 from hvdlite.links.wire import SHORTAGE_S, SHORTAGES, is_ours
+from hvdlite.thread_shortage import thread_shortage_told
 
 PATIENCE_S = 10.0
 """How long a proof may take."""
@@ -158,7 +159,8 @@ class Reception:
         self._selector.register(self._stop, selectors.EVENT_READ)
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="hvdlite-reception", daemon=True)
-        self._thread.start()
+        with thread_shortage_told():
+            self._thread.start()
 
     def close(self) -> None:
         """Hang up on those that are not proven, and listen no more; may be called again."""

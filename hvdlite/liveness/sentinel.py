@@ -40,6 +40,7 @@ from hvdlite.liveness.sentinel_messages import (
     written,
 )
 from hvdlite.processes import end_of
+from hvdlite.thread_shortage import thread_shortage_told
 
 _LOG = logging.getLogger("hvdlite")
 _FAREWELL_S = 1.0  # how long close() waits for a neighbour that does not take everything
@@ -92,9 +93,10 @@ class Sentinel:
         for neighbour in self._neighbours:
             neighbour.link.setblocking(True)
         sockets = [neighbour.link.fileno() for neighbour in self._neighbours]
-        self._voice = _native.Heartbeat(sockets, self._interval_s, frame(HEARTBEAT)) if sockets else None
-        if self._neighbours or self._launcher_end is not None:
-            self._thread.start()
+        with thread_shortage_told():
+            self._voice = _native.Heartbeat(sockets, self._interval_s, frame(HEARTBEAT)) if sockets else None
+            if self._neighbours or self._launcher_end is not None:
+                self._thread.start()
 
     def report(self, failed: Failed) -> None:
         """Tell every rank. From any thread; the first report wins."""

@@ -25,15 +25,13 @@ from hvdlite.links.reception import PATIENCE_S, Reception
 from hvdlite.links.wire import SHORTAGES, connect_unix, is_ours, read_exactly
 from hvdlite.recovery.roster import Join
 from hvdlite.start.rendezvous import START_LIMIT, MissingError
+from hvdlite.thread_shortage import NO_THREAD
 from hvdlite.version import __version__
 
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30  # of a message
 _ANSWER_S = 5.0  # how much longer than it may wait a rank listens for the answer that not all have come
-_NO_THREAD = (
-    "where ranks meet no thread can be started: raise the limit on processes and threads (ulimit -u, and pids of a "
-    "container)"
-)
+_NO_THREAD = f"where ranks meet {NO_THREAD}"
 
 
 class Visit(NamedTuple):
@@ -89,7 +87,7 @@ class MeetingPoint:
         """Raises StartupError where no thread can be started."""
         try:
             self._reception = Reception([self._listener], self._secret, self._admit)
-        except RuntimeError as error:  # Python's for that
+        except StartupError as error:
             raise StartupError(_NO_THREAD) from error
 
     def rank_ended(self, rank: int, how: str) -> None:

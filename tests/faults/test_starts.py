@@ -187,6 +187,31 @@ def test_under_mpirun_a_rank_that_ends_before_its_start_is_named(
         assert "ended: rank 1 has ended before it was through hvd.init()" in done.stderr
 
 
+WITHOUT_THREADS = """
+from hvdlite.launched import launched_rank
+
+start_thread, has_started = threading.Thread.start, []
+
+def start(thread):
+    if launched_rank() == 1 and len(has_started) == {most}:
+        raise RuntimeError("can't start new thread")
+    has_started.append(thread)
+    start_thread(thread)
+
+threading.Thread.start = start
+hvdlite.init()
+hvdlite.shutdown()
+"""
+
+
+@pytest.mark.parametrize("most", [0, 1, 2], ids="{} threads".format)
+def test_a_rank_that_gets_too_few_threads_says_so(most: int) -> None:
+    """Those of the meeting in the node, of the sentinel and of the coordinator."""
+    result = run(WITHOUT_THREADS.replace("{most}", str(most)), n=2, mpi="none")
+    assert result.returncode != 0 and not result.leftovers, result
+    assert "StartupError: no thread can be started: raise the limit" in result.ranks[1].stderr, result
+
+
 def test_without_mpi_a_program_that_imports_mpi4py_is_refused() -> None:
     result = run("import mpi4py.MPI\n" + INIT, n=2, mpi="none")
     check_refused(result, "the program has imported mpi4py", "`hvdliterun --mpi -np 2 python train.py`")
