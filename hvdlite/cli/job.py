@@ -156,10 +156,12 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def united(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Each host once, with all its slots: some lists name a host for each of them."""
+    """Each host once, with all its slots: some lists name a host for each of them, or this machine by several names."""
+    named = list(hosts)
+    own = {host.name for host in named if is_this_machine(host)}
     slots: Counter[str] = Counter()
-    for host in hosts:
-        slots[host.name] += host.slots
+    for host in named:
+        slots[min(own) if host.name in own else host.name] += host.slots  # the same in whatever order they are named
     return tuple(Host(name, count) for name, count in slots.items())
 
 

@@ -119,6 +119,13 @@ class TestParsing:
         names = [*here, *elsewhere]
         assert [name for name in names if is_this_machine(Host(name, 1))] == here
 
+    @pytest.mark.parametrize("text", ["gpu:1,east:3,localhost:2", "127.0.0.1:2,east:3,gpu.lab:1", "gpu:2,gpu:1,east:3"])
+    def test_this_machine_by_several_names_is_one_host(self, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+        monkeypatch.setattr(socket, "gethostname", lambda: "gpu")
+        here, east = parse_hosts(text)
+        assert (here.slots, east) == (3, Host("east", 3))
+        assert {*parse_hosts(",".join(reversed(text.split(","))))} == {here, east}
+
     @pytest.mark.parametrize(
         "entry", ["[fd00::2]:2", "[fd00::2]", "fd00::2", "::1", "fe80::1%eth0:2", "1:2:3:4:5:6:7:8:2"]
     )
