@@ -39,12 +39,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 import hvdlite.torch.device
 from cuda_heap import heap_of
 from cuda_lab import Cuda, SimulatedGpus
-from torch_operations import alias_of, as_meta, is_tensor, is_view, tensors_of, written
+from torch_operations import alias_of, as_meta, is_tensor, is_view, leaves_of, mapped, tensors_of, written
 
 _aten = torch.ops.aten
 _TAKE_HOST_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
@@ -172,11 +171,13 @@ class TorchOnGpu(SimulatedGpus):
     # Tensors, here and there.
 
     def has(self, tensor: torch.Tensor) -> bool:
-        with self._plain():
+        with torch._C.DisableTorchFunction():
             if tensor.device.type != "cpu":
                 return False
-            data = tensor._values() if tensor.layout is torch.sparse_coo else tensor
-            return self.cuda.has(data.untyped_storage().data_ptr())
+            if tensor.layout is torch.sparse_coo:
+                with self._plain():
+                    tensor = tensor._values()
+            return self.cuda.has(tensor.untyped_storage().data_ptr())
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, strides: tuple[int, ...] | None = None
@@ -238,7 +239,8 @@ class TorchOnGpu(SimulatedGpus):
         before = self.is_plain
         self._local.is_plain = True
         try:
-            yield
+            with torch._C.DisableTorchFunction():  # else `_Functions` is called, and sees that there is nothing to do
+                yield
         finally:
             self._local.is_plain = before
 
@@ -265,7 +267,7 @@ class TorchOnGpu(SimulatedGpus):
         """``operation``, of which at least one tensor is on the device."""
         if is_view(operation):
             return operation(*args, **kwargs)
-        if operation is _aten.copy_.default and all(x.layout is torch.strided for x in tensors_of(args, ())):
+        if operation is _aten.copy_.default and all(x.layout is torch.strided for x in tensors_of(args)):
             return self._copy(*args)
         if operation._schema.name in _MOVE_ARGUMENTS:
             args = self._here(args)
@@ -274,13 +276,13 @@ class TorchOnGpu(SimulatedGpus):
         if planned is None:
             self.synchronize()
             return self._here(operation(*args, **kwargs))
-        targets = [alias_of(made) for made in tensors_of(planned, ())]
-        aliased_args, aliased_kwargs = tree_map(self._argument, (args, kwargs))
+        targets = [alias_of(made) for made in tensors_of(planned)]
+        aliased_args, aliased_kwargs = mapped(self._argument, (args, kwargs))
 
         def kernel() -> None:
             made = operation(*aliased_args, **aliased_kwargs)
             if targets:
-                for target, result in zip(targets, tensors_of(made, ()), strict=True):
+                for target, result in zip(targets, tensors_of(made), strict=True):
                     if result.numel():  # on the CPU, batch_norm in eval() saves nothing for backward
                         target.copy_(result)
 
@@ -304,7 +306,7 @@ class TorchOnGpu(SimulatedGpus):
 
     def _check_devices(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name = operation._schema.name
-        for value in tensors_of(args, kwargs):
+        for value in tensors_of((args, kwargs)):
             if not self.has(value) and value.dim() and name not in _TAKE_HOST_INDICES:
                 raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
 
@@ -314,7 +316,7 @@ class TorchOnGpu(SimulatedGpus):
         return (
             not {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}.isdisjoint(operation.tags)
             or schema.name in _MOVE_ARGUMENTS
-            or any(value.layout is not torch.strided for value in tensors_of(args, kwargs))
+            or any(value.layout is not torch.strided for value in tensors_of((args, kwargs)))
             or (not schema.is_mutable and not any("Tensor" in str(made.type) for made in schema.returns))
         )
 
@@ -323,18 +325,18 @@ class TorchOnGpu(SimulatedGpus):
         schema = operation._schema
         if schema.is_mutable:
             return () if all(made.alias_info is not None for made in schema.returns) else None
-        meta_args, meta_kwargs = tree_map(as_meta, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+        meta_args, meta_kwargs = mapped(as_meta, (args, {k: v for k, v in kwargs.items() if k != "device"}))
         try:
             made = operation(*meta_args, **meta_kwargs)
         except (NotImplementedError, RuntimeError):
             return None
-        if not all(value is None or is_tensor(value) for value in tree_leaves(made)):
+        if not all(value is None or is_tensor(value) for value in leaves_of(made)):
             return None
-        return tree_map(lambda x: x if x is None else self.empty(tuple(x.shape), x.dtype, x.stride()), made)
+        return mapped(lambda x: x if x is None else self.empty(tuple(x.shape), x.dtype, x.stride()), made)
 
     def _here(self, made: Any) -> Any:
         """The result of what was done at once, on the device."""
-        return tree_map(lambda x: self._upload(x) if is_tensor(x) and not self.has(x) else x, made)
+        return mapped(lambda x: self._upload(x) if is_tensor(x) and not self.has(x) else x, made)
 
 
 class _Operations(TorchDispatchMode):
@@ -349,7 +351,7 @@ class _Operations(TorchDispatchMode):
             return NotImplemented
         gpu, kwargs = self._gpu, kwargs or {}
         to_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
-        if gpu.is_plain or to_meta or not any(gpu.has(value) for value in tensors_of(args, kwargs)):
+        if gpu.is_plain or to_meta or not any(gpu.has(value) for value in tensors_of((args, kwargs))):
             return func(*args, **kwargs)
         with gpu._plain():
             return gpu.run(func, args, kwargs)
@@ -393,7 +395,7 @@ class _Functions(TorchFunctionMode):
         if kind == "cuda":
             kwargs["device"] = "cpu"
             return self._put(func(*args, **kwargs), func, kwargs)
-        if kind == "cpu" and any(gpu.has(value) for value in tensors_of(args, {})):
+        if kind == "cpu" and any(gpu.has(value) for value in tensors_of(args)):
             del kwargs["device"]
             return self._to(func(*args, **kwargs), "cpu")
         return func(*args, **kwargs)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 _UNMARKED_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default}
@@ -16,8 +17,28 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def tensors_of(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves((args, kwargs)) if is_tensor(value)]
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """As torch's tree_map, for the containers of schemas alone: torch's took a quarter of an operation's time."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([mapped(function, part) for part in value])
+    if isinstance(value, dict):
+        return {key: mapped(function, part) for key, part in value.items()}
+    return function(value)
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What `mapped` calls its function for."""
+    if isinstance(value, (tuple, list)):
+        for part in value:
+            yield from leaves_of(part)
+    elif isinstance(value, dict):
+        yield from leaves_of(tuple(value.values()))
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves_of(value) if is_tensor(leaf)]
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,6 +57,7 @@ def as_meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
+@cache
 def is_view(operation: Any) -> bool:
     made = operation._schema.returns
     return (
