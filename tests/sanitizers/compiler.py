@@ -13,10 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from gpusim.build import command
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 UNIT = ROOT / "tests" / "unit"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
+# Optimized enough for memory orders to be constants: GCC takes all others for sequentially consistent.
+THREAD_FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", CSRC]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -57,6 +61,16 @@ def one_for_all(factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Pa
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield directory, done.exists()
         done.touch()
+
+
+def thread_driver(factory: pytest.TempPathFactory) -> Path:
+    """The simulated driver for ThreadSanitizer, compiled once for all tests."""
+    with one_for_all(factory, "thread-driver") as (directory, is_built):
+        driver = directory / "driver.so"
+        if not is_built:
+            result = run(*command(driver, *COMPILER, *THREAD_FLAGS))
+            assert result.returncode == 0, result.stdout
+    return driver
 
 
 def first_words(result: subprocess.CompletedProcess[str]) -> str:

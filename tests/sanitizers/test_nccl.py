@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler import COMPILER, CSRC, Run, of_gpus, run, runtimes
-from gpusim.build import command, nccl_command
+from compiler import COMPILER, CSRC, THREAD_FLAGS, Run, of_gpus, run, runtimes, thread_driver
+from gpusim.build import nccl_command
 
-FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", CSRC]
 CALLED = ["-ffunction-sections", "-Wl,--gc-sections"]  # so that what is not called need not be there
 SOURCES = [
     *of_gpus("cuda_driver", "device_memory", "device_stream", "file_segment", "nccl_communicator", "nccl_library"),
@@ -22,11 +21,11 @@ def program(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str]
     """What is run with the name of a case, and names all cases without one."""
     directory = tmp_path_factory.mktemp("nccl")
     runtimes("thread", directory, fixed_addresses)
-    driver, nccl, binary = directory / "driver.so", directory / "libnccl.so", directory / "nccl_as_threads"
+    driver, nccl, binary = thread_driver(tmp_path_factory), directory / "libnccl.so", directory / "nccl_as_threads"
+    sources = [*SOURCES, Path(__file__).with_name("nccl_as_threads.cpp")]
     for build in (
-        command(driver, *COMPILER, *FLAGS),
-        nccl_command(nccl, *COMPILER, *FLAGS),
-        [*COMPILER, *FLAGS, *CALLED, *SOURCES, Path(__file__).parent / "nccl_as_threads.cpp", "-ldl", "-o", binary],
+        nccl_command(nccl, *COMPILER, *THREAD_FLAGS),
+        [*COMPILER, *THREAD_FLAGS, *CALLED, *sources, "-ldl", "-o", binary],
     ):
         result = run(*build)
         assert result.returncode == 0, result.stdout

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from compiler import COMPILER, CSRC, Run, of_gpus, of_ranks, run, runtimes
-from gpusim.build import command
+from compiler import COMPILER, THREAD_FLAGS, Run, of_gpus, of_ranks, run, runtimes, thread_driver
 
-# Optimized enough for memory orders to be constants: GCC takes all others for sequentially consistent.
-FLAGS = ["-std=c++17", "-O1", "-g1", "-pthread", "-fsanitize=thread", "-Wno-psabi", "-iquote", CSRC]
 HERE = Path(__file__).parent
 
 
@@ -22,9 +19,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
     """What is run with the name of a case, and names all cases without one."""
     directory = tmp_path_factory.mktemp("thread")
     runtimes("thread", directory, fixed_addresses)
-    driver = directory / "driver.so"
-    result = run(*command(driver, *COMPILER, *FLAGS))
-    assert result.returncode == 0, result.stdout
+    driver = thread_driver(tmp_path_factory)
     of_devices = of_gpus("cuda_driver", "device_copies", "device_stream")
     cases = [HERE / f"{name}_as_threads.cpp" for name in ("nodes", "ordered", "prepared")]
     chosen = {
@@ -33,7 +28,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory, fixed_addresses: list[str
         "device_schedules": (of_devices, [driver]),
     }
     for name, (parts, _) in chosen.items():
-        result = run(*COMPILER, *FLAGS, *parts, HERE / f"{name}.cpp", "-ldl", "-o", directory / name)
+        result = run(*COMPILER, *THREAD_FLAGS, *parts, HERE / f"{name}.cpp", "-ldl", "-o", directory / name)
         assert result.returncode == 0, result.stdout
 
     def program(name: str) -> Run:
