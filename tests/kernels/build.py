@@ -8,7 +8,7 @@ import os
 import runpy
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,24 +29,29 @@ SCHEDULER = [TESTS / "gpusim" / "fibers.cpp", TESTS / "gpusim" / "gpu_thread.cpp
 OPTIONS = ["-std=c++17", "-ffp-contract=off", "-Wno-psabi", "-pthread", "-iquote", str(CSRC), "-iquote", str(TESTS)]
 
 
-def build(directory: Path, compiler: Sequence[str], *sanitizers: str) -> Path:
-    """The program, in which ``sanitizers`` watch what belongs to the kernels and not who compares or schedules them."""
+def build(directory: Path, compiler: Sequence[str], unwatched: Iterable[Path], *sanitizers: str) -> Path:
+    """The program, in which ``sanitizers`` watch what belongs to the kernels, and not what is compiled already."""
+    watched = compiled(directory, [*compiler, "-O1", "-g", *sanitizers], WATCHED)
+    program = directory / "kernels"
+    run([*compiler, *sanitizers, *watched, *unwatched, "-pthread", "-ldl", "-o", program])
+    return program
+
+
+def build_unwatched(directory: Path, compiler: Sequence[str]) -> list[Path]:
+    """Who compares the kernels and schedules them: objects for any number of programs."""
     image = directory / "kernel_image.cpp"
     runpy.run_path(str(CSRC / "cuda" / "embed.py"))["embed"](image, None)
-    flags = {path: ["-O1", "-g", *sanitizers] for path in WATCHED} | {
-        path: ["-O1"] for path in [*COMPARED, *SCHEDULER, image]
-    }
+    return compiled(directory, [*compiler, "-O1"], [*COMPARED, *SCHEDULER, image])
 
-    def compiled(path: Path) -> Path:
-        output = directory / f"{path.stem}.o"
-        run([*compiler, *OPTIONS, *flags[path], "-c", path, "-o", output])
+
+def compiled(directory: Path, compiler: Sequence[str], sources: Sequence[Path]) -> list[Path]:
+    def compile_one(source: Path) -> Path:
+        output = directory / f"{source.stem}.o"
+        run([*compiler, *OPTIONS, "-c", source, "-o", output])
         return output
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, flags))
-    program = directory / "kernels"
-    run([*compiler, *sanitizers, *objects, "-pthread", "-ldl", "-o", program])
-    return program
+        return list(pool.map(compile_one, sources))
 
 
 def run(command: Sequence[str | Path]) -> None:
@@ -63,4 +68,4 @@ def built() -> Path:
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         program = directory / "kernels"
-        return program if program.exists() else build(directory, ["c++"])
+        return program if program.exists() else build(directory, ["c++"], build_unwatched(directory, ["c++"]))

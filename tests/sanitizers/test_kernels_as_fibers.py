@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from compiler import COMPILER, Run, run, runtimes
-from kernels.build import build
+from kernels.build import build, build_unwatched
 
 SANITIZERS = ["thread", "address,undefined,float-cast-overflow"]
+
+
+@pytest.fixture(scope="module")
+def unwatched(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return build_unwatched(tmp_path_factory.mktemp("unwatched"), COMPILER)
 
 
 @pytest.fixture(scope="module", params=SANITIZERS, ids=["thread", "address"])
@@ -17,7 +24,8 @@ def program(
     """What is run with a case and a seed, and names all cases without."""
     directory = tmp_path_factory.mktemp("kernels")
     runtimes(request.param, directory, fixed_addresses)
-    built = build(directory, COMPILER, f"-fsanitize={request.param}", "-fno-sanitize-recover=all")
+    unwatched = request.getfixturevalue("unwatched")  # not before it is known that there is a compiler
+    built = build(directory, COMPILER, unwatched, f"-fsanitize={request.param}", "-fno-sanitize-recover=all")
     return lambda *case: run(*fixed_addresses, built, *case, TSAN_OPTIONS="halt_on_error=1")
 
 
