@@ -15,7 +15,7 @@ from hvdlite.cli.job import Launch
 _MARK, _WORDS = b"[mpiexec@", b"] Exit codes: "
 _LINES = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*\n(?:\[[^\]\n]*\] [\d, ]*\n)*)")
 """One for all hosts, or one for each."""
-_OF_LAUNCHER = (signal.SIGKILL, signal.SIGTERM)  # which it sends to the others once a rank has failed
+_OF_LAUNCHER = (signal.SIGTERM, signal.SIGKILL)  # which it sends to the others once a rank has failed
 
 
 class ExitCodes:
@@ -70,19 +70,24 @@ def _start_of_lines(data: bytes) -> int:
     return len(data) - next(lengths, 0)
 
 
-def culprit(codes: Sequence[int]) -> int | None:
+def culprit(codes: Sequence[int], first_end: int | None = None) -> int | None:
     """The place in ``codes`` of the rank whose end explains those of the others, as far as it shows.
 
     A rank that chose a status, or died of its own, comes before those that fail with 1, as Python does with an
-    exception, since that may be for lack of the others; and last come those that were killed, as a launcher kills them.
+    exception, since that may be for lack of the others; and last come those that were killed, as a launcher kills them:
+    mostly by KILL, and once another has ended.
+
+    Args:
+        first_end: the place of the rank that ended before all others, if that is known.
 
     Returns:
         None where all have succeeded.
     """
 
-    def distance(rank: int) -> int:
+    def distance(rank: int) -> tuple[int, bool]:
         code = codes[rank]
-        return 2 if -code in _OF_LAUNCHER else 1 if code == 1 else 0
+        kind = (2 + _OF_LAUNCHER.index(-code)) if -code in _OF_LAUNCHER else 1 if code == 1 else 0
+        return kind, rank != first_end
 
     return min((rank for rank, code in enumerate(codes) if code != 0), key=distance, default=None)
 
@@ -90,3 +95,10 @@ def culprit(codes: Sequence[int]) -> int | None:
 def is_telling(code: int) -> bool:
     """Whether a rank's end says more than that it failed or was ended, as all may have been."""
     return code != 1 and -code not in _OF_LAUNCHER
+
+
+def stands_out(place: int, codes: Sequence[int], first_end: int | None) -> bool:
+    """Whether the rank at ``place`` was killed, as all were that have not succeeded, but before these or by TERM."""
+    were_killed = all(-code in _OF_LAUNCHER for code in codes if code != 0)
+    is_only_one = codes[place] == -signal.SIGTERM and codes.count(codes[place]) == 1
+    return were_killed and (place == first_end or is_only_one)

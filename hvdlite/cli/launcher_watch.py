@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from hvdlite import environment
+from hvdlite import environment, launched
 from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
@@ -87,9 +87,10 @@ class LauncherWatch:
         selector: hears of the ends of ranks; each has its process id as data.
 
     Attributes:
-        next_look_s: when to call `look` again; `rank_ended` changes it.
+        next_look_s: when to call `look` again; `ranks_ended` changes it.
         statuses: exit statuses of ranks, as far as they were seen.
         suspicion: why no rank has started, if the launcher should give up by itself; empty where nothing is wrong.
+        first_end: the rank that has ended before all others; None where that was not seen.
     """
 
     def __init__(self, pid: int, expected: Expected, selector: selectors.BaseSelector) -> None:
@@ -98,13 +99,15 @@ class LauncherWatch:
         self._selector = selector
         self._began_s = time.monotonic()
         self._ended_s: float | None = None  # when the last rank has
-        self._running: set[int] = set()
+        self._running: dict[int, int] = {}  # ranks, by process
+        self._sees_all = False  # of them, from their start until one ends
         self._silent_before: list[str] = []
         self._have_called: set[str] = set()  # other hosts whose daemons have been connected to this one
         self._call_look_s = _LOOK_S
         self.next_look_s = self._began_s + _LOOK_S
         self.statuses: list[int] = []
         self.suspicion = ""
+        self.first_end: int | None = None
         self._said_that_it_waits = False
 
     def look(self) -> str | None:
@@ -118,11 +121,13 @@ class LauncherWatch:
             silent = self._silence() or self._unanswered(self._others)
             return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"
         if not self._running:
-            for pid in self._find_ranks():
+            found = self._find_ranks()
+            for pid, (rank, _) in found.items():
                 if (end := end_of(pid)) is not None:
-                    self._running.add(pid)
+                    self._running[pid] = rank
                     self.suspicion = ""
                     self._selector.register(end, selectors.EVENT_READ, pid)
+            self._sees_all = all(len(self._running) == size for _, size in found.values())
         if self._running:
             self.next_look_s = now + min(math.inf if words is None else _WORDS_S, self._look_for_calls())
             return None
@@ -130,14 +135,18 @@ class LauncherWatch:
             return self._explain_outliving(now - self._ended_s)
         return self._explain_absence(now - self._began_s)
 
-    def rank_ended(self, key: selectors.SelectorKey) -> None:
-        """One of the descriptors in the selector has become readable."""
-        self._selector.unregister(key.fd)
-        os.close(key.fd)
-        self._running.discard(key.data)
-        status = _status_of_zombie(key.data)
-        if status is not None:
-            self.statuses.append(status)
+    def ranks_ended(self, keys: Sequence[selectors.SelectorKey]) -> None:
+        """These descriptors in the selector have become readable, at one time."""
+        if self._sees_all and len(keys) == 1:
+            self.first_end = self._running[keys[0].data]
+        self._sees_all = False
+        for key in keys:
+            self._selector.unregister(key.fd)
+            os.close(key.fd)
+            del self._running[key.data]
+            status = _status_of_zombie(key.data)
+            if status is not None:
+                self.statuses.append(status)
         if not self._running:
             self._ended_s = time.monotonic()
             self.next_look_s = self._ended_s + OUTLIVES_S
@@ -253,15 +262,22 @@ class LauncherWatch:
             return f"{name}: bytes sent to it were lost, and it is there now: its link was down for a while"
         return ""
 
-    def _find_ranks(self) -> list[int]:
-        """Processes below the launcher that are ranks on this machine; not what they have started."""
-        found = []
+    def _find_ranks(self) -> dict[int, tuple[int, int]]:
+        """Processes below the launcher that are ranks on this machine, not what they have started.
+
+        Returns:
+            rank, and how many there are, by process.
+        """
+        found = {}
         pending = children_of(self._pid)
         while pending:
             pid = pending.pop()
             try:
-                if environment.of_process(pid).keys() & {*_MARKS}:
-                    found += [pid] if shares_network(pid) else []
+                environ = environment.of_process(pid)
+                if environ.keys() & {*_MARKS}:
+                    rank = launched.find(environ)
+                    if rank is not None and shares_network(pid):
+                        found[pid] = rank.rank, rank.size
                     continue
             except OSError:  # it has ended
                 continue

@@ -21,7 +21,7 @@ from hvdlite.cli.allocation import Allocation, find_allocation
 from hvdlite.cli.arguments import QUESTIONS, USAGE, Arguments, parse
 from hvdlite.cli.children import Stops, how_ended, shell_status
 from hvdlite.cli.discovery import IsOver, hosts_of, slots_of
-from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
+from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling, stands_out
 from hvdlite.cli.job import (
     Command,
     Host,
@@ -308,11 +308,12 @@ def _run_mpirun(
 
 def _status_of(ends: ExitCodes, launch: Launch, ending: Ending) -> int:
     """Of the job, from those of its ranks, of which a guilty one is named."""
-    place = culprit(ends.codes)
+    first_end = ending.first_end if launch.is_local else None  # of several hosts places are no ranks
+    place = culprit(ends.codes, first_end)
     if place is None:
         return ending.status
     code = ends.codes[place]
-    if is_telling(code):
+    if is_telling(code) or (not ending.lost and stands_out(place, ends.codes, first_end)):
         say(f"{ends.name(place, launch)} {how_ended(code)}")
     elif ending.lost:  # the ranks were killed for that
         return ending.status

@@ -32,12 +32,14 @@ class Ending:
         lost: why it was not waited for any longer, its status being that of its ranks then, or 1; or why it probably
             has failed.
         was_stopped: this process was told to end.
+        first_end: the rank that ended before all others; None where that is not known.
     """
 
     status: int
     found: str | None
     lost: str | None = None
     was_stopped: bool = False
+    first_end: int | None = None
 
 
 Filter = Callable[[bytes], bytes]
@@ -87,7 +89,7 @@ def supervise(
             sweep(lambda: len(stops) > 1, spared())
         for stream in streams:
             stream.finish(lambda: len(stops) > 1)
-        return Ending(status, search.found, run.lost, was_stopped=bool(stops))
+        return Ending(status, search.found, run.lost, bool(stops), run.first_end)
 
 
 class _Search:
@@ -179,13 +181,14 @@ class _Run:
     """A launcher that runs.
 
     Attributes:
-        lost: see `Ending`.
+        lost: see `Ending`; ``first_end`` likewise.
     """
 
     child: subprocess.Popen[bytes]
     stops: Stops
     streams: Sequence[_Stream]
     lost: str | None = None
+    first_end: int | None = None
     _kill_s: float | None = None  # when it is killed
     _stops_seen: int = 0
     _was_given_up: bool = False
@@ -205,6 +208,7 @@ class _Run:
             while self.child.returncode is None:
                 next_s = min(watch.next_look_s, self._kill_s or watch.next_look_s, orphans.due_s)
                 timeout = max(0.0, next_s - time.monotonic())
+                ends = []
                 for key, _ in selector.select(timeout):
                     if key.data == "signal":
                         os.read(self.stops.wake, 64)
@@ -215,7 +219,9 @@ class _Run:
                         key.data.pass_on()
                         _watch(selector, key.data)
                     else:
-                        watch.rank_ended(key)
+                        ends.append(key)
+                if ends:
+                    watch.ranks_ended(ends)
                 self._heed_stops()
                 is_due = self.child.returncode is None and time.monotonic() >= watch.next_look_s
                 if is_due and (why := watch.look()) is not None:
@@ -224,6 +230,7 @@ class _Run:
                 self._kill_in_time()
                 orphans.reap_if_due()
             watch.close()
+            self.first_end = watch.first_end
             if self.child.returncode > 0 and not self.stops:
                 self.lost = self.lost or watch.suspicion or None
         os.close(ended)

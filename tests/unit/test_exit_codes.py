@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling
+from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling, stands_out
 from hvdlite.cli.job import Host, Launch
 
 OUTPUT = b"step 1\nstep 2 \r[50%]\n[mpiexec@vm] Exit codes: [vm] 0,768 [other] 9\nYOUR APPLICATION TERMINATED\n[mpiexec"
@@ -39,6 +39,25 @@ def test_what_is_no_such_line_passes_at_once() -> None:
 )
 def test_who_is_guilty(codes: list[int], rank: int | None) -> None:
     assert culprit(codes) == rank
+
+
+@pytest.mark.parametrize(
+    ("codes", "first_end", "rank", "is_certain"),
+    [
+        ([-9, -9, -9], 1, 1, True),
+        ([-9, -9, -9], None, 0, False),
+        ([0, -9, -9], 0, 1, False),  # long before: mpirun would have let the others go on
+        ([-9, -9, -15], None, 2, True),
+        ([-9, -15, -15], None, 1, False),
+        ([-9, -15, -15], 2, 2, True),
+        ([-9, 1, -9], 0, 1, False),  # which may have failed for lack of rank 0
+    ],
+)
+def test_who_was_killed_of_ranks_that_were_all_killed(
+    codes: list[int], first_end: int | None, rank: int, is_certain: bool
+) -> None:
+    assert culprit(codes, first_end) == rank
+    assert stands_out(rank, codes, first_end) is is_certain
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,3 +51,44 @@ def test_a_name_that_is_not_known_here(names: tuple[str, ...], launcher: int, mo
         assert why is not None and why.startswith("no rank has started here within 23 s "), why
         assert why.count(UNKNOWN) == 1 and why.count("\n") == 1 + ("known" in names), why
         watch.close()
+
+
+RANKS = """
+import os, subprocess, sys
+marks = {"MPI_LOCALNRANKS": "3", "PMI_SIZE": "3"}
+ranks = [
+    subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**marks, "PMI_RANK": str(rank)})
+    for rank in range(int(sys.argv[1]))
+]
+print("started", flush=True)
+for line in sys.stdin:
+    for rank in map(int, line.split()):
+        ranks[rank].kill()
+    print("killed", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seen", "ends", "first"),
+    [(3, ["2", "0 1"], 2), (3, ["0 2", "1"], None), (2, ["1", "0"], None)],
+    ids=["one after the other", "several at one time", "not all are here"],
+)
+def test_the_rank_that_ends_first(seen: int, ends: list[str], first: int | None) -> None:
+    """Of all, if it is seen alone."""
+    command = [sys.executable, "-c", RANKS, str(seen)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdin is not None and launcher.stdout is not None
+        assert launcher.stdout.readline() == "started\n"
+        with selectors.DefaultSelector() as selector:
+            watch = LauncherWatch(launcher.pid, Expected((), True, 20.0), selector)
+            assert watch.look() is None and watch.first_end is None
+            for ranks in ends:
+                launcher.stdin.write(f"{ranks}\n")
+                launcher.stdin.flush()
+                assert launcher.stdout.readline() == "killed\n"
+                while len(keys := selector.select()) < len(ranks.split()):
+                    pass
+                watch.ranks_ended([key for key, _ in keys])
+            assert watch.first_end == first
+            watch.close()
+        launcher.stdin.close()
