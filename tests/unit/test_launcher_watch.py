@@ -56,10 +56,11 @@ def test_a_name_that_is_not_known_here(names: tuple[str, ...], launcher: int, mo
 RANKS = """
 import os, subprocess, sys
 marks = {"MPI_LOCALNRANKS": "3", "PMI_SIZE": "3"}
-ranks = [
-    subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**marks, "PMI_RANK": str(rank)})
-    for rank in range(int(sys.argv[1]))
-]
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+ranks = [subprocess.Popen("cat", env={**marks, "PMI_RANK": str(rank)}, **pipes) for rank in range(int(sys.argv[1]))]
+for rank in ranks:  # whose environment is to be seen, which it is not yet when Popen returns
+    rank.stdin.write(b"\\n")
+    rank.stdout.readline()
 print("started", flush=True)
 for line in sys.stdin:
     for rank in map(int, line.split()):

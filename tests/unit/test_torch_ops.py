@@ -355,7 +355,7 @@ def test_tensors_with_memory(world: FakeWorld) -> None:
 
 
 def test_inside_vmap(world: FakeWorld) -> None:
-    with pytest.raises(RuntimeError, match="_Allreduce, but it does not have vmap support"):
+    with pytest.raises(UsageError, match="maps over an operation between ranks"):
         torch.vmap(lambda row: hvd.allreduce(row))(torch.ones(2, 3))
     with pytest.raises(ValueError, match="without memory of its own"):
         torch.vmap(lambda row: hvd.allreduce_(row))(torch.ones(2, 3))
