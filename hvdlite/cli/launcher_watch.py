@@ -18,6 +18,7 @@ from hvdlite.cli import lost_frames
 from hvdlite.cli.children import children_of, shell_status
 from hvdlite.cli.job import Host, is_this_machine
 from hvdlite.cli.say import say
+from hvdlite.launched import Launched
 from hvdlite.links import connections
 from hvdlite.links.connections import Connection
 from hvdlite.links.interfaces import is_own
@@ -99,7 +100,7 @@ class LauncherWatch:
         self._selector = selector
         self._began_s = time.monotonic()
         self._ended_s: float | None = None  # when the last rank has
-        self._running: dict[int, int] = {}  # ranks, by process
+        self._running: dict[int, Launched | None] = {}  # ranks, by process
         self._sees_all = False  # of them, from their start until one ends
         self._silent_before: list[str] = []
         self._have_called: set[str] = set()  # other hosts whose daemons have been connected to this one
@@ -122,12 +123,12 @@ class LauncherWatch:
             return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"
         if not self._running:
             found = self._find_ranks()
-            for pid, (rank, _) in found.items():
+            for pid, rank in found.items():
                 if (end := end_of(pid)) is not None:
                     self._running[pid] = rank
                     self.suspicion = ""
                     self._selector.register(end, selectors.EVENT_READ, pid)
-            self._sees_all = all(len(self._running) == size for _, size in found.values())
+            self._sees_all = all(rank is not None and rank.size == len(self._running) for rank in found.values())
         if self._running:
             self.next_look_s = now + min(math.inf if words is None else _WORDS_S, self._look_for_calls())
             return None
@@ -137,8 +138,9 @@ class LauncherWatch:
 
     def ranks_ended(self, keys: Sequence[selectors.SelectorKey]) -> None:
         """These descriptors in the selector have become readable, at one time."""
-        if self._sees_all and len(keys) == 1:
-            self.first_end = self._running[keys[0].data]
+        first = self._running[keys[0].data]
+        if self._sees_all and len(keys) == 1 and first is not None:
+            self.first_end = first.rank
         self._sees_all = False
         for key in keys:
             self._selector.unregister(key.fd)
@@ -262,22 +264,21 @@ class LauncherWatch:
             return f"{name}: bytes sent to it were lost, and it is there now: its link was down for a while"
         return ""
 
-    def _find_ranks(self) -> dict[int, tuple[int, int]]:
+    def _find_ranks(self) -> dict[int, Launched | None]:
         """Processes below the launcher that are ranks on this machine, not what they have started.
 
         Returns:
-            rank, and how many there are, by process.
+            what the launcher has said of each, as far as it is understood, by process.
         """
-        found = {}
+        found: dict[int, Launched | None] = {}
         pending = children_of(self._pid)
         while pending:
             pid = pending.pop()
             try:
                 environ = environment.of_process(pid)
                 if environ.keys() & {*_MARKS}:
-                    rank = launched.find(environ)
-                    if rank is not None and shares_network(pid):
-                        found[pid] = rank.rank, rank.size
+                    if shares_network(pid):
+                        found[pid] = launched.find(environ)
                     continue
             except OSError:  # it has ended
                 continue
