@@ -15,7 +15,7 @@ from hvdlite.cli.job import Launch
 _MARK, _WORDS = b"[mpiexec@", b"] Exit codes: "
 _LINES = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*\n(?:\[[^\]\n]*\] [\d, ]*\n)*)")
 """One for all hosts, or one for each."""
-_OF_LAUNCHER = (signal.SIGTERM, signal.SIGKILL)  # which it sends to the others once a rank has failed
+_OF_LAUNCHER = (signal.SIGTERM, signal.SIGKILL)  # sent to the others once a rank has failed, the latter mostly
 
 
 class ExitCodes:
