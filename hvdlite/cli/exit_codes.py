@@ -98,7 +98,7 @@ def is_telling(code: int) -> bool:
 
 
 def stands_out(place: int, codes: Sequence[int], first_end: int | None) -> bool:
-    """Whether the rank at ``place`` was killed, as all were that have not succeeded, but before these or by TERM."""
-    were_killed = all(-code in _OF_LAUNCHER for code in codes if code != 0)
-    is_only_one = codes[place] == -signal.SIGTERM and codes.count(codes[place]) == 1
-    return were_killed and (place == first_end or is_only_one)
+    """Whether the `culprit` was killed, as all were that have not succeeded; but before them, or alone by TERM."""
+    code = codes[place]
+    is_only_one = code == -signal.SIGTERM and codes.count(code) == 1
+    return -code in _OF_LAUNCHER and (place == first_end or is_only_one)

@@ -124,7 +124,8 @@ class NodeCarrier(Carrier):
         if status == _native.OrderedExchange.CONTRADICTION:
             raise contradiction(self._name, self._tell(call), self._ranks)
         if status == _native.OrderedExchange.DEPARTED:
-            gone = rank_list([rank for rank in self.late() if rank in self.departed()])
+            departed = self.departed()
+            gone = rank_list([rank for rank in self.late() if rank in departed])
             self._fail(
                 StallError(
                     f"{call} of process group {self._name}: {gone} left the group, by destroy_process_group() or "
