@@ -8,7 +8,7 @@ import re
 import socket
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +123,20 @@ def has_input() -> bool:
     except OSError:
         return False
     return not stat.S_ISCHR(stdin.st_mode) or stdin.st_rdev != os.stat(os.devnull).st_rdev
+
+
+def is_read_from_stdin(program: Sequence[str]) -> bool:
+    """Whether ``program`` is a Python that is told what to do by stdin: ``python``, ``python3 -u -``."""
+    if not re.fullmatch(r"python[0-9.]*", os.path.basename(program[0])):
+        return False
+    words = list(program[1:])
+    while words and words[0].startswith("-") and words[0] != "-":
+        option = words.pop(0)
+        if option[:2] in ("-W", "-X"):
+            del words[: option in ("-W", "-X")]
+        elif option.startswith("--") or set(option) & set("cmVh?"):  # -c and -m are the program; others print and end
+            return False
+    return not words or words[0] == "-"
 
 
 def is_this_machine(host: Host) -> bool:

@@ -28,6 +28,7 @@ from hvdlite.cli.job import (
     Launch,
     check_directory,
     has_input,
+    is_read_from_stdin,
     is_this_machine,
     open_standard_descriptors,
 )
@@ -62,6 +63,10 @@ _DAEMONS_SHARE = 1 / 3  # of the time for the start: on other hosts mpirun's dae
 _NOT_KEPT = (
     "--elastic keeps no commit on these hosts, which only the scheduler's launcher is known to reach: a rank that dies "
     "ends the job. Where ssh reaches them, name them: -H a:2,b:2"
+)
+_NO_PROGRAM = (
+    "{} takes its program from the input, which only rank 0 has, and under some mpiruns never the end of it: write the "
+    "program to a file, or pass it by python -c"
 )
 _ELASTIC_RESTARTS = 10
 # Of elastic jobs, to which it does little harm if a host is given up that would have come back.
@@ -119,6 +124,8 @@ def _main(argv: Sequence[str], announce: bool) -> int:
         if "doctor" in arguments.switches and launch.host_count > 1:
             environ |= before_mpi.invitation([host.address for host in launch.hosts])
         chosen = _mpirun(arguments, launch)
+        if is_read_from_stdin(launch.program) and (launch.ranks > 1 or chosen is not None):
+            raise ConfigError(_NO_PROGRAM.format(" ".join(launch.program[:2])))
         if chosen is not None:
             mpirun.check_directory(launch)
         command = ranks.build(launch, environ) if chosen is None else mpirun.build(chosen, launch, environ)

@@ -15,7 +15,7 @@ import pytest
 import run_lab
 from hvdlite.cli import run
 from hvdlite.cli.arguments import parse
-from hvdlite.cli.job import Host, is_this_machine, parse_hosts, read_hostfile
+from hvdlite.cli.job import Host, is_read_from_stdin, is_this_machine, parse_hosts, read_hostfile
 from hvdlite.errors import ConfigError
 from hvdlite.version import __version__
 from run_lab import executable, gone, says
@@ -119,6 +119,23 @@ class TestParsing:
         names = [*here, *elsewhere]
         assert [name for name in names if is_this_machine(Host(name, 1))] == here
 
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            ("python", True),
+            ("/usr/bin/python3.12 -W ignore -Xdev -X importtime -u - 3", True),
+            ("python -u train.py -", False),
+            ("python -W ignore train.py", False),
+            ("python -Wonce", True),
+            ("python -uc pass", False),
+            ("python -m train", False),
+            ("python --version", False),
+            ("sh", False),
+        ],
+    )
+    def test_which_programs_are_read_from_stdin(self, words: str, expected: bool) -> None:
+        assert is_read_from_stdin(words.split()) == expected
+
     @pytest.mark.parametrize("text", ["gpu:1,east:3,localhost:2", "127.0.0.1:2,east:3,gpu.lab:1", "gpu:2,gpu:1,east:3"])
     def test_this_machine_by_several_names_is_one_host(self, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         monkeypatch.setattr(socket, "gethostname", lambda: "gpu")
@@ -167,6 +184,8 @@ class TestParsing:
             ("-np 2 -m", "-m needs a module"),
             ("-m -np 2 package.train", "options stand before -m"),
             ("-np 2 no-such-program-anywhere", "neither a .py file nor a program"),
+            ("-np 2 python3 -u -", "write the program to a file"),
+            ("-np 1 --mpi python", "write the program to a file"),
             ("-np 2 --host-discovery-script /bin/true train.py", "/bin/true has printed no host to begin with"),
             ("--elastic -np 3 --min-np 3 --max-np 2 train.py", "--min-np 3 is more than --max-np 2"),
             ("--elastic -np 3 --max-np 2 train.py", "--max-np 2 is less than -np 3"),
