@@ -459,6 +459,13 @@ class Count:
         """`next`, which is one more afterwards."""
     def restart(self) -> None: ...
 
+class Flag:
+    """A truth that native code and Python change alike."""
+
+    is_set: bool
+
+    def __init__(self, is_set: bool) -> None: ...
+
 class Signature:
     """What a caller has passed for one tensor. Source: csrc/calls/signature.h."""
 
@@ -518,17 +525,19 @@ class Shortcut:
         recorder: object,
         rest: Callable[[Any, int, int, int, object, int], Any],
         settle: Callable[[], object],
+        has_waited: Flag,
     ) -> None:
         """``rest``: called with what was begun and not done without a remark, by whoever is at work, as (prepared,
         sequence, address of the input, of the output, owner of both, result of `DirectCall.run`); returns what
         is to be waited for afterwards, or None. ``settle``: called again and again by who waits for what was started,
-        while another thread is at work, that it be settled."""
+        while another thread is at work, that it be settled. ``has_waited``: whether the user has waited for anything,
+        or asked, since the last submission."""
     def follow(self, plan: int, period: int, serial: int) -> bool:
         """A plan begins, of so many operations in a period; whether what was learned of the last one of ``serial`` is
         known still."""
     def take_periods(self) -> tuple[int, int]:
-        """How many periods of the plan were begun here since the last time: while an operation was under way, and with
-        nothing to be waited for."""
+        """How many periods of the plan were begun here since the last time: without a wait before them, and with
+        one."""
     def knows(self, position: int, prepared: object) -> bool:
         """Whether ``prepared`` is what comes at ``position``."""
     def learn(
@@ -552,6 +561,8 @@ class Shortcut:
         there were ``closings``."""
     def close(self) -> None:
         """Something else begins."""
+    def pause(self) -> None:
+        """Who is at work looks at the plan, and may open it again: these are no closings."""
     def forget(self) -> None:
         """Refer to no operation any more."""
     def take(self) -> list[tuple[Any, int]]:

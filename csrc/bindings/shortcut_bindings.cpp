@@ -88,6 +88,9 @@ PyMethodDef submit_definition = definition<submit>("submit");
 }  // namespace
 
 void register_shortcut(py::module_& m) {
+  py::class_<Flag, std::shared_ptr<Flag>>(m, "Flag")
+      .def(py::init<bool>(), "is_set"_a)
+      .def_readwrite("is_set", &Flag::is_set);
   py::class_<Count, std::shared_ptr<Count>>(m, "Count")
       .def(py::init<>())
       .def_readonly("next", &Count::next)
@@ -138,7 +141,8 @@ void register_shortcut(py::module_& m) {
       .def("poll", &Started::poll);
 
   py::class_<Shortcut, std::shared_ptr<Shortcut>>(m, "Shortcut")
-      .def(py::init<py::object, py::object, py::object, py::object>(), "at_work"_a, "recorder"_a, "rest"_a, "settle"_a)
+      .def(py::init<py::object, py::object, py::object, py::object, std::shared_ptr<Flag>>(), "at_work"_a, "recorder"_a,
+           "rest"_a, "settle"_a, "has_waited"_a)
       .def("follow", &Shortcut::follow, "plan"_a, "period"_a, "serial"_a)
       .def("knows", &Shortcut::knows, "position"_a, "prepared"_a)
       .def(
@@ -153,14 +157,15 @@ void register_shortcut(py::module_& m) {
           "stride"_a)
       .def("open", &Shortcut::open, "done"_a, "heard"_a, "closings"_a)
       .def("close", &Shortcut::close)
+      .def("pause", &Shortcut::pause)
       .def_property_readonly("closings", &Shortcut::closings)
       .def("forget", &Shortcut::forget)
       .def("take", &Shortcut::take)
       .def_property_readonly("untold", &Shortcut::untold)
       .def("take_periods",
            [](Shortcut& shortcut) {
-             const auto [in_flight, quiet] = shortcut.take_periods();
-             return py::make_tuple(in_flight, quiet);
+             const auto [together, waited] = shortcut.take_periods();
+             return py::make_tuple(together, waited);
            })
       .def_property_readonly("unsettled", &Shortcut::unsettled)
       .def_property_readonly("under_way",

@@ -12,8 +12,8 @@ namespace hvdlite {
 namespace {
 
 constexpr std::size_t kMostEarlier = 16;
-// Periods that were begun in flight, of which Python hears before there are more.
-constexpr std::uint64_t kManyInFlight = 64;
+// Periods that were begun without a wait, of which Python hears before there are more.
+constexpr std::uint64_t kManyTogether = 64;
 
 bool is_true(const py::object& object, PyObject* name) { return attribute(object.ptr(), name).ptr() == Py_True; }
 
@@ -53,13 +53,15 @@ class Shortcut::AtWork {
   bool has_begun_ = false;
 };
 
-Shortcut::Shortcut(py::object at_work, py::object recorder, py::object rest, py::object settle)
+Shortcut::Shortcut(py::object at_work, py::object recorder, py::object rest, py::object settle,
+                   std::shared_ptr<Flag> has_waited)
     : is_owned_(at_work.attr("_is_owned")),
       acquire_(at_work.attr("acquire")),
       release_(at_work.attr("release")),
       recorder_(std::move(recorder)),
       rest_(std::move(rest)),
-      settle_(std::move(settle)) {}
+      settle_(std::move(settle)),
+      has_waited_(std::move(has_waited)) {}
 
 bool Shortcut::is_own_thread_at_work() const { return checked(PyObject_CallNoArgs(is_owned_.ptr())).ptr() == Py_True; }
 
@@ -171,8 +173,9 @@ bool Shortcut::begin(const Arguments& arguments, py::handle new_like, bool start
 }
 
 // What is begun now may be the first of a period.
-void Shortcut::count_period(bool is_in_flight) {
-  if (done_ % entries_.size() == 0) ++(is_in_flight ? periods_.in_flight : periods_.quiet);
+void Shortcut::count_submission(bool is_waited_for) {
+  if (done_ % entries_.size() == 0) ++(has_waited_->is_set ? periods_.waited : periods_.together);
+  has_waited_->is_set = is_waited_for;
 }
 
 // Nobody else was at work, so there was no other plan; but it may have been told to forget this one.
@@ -195,12 +198,11 @@ py::object Shortcut::hand_over(const Started::Operation& operation, DirectCall::
 }
 
 py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
-  const bool is_in_flight = started_ != nullptr;
-  if (is_in_flight && !is_rid_of_started(!is_started(arguments))) return {};
+  if (started_ != nullptr && !is_rid_of_started(!is_started(arguments))) return {};
   AtWork at_work(*this);
   Next next;
   if (!begin(arguments, new_like, false, at_work, next)) return {};
-  count_period(is_in_flight);
+  count_submission(true);
   repeated_ = {next.prepared, next.sequence};
   DirectCall::Result ended;
   {
@@ -219,12 +221,12 @@ py::object Shortcut::repeat(const Arguments& arguments, py::handle new_like) {
 }
 
 py::object Shortcut::start(const Arguments& arguments, py::handle new_like, py::handle make_handle) {
-  const bool is_in_flight = started_ != nullptr;
-  if (is_in_flight && (periods_.in_flight >= kManyInFlight || !is_rid_of_started(false))) return {};
+  if (periods_.together >= kManyTogether) return {};
+  if (started_ != nullptr && !is_rid_of_started(false)) return {};
   AtWork at_work(*this);
   Next next;
   if (!begin(arguments, new_like, true, at_work, next)) return {};
-  count_period(is_in_flight);
+  count_submission(false);
   SplitPhaseCall* const call = next.call->split_phase();
   started_ = std::make_shared<Started>(
       Started::Operation{next.prepared, call, next.sequence, next.input, next.output, next.owner}, shared_from_this());

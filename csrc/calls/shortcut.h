@@ -29,8 +29,9 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   // `at_work`: a threading.RLock. `recorder`: while its `enabled` is true nothing is done here. `rest`: is called, at
   // work, with what was not done at once: (prepared, sequence, input, output, owner, result); returns what is to be
   // waited for afterwards, or None. `settle`: is called where somebody else is at work, for a while: that what was
-  // started be settled.
-  Shortcut(pybind11::object at_work, pybind11::object recorder, pybind11::object rest, pybind11::object settle);
+  // started be settled. `has_waited`: whether the user has waited, or asked, since the last submission.
+  Shortcut(pybind11::object at_work, pybind11::object recorder, pybind11::object rest, pybind11::object settle,
+           std::shared_ptr<Flag> has_waited);
 
   // A plan begins. Whether what was learned is known still, as another one of this `serial` was followed before.
   bool follow(std::uint64_t plan, std::size_t period, std::uint64_t serial);
@@ -57,6 +58,8 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   void open(std::uint64_t done, std::uint32_t heard, std::uint64_t closings);
   // Something else is begun.
   void close();
+  // Whoever is at work looks at the plan: nothing is done meanwhile, and he may open it again as if he had not.
+  void pause() { is_open_ = false; }
   bool is_open() const { return is_open_; }
   std::uint64_t closings() const { return closings_; }
   void forget();
@@ -66,11 +69,10 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   // How many operations `take` has yet to tell of.
   std::uint64_t untold() const { return untold_; }
 
-  // Since the last time: how many periods of the plan were begun here, once while an operation was under way, and once
-  // with nothing to be waited for.
+  // Since the last time: how many periods of the plan were begun here, without a wait before them and with one.
   struct Periods {
-    std::uint64_t in_flight = 0;
-    std::uint64_t quiet = 0;
+    std::uint64_t together = 0;
+    std::uint64_t waited = 0;
   };
   Periods take_periods() { return std::exchange(periods_, {}); }
 
@@ -97,6 +99,7 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   // in.
   void complete(const std::shared_ptr<Started>& started);
   void have_settled() const { settle_(); }
+  const std::shared_ptr<Flag>& has_waited() const { return has_waited_; }
   // A signal handler has interrupted it there, and must not wait.
   bool is_own_thread_at_work() const;
 
@@ -121,7 +124,7 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   bool begin(const Arguments& arguments, pybind11::handle new_like, bool starts, AtWork& at_work, Next& next);
   bool is_started(const Arguments& arguments) const;
   bool is_rid_of_started(bool waits);
-  void count_period(bool is_in_flight);
+  void count_submission(bool is_waited_for);
   bool count_done(DirectCall::Result ended);
   pybind11::object hand_over(const Started::Operation& operation, DirectCall::Result ended,
                              std::optional<pybind11::error_already_set>& interrupt);
@@ -132,6 +135,7 @@ class Shortcut : public std::enable_shared_from_this<Shortcut> {
   pybind11::object recorder_;
   pybind11::object rest_;
   pybind11::object settle_;
+  std::shared_ptr<Flag> has_waited_;
   std::shared_ptr<Started> started_;
   std::shared_ptr<Started> taken_;  // and perhaps settled
   UnderWay repeated_;

@@ -62,6 +62,11 @@ struct Count {
   std::int64_t next = 0;
 };
 
+// A truth that native code and Python change alike, under the GIL.
+struct Flag {
+  bool is_set;
+};
+
 // Of the operations of a burst, by their places; null where it is not known yet.
 struct Signatures {
   std::vector<std::shared_ptr<const Signature>> by_place;

@@ -9,9 +9,10 @@ namespace py = pybind11;
 namespace hvdlite {
 
 Started::Started(Operation operation, std::shared_ptr<Shortcut> shortcut)
-    : operation_(std::move(operation)), shortcut_(std::move(shortcut)) {}
+    : operation_(std::move(operation)), shortcut_(std::move(shortcut)), has_waited_(shortcut_->has_waited()) {}
 
 void Started::wait() {
+  has_waited_->is_set = true;
   const auto self = shared_from_this();
   if (!is_settled()) shortcut_->complete(self);
   while (!is_settled()) shortcut_->have_settled();  // somebody else is at work
@@ -25,6 +26,7 @@ void Started::wait() {
 }
 
 bool Started::poll() {
+  has_waited_->is_set = true;
   const auto self = shared_from_this();
   if (!is_settled()) {
     if (operation_.call->is_ready(std::chrono::microseconds(0))) {

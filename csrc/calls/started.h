@@ -10,6 +10,7 @@
 
 namespace hvdlite {
 
+struct Flag;
 class Shortcut;
 
 // All of it needs the GIL.
@@ -46,6 +47,7 @@ class Started : public std::enable_shared_from_this<Started> {
  private:
   Operation operation_;
   std::shared_ptr<Shortcut> shortcut_;
+  std::shared_ptr<Flag> has_waited_;
   pybind11::object left_;   // null until it is settled
   pybind11::object error_;  // null where there is none
 };

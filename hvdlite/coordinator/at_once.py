@@ -64,7 +64,7 @@ class AtOnce:
     ) -> None:
         own = weakref.proxy(self)
         self.shortcut = Shortcut(
-            worker.at_work, recorder, lambda *left: own._go_on(*left), lambda: own._await_settled()
+            worker.at_work, recorder, lambda *left: own._go_on(*left), lambda: own._await_settled(), pace.has_waited
         )
         self.prepared: Remembered[Any] = Remembered()
         self.seen: Remembered[None] = Remembered()
@@ -109,19 +109,22 @@ class AtOnce:
         if begun is None:
             return False
         plan, closings = begun
-        number, count, heard = self._plan.number, plan.ready, worker.heard
+        number, count = self._plan.number, plan.ready
         try:  # what is counted as ready is done from here on, or left, or taken back
-            left = self._finish(plan, prepared, sequence, tensors, prepared.run(tensors, number, count, heard))
+            left = self._finish(plan, prepared, sequence, tensors, prepared.run(tensors, number, count, worker.heard))
         except BaseException as error:
             self._interrupted(plan, number, count, prepared, sequence, tensors, error)
             raise
         if isinstance(left, Submission):
             return left
-        if left is Outcome.DONE_AND_RUNG:
-            worker.follow()
+        self._pace.has_waited.is_set = True
         if self.shortcut.closings == closings:
             self._learn(plan, plan.done - 1, prepared, unnamed)
-            self.shortcut.open(plan.done, heard, closings)
+        if left is Outcome.DONE_AND_RUNG:
+            worker.follow()
+            self.reopen(closings)
+        else:
+            self.shortcut.open(plan.done, worker.heard, closings)
         return True
 
     def _begin(self, request: Request, sequence: int) -> tuple[FrozenPlan, int] | None:
@@ -184,8 +187,9 @@ class AtOnce:
             self.shortcut.open(plan.done, self._worker.heard, closings)
 
     def settle(self) -> None:
-        """Count what the shortcut has done, complete or leave what it has started, and close it. By who is at work."""
-        self.shortcut.close()
+        """Count what the shortcut has done, and complete or leave what it has started. By who is at work, who may
+        `reopen` it."""
+        self.shortcut.pause()
         if (periods := self.shortcut.take_periods()) != (0, 0):
             self._plan.count_periods(*periods)
         for prepared, times in self.shortcut.take():
@@ -247,7 +251,6 @@ class AtOnce:
 
     def _done(self, label: str, times: int = 1) -> None:
         self._pace.last_label = label
-        self._pace.has_waited = True
         self._progress.submissions += times
         self._progress.counted += times
         self._progress.batches += times
@@ -268,8 +271,12 @@ class AtOnce:
         self, native: Native[Any], sequence: int, source: int, target: int, owner: object, result: int
     ) -> Submission | None:
         """What the shortcut has begun, at work, and not done without a remark; what is left to be waited for."""
+        closings = self.shortcut.closings
         self.settle_or_end()
-        return self._proceed(native, sequence, source, target, owner, result)
+        left = self._proceed(native, sequence, source, target, owner, result)
+        if left is None:  # else the next call takes so long that others sleep, for whom it would be the same then
+            self.reopen(closings)
+        return left
 
     def _proceed(
         self, native: Native[Any], sequence: int, source: int, target: int, owner: object, result: int

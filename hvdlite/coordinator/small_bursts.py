@@ -137,7 +137,7 @@ class SmallBursts:
             raise
         if outcome is Outcome.DONE_AND_RUNG:
             self._worker.follow()
-        elif outcome is not _NOT_YET:
+        if outcome is not _NOT_YET:
             self._at_once.reopen(closings)
 
     def _outcome(self, prepared: PreparedBurst, waits: bool) -> Outcome:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvdlite import naps
+from hvdlite._native import Flag
 from hvdlite.coordinator.messages import Claim
 from hvdlite.coordinator.request import NAMED, Key, Request
 from hvdlite.memory.base import Home
@@ -34,14 +35,14 @@ class Pace:
     def __init__(self) -> None:
         self.last_label = ""
         """Of what was submitted last, for people; empty before that."""
-        self.has_waited = True
+        self.has_waited = Flag(True)
         """Whether anybody has waited for a future, or asked for it, since the last submission."""
         self._last_ns = 0
 
     def step(self, now_ns: int) -> float:
         """Something is submitted: seconds since the submission before, infinite if anybody has waited meanwhile."""
-        pause_s = math.inf if self.has_waited else (now_ns - self._last_ns) * 1e-9
-        self.has_waited, self._last_ns = False, now_ns
+        pause_s = math.inf if self.has_waited.is_set else (now_ns - self._last_ns) * 1e-9
+        self.has_waited.is_set, self._last_ns = False, now_ns
         return pause_s
 
 
@@ -71,7 +72,7 @@ class Future:
     def ask(self) -> None:
         """Somebody waits for it, or may not go on without."""
         if self.pace is not None:
-            self.pace.has_waited = True
+            self.pace.has_waited.is_set = True
 
     def _sleep(self) -> None:
         """Until it is complete."""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,86 +19,27 @@ import exchange_lab
 import hvdlite
 import hvdlite.torch as hvd
 import machines_lab
+import shortcut_lab
 from hvdlite.config import Tunable
-from hvdlite.coordinator.at_once import AtOnce
-from hvdlite.coordinator.collector import Collector
-from hvdlite.coordinator.coordinator import Coordinator
 from hvdlite.coordinator.messages import REMEMBERED_PLANS
-from hvdlite.coordinator.submission import Submission
 from hvdlite.errors import DuplicateNameError, HorovodInternalError
 from hvdlite.operations.allocate import allocate
 from hvdlite.operations.configure import configure
 from machines_lab import ONE_MACHINE, WORLD, Machines, machines
-from prepared_lab import left_to_python
+from shortcut_lab import blocking, most_by_python, total, until_taken
 
 REPEATS = 30
 PERIOD = 5
 
 machine_of = machines_lab.machine_of
 asked = exchange_lab.asked
+by_python = shortcut_lab.by_python
 
 pytestmark = [
     pytest.mark.any_mpi,
     pytest.mark.up_to_three_ranks,
     pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
 ]
-
-
-@pytest.fixture
-def by_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The operations that Python was asked to do at once, to collect, or to submit."""
-    found = left_to_python(monkeypatch, AtOnce.run)
-    take, submit = Collector.take, Coordinator.submit
-
-    def seen_take(self: Collector, request: object, *rest: object) -> object:
-        found.append(request.name)  # type: ignore[attr-defined]
-        return take(self, request, *rest)  # type: ignore[arg-type]
-
-    def seen_submit(self: Coordinator, submission: Submission, **how: bool) -> None:
-        found.append(submission.label)
-        submit(self, submission, **how)
-
-    monkeypatch.setattr(Coordinator, "submit", seen_submit)
-    monkeypatch.setattr(Collector, "take", seen_take)
-    return found
-
-
-def total(factor: float = 1.0) -> float:
-    return factor * sum(range(1, hvd.size() + 1))
-
-
-def most_by_python(step: Callable[[], object], by_python: list[str]) -> int:
-    """Do ``step``, and one operation more: how many operations of the step some rank has left to Python."""
-    by_python.clear()
-    step()
-    return int(hvd.allreduce(torch.tensor([float(len(by_python))]), op=hvd.Max, name="by Python").item())
-
-
-def until_taken(step: Callable[[], object], by_python: list[str], most: int = 0) -> None:
-    """Repeat ``step`` until Python does no more than ``most`` of its operations on any rank."""
-    for _ in range(300):
-        if most_by_python(step, by_python) <= most:
-            return
-    raise AssertionError(f"left to Python: {by_python}")
-
-
-def blocking(names: Sequence[str | None], numel: int = 3) -> Callable[[], None]:
-    """A step: each sum is what it must be."""
-    turn = 0
-
-    def step() -> None:
-        nonlocal turn
-        turn += 1
-        for place, name in enumerate(names):
-            tensor = torch.full((numel + place,), float((hvd.rank() + 1) * (turn % 7 + place)))
-            if place % 2:
-                result = hvd.allreduce_(tensor, op=hvd.Sum, name=name)
-                assert result is tensor
-            else:
-                result = hvd.allreduce(tensor, op=hvd.Sum, name=name)
-            assert torch.equal(result, torch.full_like(result, total(turn % 7 + place))), (turn, place)
-
-    return step
 
 
 @pytest.mark.parametrize("numel", [0, 3, 5000, 100_000])
@@ -294,6 +235,24 @@ def test_what_deviates(how: str, place: int, by_python: list[str]) -> None:
         assert hvd.allreduce(tensor, op=hvd.Sum, name=name)[0].item() == total(), number
     for _ in range(3):
         step()
+
+
+def test_who_slept_needs_no_python_for_what_comes_next(machine_of: Machines, by_python: list[str]) -> None:
+    """Else that would take so long that the others sleep, and so on: once ranks were out of step, all was Python's."""
+    if machine_of != ONE_MACHINE:
+        pytest.skip("across nodes who waits so long leaves it to Python")
+
+    def step(late_s: float = 0.0) -> None:
+        for number in range(PERIOD):
+            if number % hvd.size() == hvd.rank():
+                time.sleep(late_s)
+            tensor = torch.ones(3 + number)
+            assert hvd.allreduce_(tensor, op=hvd.Sum, name=f"slept {number}")[2].item() == hvd.size()
+
+    until_taken(step, by_python)
+    by_python.clear()
+    step(late_s=0.03)
+    assert by_python == []
 
 
 def test_while_a_timeline_is_recorded_all_is_seen(tmp_path: object, by_python: list[str]) -> None:

@@ -66,6 +66,12 @@ MUTANTS = [
     ),
     Mutant("hvdlite/coordinator/at_once.py", "            plan.count_done(prepared.request, times)\n", "", _SHORTCUT),
     Mutant("hvdlite/coordinator/at_once.py", "            prepared.count_done(times)\n", "", _SHORTCUT),
+    Mutant(
+        "hvdlite/coordinator/at_once.py",
+        "            self.reopen(closings)\n        return left\n",
+        "            pass\n        return left\n",
+        _SHORTCUT,
+    ),
     # Changes of plans without the log: what is wanted, whether all want it, and what begins then.
     Mutant("csrc/node/ready_counts.cpp", "  if (all_want(wish)) ring_who_wants();\n", "", _CHANGES),
     Mutant(
