@@ -64,6 +64,7 @@ class Leader:
         self._is_root = tree.parent is None
         self._is_alone = self._is_root and not tree.children
         self._has_claims = False  # that are not answered
+        self._is_due = False  # another turn: what was obeyed since the last one may let this rank say more
         below = topology.subtree_ranks(topology.node_index, config.tree_fanout)
         self._negotiation = Negotiation(below, config.stall_patience_s)
         self._mailboxes = {i: Decoder() for i in range(1, topology.local_size)}
@@ -101,6 +102,7 @@ class Leader:
             Whether more may follow soon, and what of the log has come down since the last call, which must be exhausted
             before the next.
         """
+        self._is_due = False
         busy = self._hear_node(now_s)
         if not self._is_alone:
             busy |= self._hear_nodes(now_s)
@@ -159,6 +161,7 @@ class Leader:
     def obeyed(self, message: PlanMessage) -> None:
         """This rank does what ``message`` of the log says, which is no GO."""
         self._plan.obey(message)
+        self._is_due = True
 
     def changed(self, wish: Wish, done: int, period: int) -> None:
         """See `PlanLeader.changed`."""
@@ -172,6 +175,8 @@ class Leader:
     @property
     def patience_s(self) -> float:
         """How long to sleep if nobody rings."""
+        if self._is_due:  # who has done the thread's work may leave now
+            return 0.0
         if self._node_outbox or self._spread:
             return FULL_STREAM_S
         return LOOK_S if self._has_claims and self._negotiation.is_waiting else math.inf

@@ -6,6 +6,7 @@ What they execute is written down instead of done.
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import random
 from collections import deque
@@ -80,7 +81,7 @@ class Page:
         for log in self._shared.logs[1:]:
             log += outbox[:count]
         del outbox[:count]
-        for local_rank in range(len(self._shared.logs)):
+        for local_rank in range(1, len(self._shared.logs)):
             self.ring(local_rank)
 
     def read_log(self) -> bytes:
@@ -96,7 +97,7 @@ class Page:
         before = self.ready(plan)
         self._shared.ready[self._local_rank] = (plan, count)
         if self.ready(plan) > before:
-            for local_rank in self._shared.want_ring:
+            for local_rank in self._shared.want_ring - {self._local_rank}:
                 self.ring(local_rank)
 
     def agree(self, plan: int, wish: int, heard: int, timeout_s: float, spin_us: int) -> bool:
@@ -114,6 +115,13 @@ class Page:
 
     def ring_self(self) -> None:
         self.ring(self._local_rank)
+
+    def hear(self) -> None:
+        self.rung.discard(self._local_rank)
+
+    @property
+    def is_rung(self) -> bool:
+        return self._local_rank in self.rung
 
 
 class Tree:
@@ -145,6 +153,11 @@ class Tree:
         while self._unsent and not self.is_full:
             target, data = self._unsent.popleft()
             self._links.setdefault((self._index, target), deque()).append(data)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether `receive` would give something; of a leader."""
+        return any(queue for (_, target), queue in self._links.items() if target == self._index)
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
         self._flush()
@@ -383,6 +396,23 @@ class Lab:
         rank = self.random.randrange(len(self.ranks))
         if not self.ranks[rank].has_ended and not self.is_inside(rank):
             self.ranks[rank].cycle()
+
+    def turn_of_who_is_awake(self) -> bool:
+        """The same of a rank that does not sleep until somebody rings; whether there is one."""
+        awake = [rank for rank in range(len(self.ranks)) if self._is_awake(rank) and not self.is_inside(rank)]
+        if awake:
+            self.now_s += TICK_S
+            rank = self.random.choice(awake)
+            self.pages[rank].hear()
+            self.ranks[rank].cycle()
+        return bool(awake)
+
+    def _is_awake(self, rank: int) -> bool:
+        coordinator = self.ranks[rank]
+        if coordinator.has_ended:
+            return False
+        is_rung = self.pages[rank].is_rung or self.trees[rank].has_come
+        return is_rung or coordinator.has_news or coordinator.patience_s() < math.inf
 
     def is_inside(self, rank: int) -> bool:
         """Whether it waits for others inside of an operation."""

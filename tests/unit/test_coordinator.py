@@ -22,6 +22,7 @@ from hvdlite.operations.prepared import prepared_once
 from interrupts_lab import interrupted
 
 CHAIN = [(0, 1), (2, 3), (4,)]
+END = {"text": "as a test", "own_text": "as a test", "is_final": False, "leaver": None}
 
 
 @pytest.mark.parametrize(("leader", "claims"), [(0, 0), (2, 1)], ids=["root", "in the middle"])
@@ -41,6 +42,23 @@ def test_nobody_begins_what_other_nodes_have_not_been_told(leader: int, claims: 
     assert began == [rank < leader for rank in range(len(lab.ranks))]
     tree.is_full = False
     lab.settle(submissions)
+
+
+@pytest.mark.parametrize("nodes", [[(0,), (1,)], [(0, 1)], [(0,), (1,), (2,)]])
+@pytest.mark.parametrize("times", range(1, 12))
+def test_a_rank_that_ends_is_heard_whoever_was_at_work_last(nodes: Sequence[tuple[int, ...]], times: int) -> None:
+    """An assistant leaves after any cycle, as what it waits for is done, and nobody rings for what is to follow."""
+    for seed in range(20):
+        lab = Lab(nodes, seed)
+        for _ in range(times):
+            made = [submission("a") for _ in lab.ranks]
+            for rank, mine in zip(lab.ranks, made, strict=True):
+                rank.submit(mine)
+            while not all(mine.is_done for mine in made):
+                assert lab.turn_of_who_is_awake(), f"they wait for ever, with seed {seed}"
+        lab.ranks[-1].announce({"kind": "shutdown", "rank": len(lab.ranks) - 1, **END})
+        while not all(rank.has_ended for rank in lab.ranks):
+            assert lab.turn_of_who_is_awake(), f"they sleep for ever, with seed {seed}"
 
 
 def test_what_is_executed_fails_only_once_nobody_touches_its_memory() -> None:
