@@ -258,8 +258,6 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
         unwanted = [f"not {mark}" for mark in (*left_out, *([] if arguments.thorough else ["thorough"]))]
         marks = ["-m", " and ".join(unwanted)] if unwanted else []
         options = ["-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-        # Ranks share a directory for temporary ones: none removes what another one removes too. `run` removes it.
-        options += ["-o", "tmp_path_retention_count=1000"]
         paths = [str(TESTS / suite / file) for file in files] or [str(TESTS / suite)]
         return [str(python), script, *options, *at_once, *for_pytest, *paths, *marks]
 

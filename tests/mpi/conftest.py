@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -59,6 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "not_with_three_ranks: three find nothing there that two, or four, do not; left out with three"
     )
+    # pytest removes temporary directories of earlier runs. If several ranks remove the same ones, it warns, which is an
+    # error here, of an "unclosed scandir iterator" too.
+    common = os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir()
+    own = Path(common, f"hvdlite-{os.getuid()}-rank{WORLD.rank}")
+    own.mkdir(exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(own)
     config.stash[_RANKS] = _Ranks()
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if WORLD.rank != 0 and reporter is not None:

@@ -285,3 +285,9 @@ def test_a_restart_compares_versions_again(monkeypatch: pytest.MonkeyPatch) -> N
     hvdlite.restart()
     hvdlite.shutdown()
     assert told == [{"torch": "2.13.0"}] * 2
+
+
+def test_ranks_of_tests_do_not_remove_the_same_temporary_directories(
+    comm: MPI.Intracomm, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert len(set(comm.allgather(tmp_path_factory.getbasetemp().parent))) == SIZE
