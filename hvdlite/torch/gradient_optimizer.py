@@ -7,13 +7,13 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
 import torch
 
-from hvdlite.errors import UsageError
+from hvdlite.errors import HorovodInternalError, UsageError
 from hvdlite.torch.allreduce import allreduce
 from hvdlite.torch.eager import eager
 from hvdlite.torch.reducer import GradientReducer
@@ -28,7 +28,7 @@ class GradientOptimizer(WrappedOptimizer):
     _hvd_seen: list[torch.Tensor]  # all parameters, when it was looked last
     _hvd_should_synchronize: bool
     _hvd_synchronized: bool  # by the user
-    _hvd_synchronized_by_scaler: bool
+    _hvd_synchronized_inside: bool  # by a scaler, or by load_state_dict()
 
     def _hvd_reduce_by(self, reducer: GradientReducer) -> None:
         """Called once: ``reducer`` has hooks at this optimizer's parameters."""
@@ -38,7 +38,7 @@ class GradientOptimizer(WrappedOptimizer):
         weakref.finalize(self, reducer.arrival.unwatch).atexit = False
         self._hvd_should_synchronize = True
         self._hvd_synchronized = False
-        self._hvd_synchronized_by_scaler = False
+        self._hvd_synchronized_inside = False
 
     def synchronize(self) -> None:
         if self.synchronizes_once and self._hvd_synchronized and not self._hvd_reducer.arrival.has_pending:
@@ -107,9 +107,9 @@ class GradientOptimizer(WrappedOptimizer):
             kwargs["closure"] = self._synchronizing(closure)
         elif self._hvd_should_synchronize:
             arrival = self._hvd_reducer.arrival
-            if self._hvd_synchronized_by_scaler and not arrival.has_pending:
+            if self._hvd_synchronized_inside and not arrival.has_pending:
                 if self._hvd_must_skip():
-                    self._hvd_synchronized_by_scaler = False
+                    self._hvd_synchronized_inside = False
                     return None
             else:
                 if self._hvd_synchronized and not self.synchronizes_once and not arrival.has_pending:
@@ -133,7 +133,7 @@ class GradientOptimizer(WrappedOptimizer):
         try:
             result = self._hvd_step_inside(self._hvd_reducer.recorder, kwargs)
         finally:
-            self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
+            self._hvd_synchronized = self._hvd_synchronized_inside = False
         self._hvd_reducer.after_step(self)
         return result
 
@@ -172,7 +172,7 @@ class GradientOptimizer(WrappedOptimizer):
         and about its next scale, and must be the same on every rank.
         """
         reducer = self._hvd_reducer
-        synchronized = self._hvd_synchronized or self._hvd_synchronized_by_scaler
+        synchronized = self._hvd_synchronized or self._hvd_synchronized_inside
         if (
             not reducer.is_distributed
             or not self._hvd_should_synchronize
@@ -180,7 +180,7 @@ class GradientOptimizer(WrappedOptimizer):
         ):
             return self._hvd_unscales_inside
         self._hvd_reduce()
-        self._hvd_synchronized_by_scaler = True
+        self._hvd_synchronized_inside = True
         return True
 
     def _hvd_must_skip(self) -> bool:
@@ -218,8 +218,20 @@ class GradientOptimizer(WrappedOptimizer):
                 "optimizer.zero_grad() was called between loss.backward() and optimizer.step(), when gradients are on "
                 "their way to other ranks. Call optimizer.synchronize() first, on every rank."
             )
-        self._hvd_synchronized = self._hvd_synchronized_by_scaler = False
+        self._hvd_synchronized = self._hvd_synchronized_inside = False
         super().zero_grad(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.optim.Optimizer.load_state_dict`; gradients that are on their way are reduced first.
+
+        Other ranks may wait for them. Whoever goes back between backward() and step(), as after a loss that is nan, can
+        call zero_grad() next.
+        """
+        if self._hvd_reducer.arrival.has_pending:
+            with suppress(HorovodInternalError):  # after a failure nobody waits for them
+                self._hvd_reduce()
+                self._hvd_synchronized_inside = True
+        super().load_state_dict(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """`torch.optim.Optimizer.add_param_group`; the new gradients are reduced as well."""

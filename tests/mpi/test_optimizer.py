@@ -116,6 +116,23 @@ def test_a_rank_without_any_backward() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+@pytest.mark.parametrize("groups", [0, 2])  # 0: one bucket; with two, each is on its way before step()
+def test_a_state_loaded_between_backward_and_step(groups: int, who: str) -> None:
+    """Ranks that load none do not wait, and step() may come after it."""
+    model = Scales()
+    optimizer = wrap(model, op=hvd.Sum, groups=groups)
+    for does_step in [True, False, True, False, True]:
+        optimizer.zero_grad()
+        model.loss(hvd.rank() + 1).backward()
+        if who == "all" or hvd.rank() == 0:
+            optimizer.load_state_dict(optimizer.state_dict())
+            check(model, lambda _: total())
+        if does_step or (who != "all" and hvd.rank() > 0):
+            optimizer.step()
+            check(model, lambda _: total())
+
+
 def test_another_order_on_every_rank() -> None:
     """Rank 0's order is planned; the others' arrive otherwise and must still match."""
     shapes = [(200, 200)] * 12
