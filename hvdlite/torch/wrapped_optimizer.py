@@ -58,6 +58,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Backward passes in this context accumulate gradients on their own rank; a pass outside reduces the sum."""
         yield
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """As it was given; assignment is `set_backward_passes_per_step`."""
+        passes: int = self._hvd_arguments["backward_passes_per_step"]
+        return passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change ``backward_passes_per_step``; between steps, on all ranks alike.
 

@@ -58,7 +58,7 @@ def test_backward_passes(model: torch.nn.Module, passes: Any) -> None:
     with pytest.raises(ValueError, match=f"backward_passes_per_step is {passes!r}"):
         wrap(model, backward_passes_per_step=passes)
     with pytest.raises(ValueError, match=f"backward_passes_per_step is {passes!r}"):
-        wrap(model).set_backward_passes_per_step(passes)
+        wrap(model).backward_passes_per_step = passes
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def test_backward_passes_per_step(world: FakeWorld, set_to_none: bool) -> None:
         optimizer.synchronize()
         assert reduced(model) == expected(model, FACTOR * 111)
         optimizer.zero_grad(set_to_none=set_to_none)
-    optimizer.set_backward_passes_per_step(1)
+    assert optimizer.backward_passes_per_step == 3
+    optimizer.backward_passes_per_step = 1
     model.loss(1).backward()
     optimizer.synchronize()
     assert reduced(model) == expected(model, FACTOR)
