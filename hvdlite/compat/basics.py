@@ -1,4 +1,7 @@
-"""What programs find in Horovod's `mpi_ops` beside the operations: of its private names `_basics`, which tests read."""
+"""What programs find in Horovod's `mpi_ops` and `optimizer` beside what is public.
+
+Of its private names these are `_basics`, which tests read, and `_DistributedOptimizer`, by which libraries annotate.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from hvdlite.compat.common import (
 )
 
 __all__ = [
+    "_DistributedOptimizer",
     "_basics",
     "check_installed_version",
     "get_average_backwards_compatibility_fun",
@@ -29,4 +33,5 @@ class HorovodBasics:
 
 
 _basics = HorovodBasics()
+_DistributedOptimizer = hvd.DistributedOptimizer
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(hvd)

@@ -44,7 +44,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "horovod.torch.elastic.state": ("hvdlite.torch.elastic", "hvdlite.torch.elastic.handlers"),
     "horovod.torch.functions": ("hvdlite.torch.functions", "hvdlite.torch"),
     "horovod.torch.mpi_ops": ("hvdlite.torch", "hvdlite.compat.basics"),
-    "horovod.torch.optimizer": ("hvdlite.torch.optimizer", "hvdlite.torch"),
+    "horovod.torch.optimizer": ("hvdlite.torch.optimizer", "hvdlite.torch", "hvdlite.compat.basics"),
     "horovod.torch.sync_batch_norm": ("hvdlite.torch",),
 }
 

@@ -52,12 +52,12 @@ from horovod.torch.functions import broadcast_object, broadcast_parameters
 from horovod.torch.mpi_ops import Average, allreduce_async_, poll, rank, synchronize
 from horovod.torch.mpi_ops import check_installed_version, gpu_available, num_rank_is_power_2
 from horovod.torch.mpi_ops import handle_average_backwards_compatibility as chosen
-from horovod.torch.optimizer import DistributedOptimizer
+from horovod.torch.optimizer import DistributedOptimizer, _DistributedOptimizer
 from hvdlite.compat.horovod import MODULES
 
 assert HorovodInternalError is hvd.HorovodInternalError is hvdlite.HorovodInternalError
 assert synchronize is hvdlite.torch.synchronize is hvd.mpi_ops.synchronize
-assert Compression is hvd.Compression and DistributedOptimizer is hvd.DistributedOptimizer
+assert Compression is hvd.Compression and DistributedOptimizer is hvd.DistributedOptimizer is _DistributedOptimizer
 assert isinstance(hvd.global_process_set, ProcessSet) and global_process_set is hvd.global_process_set
 assert mpi_built(verbose=True) is True and gloo_built() is False and nccl_built() == hvd.nccl_built()
 
