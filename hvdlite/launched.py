@@ -73,6 +73,8 @@ _NO_MPI = (
     "of mpi4py, or start the ranks with `hvdliterun --mpi -np {size} python train.py`."
 )
 
+_LOCAL_SIZES = "OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS"
+
 OPEN_MPI = Launcher(
     "mpirun of Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", _OTHER_MPI
 )
@@ -117,11 +119,13 @@ class Launched:
     Attributes:
         rank: the number of the process; 0 where the launcher does not say.
         size: how many processes there are; 1 where the launcher does not say.
+        local_size: how many of them are on its host; likewise.
     """
 
     launcher: Launcher
     rank: int
     size: int
+    local_size: int = 1
 
     def check_not_alone(self, found: int, library: str = "") -> None:
         """Refuse to let one process of several train alone.
@@ -189,7 +193,8 @@ def find(environ: Mapping[str, str], *, has_terminal: bool = False) -> Launched 
     for launcher in LAUNCHERS:
         by_hand = has_terminal and not launcher.has_terminals
         if _is_marked(launcher, environ) and not by_hand:
-            return Launched(launcher, _number(environ, launcher.rank, 0), _number(environ, launcher.size, 1))
+            rank, size = _number(environ, launcher.rank, 0), _number(environ, launcher.size, 1)
+            return Launched(launcher, rank, size, _number(environ, _LOCAL_SIZES, 1))
     return None
 
 

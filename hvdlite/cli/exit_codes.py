@@ -15,6 +15,11 @@ from hvdlite.cli.job import Launch
 _MARK, _WORDS = b"[mpiexec@", b"] Exit codes: "
 _LINES = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*\n(?:\[[^\]\n]*\] [\d, ]*\n)*)")
 """One for all hosts, or one for each."""
+_ENDED_BADLY = re.compile(
+    rb"=   (?:RANK \d+ )?PID (\d+) RUNNING AT ([^\n]+)\n=   (?:EXIT CODE|KILLED BY SIGNAL): (\d+)[ \n]"
+)
+"""Said once the ranks of a host have ended, one of them by a signal; only then those of other hosts are ended."""
+_LONGEST = 512  # bytes of that
 _OF_LAUNCHER = (signal.SIGTERM, signal.SIGKILL)  # sent to the others once a rank has failed, the latter mostly
 
 
@@ -24,15 +29,20 @@ class ExitCodes:
     Attributes:
         codes: of the ranks, host by host, as `os.waitstatus_to_exitcode` has them; empty where the lines have not come.
         hosts: where each of these ranks was. Hosts that mpirun has not heard of are left out.
+        first_host: where the first rank was killed; empty where none was.
     """
 
     def __init__(self) -> None:
         self.codes: list[int] = []
         self.hosts: list[str] = []
-        self._held = b""
+        self.first_host = ""
+        self._alone = ""  # what the rank is called whose code is the only one that is known
+        self._held = self._passed = b""
 
     def take_from(self, piece: bytes) -> bytes:
         """What is to be passed on by now; an empty ``piece`` is the end, and leaves nothing behind."""
+        if not self.first_host:
+            self._look_for_first(piece)
         data = self._held + piece
         if not piece:
             self._held = b""
@@ -43,12 +53,41 @@ class ExitCodes:
 
     def name(self, place: int, launch: Launch) -> str:
         """Which rank it is whose code is at ``place``, or where it is: "rank 2", "a rank on node1"."""
+        if self._alone:
+            return self._alone
+        return f"rank {place}" if self._are_by_rank(launch) else f"a rank on {self.hosts[place]}"
+
+    @property
+    def were_killed_at_first_host(self) -> bool:
+        """Whether all there were, as a launcher kills them, and nobody has failed otherwise.
+
+        Of other hosts mpirun may have heard nothing, and says 0.
+        """
+        ends = zip(self.hosts, self.codes, strict=True)
+        return self.first_host in self.hosts and all(
+            -code in _OF_LAUNCHER or (code == 0 and host != self.first_host) for host, code in ends
+        )
+
+    def place_of(self, rank: int | None, launch: Launch) -> int | None:
+        """Of the code of a rank that ended before the others; None where that is not known."""
+        if self._alone:
+            return 0
+        return rank if rank is not None and rank < len(self.codes) and self._are_by_rank(launch) else None
+
+    def _are_by_rank(self, launch: Launch) -> bool:
         # Where ranks outnumber slots, or what -ppn says, mpirun goes round the hosts, and comes to each again.
         goes_round = any(option.lstrip("-").partition("=")[0] == "ppn" for option in launch.options)
         in_order = [host.address for host in launch.hosts for _ in range(host.slots)][: launch.ranks]
         is_alone = len(self.hosts) == launch.ranks and len(set(self.hosts)) == 1
-        is_rank = is_alone or (self.hosts == in_order and not goes_round)
-        return f"rank {place}" if is_rank else f"a rank on {self.hosts[place]}"
+        return is_alone or (self.hosts == in_order and not goes_round)
+
+    def _look_for_first(self, piece: bytes) -> None:
+        self._passed = self._passed[-_LONGEST:] + piece
+        if found := _ENDED_BADLY.search(self._passed):
+            self.first_host = found[2].decode(errors="replace")
+            # MPICH's does not come to its lines then, where there are several hosts.
+            self.codes, self.hosts = [-int(found[3])], [self.first_host]
+            self._alone = f"a rank on {self.first_host} (pid {int(found[1])})"
 
     def _note(self, line: re.Match[bytes]) -> bytes:
         found = [
@@ -56,6 +95,7 @@ class ExitCodes:
             for host, numbers in re.findall(rb"\[([^\]:]*)(?::\d+)?\]([\d, ]*)", line[1])  # Intel numbers its daemons
             for number in re.findall(rb"\d+", numbers)
         ]
+        self._alone = ""
         self.hosts = [host for host, _ in found]
         self.codes = [code for _, code in found]
         return b""
@@ -70,7 +110,7 @@ def _start_of_lines(data: bytes) -> int:
     return len(data) - next(lengths, 0)
 
 
-def culprit(codes: Sequence[int], first_end: int | None = None) -> int | None:
+def culprit(codes: Sequence[int], first_end: int | None = None, missed: int | None = None) -> int | None:
     """The place in ``codes`` of the rank whose end explains those of the others, as far as it shows.
 
     A rank that chose a status, or died of its own, comes before those that fail with 1, as Python does with an
@@ -79,15 +119,16 @@ def culprit(codes: Sequence[int], first_end: int | None = None) -> int | None:
 
     Args:
         first_end: the place of the rank that ended before all others, if that is known.
+        missed: the place of the rank after whose failure others have said that they end.
 
     Returns:
         None where all have succeeded.
     """
 
-    def distance(rank: int) -> tuple[int, bool]:
+    def distance(rank: int) -> tuple[int, bool, bool]:
         code = codes[rank]
         kind = (2 + _OF_LAUNCHER.index(-code)) if -code in _OF_LAUNCHER else 1 if code == 1 else 0
-        return kind, rank != first_end
+        return min(kind, 1 if rank == missed else kind), rank != missed, rank != first_end
 
     return min((rank for rank, code in enumerate(codes) if code != 0), key=distance, default=None)
 

@@ -91,7 +91,7 @@ class LauncherWatch:
         next_look_s: when to call `look` again; `ranks_ended` changes it.
         statuses: exit statuses of ranks, as far as they were seen.
         suspicion: why no rank has started, if the launcher should give up by itself; empty where nothing is wrong.
-        first_end: the rank that has ended before all others; None where that was not seen.
+        first_end: the rank that has ended before all others here; None where that was not seen.
     """
 
     def __init__(self, pid: int, expected: Expected, selector: selectors.BaseSelector) -> None:
@@ -101,7 +101,7 @@ class LauncherWatch:
         self._began_s = time.monotonic()
         self._ended_s: float | None = None  # when the last rank has
         self._running: dict[int, Launched | None] = {}  # ranks, by process
-        self._sees_all = False  # of them, from their start until one ends
+        self._sees_all = False  # of those here, from their start until one ends
         self._silent_before: list[str] = []
         self._have_called: set[str] = set()  # other hosts whose daemons have been connected to this one
         self._call_look_s = _LOOK_S
@@ -128,7 +128,7 @@ class LauncherWatch:
                     self._running[pid] = rank
                     self.suspicion = ""
                     self._selector.register(end, selectors.EVENT_READ, pid)
-            self._sees_all = all(rank is not None and rank.size == len(self._running) for rank in found.values())
+            self._sees_all = all(rank is not None and rank.local_size == len(found) for rank in found.values())
         if self._running:
             self.next_look_s = now + min(math.inf if words is None else _WORDS_S, self._look_for_calls())
             return None

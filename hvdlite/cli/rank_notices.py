@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hvdlite.cli.starting import Starting
 from hvdlite.config import NOTICES
 from hvdlite.links.wire import CREDENTIALS
-from hvdlite.liveness.notice import END_S, NAME, Notice
+from hvdlite.liveness.notice import END_S, NAME, RANK, Notice
 from hvdlite.processes import has_ended
 from hvdlite.start.start_watch import StartWatch
 
@@ -44,6 +44,7 @@ class RankNotices:
 
     Attributes:
         environment: by which ranks find it.
+        failed: the rank whose failure others have said that they end after; None where none has.
     """
 
     is_over = False
@@ -52,6 +53,7 @@ class RankNotices:
     def __init__(self, grace_s: float) -> None:
         name = secrets.token_hex(16)
         self.environment = {NOTICES: name}
+        self.failed: int | None = None
         self._patience_s = grace_s + END_S
         self._starting = Starting()
         self._ends = selectors.DefaultSelector()
@@ -87,6 +89,7 @@ class RankNotices:
         return bool(ranks) and all(rank.end is None and now > rank.until_s for rank in ranks)
 
     def close(self) -> None:
+        self._hear()  # what ranks have said since the last look
         self._watch.close()
         self._ends.close()
         for process in list(self._ending):
@@ -95,15 +98,18 @@ class RankNotices:
 
     def _hear(self) -> None:
         while (found := self._next()) is not None:
-            notice, process, user = found
+            said, process, user = found
             if user != os.geteuid():
                 continue
+            notice = said[0]
             if notice == Notice.STARTING:
                 self._starting.come()
             elif notice == Notice.STARTED:
                 self._starting.are_through = True
                 self._watch.close()
             elif notice == Notice.ENDS:
+                if self.failed is None and len(said) > RANK.size:
+                    (self.failed,) = RANK.unpack_from(said, 1)
                 self._drop(process)
                 self._ending[process] = _Ending(time.monotonic() + self._patience_s, _pidfd(process))
 
@@ -117,16 +123,16 @@ class RankNotices:
             os.close(rank.end)
             rank.end = None
 
-    def _next(self) -> tuple[int, int, int] | None:
+    def _next(self) -> tuple[bytes, int, int] | None:
         """The next notice, with the process and the user that have sent it; None where there is none."""
         try:
-            said, sent, _, _ = self._socket.recvmsg(1, socket.CMSG_SPACE(CREDENTIALS.size))
+            said, sent, _, _ = self._socket.recvmsg(1 + RANK.size, socket.CMSG_SPACE(CREDENTIALS.size))
         except BlockingIOError:
             return None
         if not said or not sent:
-            return 0, 0, -1
+            return b"", 0, -1
         process, user, _ = CREDENTIALS.unpack(sent[0][2])
-        return said[0], process, user
+        return said, process, user
 
 
 def _pidfd(process: int) -> int | None:

@@ -309,19 +309,27 @@ def _run_mpirun(
         say(f"failed: mpirun's exit status is 0, but it said {ending.found!r} above")
         return 1
     if codes is not None and ending.status != 0 and not ending.was_stopped:
-        return _status_of(codes, launch, ending)
+        return _status_of(codes, launch, ending, words.failed if isinstance(words, RankNotices) else None)
     return ending.status
 
 
-def _status_of(ends: ExitCodes, launch: Launch, ending: Ending) -> int:
-    """Of the job, from those of its ranks, of which a guilty one is named."""
-    first_end = ending.first_end if launch.is_local else None  # of several hosts places are no ranks
-    place = culprit(ends.codes, first_end)
+def _status_of(ends: ExitCodes, launch: Launch, ending: Ending, failed: int | None) -> int:
+    """Of the job, from those of its ranks, of which a guilty one is named.
+
+    Args:
+        failed: the rank after whose failure others have said that they end; None where nobody has.
+    """
+    began_here = launch.is_local or (ends.first_host != "" and is_this_machine(Host(ends.first_host, 1)))
+    missed = ends.place_of(failed, launch)
+    first_end = ends.place_of(ending.first_end if began_here else None, launch)
+    place = culprit(ends.codes, first_end, missed)
     if place is None:
         return ending.status
     code = ends.codes[place]
-    if is_telling(code) or (not ending.lost and stands_out(place, ends.codes, first_end)):
+    if is_telling(code) or (not ending.lost and any(stands_out(place, ends.codes, at) for at in (first_end, missed))):
         say(f"{ends.name(place, launch)} {how_ended(code)}")
+    elif ends.were_killed_at_first_host and not ending.lost:
+        say(f"a rank on {ends.first_host} {how_ended(code)}")
     elif ending.lost:  # the ranks were killed for that
         return ending.status
     return shell_status(code)

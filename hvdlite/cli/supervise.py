@@ -32,7 +32,7 @@ class Ending:
         lost: why it was not waited for any longer, its status being that of its ranks then, or 1; or why it probably
             has failed.
         was_stopped: this process was told to end.
-        first_end: the rank that ended before all others; None where that is not known.
+        first_end: the rank that ended before all others of this machine; None where that is not known.
     """
 
     status: int

@@ -184,7 +184,7 @@ class Health:
         for mortal in mortals:  # none yet when a rank dies during the start
             mortal.fail(failure)
         if ends:
-            notice.say(Notice.ENDS)
+            notice.say(Notice.ENDS, rank)
         line = text.splitlines()[0]
         if is_news and not self.is_said(line):
             _LOG.error("%s", line)

@@ -24,7 +24,6 @@ _LOOK_S = 0.5
 _LATEST_S = 3.0  # for a rank to be seen after the first one of its host: a launcher starts them within milliseconds
 UNSEEN = 0xFFFFFFFF
 """A rank that has ended before it was seen, where ranks on other hosts have not been seen either."""
-_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
@@ -123,5 +122,4 @@ def _process(pid: int, marks: Mapping[str, str]) -> _Process | None:
     if started is None or not marks.items() <= environ.items() or not shares_network(pid):
         return None
     fields = state_of(pid)
-    local_size = next((int(environ[name]) for name in _LOCAL_SIZES if environ.get(name, "").isdigit()), 1)
-    return _Process(pid, int(fields[1]), int(fields[19]), started.rank, started.size, local_size)
+    return _Process(pid, int(fields[1]), int(fields[19]), started.rank, started.size, started.local_size)

@@ -189,6 +189,33 @@ def test_run_fails_when_a_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     assert lab.pids(0) == []
 
 
+KILLED = """
+import os, signal, sys
+import torch
+import hvdlite.torch as hvd
+hvd.init()
+hvd.barrier()
+if hvd.rank() == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    hvd.allreduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param("intelmpi", marks=pytest.mark.thorough)], indirect=True)
+@pytest.mark.parametrize("victim", [1, 3])
+def test_run_names_the_rank_that_was_killed(hosts: Hosts, mpi: str, tmp_path: Path, victim: int) -> None:
+    """One on hvdliterun's host, and one elsewhere. mpirun kills the others before some have spoken."""
+    lab = hosts(2)
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    command = [python_of(mpi), "-m", "hvdlite", "run", "-H", "node0:2,node1:2", str(script), str(victim)]
+    environ = {**os.environ, **lab.launch_environment}
+    done = subprocess.run([*lab.enter(0), *command], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout + done.stderr
+    assert "was killed by signal 9 (SIGKILL)" in done.stderr, done.stdout + done.stderr
+
+
 @on_one_mpi("openmpi")
 def test_launch_ends_what_hangs(hosts: Hosts, mpi: str) -> None:
     lab = hosts(2)

@@ -86,5 +86,59 @@ def test_a_rank_has_its_number_where_the_order_is_known(
     assert codes.name(place, launch) == name
 
 
+KILLED_FIRST = b"""step 1
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 4242 RUNNING AT b
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+"""
+
+
+@pytest.mark.parametrize("length", [1, 30, len(KILLED_FIRST)])
+def test_a_launcher_that_names_only_the_rank_that_was_killed_first(length: int) -> None:
+    """As MPICH's over several hosts, which ends with 255."""
+    codes = ExitCodes()
+    pieces = [KILLED_FIRST[i : i + length] for i in range(0, len(KILLED_FIRST), length)]
+    assert b"".join(map(codes.take_from, [*pieces, b""])) == KILLED_FIRST
+    launch = Launch(("train.py",), 4, (Host("a", 2), Host("b", 2)))
+    assert codes.codes == [-9] and codes.first_host == "b"
+    assert codes.place_of(None, launch) == codes.place_of(3, launch) == 0
+    assert codes.name(0, launch) == "a rank on b (pid 4242)"
+
+
+@pytest.mark.parametrize(
+    ("lines", "were_killed"),
+    [
+        ("[a:0] 9,9\n[b:0] 9,9\n", True),
+        ("[a:0] 0,0\n[b:0] 9,15\n", True),
+        ("[b:0] 9,9\n", True),
+        ("[a:0] 9,9\n[b:0] 0,9\n", False),  # perhaps because of the one that has ended with 0
+        ("[a:0] 9,256\n[b:0] 9,9\n", False),
+    ],
+)
+def test_where_ranks_were_killed_first_of_a_launcher_that_says_more(lines: str, were_killed: bool) -> None:
+    codes = ExitCodes()
+    codes.take_from(KILLED_FIRST.replace(b"PID", b"RANK 2 PID").replace(b"EXIT CODE: 9", b"KILLED BY SIGNAL: 9 (Kil)"))
+    codes.take_from(f"[mpiexec@a] Exit codes: {lines}".encode())
+    codes.take_from(b"")
+    assert codes.first_host == "b" and codes.were_killed_at_first_host is were_killed
+    launch = Launch(("train.py",), 4, (Host("a", 2), Host("b", 2)))
+    assert codes.place_of(None, launch) is None
+    assert codes.place_of(3, launch) == (3 if "[a" in lines else None)
+
+
+@pytest.mark.parametrize(
+    ("codes", "missed", "rank"),
+    [
+        ([1, 1, -9, -9], 3, 3),  # the others have failed for lack of it
+        ([-9, -9, -9, -9], 2, 2),
+        ([1, 1, 7, -9], 3, 2),  # it was killed because of that one
+        ([1, 1, -9, 0], 3, 0),  # it has succeeded
+    ],
+)
+def test_whom_the_others_missed(codes: list[int], missed: int, rank: int) -> None:
+    assert culprit(codes, None, missed) == rank
+
+
 def test_only_an_end_of_its_own_is_worth_a_line() -> None:
     assert [is_telling(code) for code in (3, -11, 1, -9, -15)] == [True, True, False, False, False]

@@ -55,7 +55,7 @@ def test_a_name_that_is_not_known_here(names: tuple[str, ...], launcher: int, mo
 
 RANKS = """
 import os, subprocess, sys
-marks = {"MPI_LOCALNRANKS": "3", "PMI_SIZE": "3"}
+marks = {"MPI_LOCALNRANKS": "3", "PMI_SIZE": "5"}  # two are on another host
 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
 ranks = [subprocess.Popen("cat", env={**marks, "PMI_RANK": str(rank)}, **pipes) for rank in range(int(sys.argv[1]))]
 for rank in ranks:  # whose environment is to be seen, which it is not yet when Popen returns
@@ -75,7 +75,7 @@ for line in sys.stdin:
     ids=["one after the other", "several at one time", "not all are here"],
 )
 def test_the_rank_that_ends_first(seen: int, ends: list[str], first: int | None) -> None:
-    """Of all, if it is seen alone."""
+    """Of all here, if it is seen alone."""
     command = [sys.executable, "-c", RANKS, str(seen)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdin is not None and launcher.stdout is not None

@@ -126,6 +126,18 @@ def test_nobody_has_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     say(Notice.ENDS)
 
 
+def test_the_first_failure_that_ranks_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the last look at what they say."""
+    with closing(RankNotices(1.0)) as notices:
+        for name, value in notices.environment.items():
+            monkeypatch.setenv(name, value)
+        say(Notice.STARTED)
+        say(Notice.ENDS, 3)
+        say(Notice.ENDS, 2)
+        assert notices.failed is None
+    assert notices.failed == 3
+
+
 def test_a_full_queue_holds_nobody_up(notices: RankNotices) -> None:
     for _ in range(1000):
         say(Notice.ENDS)
