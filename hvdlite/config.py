@@ -231,6 +231,11 @@ class Config:
         return max(1.0, min(limits) / 10) if limits and not self.stall_check_disable else math.inf
 
     @property
+    def stall_report_s(self) -> float:
+        """After how long a wait for other ranks is reported."""
+        return math.inf if self.stall_check_disable else self.stall_check_time_s or math.inf
+
+    @property
     def caller_patience_s(self) -> float:
         """How long who does an operation himself waits for late ranks, before the coordinator does."""
         return min(self.stall_patience_s, self.idle_s)

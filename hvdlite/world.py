@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 import weakref
 from collections import Counter
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("hvdlite")
 _LOOK_S = 0.2
+_ENDS_SLOWLY = (
+    "rank %d has waited for %g s in hvd.shutdown(), and goes on: its coordinator thread is in an operation that other "
+    "ranks have not come to, or has not heard from them that it may end. What each rank is at, `py-spy dump --pid PID` "
+    "shows"
+)
 LINKS_SHARE = 0.75
 """Of the time for a start, in which ranks find one another: who waits for all of it has less to say about the cause."""
 
@@ -286,11 +292,15 @@ class World:
         """
         if self.health.failure is None:
             self._announce_end(text, own_text, is_final=is_final, leaver=leaver)
+        says_at_s = time.monotonic() + self.config.stall_report_s
         while not self.coordinator.join(_LOOK_S):
             if self.health.failure is not None and not self.coordinator.join(self.config.failure_grace_s):
                 _LOG.error("rank %d: the coordinator thread is stuck and is left behind", self.topology.rank)
                 self.is_stuck = True
                 break
+            if time.monotonic() > says_at_s:
+                says_at_s = math.inf
+                _LOG.warning(_ENDS_SLOWLY, self.topology.rank, self.config.stall_report_s)
         has_ended_in_order = self.health.failure is None
         if has_ended_in_order:
             self.coordinator.refuse(ShutDownError(own_text))  # whoever was the first to end the world

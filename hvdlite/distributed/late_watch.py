@@ -61,7 +61,7 @@ class LateWatch:
         self._store = store
         self._key = f"hvdlite/waits/{world.allgather(secrets.token_hex(4))[0]}"  # a store may outlive a group
         self._report = report
-        self._stall_s = math.inf if config.stall_check_disable else config.stall_check_time_s or math.inf
+        self._stall_s = config.stall_report_s
         self._number = 0
         self._under_way: _UnderWay | None = None
         self._news = threading.Event()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -41,7 +40,7 @@ class NodeCarrier(Carrier):
         self._recorder = world.recorder
         self._name = name
         self._ranks = tuple(ranks)
-        self._stall_s = math.inf if config.stall_check_disable else config.stall_check_time_s or math.inf
+        self._stall_s = config.stall_report_s
         self.timeout_s = timeout_s
         backend = world.engine.backend
         assert isinstance(backend, ShmBackend) and backend.exchange is not None

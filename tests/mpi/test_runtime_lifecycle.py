@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from mpi4py import MPI
@@ -69,6 +70,27 @@ def test_several_runtimes_side_by_side(world: MPI.Intracomm, sub_comm: SubComm) 
             part.close()
         problems += [sums(runtime) for runtime in (one, two, split)]
         agree(world, *problems)
+
+
+def test_who_waits_long_for_the_end_says_so(world: MPI.Intracomm, caplog: pytest.LogCaptureFixture) -> None:
+    """Here until a thread lets the coordinator go on."""
+    with running(world, replace(TINY, stall_check_time_s=0.1)) as runtime:
+        worker = runtime.world.coordinator._worker
+        is_held, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with worker.at_work:
+                is_held.set()
+                may_end.wait(10)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        is_held.wait()
+        threading.Timer(1.0, may_end.set).start()
+        runtime.close()
+        holder.join()
+    said = [line for line in caplog.messages if f"rank {RANK} has waited for 0.1 s in hvd.shutdown()" in line]
+    agree(world, None if len(said) == 1 else f"said: {caplog.messages}")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
