@@ -16,7 +16,7 @@ _MARK, _WORDS = b"[mpiexec@", b"] Exit codes: "
 _LINES = re.compile(rb"\[mpiexec@[^\]\n]*\] Exit codes: ([^\n]*\n(?:\[[^\]\n]*\] [\d, ]*\n)*)")
 """One for all hosts, or one for each."""
 _ENDED_BADLY = re.compile(
-    rb"=   (?:RANK \d+ )?PID (\d+) RUNNING AT ([^\n]+)\n=   (?:EXIT CODE|KILLED BY SIGNAL): (\d+)[ \n]"
+    rb"=   (RANK \d+ )?PID (\d+) RUNNING AT ([^\n]+)\n=   (?:EXIT CODE|KILLED BY SIGNAL): (\d+)[ \n]"
 )
 """Said once the ranks of a host have ended, one of them by a signal; only then those of other hosts are ended."""
 _LONGEST = 512  # bytes of that
@@ -37,6 +37,7 @@ class ExitCodes:
         self.hosts: list[str] = []
         self.first_host = ""
         self._alone = ""  # what the rank is called whose code is the only one that is known
+        self._misses_ends = False  # of that host, too: MPICH's mpirun
         self._held = self._passed = b""
 
     def take_from(self, piece: bytes) -> bytes:
@@ -61,11 +62,12 @@ class ExitCodes:
     def were_killed_at_first_host(self) -> bool:
         """Whether all there were, as a launcher kills them, and nobody has failed otherwise.
 
-        Of other hosts mpirun may have heard nothing, and says 0.
+        Where mpirun has not heard of a rank's end it says 0; of another host's that may be so with all.
         """
         ends = zip(self.hosts, self.codes, strict=True)
         return self.first_host in self.hosts and all(
-            -code in _OF_LAUNCHER or (code == 0 and host != self.first_host) for host, code in ends
+            -code in _OF_LAUNCHER or (code == 0 and (host != self.first_host or self._misses_ends))
+            for host, code in ends
         )
 
     def place_of(self, rank: int | None, launch: Launch) -> int | None:
@@ -84,10 +86,10 @@ class ExitCodes:
     def _look_for_first(self, piece: bytes) -> None:
         self._passed = self._passed[-_LONGEST:] + piece
         if found := _ENDED_BADLY.search(self._passed):
-            self.first_host = found[2].decode(errors="replace")
-            # MPICH's does not come to its lines then, where there are several hosts.
-            self.codes, self.hosts = [-int(found[3])], [self.first_host]
-            self._alone = f"a rank on {self.first_host} (pid {int(found[1])})"
+            self.first_host, self._misses_ends = found[3].decode(errors="replace"), found[1] is None
+            # MPICH's mostly does not come to its lines then, where there are several hosts.
+            self.codes, self.hosts = [-int(found[4])], [self.first_host]
+            self._alone = f"a rank on {self.first_host} (pid {int(found[2])})"
 
     def _note(self, line: re.Match[bytes]) -> bytes:
         found = [

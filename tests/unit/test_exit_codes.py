@@ -106,6 +106,16 @@ def test_a_launcher_that_names_only_the_rank_that_was_killed_first(length: int) 
     assert codes.name(0, launch) == "a rank on b (pid 4242)"
 
 
+@pytest.mark.parametrize(("lines", "were_killed"), [("[b] 0,9\n", True), ("[a] 256,0\n[b] 0,9\n", False)])
+def test_a_launcher_that_has_not_heard_of_all_ends(lines: str, were_killed: bool) -> None:
+    """As MPICH's at times, and then it says 0 of them."""
+    codes = ExitCodes()
+    codes.take_from(KILLED_FIRST)
+    codes.take_from(f"[mpiexec@a] Exit codes: {lines}".encode())
+    codes.take_from(b"")
+    assert codes.were_killed_at_first_host is were_killed
+
+
 @pytest.mark.parametrize(
     ("lines", "were_killed"),
     [
