@@ -130,7 +130,9 @@ def culprit(codes: Sequence[int], first_end: int | None = None, missed: int | No
     def distance(rank: int) -> tuple[int, bool, bool]:
         code = codes[rank]
         kind = (2 + _OF_LAUNCHER.index(-code)) if -code in _OF_LAUNCHER else 1 if code == 1 else 0
-        return min(kind, 1 if rank == missed else kind), rank != missed, rank != first_end
+        if rank == missed:  # it may have been killed by others than the launcher
+            kind = min(kind, 1)
+        return kind, rank != missed, rank != first_end
 
     return min((rank for rank, code in enumerate(codes) if code != 0), key=distance, default=None)
 

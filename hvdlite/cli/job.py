@@ -132,8 +132,10 @@ def is_read_from_stdin(program: Sequence[str]) -> bool:
     words = list(program[1:])
     while words and words[0].startswith("-") and words[0] != "-":
         option = words.pop(0)
-        if option[:2] in ("-W", "-X"):
-            del words[: option in ("-W", "-X")]
+        if option in ("-W", "-X"):
+            del words[:1]  # its argument
+        elif option.startswith(("-W", "-X")):
+            continue
         elif option.startswith("--") or set(option) & set("cmVh?"):  # -c and -m are the program; others print and end
             return False
     return not words or words[0] == "-"
