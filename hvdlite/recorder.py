@@ -93,18 +93,19 @@ class Recorder:
         max_events: most events kept until they are drained; then the oldest go, and are counted.
 
     Attributes:
+        is_recording: since `start`, until `stop`.
         recordings: how often `start` was called.
         profiler: gets a range for every span of the threads that it watches.
     """
 
     __slots__ = (
-        "_append", "_is_recording", "_max_events", "_ring", "_seen", "_sequence", "_taken", "mark_cycles", "profiler",
+        "_append", "_max_events", "_ring", "_seen", "_sequence", "_taken", "is_recording", "mark_cycles", "profiler",
         "recordings",
     )  # fmt: skip
 
     def __init__(self, max_events: int = 1 << 16) -> None:
         self._max_events = max_events
-        self._is_recording = False
+        self.is_recording = False
         self.recordings = 0
         self.profiler: Profiler = _NoProfiler()
         self.mark_cycles = False
@@ -125,17 +126,17 @@ class Recorder:
         self._reset()
         self.mark_cycles = mark_cycles
         self.recordings += 1
-        self._is_recording = True
+        self.is_recording = True
 
     def stop(self) -> None:
         """Record no more; what is in the ring can still be drained."""
-        self._is_recording = False
+        self.is_recording = False
         self.mark_cycles = False
 
     @property
     def enabled(self) -> bool:
         """Whether spans are of use; who runs often asks before it makes one."""
-        return self._is_recording or self.profiler._is_profiler_enabled
+        return self.is_recording or self.profiler._is_profiler_enabled
 
     def span(self, lane: Lane, name: str, nbytes: int = 0, dtype: str = "") -> AbstractContextManager[None]:
         """Record how long a ``with`` block takes."""
@@ -147,12 +148,12 @@ class Recorder:
 
     def add(self, lane: Lane, name: str, start_ns: int, end_ns: int, nbytes: int = 0, dtype: str = "") -> None:
         """Record what lasted from ``start_ns`` to ``end_ns``."""
-        if self._is_recording:
+        if self.is_recording:
             self._append((next(self._sequence), lane, name, start_ns, end_ns, nbytes, dtype))
 
     def mark(self, lane: Lane, name: str) -> None:
         """Record that something happened now."""
-        if self._is_recording:
+        if self.is_recording:
             self._append((next(self._sequence), lane, name, time.monotonic_ns(), INSTANT, 0, ""))
 
     @property

@@ -97,8 +97,8 @@ def _created(options: Any) -> HvdliteProcessGroup:
     timeline = steps = None
     if not options.global_ranks_in_group:  # of all ranks
         timeline = group_timeline(start.world, worlds, _place(options.store), config.failure_grace_s)
-        if config.timeline:
-            steps = OptimizerSteps(start.world.recorder)
+        steps = OptimizerSteps(start.world.recorder)
+        steps.watch()
     if bootstrap is not None:
         bootstrap.close()  # the world has its own; after a failure other ranks may not come here
     if not options.global_ranks_in_group:

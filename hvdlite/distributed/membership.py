@@ -137,11 +137,17 @@ class Membership:
 
     def waiting(self, title: str) -> AbstractContextManager[None]:
         """See `hvdlite.distributed.work.Waited`."""
+        self._watch_steps()
         return self.world.recorder.span(recorder.Lane.WAIT, title)
 
     def is_waited_for_by_torch(self, title: str) -> None:
         """See `hvdlite.distributed.work.Waited`."""
+        self._watch_steps()
         self._backward_waits.expect(title)
+
+    def _watch_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.watch()
 
     def whom_it_waits_for(self) -> str:
         """See `hvdlite.distributed.work.Waited`."""

@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from hvdlite.recorder import Lane, Recorder
 from hvdlite.torch.wrapped_optimizer import WrappedOptimizer
@@ -23,13 +24,24 @@ class OptimizerSteps:
     """Records every step() of an optimizer in this process, by torch's hooks for all of them, until it is closed.
 
     An optimizer inside another one, as in ZeroRedundancyOptimizer, has no steps of its own; hvdlite's record theirs.
+    Programs that record no timeline have no hooks: where there is one, torch.compile divides a step that it compiles.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._outermost: Optimizer | None = None  # in step(), or it has left that by an exception
         self._start_ns = 0
-        self._hooks = (register_optimizer_step_pre_hook(self._begun), register_optimizer_step_post_hook(self._ended))
+        self._hooks: tuple[RemovableHandle, ...] = ()
+
+    def watch(self) -> None:
+        """Begin, if a timeline is recorded. By threads of the program: to add a hook is no matter for a thread beside
+        one that may just be calling them.
+        """
+        if not self._hooks and self._recorder.is_recording:
+            self._hooks = (
+                register_optimizer_step_pre_hook(self._begun),
+                register_optimizer_step_post_hook(self._ended),
+            )
 
     def close(self) -> None:
         """May be called again."""

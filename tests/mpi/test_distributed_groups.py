@@ -344,11 +344,16 @@ def test_one_timeline_and_one_count_of_both(hvdlite_first: bool, tmp_path: Path)
             dist.all_reduce(torch.ones(100), group=group)
             dist.destroy_process_group(group)
             hvd.allreduce(torch.ones(100), name="gradient")
+            torch.optim.SGD([torch.ones(1)]).step()
+            hvd.barrier()  # after which no rank has anything to record
             hvd.stop_timeline()
             assert hvd.statistics()["reduced_bytes"] - before == 800
             if RANK == 0:
-                names = {event["name"] for event in json.loads(Path(path).read_text())["traceEvents"]}
+                events = json.loads(Path(path).read_text())["traceEvents"]
+                names = {event["name"] for event in events}
                 assert {"all_gather", "all_reduce"} <= names, names
+                steps = {event["pid"] for event in events if (event.get("cat"), event["name"]) == ("optimizer", "step")}
+                assert steps == set(range(SIZE))
                 assert any("gradient" in name for name in names), names
         finally:
             hvd.shutdown()
