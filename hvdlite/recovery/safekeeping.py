@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import BinaryIO
 
+from hvdlite.config import Config
 from hvdlite.links.wire import read_exactly
 from hvdlite.memory.memory_file import write_memory_file
 from hvdlite.naps import growing_pause_s
@@ -20,6 +21,9 @@ from hvdlite.start.meeting_point import connect
 _LOG = logging.getLogger("hvdlite")
 
 _OF_EACH_COMMIT = (Word.DEPOSIT, Word.DEPOSIT_ALONE, Word.NEWS)
+# Without these hvdliterun takes ranks that have succeeded, or could go on, for ranks that have failed.
+_NOT_TO_BE_LOST = (Word.AT_WORK, Word.ENDED, Word.CLAIM, Word.ANEW)
+_AGAIN_S = 0.2  # between two looks for the keeper that takes the place of one that has ended
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0  # in which commits do not wait for a keeper that has been silent
 _SILENT = "the keeper of this host, a process of hvdliterun's, does not answer: it is stopped, or the host is very busy"
 
@@ -127,12 +131,12 @@ class Safekeeping:
             self._has_warned = True
 
     def _ask(self, word: Word, number: int = 0, files: list[int] | None = None) -> tuple[int, int | None]:
-        request = MESSAGE.pack(word, number)
+        request, is_needed = MESSAGE.pack(word, number), word in _NOT_TO_BE_LOST
         with self._asking:
             if word in _OF_EACH_COMMIT and time.monotonic() < self._silent_until_s:
                 raise TimeoutError(_SILENT)
             try:
-                answer = self._ask_twice(request, files or [])
+                answer = self._ask_until_answered(request) if is_needed else self._ask_twice(request, files or [])
             except TimeoutError as error:
                 pause_s = growing_pause_s(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, self._silences)
                 self._silences += 1
@@ -149,6 +153,17 @@ class Safekeeping:
             if not had_link or isinstance(error, TimeoutError):
                 raise
         return self._ask_once(request, files)  # that keeper has ended; perhaps another one is in its place
+
+    def _ask_until_answered(self, request: bytes) -> tuple[int, int | None]:
+        """By the keeper that hvdliterun starts, if the one that was here has ended."""
+        until_s = time.monotonic() + Config.from_env().start_timeout_s  # half of which a keeper has to call
+        while True:
+            try:
+                return self._ask_once(request, [])
+            except ConnectionError:
+                if time.monotonic() >= until_s:
+                    raise
+            time.sleep(_AGAIN_S)
 
     def _ask_once(self, request: bytes, files: list[int]) -> tuple[int, int | None]:
         try:

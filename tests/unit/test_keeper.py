@@ -227,7 +227,14 @@ def test_a_keeper_outlives_the_thread_that_wanted_it() -> None:
 
 
 def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
-    keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, lambda word, number: 0, is_local=True)
+    """The end of training is told to that one, too: hvdliterun would take ranks that end without for failed."""
+    said: list[tuple[Word, int]] = []
+
+    def hear(word: Word, number: int) -> int:
+        said.append((word, number))
+        return 0
+
+    keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, hear, is_local=True)
     try:
         assert keepers.start([HERE]) == []
         where = keepers.environment[KEEPER]
@@ -240,7 +247,11 @@ def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
         other = Safekeeping(where)
         with pytest.raises(OSError, match="refused"):
             other.news()
+        ends = threading.Thread(target=rank.say_at_work, args=(False,))
+        ends.start()
         assert keepers.start([HERE]) == []
+        ends.join()
+        assert keepers.ask() == [] and said == [(Word.AT_WORK, 0)]
         assert killed not in keepers.processes
         assert rank.news() == other.news() == 0  # by the connection to the one that was killed, or without any
         other.close()
