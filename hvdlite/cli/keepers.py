@@ -147,6 +147,7 @@ class Keepers:
         self._changed = threading.Condition()  # guards what follows
         self._started: dict[int, _Keeper] = {}  # by number
         self._numbers = 0
+        self._starts = 0  # of ranks
         self._living: dict[str, _Keeper] = {}
         self._copy = SecondCopy()
         self._reception = Reception(listeners, Secret(self._key, TO_HEAD, CALL.size), self._admit)
@@ -221,6 +222,8 @@ class Keepers:
 
     def tell(self, word: Word, number: int = 0) -> None:
         with self._changed:
+            if word == Word.BEGIN:
+                self._starts = number
             living = list(self._living.values())
         for keeper in living:
             keeper.say(word, number)
@@ -344,6 +347,8 @@ class Keepers:
                     if keeper.link is None:  # it has all that it needs, and listens
                         keeper.link = link
                         self._living[keeper.host] = keeper
+                        if self._starts:  # of these it may see ends, in the place of a keeper that has ended
+                            keeper.say(Word.BEGIN, self._starts)
                     keeper.kept = number
                     keeper.answered += word == Word.HOLDS
                     keeper.takes &= word != Word.TAKE

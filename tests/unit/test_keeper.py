@@ -57,6 +57,12 @@ def job() -> Iterator[Job]:
     assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
 
 
+def process_of_a_rank(where: str, start: int) -> subprocess.Popen[bytes]:
+    """Of rank 6, which ends soon."""
+    told = {KEEPER: where, START: str(start), "OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
+    return subprocess.Popen(["sleep", "2"], env={**os.environ, **told})
+
+
 def put(where: str, number: int, content: bytes) -> None:
     file = write_memory_file(lambda target: target.write(content))
     rank = Safekeeping(where)
@@ -227,7 +233,10 @@ def test_a_keeper_outlives_the_thread_that_wanted_it() -> None:
 
 
 def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
-    """The end of training is told to that one, too: hvdliterun would take ranks that end without for failed."""
+    """The end of training is told to that one, too: hvdliterun would take ranks that end without for failed.
+
+    It sees processes of ranks end that the other one was to see.
+    """
     said: list[tuple[Word, int]] = []
 
     def hear(word: Word, number: int) -> int:
@@ -238,6 +247,7 @@ def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
     try:
         assert keepers.start([HERE]) == []
         where = keepers.environment[KEEPER]
+        keepers.tell(Word.BEGIN, 12)
         rank = Safekeeping(where)
         assert rank.news() == 0
         (killed,) = keepers.processes
@@ -258,6 +268,9 @@ def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
         rank.hand_over(5, lambda target: target.write(b"commit 5"))  # to the new one
         rank.close()
         assert kept(where) == (5, b"commit 5")
+        with process_of_a_rank(where, 12):
+            pass
+        wait_for(lambda: (Word.GONE, pair_of(12, 6)) in said)
     finally:
         keepers.close()
 
@@ -470,8 +483,7 @@ def test_a_rank_that_ends_in_init_is_told_to_hvdliterun(job: Job) -> None:
 
 
 def test_a_process_that_ends_before_init_is_told_to_hvdliterun(job: Job) -> None:
-    told = {KEEPER: job.where, START: "11", "OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
     job.keepers.tell(Word.BEGIN, 11)
-    with subprocess.Popen(["sleep", "2"], env={**os.environ, **told}):
+    with process_of_a_rank(job.where, 11):
         pass
     wait_for(lambda: (Word.GONE, pair_of(11, 6)) in job.said)
