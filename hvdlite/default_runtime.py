@@ -77,14 +77,22 @@ def restart(*, follows_rank_0: bool = True) -> None:
     with _hooks.lock:
         if _hooks.arguments is None:
             raise NotInitializedError
-        world = None if _hooks.runtime is None else _hooks.runtime.world
+        ended = _hooks.runtime
+        world = None if ended is None else ended.world
         failed = None if world is None else world.health.failed_rank
         if membership() is None or world is None or not (world.has_ended or world.health.failure):
             shutdown()  # so that the other ranks come
-        _start(_hooks.arguments, failed, follows_rank_0)
+        earlier = {} if ended is None else ended.counted()
+        del ended, world  # their memory is free before the next ones take theirs
+        _start(_hooks.arguments, failed, follows_rank_0, earlier)
 
 
-def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: bool = True) -> None:
+def _start(
+    arguments: InitArguments,
+    failed: int | None = None,
+    follows_rank_0: bool = True,
+    earlier: Mapping[str, int] | None = None,
+) -> None:
     if _hooks.in_child:
         raise StartupError(_FORKED)
     _hooks.install()
@@ -98,7 +106,7 @@ def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: 
             failures, workers = 0, generation.workers
         shutdown()  # a world that has ended serves until there is a next one: who saves a checkpoint asks for its rank
         try:
-            _build(arguments, recorded(config))
+            _build(arguments, recorded(config), earlier)
             break
         except (StartupError, CollectiveError) as error:
             # A rank may end while it starts, or not fit the others; those that live meet once more.
@@ -110,14 +118,15 @@ def _start(arguments: InitArguments, failed: int | None = None, follows_rank_0: 
             failed = None
 
 
-def _build(arguments: InitArguments, config: Config) -> None:
+def _build(arguments: InitArguments, config: Config, earlier: Mapping[str, int] | None) -> None:
     deadline = start_deadline(config)
     try:
         with _hooks.peers.announced(arguments.comm), _hooks.peers.of(arguments.comm, config) as ranks:
             configure_logging(config, 0 if ranks is None else ranks.rank)
             if ranks is None or ranks.rank == 0:
                 _warn_of_misspelt()
-            _hooks.started(Runtime(ranks, config, versions=arguments.versions, worlds=_hooks.worlds), arguments)
+            made = Runtime(ranks, config, versions=arguments.versions, worlds=_hooks.worlds, earlier=earlier)
+            _hooks.started(made, arguments)
         expect_recovery(True)  # elastic.run sees to it, however late it is called
         if _hooks.peers.survivors is not None:
             runtime().world.health.add(_hooks.peers.survivors)
@@ -254,7 +263,8 @@ def statistics() -> dict[str, int]:
 
     What it has done in process groups of torch.distributed over hvdlite is there too, also before init().
 
-    Counted always, at the cost of additions; each count only grows, so two calls tell what lies between them.
+    Counted always, at the cost of additions; each count only grows, also where `restart` is called meanwhile, so two
+    calls tell what lies between them.
     docs/statistics.md says what is counted, and what to expect.
 
     Raises:

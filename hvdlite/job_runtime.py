@@ -38,6 +38,7 @@ class Runtime:
         config: what rank 0 has, every rank gets, since all must plan alike.
         versions: of packages that must be the same on every rank, by name.
         worlds: in which this process is beside this one.
+        earlier: what this rank has counted before hvdlite was started again.
 
     Attributes:
         group: of all ranks.
@@ -56,8 +57,10 @@ class Runtime:
         *,
         versions: Mapping[str, str] | None = None,
         worlds: ProcessWorlds | None = None,
+        earlier: Mapping[str, int] | None = None,
     ) -> None:
         self._worlds = worlds or ProcessWorlds()
+        self._earlier = earlier or {}
         own = weakref.proxy(self)  # the world, which has it, goes once it has ended, and does not wait for garbage
         start = start_world(
             ranks,
@@ -103,8 +106,14 @@ class Runtime:
 
     def statistics(self) -> dict[str, int]:
         """What this rank has done so far, in all its groups, removed ones too; see `hvdlite.statistics`."""
-        total = Counter(self.world.statistics())
+        total = Counter(self.counted())
         total.update(self._worlds.statistics())
+        return dict(total)
+
+    def counted(self) -> dict[str, int]:
+        """Without what it has done in other worlds, which outlive this runtime."""
+        total = Counter(self.world.statistics())
+        total.update(self._earlier)
         return dict(total)
 
     # Process sets. All ranks of the job call these in the same order with the same arguments.

@@ -372,6 +372,27 @@ def test_the_ranks_and_the_process_sets_are_kept(comm: MPI.Intracomm) -> None:
     hvd.init()  # for the others
 
 
+def test_counts_go_on_where_ranks_start_again() -> None:
+    """As hvd.init() is not called again."""
+    before, after = [], []
+
+    @hvd.elastic.run
+    def loop(state: hvd.elastic.ObjectState) -> None:
+        before.append(hvd.statistics())
+        hvd.allreduce(torch.ones(1))
+        after.append(hvd.statistics())
+        if len(after) < 3:
+            raise hvd.HorovodInternalError("a failure")
+
+    loop(hvd.elastic.ObjectState())
+    assert len(after) == 3
+    for earlier, later in zip(after, before[1:], strict=False):
+        assert all(earlier[name] <= later[name] for name in earlier)
+    hvd.shutdown()
+    hvd.init()
+    assert hvd.statistics()["submissions"] == 0
+
+
 def test_a_wrong_op_ends_it() -> None:
     """Which would come again and again, though programs written for Horovod catch HorovodInternalError for it."""
     starts = 0
