@@ -224,6 +224,7 @@ class KeptJob:
         """
         self._unreached.clear()
         while not is_over.wait(_LOOK_S):
+            keepers.kill_stopped(_LOOK_S)
             names = {host.name for host in chosen}
             has_room = sum(host.slots for host in chosen) < self._limits.most
             welcome = [host for host in self._hosts if has_room or host.name in names]

@@ -22,6 +22,7 @@ from hvdlite.cli.keepers import Keepers, agent_of
 from hvdlite.config import KEEPER, START
 from hvdlite.links.interfaces import Interface
 from hvdlite.memory.memory_file import create_memory_file, is_final, write_memory_file
+from hvdlite.processes import is_stopped
 from hvdlite.recovery import safekeeping
 from hvdlite.recovery.keeper import MESSAGE, TO_RANKS, Word, pair_in, pair_of
 from hvdlite.recovery.safekeeping import Safekeeping
@@ -57,10 +58,10 @@ def job() -> Iterator[Job]:
     assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
 
 
-def process_of_a_rank(where: str, start: int) -> subprocess.Popen[bytes]:
-    """Of rank 6, which ends soon."""
+def run_rank_6(where: str, start: int) -> None:
+    """A process that its keeper sees, and that ends before it comes to hvd.init()."""
     told = {KEEPER: where, START: str(start), "OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
-    return subprocess.Popen(["sleep", "2"], env={**os.environ, **told})
+    subprocess.run(["sleep", "2"], env={**os.environ, **told}, check=True)
 
 
 def put(where: str, number: int, content: bytes) -> None:
@@ -218,18 +219,14 @@ def test_what_ranks_say_reaches_hvdliterun(job: Job) -> None:
     rank.close()
 
 
-def test_a_keeper_outlives_the_thread_that_wanted_it() -> None:
+def test_a_keeper_outlives_the_thread_that_wanted_it(elsewhere: Keepers) -> None:
     """Hosts that come while ranks train are tried on a thread, which ends with these ranks."""
-    keepers = Keepers(Launch(("train.py",), 2), ENVIRON, 20.0, lambda word, number: 0, is_local=True)
-    try:
-        thread = threading.Thread(target=keepers.start, args=([HERE],))
-        thread.start()
-        thread.join()
-        with pytest.raises(subprocess.TimeoutExpired):
-            keepers._started[0].child.wait(0.3)
-        assert keepers.ask() == [] and keepers.kept == {"localhost": 0}
-    finally:
-        keepers.close()
+    thread = threading.Thread(target=elsewhere.start, args=([HERE],))
+    thread.start()
+    thread.join()
+    with pytest.raises(subprocess.TimeoutExpired):
+        elsewhere._started[0].child.wait(0.3)
+    assert elsewhere.ask() == [] and elsewhere.kept == {"localhost": 0}
 
 
 def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
@@ -268,11 +265,26 @@ def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
         rank.hand_over(5, lambda target: target.write(b"commit 5"))  # to the new one
         rank.close()
         assert kept(where) == (5, b"commit 5")
-        with process_of_a_rank(where, 12):
-            pass
+        run_rank_6(where, 12)
         wait_for(lambda: (Word.GONE, pair_of(12, 6)) in said)
     finally:
         keepers.close()
+
+
+def test_a_keeper_that_is_stopped_makes_room_for_another(elsewhere: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where this process was stopped as well, as a whole job is: those that go on later than it do go on."""
+    monkeypatch.setattr(cli.keepers, "_STOPPED_S", 0.2)
+    assert elsewhere.start([HERE]) == []
+    elsewhere.kill_stopped(60.0)
+    (stopped,) = elsewhere.processes
+    os.kill(stopped, signal.SIGSTOP)
+    wait_for(lambda: is_stopped(stopped))
+    for _ in range(2):
+        elsewhere.kill_stopped(0.0)
+        time.sleep(0.3)
+    assert elsewhere.processes == [stopped]
+    wait_for(lambda: elsewhere.kill_stopped(60.0) or not elsewhere.kept)
+    assert elsewhere.start([HERE]) == elsewhere.ask() == []
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
@@ -484,6 +496,5 @@ def test_a_rank_that_ends_in_init_is_told_to_hvdliterun(job: Job) -> None:
 
 def test_a_process_that_ends_before_init_is_told_to_hvdliterun(job: Job) -> None:
     job.keepers.tell(Word.BEGIN, 11)
-    with process_of_a_rank(job.where, 11):
-        pass
+    run_rank_6(job.where, 11)
     wait_for(lambda: (Word.GONE, pair_of(11, 6)) in job.said)
