@@ -241,13 +241,31 @@ class PlanMember:
     def _places_after_pauses(self, period: int) -> tuple[int, ...]:
         """Where in the last ``period`` operations this rank has waited, now or before, or has always been slow."""
         recent, places = list(self._recent), []
-        for place in range(period):
+        for place, shortest_s in enumerate(self._shortest_pauses(period)):
             at = len(recent) - period + place
             request = recent[at][0]
             pauses = [pause_s for other, _, pause_s in recent[at::-period][:_PERIODS] if other == request]
-            if math.inf in pauses or min(pauses) > _PAUSE_S:
+            if math.inf in pauses or shortest_s > _PAUSE_S:
                 places.append(place)
         return tuple(places)
+
+    def _shortest_pauses(self, period: int) -> list[float]:
+        """Before each of the last ``period`` operations, of the last times that they came in that order.
+
+        Whatever else came in between: an order that was frozen before is frozen again when it has come once, and
+        anybody may be slow once.
+        """
+        last = list(self._recent)[len(self._recent) - period :]
+        shortest_s = [math.inf] * period
+        found = 0
+        for request, _, pause_s in reversed(self._recent):
+            if found == _PERIODS * period:
+                break
+            place = period - 1 - found % period
+            if request == last[place][0]:
+                shortest_s[place] = min(shortest_s[place], pause_s)
+                found += 1
+        return shortest_s
 
     def answered(self, key: Key) -> None:
         """What was claimed is; by a fault, since `logged` does so by itself."""

@@ -313,18 +313,18 @@ def test_nothing_is_done_alone_in_a_burst() -> None:
 @pytest.mark.parametrize(
     ("pauses", "places"),
     [
-        (["000", "000", "000"], ()),
-        (["x00", "0x0", "000"], (0, 1)),  # waited once
-        (["111", "1x0", "110"], (0, 1)),  # always slow, or waited
-        (["0x0"], (1,)),
-        (["x00", "000", "000", "000"], ()),  # long ago
+        (["000", "000", "000"], ()), (["0x0"], (1,)), (["x00", "000", "000", "000"], ()),  # long ago
+        (["x00", "0x0", "000"], (0, 1)), (["111", "1x0", "110"], (0, 1)),  # waited once; or always slow
+        # With something else in between: slow once; always slow; waited now; waited before that.
+        (["000", "000", "o", "111"], ()), (["101", "100", "o", "110"], (0,)),
+        (["000", "o", "1x1"], (1,)), (["0x0", "o", "000"], ()),
     ],
-)
+)  # fmt: skip
 def test_ranks_say_where_they_have_paused(pauses: list[str], places: tuple[int, ...]) -> None:
     member = PlanMember(longest=3, patience_s=1.0)
     member.logged(Response(submission("other").request, NAMED), inf)
     for period in pauses:
-        for name, pause in zip("abc", period, strict=True):
+        for name, pause in [("other", "x")] if period == "o" else zip("abc", period, strict=True):
             member.logged(Response(submission(name).request, NAMED), inf if pause == "x" else float(pause))
     assert member.obey(PlanMessage(Verb.HOLD, 3), 0.0).answer == PlanMessage(Verb.HELD, places=places)
 
