@@ -50,7 +50,7 @@ def monitored_barrier(
         wait_all_ranks: rank 0 names all ranks that do not come, not only the first.
 
     Raises:
-        CollectiveError: a rank did not come; the group is of no use any more.
+        CollectiveError: a rank did not come, or has died meanwhile; the group is of no use any more.
     """
     token = [torch.empty(0, device="cpu")]
     if group.rank == 0:
@@ -86,6 +86,8 @@ def _await(arrivals: Sequence[Any], group: Watched, timeout_s: float, *, wait_al
         try:
             arrival.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
         except CollectiveError as error:
+            if (failure := group.health.failure) is not None:  # it has ended every wait, and says who is to blame
+                raise failure.with_traceback(None) from None
             why = why or error
             missing.append(str(rank))
             if not wait_all_ranks:

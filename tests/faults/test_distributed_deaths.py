@@ -47,6 +47,13 @@ if kind == "in messages of others":
         time.sleep(0.2)
         die()
     dist.recv(large, 2 if rank == 0 else None)
+if kind == "in a monitored barrier":
+    if rank == 1:
+        time.sleep(0.2)
+        die()
+    while rank == 2 and not dist.group.WORLD.membership.failure:  # late, and alive
+        time.sleep(0.01)
+    dist.monitored_barrier(wait_all_ranks=True)
 if kind == "before a new group":
     if rank == 1:
         die()
@@ -102,6 +109,12 @@ def test_a_killed_rank_is_named_on_another_node(kind: str) -> None:
 
 def test_a_killed_rank_is_named_to_those_that_wait_for_messages_of_the_living() -> None:
     check_end(run(SCRIPT, "in messages of others", n=3, mpi="none"), "RankFailedError: rank 1 (pid")
+
+
+def test_a_monitored_barrier_names_the_killed_rank_and_none_that_is_only_late() -> None:
+    result = run(SCRIPT, "in a monitored barrier", n=3, mpi="none")
+    check_end(result, "RankFailedError: rank 1 (pid", "in monitored_barrier")
+    assert "failed to pass" not in result.ranks[0].stderr, result
 
 
 @pytest.mark.parametrize("mpi", ["none", pytest.param("current", marks=pytest.mark.thorough)])
