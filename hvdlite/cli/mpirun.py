@@ -136,7 +136,8 @@ def build(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> Command
     threads, notes = thread_settings(launch, environ)
     added |= threads | _ssh_settings(mpirun, launch, environ)
     arguments = _open_mpi if mpirun.mpi is Mpi.OPEN_MPI else _hydra
-    argv = [mpirun.path, *arguments(mpirun, launch, {**environ, **added}), *launch.options, *launch.program]
+    options = launch.options if mpirun.mpi is Mpi.OPEN_MPI else _with_genv(launch.options)
+    argv = [mpirun.path, *arguments(mpirun, launch, {**environ, **added}), *options, *launch.program]
     return Command(argv, added, notes)
 
 
@@ -250,6 +251,18 @@ def _hydra(mpirun: Mpirun, launch: Launch, environ: Mapping[str, str]) -> list[s
     if launch.uses_network and launch.interfaces and not chosen:
         arguments += ["-iface", select(launch.interfaces)[0].name]
     return arguments
+
+
+def _with_genv(options: Sequence[str]) -> list[str]:
+    """``options`` with Hydra's words for Open MPI's ``-x NAME=value``; ``-x NAME`` asks for what Hydra does anyway."""
+    words = iter(options)
+    found: list[str] = []
+    for word in words:
+        if word not in ("-x", "--x"):
+            found.append(word)
+        elif (variable := next(words, "").partition("="))[1]:
+            found += ["-genv", variable[0], variable[2]]
+    return found
 
 
 class _Given:

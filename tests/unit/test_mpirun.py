@@ -96,6 +96,12 @@ class TestBuilding:
         assert self.line(OPEN_MPI_4) == f"/opt/4/bin/mpirun --noprefix {common} python train.py"
         assert self.line(MPICH) == "/opt/m/bin/mpirun -np 4 -print-all-exitcodes python train.py"
 
+    def test_variables_by_the_option_of_open_mpi(self) -> None:
+        """Hydra knows no -x, and exports all variables that there are."""
+        options = ("-x", "HERE", "-l", "-x", "A=b c")
+        assert "mpirun -np 4 -print-all-exitcodes -l -genv A 'b c' python" in self.line(MPICH, options=options)
+        assert "-x HERE -l -x 'A=b c' python" in self.line(OPEN_MPI_5, options=options)
+
     def test_without_input_nobody_waits_for_its_end(self) -> None:
         assert "--stdin none" in self.line(OPEN_MPI_5, has_input=False)
         assert "--stdin none" not in self.line(OPEN_MPI_5, has_input=False, options=("--stdin", "1"))
