@@ -815,12 +815,21 @@ def wake_all(address: int) -> None:
 class Deadline:
     """A native thread that prints ``message`` to stderr and ends the process unless cancelled in time.
 
-    Before the end it runs the program ``explain``, if any, for a few seconds.
+    Before the end it runs the program ``explain``, if any, for a few seconds. Where ``after`` has processes, each a
+    pidfd that stays open and a name, the time begins when the first of them ends, and its name stands before
+    ``message``.
 
     It needs no GIL, so it fires even where MPI_Init blocks inside C. Source: csrc/waiting/deadline.cpp.
     """
 
-    def __init__(self, seconds: float, message: str, exit_code: int, explain: Sequence[str] = ()) -> None: ...
+    def __init__(
+        self,
+        seconds: float,
+        message: str,
+        exit_code: int,
+        explain: Sequence[str] = (),
+        after: Sequence[tuple[int, str]] = (),
+    ) -> None: ...
     def cancel(self) -> None: ...
 
 def map_file(address: int, bytes: int, file: int, is_private: bool) -> None:

@@ -6,12 +6,12 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from hvdlite import _native, environment, launched, mpi
 from hvdlite.agreement import Bootstrap
-from hvdlite.config import KEEPER, MEETING_POINT, START, WORKER, Config, other_variable, told_number
+from hvdlite.config import KEEPER, MEETING_POINT, NOTICES, START, WORKER, Config, other_variable, told_number
 from hvdlite.errors import ConfigError, HorovodVersionMismatchError, StartupError
 from hvdlite.launched import Launched, Meeting
 from hvdlite.links import connections
@@ -23,6 +23,7 @@ from hvdlite.recovery.safekeeping import Safekeeping
 from hvdlite.recovery.survivors import Survivors
 from hvdlite.start.meeting_point import AtMeetingPoint
 from hvdlite.start.rendezvous import Place, RendezvousRanks, Wait
+from hvdlite.start.start_watch import ends_with_others
 from hvdlite.thread_shortage import thread_shortage_told
 
 if TYPE_CHECKING:
@@ -83,8 +84,10 @@ class Peers:
             yield
             return
         if self.keeper is None:
-            notice.say(Notice.STARTING)
-            yield
+            mark = other_variable(NOTICES)
+            is_watched = notice.say(Notice.STARTING) or not mark
+            with nullcontext() if is_watched else ends_with_others({NOTICES: mark}):
+                yield
             notice.say(Notice.STARTED)
         else:
             with self._announced_by(self.keeper, process.rank):

@@ -55,6 +55,14 @@ def state_of(pid: int) -> list[str]:
     return stat[stat.rindex(b")") + 2 :].decode().split()  # behind the name, which may have blanks and brackets
 
 
+def words_of(pid: int) -> list[str]:
+    """The command line of a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, as by SIGSTOP, and will not go on by itself."""
     return _is_in_state(pid, "T")

@@ -329,8 +329,8 @@ void register_ordered_exchange(py::module_& m) {
 
 void register_deadline(py::module_& m) {
   py::class_<Deadline>(m, "Deadline")
-      .def(py::init<double, std::string, int, std::vector<std::string>>(), "seconds"_a, "message"_a, "exit_code"_a,
-           "explain"_a = std::vector<std::string>())
+      .def(py::init<double, std::string, int, std::vector<std::string>, Deadline::Named>(), "seconds"_a, "message"_a,
+           "exit_code"_a, "explain"_a = std::vector<std::string>(), "after"_a = Deadline::Named())
       .def("cancel", &Deadline::cancel, WithoutGil());
   m.def("end_at_exit", &end_at_exit, "least"_a);
 }

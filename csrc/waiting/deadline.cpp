@@ -52,8 +52,10 @@ void run_briefly(std::vector<std::string>& command) {
 
 }  // namespace
 
-Deadline::Deadline(double seconds, std::string message, int exit_code, std::vector<std::string> explain)
+Deadline::Deadline(double seconds, std::string message, int exit_code, std::vector<std::string> explain, Named after)
     : state_(kArmed),
+      seconds_(seconds),
+      after_(std::move(after)),
       until_(time_after(seconds)),
       message_(std::move(message)),
       explain_(std::move(explain)),
@@ -74,8 +76,24 @@ void Deadline::cancel() {
   pthread_join(thread_, nullptr);
 }
 
+// Returns with the end of a process, after which the message is about that and the time runs, or once cancelled.
+void Deadline::await_end() {
+  constexpr std::chrono::milliseconds kLook{500};
+  while (state_.load() == kArmed) {
+    for (const auto& [end, name] : after_) {
+      pollfd has_ended{end, POLLIN, 0};
+      if (poll(&has_ended, 1, 0) != 1) continue;
+      message_ = name + message_;
+      until_ = time_after(seconds_);
+      return;
+    }
+    futex_wait(state_, kArmed, Clock::now() + kLook);
+  }
+}
+
 void* Deadline::watch(void* self) {
   auto& deadline = *static_cast<Deadline*>(self);
+  if (!deadline.after_.empty()) deadline.await_end();
   while (deadline.state_.load() == kArmed && Clock::now() < deadline.until_) {
     futex_wait(deadline.state_, kArmed, deadline.until_);
   }

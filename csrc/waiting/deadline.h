@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "waiting/signal.h"
@@ -16,7 +17,10 @@ namespace hvdlite {
 // child, which has no such thread, it does nothing.
 class Deadline {
  public:
-  Deadline(double seconds, std::string message, int exit_code, std::vector<std::string> explain = {});
+  // Where `after` names processes by their pidfds, which stay open meanwhile, the time begins with the end of the first
+  // of them, and what it is called stands before the message.
+  using Named = std::vector<std::pair<int, std::string>>;
+  Deadline(double seconds, std::string message, int exit_code, std::vector<std::string> explain = {}, Named after = {});
   ~Deadline() { cancel(); }
   Deadline(const Deadline&) = delete;
   Deadline& operator=(const Deadline&) = delete;
@@ -25,10 +29,13 @@ class Deadline {
 
  private:
   static void* watch(void* self);
+  void await_end();
 
   // Exchanged, so that either who cancels or the thread has its way, and nothing is read because of it: what the thread
   // needs was written before it began. The kernel compares before it sleeps, so no wake-up is missed.
   Word state_;
+  double seconds_;
+  Named after_;
   Clock::time_point until_;
   std::string message_;
   std::vector<std::string> explain_;

@@ -7,7 +7,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from hvdlite.launched import Launched
 from hvdlite.links import connections
 from hvdlite.links.connections import Connection
 from hvdlite.links.interfaces import is_own
-from hvdlite.processes import end_of, shares_network, state_of
+from hvdlite.processes import end_of, has_ended, shares_network, state_of, words_of
+from hvdlite.start.start_watch import GONE_S, THROUGH
 
 OUTLIVES_S = 3.0  # a launcher its ranks
 _LOOK_S = 0.5
@@ -48,6 +49,10 @@ class Words(Protocol):
     def lost(self) -> str:
         """Why they cannot come to an end; empty where they can."""
 
+    @property
+    def are_starting(self) -> bool:
+        """Whether some wait in their start for others."""
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -58,6 +63,7 @@ class Expected:
         is_local: whether all ranks are on this machine.
         start_timeout_s: until then ranks have started.
         ssh_port: where other hosts were reached.
+        stays_connected: the launcher's ssh, or what it has for that, ends with the ranks of the host.
         words: None where ranks may go on after a failure, and nobody hears of it.
     """
 
@@ -66,6 +72,7 @@ class Expected:
     start_timeout_s: float
     ssh_port: int = 22
     words: Words | None = None
+    stays_connected: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -105,6 +112,8 @@ class LauncherWatch:
         self._silent_before: list[str] = []
         self._have_called: set[str] = set()  # other hosts whose daemons have been connected to this one
         self._call_look_s = _LOOK_S
+        self._ways: dict[str, int] = {}  # to other hosts: a pidfd of the ssh, or the like
+        self._emptied_s: dict[str, float] = {}  # since when it has ended
         self.next_look_s = self._began_s + _LOOK_S
         self.statuses: list[int] = []
         self.suspicion = ""
@@ -118,6 +127,8 @@ class LauncherWatch:
         words = self._expected.words
         if words is not None and words.lost:
             return words.lost
+        if words is not None and (emptied := self._find_emptied(now)) and words.are_starting:
+            return f"all ranks on {', '.join(emptied)} have ended before they were through {THROUGH}"
         if words is not None and words.are_late:
             silent = self._silence() or self._unanswered(self._others)
             return f"some ranks have not ended, though all were to{_listed(silent) or ': they are stopped, or stuck'}"
@@ -155,6 +166,8 @@ class LauncherWatch:
 
     def close(self) -> None:
         """Before the selector goes."""
+        for way in self._ways.values():
+            os.close(way)
         for key in [*self._selector.get_map().values()]:
             if isinstance(key.data, int):
                 self._selector.unregister(key.fd)
@@ -184,6 +197,32 @@ class LauncherWatch:
         missing = f"no rank has started here within {since_s:.0f} s (HVDLITE_START_TIMEOUT){_listed(silent)}"
         self.suspicion = missing if silent else ""
         return missing if silent and since_s >= self._expected.start_timeout_s else None
+
+    def _find_emptied(self, now: float) -> list[str]:
+        """Other hosts whose ranks have all ended some time ago, as the launcher's way to them has."""
+        if not self._expected.stays_connected:
+            return []
+        if missing := {*self._others} - self._ways.keys():
+            self._ways |= self._find_ways(missing)
+        for name, way in self._ways.items():
+            if has_ended(way):
+                self._emptied_s.setdefault(name, now)
+        return [name for name, since_s in self._emptied_s.items() if now > since_s + GONE_S]
+
+    def _find_ways(self, names: Collection[str]) -> dict[str, int]:
+        """Of those of ``names`` to which the launcher has one now: ssh is told where to go first, then what to do."""
+        hosts = {name: host.address for host in self._expected.hosts for name in (host.name, host.address)}
+        found: dict[str, int] = {}
+        pending = children_of(self._pid)
+        while pending:
+            pid = pending.pop()
+            words = words_of(pid)
+            name = next((hosts[word] for word in words if word in hosts), None)
+            if name is None or "-hosts" in words:  # one that is of the launcher itself, or a rank
+                pending += children_of(pid)
+            elif name in names and name not in found and (end := end_of(pid)) is not None:
+                found[name] = end
+        return found
 
     @property
     def _others(self) -> list[str]:

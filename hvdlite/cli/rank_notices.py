@@ -76,6 +76,11 @@ class RankNotices:
         return self._starting.lost
 
     @property
+    def are_starting(self) -> bool:
+        """Whether some wait in their start for others."""
+        return self._starting.have_come and not self._starting.are_through
+
+    @property
     def are_late(self) -> bool:
         """Whether ranks that were to end have ended, and the others, who have said nothing, have had as long."""
         self._hear()

@@ -279,7 +279,10 @@ def _run_mpirun(
         if words is None and mpirun.ends_together(launch):
             words = on_end.enter_context(closing(RankNotices(config.failure_grace_s)))
             environ = {**environ, **words.environment}
-        expected = Expected(launch.hosts, launch.is_local, config.start_timeout_s, ssh_port, words)
+        stays_connected = chosen.mpi is not Mpi.OPEN_MPI  # whose daemons leave ssh
+        expected = Expected(
+            launch.hosts, launch.is_local, config.start_timeout_s, ssh_port, words, stays_connected=stays_connected
+        )
 
         def run() -> Ending:
             watch_for = _LOST_HOST if many else ()

@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 import time
 
-from hvdlite.start.start_watch import UNSEEN
-
-_GONE_S = 2.0  # for ranks that miss another one while they start to go on without it, or to end, by themselves
+from hvdlite.start.start_watch import GONE_S, THROUGH, called
 
 
 class Starting:
@@ -33,7 +31,7 @@ class Starting:
 
     def end(self, rank: int) -> None:
         """``rank`` has ended, which may be `UNSEEN`."""
-        self._gone = self._gone or ("a rank" if rank == UNSEEN else f"rank {rank}")
+        self._gone = self._gone or called(rank)
         self._compare()
 
     def _compare(self) -> None:
@@ -44,7 +42,6 @@ class Starting:
     @property
     def lost(self) -> str:
         """Why these ranks do not get through; empty where they may."""
-        if not self.are_through and time.monotonic() > self._gone_s + _GONE_S:
-            start = "hvd.init() or init_process_group()"
-            return f"{self._gone} has ended before it was through {start}, where others wait for it"
+        if not self.are_through and time.monotonic() > self._gone_s + GONE_S:
+            return f"{self._gone} has ended before it was through {THROUGH}"
         return ""

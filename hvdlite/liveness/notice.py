@@ -28,11 +28,16 @@ class Notice(IntEnum):
     ENDS = 3
 
 
-def say(notice: Notice, failed: int | None = None) -> None:
-    """Tell hvdliterun, if it is on this machine and has started this rank by mpirun; never waits."""
+def say(notice: Notice, failed: int | None = None) -> bool:
+    """Tell hvdliterun, if it is on this machine and has started this rank by mpirun; never waits.
+
+    Returns whether it listens.
+    """
     name = other_variable(NOTICES)
     if name:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as link, suppress(OSError):
             link.setblocking(False)
             said = b"" if failed is None else RANK.pack(failed)
             link.sendto(bytes([notice]) + said, NAME + name.encode())
+            return True
+    return False

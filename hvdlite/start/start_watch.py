@@ -12,15 +12,20 @@ from __future__ import annotations
 import math
 import os
 import selectors
+import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 
-from hvdlite import environment, launched
+from hvdlite import _native, environment, launched
 from hvdlite.processes import shares_network, state_of
+from hvdlite.thread_shortage import thread_shortage_told
 
 _LOOK_S = 0.5
+GONE_S = 2.0
+"""For ranks that miss another one while they start to go on without it, or to end, by themselves."""
+THROUGH = "hvd.init() or init_process_group(), where others wait for it"
 _LATEST_S = 3.0  # for a rank to be seen after the first one of its host: a launcher starts them within milliseconds
 UNSEEN = 0xFFFFFFFF
 """A rank that has ended before it was seen, where ranks on other hosts have not been seen either."""
@@ -89,6 +94,11 @@ class StartWatch:
             return None
         return min({*range(self._size)} - self._seen) if self._size == self._local_size else UNSEEN
 
+    @property
+    def found(self) -> dict[int, int]:
+        """The rank of each descriptor in the selector."""
+        return {key.fd: key.data for key in self._selector.get_map().values() if key.fd in self._ends}
+
     def rank_ended(self, key: selectors.SelectorKey) -> None:
         """One of the descriptors in the selector has become readable."""
         self._selector.unregister(key.fd)
@@ -101,6 +111,33 @@ class StartWatch:
             os.close(end)
         self._ends.clear()
         self._next_look_s = math.inf
+
+
+@contextmanager
+def ends_with_others(marks: Mapping[str, str]) -> Iterator[None]:
+    """Within the block this process, which starts, ends soon after a rank of its host that has ``marks``, and says so.
+
+    For hosts on which nobody else watches them. mpirun notices that a rank has ended that waits inside MPI.
+    """
+    with selectors.DefaultSelector() as selector, closing(StartWatch(marks, 1, selector)) as watch:
+        missed = None
+        while missed is None and (sleep_s := watch.sleep_s) is not None:
+            time.sleep(sleep_s)
+            missed = watch.missed()
+        ended = f" of {socket.gethostname()} has ended before it was through {THROUGH}"
+        after = [(end, f"\nhvdlite: rank {rank}") for end, rank in watch.found.items()]
+        start = f"\nhvdlite: {called(missed)}" if missed is not None else ""
+        with thread_shortage_told():
+            limit = _native.Deadline(GONE_S, start + ended, 1, after=[] if start else after)
+        try:
+            yield
+        finally:
+            limit.cancel()
+
+
+def called(rank: int) -> str:
+    """``rank``, which may be `UNSEEN`, in words."""
+    return "a rank" if rank == UNSEEN else f"rank {rank}"
 
 
 def _ranks(marks: Mapping[str, str]) -> list[_Process]:

@@ -47,18 +47,34 @@ if "works on" in sys.argv and hvdlite.rank() == 1:
     MPI.Finalize()
     time.sleep(15)
 """
+ENDS_EARLY = """
+import os, sys, time
+if os.environ["PMI_RANK"] == sys.argv[3]:
+    time.sleep(1)
+    os._exit(0)
+import hvdlite
+hvdlite.init()
+"""
 
 
 class Job:
     """``program`` under hvdliterun on host 0, with a rank on each of ``hosts``, by default on all."""
 
     def __init__(
-        self, lab: Lab, mpi: str, directory: Path, seconds: float, env: Mapping[str, str], *more: str, hosts: str = ""
+        self,
+        lab: Lab,
+        mpi: str,
+        directory: Path,
+        seconds: float,
+        env: Mapping[str, str],
+        *more: str,
+        hosts: str = "",
+        program: str = PROGRAM,
     ) -> None:
         self.directory = directory
         self._size = len(lab)
         script = directory / "script.py"
-        script.write_text(PROGRAM)
+        script.write_text(program)
         variables = {**lab.launch_environment, "OMP_NUM_THREADS": "1", **env}
         variables["PYTHONPATH"] = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
         words = [f"{name}={value}" for name, value in variables.items()]
@@ -137,6 +153,22 @@ def test_a_launcher_does_not_wait_for_a_rank_that_is_stopped(hosts: Hosts, mpi: 
     assert "rank 1 (pid" in text and "on node1) has not answered for" in text, text
     assert "daemon" not in text and "MTU" not in text and "port 22" not in text, text
     assert lab.pids(0) == lab.pids(1) == lab.pids(2) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["alone on its host", "beside another"])
+@pytest.mark.parametrize("mpi", ["mpich", "intelmpi"])
+def test_a_rank_elsewhere_that_ends_before_its_start(hosts: Hosts, mpi: str, ranks: int, tmp_path: Path) -> None:
+    """Others of its host say so, or that there are none is seen by the launcher's way there."""
+    lab = hosts(2)
+    last = 2 * ranks - 1
+    patient = {"HVDLITE_START_TIMEOUT": "100"}
+    where = f"node0:{ranks},node1:{ranks}"
+    status, text = Job(lab, mpi, tmp_path, 0, patient, str(last), hosts=where, program=ENDS_EARLY).end(60)
+    assert status == 1, text
+    # One that has ended before the other looks has no number.
+    said = f"(rank {last}|a rank) of node1 has" if ranks > 1 else "ended: all ranks on node1 have"
+    assert re.search(f"{said} ended before", text) and "init() was not through" not in text, text
+    assert lab.pids(0) == lab.pids(1) == []
 
 
 @pytest.mark.parametrize("first", ["root@node0", f"{NETWORK}1"])  # which is the launcher's own host

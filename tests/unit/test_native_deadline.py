@@ -35,6 +35,20 @@ def test_deadline_cancelled(end: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "alive\n", "")
 
 
+def test_deadline_that_begins_with_the_end_of_a_process() -> None:
+    result = python("""
+import subprocess
+others = [subprocess.Popen("cat", stdin=subprocess.PIPE) for _ in range(2)]
+ends = [(os.pidfd_open(other.pid), f"{number}") for number, other in enumerate(others)]
+d = Deadline(0.0, " has ended", 7, after=ends)
+time.sleep(0.7)
+print("alive", flush=True)
+others[1].kill()
+ctypes.PyDLL(None).sleep(50)
+""")
+    assert (result.returncode, result.stdout, result.stderr) == (7, "alive\n", "1 has ended\n")
+
+
 def test_deadline_does_not_keep_a_forked_child_from_ending() -> None:
     result = python("""
 import warnings
