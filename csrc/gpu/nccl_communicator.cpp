@@ -181,7 +181,13 @@ NcclCommunicator::NcclCommunicator(int device, const std::string& unique_id, int
   std::memcpy(id.bytes, unique_id.data(), sizeof id.bytes);
   nccl::Config config;
   const cuda::Current current(state_->context);
-  nccl::check(library().init(&state_->communicator, size, id, rank, &config), "ncclCommInitRankConfig");
+  const nccl::Result result = library().init(&state_->communicator, size, id, rank, &config);
+  try {
+    nccl::check(result, "ncclCommInitRankConfig", state_->communicator);
+  } catch (const std::runtime_error&) {
+    abort();  // one that does not connect any more has threads and sockets all the same
+    throw;
+  }
 }
 
 NcclCommunicator::~NcclCommunicator() {

@@ -238,6 +238,22 @@ def test_a_failure_that_nccl_notices(comm: MPI.Intracomm) -> None:
         each.close()
 
 
+def test_one_that_cannot_connect_is_given_back(comm: MPI.Intracomm) -> None:
+    """NCCL may say so at once, and leaves what it has made to who has asked for it."""
+    simulated = nccl_lab.simulated()
+    before = simulated.nccl_sim_living()
+    simulated.nccl_sim_fail(REMOTE)
+    try:
+        with pytest.raises(StartupError, match="ncclCommInitRankConfig: remote process exited"):
+            build(comm)
+    finally:
+        simulated.nccl_sim_fail(0)
+    until_s = time.monotonic() + 10
+    while simulated.nccl_sim_living() > before and time.monotonic() < until_s:
+        time.sleep(1e-3)
+    assert_none(None if simulated.nccl_sim_living() <= before else "a communicator is left")
+
+
 @dataclass
 class Changed:
     """Ranks of which the last has another NCCL."""

@@ -77,6 +77,11 @@ std::shared_ptr<Communicator> Communicator::find(void* handle) {
   return it->second;
 }
 
+int Communicator::living() {
+  const std::lock_guard<std::mutex> lock(Living::get().mutex);
+  return static_cast<int>(Living::get().all.size());
+}
+
 std::shared_ptr<Communicator> Communicator::remove(void* handle) {
   auto communicator = find(handle);
   const std::lock_guard<std::mutex> lock(Living::get().mutex);

@@ -33,6 +33,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Of those that have not been given back; another one ends the process.
   static std::shared_ptr<Communicator> find(void* handle);
   static std::shared_ptr<Communicator> remove(void* handle);
+  static int living();
   void* publish();
 
   int rank() const { return rank_; }

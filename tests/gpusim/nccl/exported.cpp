@@ -106,6 +106,8 @@ struct Config {
 void nccl_sim_fail(int result) { injected = result; }
 // For tests: so many registrations of this process fail from now on.
 void nccl_sim_refuse(int registrations) { refusals = registrations; }
+// For tests: communicators of this process that have not been given back.
+int nccl_sim_living() { return Communicator::living(); }
 
 int ncclGetVersion(int* version) {
   const char* set = std::getenv("GPUSIM_NCCL_VERSION");
@@ -140,7 +142,7 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, const
   const auto communicator = std::make_shared<Communicator>(rank, size);
   *handle = communicator->publish();
   communicator->connect(place);
-  return kInProgress;
+  return communicator->state();  // which may be an error already, of a communicator that there is nevertheless
 }
 
 int ncclCommGetAsyncError(void* handle, int* error) { return *error = Communicator::find(handle)->state(), kSuccess; }
