@@ -90,21 +90,21 @@ void register_copies(py::module_& m) {
           "after"_a, "copies"_a, WithoutGil());
 }
 
-// For libraries that ask which context is the thread's.
+// For libraries that ask which context is the thread's, and call the driver: as in `cuda::Current`, also where a thread
+// of the program captures a graph.
 struct DeviceContext {
   cuda::Context context;
+  std::vector<std::unique_ptr<cuda::Current>> entered;  // by one thread at a time
 };
 
 void register_context(py::module_& m) {
   py::class_<DeviceContext>(m, "DeviceContext")
-      .def(py::init([](int device) { return DeviceContext{primary_context(device)}; }), "device"_a, WithoutGil())
-      .def(
-          "__enter__",
-          [](const DeviceContext& self) { cuda::check(cuda::driver().push_context(self.context), "cuCtxPushCurrent"); })
-      .def("__exit__", [](const DeviceContext&, const py::args&) {
-        cuda::Context popped;
-        cuda::check(cuda::driver().pop_context(&popped), "cuCtxPopCurrent");
-      });
+      .def(py::init(
+               [](int device) { return std::make_unique<DeviceContext>(DeviceContext{primary_context(device), {}}); }),
+           "device"_a, WithoutGil())
+      .def("__enter__",
+           [](DeviceContext& self) { self.entered.push_back(std::make_unique<cuda::Current>(self.context)); })
+      .def("__exit__", [](DeviceContext& self, const py::args&) { self.entered.pop_back(); });
 }
 
 void register_streams(py::module_& m) {
