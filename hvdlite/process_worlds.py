@@ -46,6 +46,7 @@ class ProcessWorlds:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # guards all that follows; taken again where news come back
         self._places: list[_Place] = []
+        self._pauses = 0
         self._ended: Counter[str] = Counter()  # what groups that are no more have counted
         self._saying = threading.Lock()  # guards _said; held by nobody who waits
         self._said: dict[str, Health] = {}  # what the log has about failures, and by whom
@@ -116,8 +117,14 @@ class ProcessWorlds:
                 self._places.remove(place)
                 self._ended.update(place.statistics())
                 health.remove(place)
+                self._pauses += not self._places
         with self._saying:
             self._said = {line: speaker for line, speaker in self._said.items() if speaker is not health}
+
+    @property
+    def pauses(self) -> int:
+        """How often this process has left the last world in which it was."""
+        return self._pauses
 
     @property
     def has_failed(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdlite import default_runtime
 from hvdlite._native import Moment
 from hvdlite.memory.base import Region
 from hvdlite.memory.views import OnDevice
@@ -17,20 +18,28 @@ from hvdlite.memory.views import OnDevice
 class Gpus:
     """What is asked of torch; tests on machines without a GPU ask somebody else."""
 
-    _chosen: int | None = None  # the GPU of this rank: that of its first tensor
+    _chosen: tuple[int, int] | None = None  # in which life of this process's worlds, and the GPU of this rank there
 
     def choose(self, ordinal: int) -> None:
         """Raises:
-        ValueError: ``ordinal`` is another GPU than that of this rank's first tensor.
+        ValueError: ``ordinal`` is another GPU than that of this rank's first tensor, or on which it has joined.
         """
-        if self._chosen is None:
-            self._chosen = ordinal
-        elif ordinal != self._chosen:
+        chosen = self.chosen
+        if chosen is None:
+            self._chosen = default_runtime.worlds().pauses, ordinal
+        elif ordinal != chosen:
             raise ValueError(
-                f"a tensor is on cuda:{ordinal}, but this rank has begun with one on cuda:{self._chosen}, and a rank "
-                "works with one GPU; call torch.cuda.set_device(hvd.local_rank()) before the first tensor is made, and "
-                "start a rank for every GPU"
+                f"a tensor is on cuda:{ordinal}, but this rank has begun on cuda:{chosen}, and a rank works with one "
+                "GPU; call torch.cuda.set_device(hvd.local_rank()) before the first tensor is made, and before "
+                "hvd.join(), and start a rank for every GPU"
             )
+
+    @property
+    def chosen(self) -> int | None:
+        """The GPU of this rank; None while it has none, and again where every world of the process has ended."""
+        if self._chosen is None or self._chosen[0] != default_runtime.worlds().pauses:
+            return None
+        return self._chosen[1]
 
     def ordinal_of(self, tensor: torch.Tensor) -> int | None:
         """The GPU that has ``tensor``; None where that is in the host's memory."""

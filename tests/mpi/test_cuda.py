@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 import hvdlite
 import hvdlite.errors
 import hvdlite.torch as hvd
-from cuda_lab import SimulatedGpus, simulated
+from cuda_lab import SimulatedGpus, simulated, simulated_for
 from hvdlite.operations.operation import Operation
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
@@ -187,6 +188,26 @@ def test_the_device_as_a_whole_is_never_waited_for(gpus: SimulatedGpus) -> None:
     assert soon(lambda: torch.equal(result, total(10)))
     go_on.set()
     gpus.cuda.synchronize(other)
+
+
+@contextmanager
+def anew() -> Iterator[None]:
+    """With worlds that have not seen a GPU yet."""
+    for step in (hvd.shutdown, hvd.init):
+        step()
+    yield
+    for step in (hvd.shutdown, hvd.init):
+        step()
+
+
+def test_another_gpu_after_another_start(gpus: SimulatedGpus) -> None:
+    """As where a rank of an elastic job takes another place."""
+    before, other = (gpus.cuda, gpus.stream), simulated_for((gpus.cuda.device + 1) % 4)
+    assert same(gpus, hvd.allreduce(late(gpus, ramp(20)), op=hvd.Average), ramp(20))
+    with anew(), other.current():
+        gpus.cuda, gpus.stream = other, other.stream()
+        assert same(gpus, hvd.allreduce(late(gpus, ramp(20, hvd.rank() + 1)), op=hvd.Sum), total(20))
+    gpus.cuda, gpus.stream = before
 
 
 def test_a_rank_with_its_tensor_on_the_host(gpus: SimulatedGpus) -> None:
