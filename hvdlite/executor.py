@@ -61,6 +61,8 @@ class Executor:
         self._device: DeviceEngine | None = None
         self._has_device = False  # whether it is known if there is one
         self._enqueued: deque[_Enqueued] = deque()
+        self.own_gpu: int | None = None
+        """That of this rank, where it has said so before it joined."""
 
     def execute(self, work: Work) -> object:
         """Do what all ranks agreed on; return what the user gets."""
@@ -71,11 +73,18 @@ class Executor:
         if not on_device:
             bucket, label = _bucket(work, host)
             return operation.run(host, bucket, label)
-        device = self.device_for(_ordinal(work)) if on_device == len(operation.tensors) else None
+        device = self.device_for(self._ordinal(work)) if on_device == len(operation.tensors) else None
         if device is None or not device.can_run(operation):
             bucket, label = _bucket(work, host)
             return self._transfer.run(bucket, lambda on_host: operation.run(host, on_host, label), label)
         return self._enqueue(device, work)
+
+    def _ordinal(self, work: Work) -> int | None:
+        """The GPU of this rank; None where it has joined, and has not said which."""
+        for _, submission in work:
+            if submission is not None and submission.device is not None:
+                return submission.device.ordinal
+        return self.own_gpu
 
     def execute_burst(self, burst: Burst) -> None:
         """Do all of it; each operation is of one tensor on the host."""
@@ -152,11 +161,3 @@ def _bucket(work: Work, engine: Engine) -> tuple[list[tuple[Response, Submission
     bucket = [(response, submission or operation.absentee(response, engine.memory)) for response, submission in work]
     label = bucket[0][1].label
     return bucket, label if len(work) == 1 else f"{label} and {len(work) - 1} more"
-
-
-def _ordinal(work: Work) -> int | None:
-    """The GPU of this rank; None where it has joined, and has not said which."""
-    for _, submission in work:
-        if submission is not None and submission.device is not None:
-            return submission.device.ordinal
-    return None

@@ -52,6 +52,9 @@ class SimulatedGpus(Gpus):
     def ordinal_of(self, tensor: torch.Tensor) -> int | None:
         return self.cuda.device if self.cuda.has(tensor.data_ptr()) else None
 
+    def current(self) -> int | None:
+        return self.cuda.device
+
     def current_stream(self, ordinal: int) -> int:
         assert self.stream.value is not None
         return self.stream.value

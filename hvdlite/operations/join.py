@@ -16,8 +16,13 @@ from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.operation import Operation, Work
 
 
-def join(group: Group) -> int:
-    """Wait until all ranks have; returns the last of them. From here on they number alike what they use."""
+def join(group: Group, gpu: int | None = None) -> int:
+    """Wait until all ranks have; returns the last of them. From here on they number alike what they use.
+
+    Args:
+        gpu: that of this rank, if it is known, for what the others reduce on theirs.
+    """
+    group.world.executor.own_gpu = gpu
     last: int = join_async(group).wait()
     own = group.numbered
     most, negative_least = _highest(group, [len(own), -len(own)])

@@ -41,6 +41,11 @@ class Gpus:
             return None
         return self._chosen[1]
 
+    def current(self) -> int | None:
+        """The GPU on which torch makes tensors on this thread, if it has begun to work with GPUs."""
+        has_begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return torch.cuda.current_device() if has_begun else None
+
     def ordinal_of(self, tensor: torch.Tensor) -> int | None:
         """The GPU that has ``tensor``; None where that is in the host's memory."""
         return None if tensor.is_cpu else tensor.device.index

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hvdlite.operations import join as operations
 from hvdlite.recorder import Lane
+from hvdlite.torch import device as torch_device
 from hvdlite.torch.eager import eager
 from hvdlite.torch.process_set import global_process_set
 
@@ -17,11 +18,18 @@ def join(device: int = -1) -> int:
     an error on the other ranks until all have joined, as in Horovod.
 
     Args:
-        device: not needed; Horovod has this argument.
+        device: on which GPU this rank takes part, if it has reduced nothing on one yet and torch has not begun to work
+            with one; -1: the one of its place on the node.
 
     Returns:
         The last rank that joined, the same on every rank.
     """
     group = global_process_set.group()
+    gpus = torch_device.gpus
+    known = (gpus.chosen, gpus.current(), device if device >= 0 else None)
     with group.recorder.span(Lane.WAIT, "join"):
-        return operations.join(group)
+        last = operations.join(group, next((ordinal for ordinal in known if ordinal is not None), None))
+    engine = group.world.executor.device
+    if engine is not None:
+        gpus.choose(engine.memory.ordinal)
+    return last

@@ -210,6 +210,29 @@ def test_another_gpu_after_another_start(gpus: SimulatedGpus) -> None:
     gpus.cuda, gpus.stream = before
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_who_joins_before_its_first_tensor(
+    gpus: SimulatedGpus, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """It takes part on torch's GPU, which is not that of its place on the node; or there, if torch has none yet."""
+    if not Operation.runs_on_device:
+        pytest.skip("what passes through the host needs no GPU there")
+    if not is_known:
+        monkeypatch.setattr(gpus, "current", lambda: None)
+    with anew():
+        if hvd.rank() == 0:
+            assert same(gpus, hvd.allreduce(late(gpus, ramp(20)), op=hvd.Sum), ramp(20))
+        hvd.join()
+        engine = hvdlite.runtime().group.world.executor.device
+        assert engine is not None
+        assert engine.memory.ordinal == (0 if is_known else hvd.local_rank())
+        if is_known:
+            assert same(gpus, hvd.allreduce(late(gpus, ramp(20)), op=hvd.Average), ramp(20))
+        elif hvd.rank():
+            with pytest.raises(ValueError, match=rf"on cuda:0, but this rank has begun on cuda:{hvd.rank()},"):
+                hvd.allreduce(late(gpus, ramp(20)))
+
+
 def test_a_rank_with_its_tensor_on_the_host(gpus: SimulatedGpus) -> None:
     if hvd.size() == 1:
         pytest.skip("nobody differs")
