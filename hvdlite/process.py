@@ -151,8 +151,8 @@ class ProcessHooks:
             runtime.fail(reason)  # the rank that has left waits for the others at its end, in vain
             runtime.allow_time()
             _let_end_first(reason.leaver)
-        elif isinstance(reason, RankFailedError) and not gives_way and mpi.is_running():
-            time.sleep(_RANK_0_FIRST_S)  # an mpirun may look late, hvdliterun does not
+        elif isinstance(reason, RankFailedError) and not gives_way:
+            time.sleep(_RANK_0_FIRST_S)  # who has raised may still print it, and an mpirun looks late
 
     def _at_exit(self) -> None:
         if self.in_child:

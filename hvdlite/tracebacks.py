@@ -98,15 +98,18 @@ def described(error: BaseException) -> str:
 
 
 def show(error: BaseException, trace: TracebackType | None, previous: Hook, *, has_been_said: bool) -> None:
-    """Print an uncaught ``error``.
+    """Print an uncaught ``error``, in one piece: ranks that write to the same place would mix their lines otherwise.
 
     Args:
         previous: the hook of uncaught exceptions that was there before ours; another one than Python's shows them.
         has_been_said: the message has come as a line of the log already.
     """
     own = _shown(error, trace)
-    if are_full() or previous is not sys.__excepthook__ or not _is_on_purpose(error, trace):
+    if previous is not sys.__excepthook__:
         previous(type(error), error.with_traceback(own), own)
+        return
+    if are_full() or not _is_on_purpose(error, trace):
+        print("".join(traceback.format_exception(type(error), error, own)), end="", file=sys.stderr, flush=True)
         return
     summary = [] if has_been_said else traceback.format_exception_only(error)
     place = f"{type(error).__name__}, as said above; this rank was here" if has_been_said else "Raised here"

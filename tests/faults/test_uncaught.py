@@ -67,3 +67,18 @@ def test_all_frames_if_asked_for() -> None:
     text = run(PROGRAM, "mismatch", n=2, env={"HVDLITE_FULL_TRACEBACKS": "1"}).ranks[0].stderr
     assert text.startswith("Traceback")
     assert "/hvdlite/torch/" in text
+
+
+def test_the_rank_that_raised_is_named_where_it_takes_long_to_say_so() -> None:
+    """It tells the others before it prints, and prints for a while on a busy machine."""
+    slow = """
+def shown(*error):
+    time.sleep(0.4)
+    sys.__excepthook__(*error)
+
+if os.environ["HVDLITE_RANK"] == "1":
+    sys.excepthook = shown
+"""
+    result = run(slow + PROGRAM, "raise", n=2, alone=True, mpi="none")
+    assert result.returncode == 1
+    assert "rank 1 (pid" in result.launcher_output, result

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from types import TracebackType
 
 import pytest
@@ -52,6 +53,23 @@ def test_our_frames_between_those_of_a_program_are_left_out(capsys: pytest.Captu
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "KeyError: 'of the program'"
     assert not any("in ours" in line for line in lines)
+
+
+def test_it_is_printed_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that write to the same place at the same time do not mix their lines."""
+    written: list[str] = []
+
+    class Recorder(StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Recorder())
+    error = raised(mine)
+    tracebacks.show(error, error.__traceback__, sys.__excepthook__, has_been_said=False)
+    (text,) = filter(None, written)
+    assert text.startswith("Traceback (most recent call last):\n")
+    assert text.endswith("\nKeyError: 'of the program'\n")
 
 
 def test_frames_of_our_context_managers_are_left_out() -> None:
