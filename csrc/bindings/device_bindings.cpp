@@ -218,7 +218,11 @@ class PagedBarrier : public StreamBarrier {
   PagedBarrier(const DeviceStream& stream, const py::buffer& page, int rank, int size)
       : StreamBarrier(stream, address_in(page, size), rank, size), page_(page) {}
   ~PagedBarrier() {
-    if (!let_go()) page_.release();
+    const bool has_let_go = [this] {
+      const py::gil_scoped_release unlocked;
+      return let_go();
+    }();
+    if (!has_let_go) page_.release();
   }
 
  private:

@@ -1,5 +1,9 @@
 #include "gpu/stream_barrier.h"
 
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+
 #include "kernels/elements.h"
 
 namespace hvdlite {
@@ -11,6 +15,21 @@ namespace {
 
 // Beyond all that is waited for by half of what a comparison by difference can tell apart.
 constexpr std::uint32_t kForGood = 1u << 30;
+
+constexpr std::chrono::seconds kLastUse(1);
+constexpr std::chrono::milliseconds kNap(1);
+
+// Whether the stream has done all that it was given; where the driver is gone, nobody does anything any more.
+bool comes_to_an_end(const DeviceStream& stream) noexcept try {
+  const Moment end(stream.device(), reinterpret_cast<std::uintptr_t>(stream.handle()));
+  for (const auto limit = std::chrono::steady_clock::now() + kLastUse; !end.is_reached();) {
+    if (std::chrono::steady_clock::now() >= limit) return false;
+    std::this_thread::sleep_for(kNap);
+  }
+  return true;
+} catch (const std::runtime_error&) {
+  return true;
+}
 
 }  // namespace
 
@@ -31,7 +50,8 @@ StreamBarrier::StreamBarrier(const DeviceStream& stream, std::uintptr_t page, in
 StreamBarrier::~StreamBarrier() { let_go(); }
 
 bool StreamBarrier::let_go() noexcept {
-  if (has_page_) {
+  if (getpid() != owner_) return false;  // of a forked child it is the parent's
+  if (has_page_ && comes_to_an_end(stream_)) {
     const cuda::Current current(stream_.context(), std::nothrow);
     has_page_ = driver().host_unregister(reinterpret_cast<void*>(page_)) != cuda::kSuccess;
   }

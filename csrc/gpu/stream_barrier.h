@@ -5,6 +5,8 @@
 // will not come any more.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -40,7 +42,8 @@ class StreamBarrier {
   // every rank that lives. What streams do that have not met is undefined.
   void release();
 
-  // At the end: have the driver forget the page. False where it refuses.
+  // At the end: have the driver forget the page. False where it refuses, or the stream may still come to it: after a
+  // failure the stream goes on with what it was given, once what it waits for has been done.
   bool let_go() noexcept;
 
  private:
@@ -49,6 +52,7 @@ class StreamBarrier {
   std::uint32_t* word_of(int rank) const;
   cuda::Address address_of(int rank) const;
 
+  const pid_t owner_ = getpid();
   const DeviceStream& stream_;
   std::uintptr_t page_;
   cuda::Address on_device_ = 0;  // of the page

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -60,6 +62,25 @@ def test_its_page_stays_where_the_driver_does_not_let_go() -> None:
         cuda.synchronize(stream)
     assert not held
     assert memory() is not None
+
+
+def test_its_page_stays_while_its_stream_may_come_to_it() -> None:
+    """As after a failure, where the stream is behind a long kernel of the user's."""
+    cuda, go_on = simulated(), threading.Event()
+    page = new_page(_native.StreamBarrier.bytes_needed(2))
+    memory = weakref.ref(page.memory)
+    stream = _native.DeviceStream(0)
+    barrier = _native.StreamBarrier(stream, page.memory, 0, 2)
+    with cuda.current():
+        cuda.launch(ctypes.c_void_p(stream.handle), lambda: go_on.wait(20))
+    barrier.meet()
+    barrier.release()
+    del page, barrier
+    try:
+        assert memory() is not None
+    finally:
+        go_on.set()
+    _native.Moment(0, stream.handle).wait()
 
 
 MEETS_WITHOUT_PEER = """
