@@ -51,6 +51,9 @@ class Keepers:
     def review_copy(self) -> None:
         pass
 
+    def kill_stopped(self, every_s: float) -> None:
+        pass
+
     def begin_start(self, hosts: Iterable[Host]) -> None:
         wanted = [host.name for host in hosts if host.name not in self.kept]
         self.kept |= {name: 0 for name in wanted if name not in self.silent}
