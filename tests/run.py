@@ -108,6 +108,7 @@ LEFT_OUT = {3: ["not_with_three_ranks"], 4: ["up_to_three_ranks"]}
 WITHOUT_MPI = (
     "test_alltoall.py",
     "test_distributed_groups.py",
+    "test_distributed_seen.py",
     "test_distributed_timeouts.py",
     "test_functions.py",
     "test_join.py",
