@@ -184,8 +184,8 @@ def test_leaders_that_cannot_reach_one_another_are_explained(hosts: Hosts, mpi: 
         "FI_TCP_IFACE": "eth0",
         "FI_SOCKETS_IFACE": "eth0",
     }
-    env = {**right, "HVDLITE_NETWORK_INTERFACES": "eth1", "HVDLITE_START_TIMEOUT": "8"}
-    result = hosts(2, dead_interface=True).launch(CHECKS, ranks_per_host=[1, 1], mpi=mpi, env=env, timeout=40)
+    env = {**right, "HVDLITE_NETWORK_INTERFACES": "eth1", "HVDLITE_START_TIMEOUT": "12"}
+    result = hosts(2, dead_interface=True).launch(CHECKS, ranks_per_host=[1, 1], mpi=mpi, env=env, timeout=50)
     assert result.returncode != 0
     assert not result.leftovers, result
     assert re.search(
