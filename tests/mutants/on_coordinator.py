@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 _COORDINATOR = "hvdlite/coordinator/"
-_PLANS = "unit/test_plans.py unit/test_frozen_plan.py"
+_PLANS = "unit/test_plans.py unit/test_plan_pauses.py unit/test_frozen_plan.py"
 _ENDS = "unit/test_ends.py"
 
 MUTANTS = [

@@ -19,7 +19,8 @@ import hvdlite.operations
 from hvdlite.config import Config
 from hvdlite.coordinator.burst import Burst, KnownBurst
 from hvdlite.coordinator.coordinator import Coordinator
-from hvdlite.coordinator.messages import Response
+from hvdlite.coordinator.messages import PlanMessage, Response, Verb
+from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.request import NAMED, Key, Request, TensorSpec
 from hvdlite.coordinator.submission import Submission
@@ -436,3 +437,14 @@ class Lab:
 def submission(name: str, numel: int = 4, sequence: int = NAMED, kind: str = "allreduce") -> Submission:
     tensors = () if kind in ("barrier", "join") else (TensorSpec(name, DType.FLOAT32, (numel,)),)
     return Submission(OPERATIONS[kind](name, tensors), sequence)
+
+
+def with_bursts(*lengths: int) -> PlanMember:
+    """A member in a plan of a, b, c and so on, in bursts of so many."""
+    begins = tuple(sum(lengths[:count]) for count in range(len(lengths)))
+    member = PlanMember(longest=10, patience_s=1.0)
+    for name in "abcdefghij"[: sum(lengths)]:
+        member.logged(Response(submission(name).request, NAMED), 0.0)
+    member.obey(PlanMessage(Verb.HOLD), 0.0)
+    member.obey(PlanMessage(Verb.RELEASE, sum(lengths), places=begins), 0.0)
+    return member
