@@ -50,6 +50,10 @@ class Words(Protocol):
         """Why they cannot come to an end; empty where they can."""
 
     @property
+    def have_started(self) -> bool:
+        """Whether some are through their start."""
+
+    @property
     def are_starting(self) -> bool:
         """Whether some wait in their start for others."""
 
@@ -127,7 +131,8 @@ class LauncherWatch:
         words = self._expected.words
         if words is not None and words.lost:
             return words.lost
-        if words is not None and (emptied := self._find_emptied(now)) and words.are_starting:
+        # From the beginning, as a way that has ended cannot be found any more; and no longer than it matters.
+        if words is not None and not words.have_started and (emptied := self._find_emptied(now)) and words.are_starting:
             return f"all ranks on {', '.join(emptied)} have ended before they were through {THROUGH}"
         if words is not None and words.are_late:
             silent = self._silence() or self._unanswered(self._others)

@@ -76,9 +76,14 @@ class RankNotices:
         return self._starting.lost
 
     @property
+    def have_started(self) -> bool:
+        """Whether some are through their start."""
+        return self._starting.are_through
+
+    @property
     def are_starting(self) -> bool:
         """Whether some wait in their start for others."""
-        return self._starting.have_come and not self._starting.are_through
+        return self._starting.is_under_way
 
     @property
     def are_late(self) -> bool:

@@ -83,7 +83,7 @@ class RankWords:
     @property
     def are_starting(self) -> bool:
         """Whether some wait in hvd.init() for the others."""
-        return self._starting.have_come and not self.have_started
+        return self._starting.is_under_way
 
     @property
     def may_be_joined(self) -> bool:

@@ -40,6 +40,11 @@ class Starting:
             self._gone_s = min(self._gone_s, time.monotonic())
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether some wait for others."""
+        return self.have_come and not self.are_through
+
+    @property
     def lost(self) -> str:
         """Why these ranks do not get through; empty where they may."""
         if not self.are_through and time.monotonic() > self._gone_s + GONE_S:
