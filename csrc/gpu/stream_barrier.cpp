@@ -3,6 +3,7 @@
 #include <chrono>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "kernels/elements.h"
 
@@ -50,12 +51,10 @@ StreamBarrier::StreamBarrier(const DeviceStream& stream, std::uintptr_t page, in
 StreamBarrier::~StreamBarrier() { let_go(); }
 
 bool StreamBarrier::let_go() noexcept {
-  if (getpid() != owner_) return false;  // of a forked child it is the parent's
-  if (has_page_ && comes_to_an_end(stream_)) {
-    const cuda::Current current(stream_.context(), std::nothrow);
-    has_page_ = driver().host_unregister(reinterpret_cast<void*>(page_)) != cuda::kSuccess;
-  }
-  return !has_page_;
+  if (!std::exchange(has_page_, false)) return true;
+  if (getpid() != owner_ || !comes_to_an_end(stream_)) return false;  // a forked child's is its parent's
+  const cuda::Current current(stream_.context(), std::nothrow);
+  return driver().host_unregister(reinterpret_cast<void*>(page_)) == cuda::kSuccess;
 }
 
 void StreamBarrier::meet() {

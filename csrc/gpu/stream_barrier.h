@@ -42,8 +42,8 @@ class StreamBarrier {
   // every rank that lives. What streams do that have not met is undefined.
   void release();
 
-  // At the end: have the driver forget the page. False where it refuses, or the stream may still come to it: after a
-  // failure the stream goes on with what it was given, once what it waits for has been done.
+  // At the end, once: have the driver forget the page. False where it refuses, or the stream may still come to it:
+  // after a failure the stream goes on with what it was given, once what it waits for has been done.
   bool let_go() noexcept;
 
  private:
