@@ -109,9 +109,10 @@ def show(error: BaseException, trace: TracebackType | None, previous: Hook, *, h
         previous(type(error), error.with_traceback(own), own)
         return
     if are_full() or not _is_on_purpose(error, trace):
-        print("".join(traceback.format_exception(type(error), error, own)), end="", file=sys.stderr, flush=True)
-        return
-    summary = [] if has_been_said else traceback.format_exception_only(error)
-    place = f"{type(error).__name__}, as said above; this rank was here" if has_been_said else "Raised here"
-    frames = [f"{place} (HVDLITE_FULL_TRACEBACKS=1 shows all frames):\n", *traceback.format_tb(own)]
-    print("".join([*summary, *frames] if own else summary), end="", file=sys.stderr, flush=True)
+        lines = traceback.format_exception(type(error), error, own)
+    else:
+        lines = [] if has_been_said else traceback.format_exception_only(error)
+        if own:
+            place = f"{type(error).__name__}, as said above; this rank was here" if has_been_said else "Raised here"
+            lines += [f"{place} (HVDLITE_FULL_TRACEBACKS=1 shows all frames):\n", *traceback.format_tb(own)]
+    print("".join(lines), end="", file=sys.stderr, flush=True)

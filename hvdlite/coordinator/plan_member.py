@@ -241,31 +241,13 @@ class PlanMember:
     def _places_after_pauses(self, period: int) -> tuple[int, ...]:
         """Where in the last ``period`` operations this rank has waited, now or before, or has always been slow."""
         recent, places = list(self._recent), []
-        for place, shortest_s in enumerate(self._shortest_pauses(period)):
+        for place, shortest_s in enumerate(_shortest_pauses(recent, period)):
             at = len(recent) - period + place
             request = recent[at][0]
             pauses = [pause_s for other, _, pause_s in recent[at::-period][:_PERIODS] if other == request]
             if math.inf in pauses or shortest_s > _PAUSE_S:
                 places.append(place)
         return tuple(places)
-
-    def _shortest_pauses(self, period: int) -> list[float]:
-        """Before each of the last ``period`` operations, of the last times that they came in that order.
-
-        Whatever else came in between: an order that was frozen before is frozen again when it has come once, and
-        anybody may be slow once.
-        """
-        last = list(self._recent)[len(self._recent) - period :]
-        shortest_s = [math.inf] * period
-        found = 0
-        for request, _, pause_s in reversed(self._recent):
-            if found == _PERIODS * period:
-                break
-            place = period - 1 - found % period
-            if request == last[place][0]:
-                shortest_s[place] = min(shortest_s[place], pause_s)
-                found += 1
-        return shortest_s
 
     def answered(self, key: Key) -> None:
         """What was claimed is; by a fault, since `logged` does so by itself."""
@@ -363,3 +345,22 @@ class PlanMember:
         unnamed = Counter(request.name for request, sequence in rotated if sequence != NAMED)
         numbers = {name: itertools.count(self._numbers.get(name, 0) - number) for name, number in unnamed.items()}
         return [(request, NAMED if sequence == NAMED else next(numbers[request.name])) for request, sequence in rotated]
+
+
+def _shortest_pauses(recent: Sequence[tuple[Request, int, float]], period: int) -> list[float]:
+    """Before each of the last ``period`` of ``recent``, of the last times that they came in that order.
+
+    Whatever else came in between: an order that was frozen before is frozen again when it has come once, and anybody
+    may be slow once.
+    """
+    last = recent[len(recent) - period :]
+    shortest_s = [math.inf] * period
+    found = 0
+    for request, _, pause_s in reversed(recent):
+        if found == _PERIODS * period:
+            break
+        place = period - 1 - found % period
+        if request == last[place][0]:
+            shortest_s[place] = min(shortest_s[place], pause_s)
+            found += 1
+    return shortest_s
