@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlite.distributed
+import hvdlite.torch as hvd
 from conftest import WORLD
 from hvdlite import mpi
 from hvdlite.distributed import creation
@@ -51,6 +52,21 @@ def process_group(
         dist.destroy_process_group()
         if torch.__version__ < "2.7":  # it tells only NCCL's groups
             group.shutdown()
+
+
+@contextmanager
+def beside_hvdlite(*, hvdlite_first: bool) -> Iterator[None]:
+    """A process group and hvdlite at work, of which that begins first; hvdlite ends first, and the group goes on."""
+    if hvdlite_first:
+        hvd.init()
+    with process_group():
+        if not hvdlite_first:
+            hvd.init()
+        try:
+            yield
+        finally:
+            hvd.shutdown()
+        dist.barrier()
 
 
 def told(value: object) -> list[object]:

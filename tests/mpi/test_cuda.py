@@ -193,11 +193,11 @@ def test_the_device_as_a_whole_is_never_waited_for(gpus: SimulatedGpus) -> None:
 @contextmanager
 def anew() -> Iterator[None]:
     """With worlds that have not seen a GPU yet."""
-    for step in (hvd.shutdown, hvd.init):
-        step()
+    hvd.shutdown()
+    hvd.init()
     yield
-    for step in (hvd.shutdown, hvd.init):
-        step()
+    hvd.shutdown()
+    hvd.init()
 
 
 def test_another_gpu_after_another_start(gpus: SimulatedGpus) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlite.torch as hvd
-from distributed_lab import NODES, RANK, SIZE, SIZES, of_rank, process_group, told
+from distributed_lab import NODES, RANK, SIZE, SIZES, beside_hvdlite, of_rank, process_group, told
 from hvdlite import mpi
 from hvdlite.collectives import shm_exchange
 from hvdlite.distributed import doors
@@ -269,33 +269,25 @@ def test_torch_splits_groups_where_there_are_gpus(nodes: tuple[int, ...], monkey
 
 @pytest.mark.parametrize("hvdlite_first", [True, False])
 def test_beside_hvdlite(hvdlite_first: bool) -> None:
-    if hvdlite_first:
-        hvd.init()
-    with process_group():
-        if not hvdlite_first:
-            hvd.init()
-        try:
-            assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
-            upper = dist.new_group(range(SIZE // 2, SIZE))
-            members = hvd.ProcessSet.from_group(upper)
-            assert (members is not None) == (RANK >= SIZE // 2)
-            works = dist.all_reduce(torch.ones(100), async_op=True), hvd.allreduce_async(torch.ones(100), op=hvd.Sum)
-            works[0].wait()
-            assert hvd.synchronize(works[1])[0] == SIZE
-            if members is not None:
-                assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=members)[0] == SIZE - SIZE // 2
-                assert members.process_group() is upper
-            everybody = hvd.global_process_set.process_group()
-            assert hvd.global_process_set.process_group() is everybody
-            assert hvd.global_process_set.process_group(group_desc="another") is not everybody
-            some = hvd.ProcessSet([0]).process_group()
-            assert (some is None) == (RANK != 0)
-            tensor = torch.ones(1)
-            dist.all_reduce(tensor, group=everybody)
-            assert tensor[0] == SIZE
-        finally:
-            hvd.shutdown()
-        dist.barrier()
+    with beside_hvdlite(hvdlite_first=hvdlite_first):
+        assert (hvd.rank(), hvd.size()) == (RANK, SIZE)
+        upper = dist.new_group(range(SIZE // 2, SIZE))
+        members = hvd.ProcessSet.from_group(upper)
+        assert (members is not None) == (RANK >= SIZE // 2)
+        works = dist.all_reduce(torch.ones(100), async_op=True), hvd.allreduce_async(torch.ones(100), op=hvd.Sum)
+        works[0].wait()
+        assert hvd.synchronize(works[1])[0] == SIZE
+        if members is not None:
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=members)[0] == SIZE - SIZE // 2
+            assert members.process_group() is upper
+        everybody = hvd.global_process_set.process_group()
+        assert hvd.global_process_set.process_group() is everybody
+        assert hvd.global_process_set.process_group(group_desc="another") is not everybody
+        some = hvd.ProcessSet([0]).process_group()
+        assert (some is None) == (RANK != 0)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=everybody)
+        assert tensor[0] == SIZE
 
 
 @pytest.mark.parametrize("hvdlite_ends_first", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import hvdlite.torch as hvd
-from distributed_lab import NODES, RANK, SIZE, process_group, told
+from distributed_lab import NODES, RANK, SIZE, beside_hvdlite, process_group, told
 from hvdlite.timeline.report import build_report
 
 pytestmark = [
@@ -23,6 +23,15 @@ pytestmark = [
     pytest.mark.up_to_three_ranks,
     pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning"),
 ]
+
+
+@pytest.fixture
+def timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file that the settings of all ranks name; a test ends once each has looked."""
+    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
+    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
+    yield path
+    told(None)
 
 
 def test_profilers_show_calls() -> None:
@@ -50,55 +59,41 @@ def test_profilers_show_calls() -> None:
 @pytest.mark.parametrize("hvdlite_first", [True, False])
 def test_one_timeline_and_one_count_of_both(hvdlite_first: bool, tmp_path: Path) -> None:
     path = told(str(tmp_path / "timeline.json"))[0]
-    if hvdlite_first:
-        hvd.init()
-    with process_group():
-        if not hvdlite_first:
-            hvd.init()
-        try:
-            before = hvd.statistics()["reduced_bytes"]
-            hvd.start_timeline(path)
-            hvd.barrier()  # from here on it records on all ranks
-            dist.all_gather([torch.empty(10) for _ in range(SIZE)], torch.ones(10))
-            group = dist.new_group(range(SIZE))
-            dist.all_reduce(torch.ones(100), group=group)
-            dist.destroy_process_group(group)
-            hvd.allreduce(torch.ones(100), name="gradient")
-            torch.optim.SGD([torch.ones(1)]).step()
-            hvd.barrier()  # after which no rank has anything to record
-            hvd.stop_timeline()
-            assert hvd.statistics()["reduced_bytes"] - before == 800
-            if RANK == 0:
-                events = json.loads(Path(path).read_text())["traceEvents"]
-                names = {event["name"] for event in events}
-                assert {"all_gather", "all_reduce"} <= names, names
-                steps = {event["pid"] for event in events if (event.get("cat"), event["name"]) == ("optimizer", "step")}
-                assert steps == set(range(SIZE))
-                assert any("gradient" in name for name in names), names
-        finally:
-            hvd.shutdown()
+    with beside_hvdlite(hvdlite_first=hvdlite_first):
+        before = hvd.statistics()["reduced_bytes"]
+        hvd.start_timeline(path)
+        hvd.barrier()  # from here on it records on all ranks
+        dist.all_gather([torch.empty(10) for _ in range(SIZE)], torch.ones(10))
+        group = dist.new_group(range(SIZE))
+        dist.all_reduce(torch.ones(100), group=group)
+        dist.destroy_process_group(group)
+        hvd.allreduce(torch.ones(100), name="gradient")
+        torch.optim.SGD([torch.ones(1)]).step()
+        hvd.barrier()  # after which no rank has anything to record
+        hvd.stop_timeline()
+        assert hvd.statistics()["reduced_bytes"] - before == 800
+        if RANK == 0:
+            events = json.loads(Path(path).read_text())["traceEvents"]
+            names = {event["name"] for event in events}
+            assert {"all_gather", "all_reduce"} <= names, names
+            steps = {event["pid"] for event in events if (event.get("cat"), event["name"]) == ("optimizer", "step")}
+            assert steps == set(range(SIZE))
+            assert any("gradient" in name for name in names), names
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-def test_the_timeline_of_the_settings_needs_no_init(
-    nodes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
-    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
+def test_the_timeline_of_the_settings_needs_no_init(nodes: tuple[int, ...], timeline: Path) -> None:
     with process_group(nodes):
         dist.broadcast(torch.ones(10), 0)
     if RANK == 0:
-        assert "broadcast" in {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-        assert [entry.name for entry in path.parent.iterdir()] == [path.name]
-    told(None)
+        assert "broadcast" in {event["name"] for event in json.loads(timeline.read_text())["traceEvents"]}
+        assert [entry.name for entry in timeline.parent.iterdir()] == [timeline.name]
 
 
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_the_timeline_has_the_steps_of_optimizers_and_what_backward_waits_for(
-    nodes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: tuple[int, ...], timeline: Path
 ) -> None:
-    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
-    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
     with process_group(nodes):
         layers = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.Linear(30, 1))
         model = DistributedDataParallel(layers, bucket_cap_mb=1e-3)
@@ -108,7 +103,7 @@ def test_the_timeline_has_the_steps_of_optimizers_and_what_backward_waits_for(
             optimizer.step()
     assert not _global_optimizer_pre_hooks  # they end with the group
     if RANK == 0:
-        trace = json.loads(path.read_text())
+        trace = json.loads(timeline.read_text())
         ranks: dict[int, list[tuple[float, float, str]]] = {rank: [] for rank in range(SIZE)}
         for event in trace["traceEvents"]:
             if event["ph"] == "X" and (event["cat"], event["name"]) in _PARTS_OF_A_STEP:
@@ -118,7 +113,6 @@ def test_the_timeline_has_the_steps_of_optimizers_and_what_backward_waits_for(
             assert [lane for _, _, lane in spans] == ["backward", "wait", "optimizer"] * 3
             assert all(end <= start + 1e-3 for (_, end, _), (start, _, _) in pairwise(spans)), spans
         assert len(build_report(trace).steps) == 2
-    told(None)
 
 
 class _AroundAnother(torch.optim.Optimizer):
@@ -135,9 +129,7 @@ class _AroundAnother(torch.optim.Optimizer):
 _PARTS_OF_A_STEP = {("backward", "backward"), ("wait", "hvdlite:all_reduce"), ("optimizer", "step")}
 
 
-def test_init_begins_the_timeline_of_the_settings_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(str(told(str(tmp_path / "timeline.json"))[0]))
-    monkeypatch.setenv("HVDLITE_TIMELINE", str(path))
+def test_init_begins_the_timeline_of_the_settings_anew(timeline: Path) -> None:
     with process_group():
         dist.broadcast(torch.ones(10), 0)
         hvd.init()
@@ -145,10 +137,9 @@ def test_init_begins_the_timeline_of_the_settings_anew(tmp_path: Path, monkeypat
         dist.all_gather([torch.empty(1) for _ in range(SIZE)], torch.ones(1))
         hvd.shutdown()
     if RANK == 0:
-        names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+        names = {event["name"] for event in json.loads(timeline.read_text())["traceEvents"]}
         assert "all_gather" in names and "broadcast" not in names
         assert any("gradient" in name for name in names), names
-    told(None)
 
 
 def test_statistics_count_what_a_group_has_reduced() -> None:
