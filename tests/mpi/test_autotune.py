@@ -23,6 +23,8 @@ from hvdlite.mpi import MpiRanks
 from hvdlite.operations.configure import configure
 from runtime_lab import LAYOUTS, TINY, Machines, Tensor, agree, allreduce, running
 
+pytestmark = pytest.mark.up_to_three_ranks
+
 WORLD = MPI.COMM_WORLD
 LAYERS, WIDTH = 12, 24
 BUCKET_BYTES = 4096  # a layer has 2400, so every other size makes other buckets

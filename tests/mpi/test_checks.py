@@ -14,7 +14,7 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import DivergenceError, NumericsError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.not_with_three_ranks]
 
 
 @contextmanager

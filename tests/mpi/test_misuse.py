@@ -17,7 +17,12 @@ import torch
 import hvdlite.torch as hvd
 from hvdlite.errors import DuplicateNameError, HorovodInternalError, MismatchError, NotInitializedError, UsageError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.not_with_three_ranks,
+    pytest.mark.usefixtures("running"),
+]
 
 Tensors = list[torch.Tensor]
 

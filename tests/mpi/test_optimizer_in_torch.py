@@ -17,7 +17,12 @@ from torch.optim import lr_scheduler
 import hvdlite.torch as hvd
 from hvdlite.errors import UsageError
 
-pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks, pytest.mark.usefixtures("running")]
+pytestmark = [
+    pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
+    pytest.mark.not_with_three_ranks,
+    pytest.mark.usefixtures("running"),
+]
 
 
 SHAPES = [(4, 3), (50, 40), (6, 1)]

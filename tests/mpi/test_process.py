@@ -24,6 +24,8 @@ from hvdlite.operations.allocate import allocate
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.barrier import barrier_async
 
+pytestmark = pytest.mark.up_to_three_ranks
+
 PATIENCE_S = 20.0
 
 

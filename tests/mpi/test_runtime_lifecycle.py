@@ -26,6 +26,8 @@ from hvdlite.operations.allocate import allocate
 from hvdlite.operations.barrier import barrier_async
 from runtime_lab import LAYOUTS, TINY, Tensor, agree, allreduce, machines, running
 
+pytestmark = pytest.mark.up_to_three_ranks
+
 SubComm = Callable[[int], MPI.Intracomm | None]
 several = pytest.mark.skipif(SIZE == 1, reason="needs ranks to leave out")
 
@@ -314,7 +316,6 @@ def _resources() -> dict[str, int]:
 
 
 @pytest.mark.time_limit(120)
-@pytest.mark.up_to_three_ranks
 def test_nothing_grows_with_the_number_of_runtimes(world: MPI.Intracomm) -> None:
     """Hundreds of them, as they come: collecting garbage is left to Python, as in a program."""
 

@@ -1,9 +1,9 @@
 """What every Python of the suites that start many does first: look seldom for garbage, and not at all at the end; and
-import torch's compiler only where something is compiled.
+import torch's compiler, and what it knows of operations on no data, only where somebody asks for it.
 
-A rank needs 3 s of a processor to import torch, to make an optimizer and to end: 1.3 for the compiler, which the first
-step of an optimizer imports to be left alone by it, and half a second for looks through all that was made. The suite
-mpi has torch as it is, and ends as programs of users do.
+A rank needs 3.4 s of a processor to import torch, to make an optimizer and to end: 1.3 for the compiler, which the
+first step of an optimizer imports to be left alone by it, 0.4 for results on the device "meta", and half a second for
+looks through all that was made. The suite mpi has torch as it is, and ends as programs of users do.
 """
 
 import atexit
@@ -17,12 +17,24 @@ gc.set_threshold(200_000, 50, 100)
 atexit.register(gc.freeze)  # the first that is registered is the last that is called
 
 COMPILER = "torch._dynamo"
+ON_META = "torch._meta_registrations"
+WITH_ON_META = ("torch._decomp", "torch._prims", "torch._refs")
 
 
-class CompilerLater(ModuleType):
-    """`COMPILER`, as it is to who does not compile, until somebody asks for more."""
+class Later(ModuleType):
+    """A module that is imported when somebody asks for what is in it."""
 
     __path__ = ()  # a package
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # the machinery of imports asks what a module has
+            raise AttributeError(name)
+        finder.let_in(self.__name__)
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+class CompilerLater(Later):
+    """`COMPILER`, as it is to who does not compile."""
 
     def graph_break(self, msg=""):
         pass
@@ -30,36 +42,47 @@ class CompilerLater(ModuleType):
     def disable(self, fn=None, recursive=True, **_):
         return fn
 
-    def __getattr__(self, name):
-        if name.startswith("__"):  # the machinery of imports asks what a module has
-            raise AttributeError(name)
-        return getattr(finder.imported(), name)
-
 
 class Finder:
-    """Finds `CompilerLater`, and imports the compiler before a part of it."""
+    """Finds `COMPILER` and `ON_META` empty; imports them before a part of the one, or what goes with the other."""
 
-    is_later = True
+    def __init__(self):
+        self._later = {COMPILER, ON_META}
 
     def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self) if self.is_later and f"{name}.".startswith(f"{COMPILER}.") else None
+        return ModuleSpec(name, self) if self._whole(name) in self._later else None
 
-    def imported(self):
-        """The compiler itself."""
-        if self.is_later:
-            self.is_later = False
-            del sys.modules[COMPILER]
-            importlib.import_module(COMPILER)
-        return sys.modules[COMPILER]
+    def let_in(self, name):
+        """Import the whole that ``name`` belongs to."""
+        whole = self._whole(name)
+        if whole in self._later:
+            self._later.remove(whole)
+            self.let_in(ON_META)  # the compiler needs it, and would import it in the middle of what it needs itself
+            del sys.modules[whole]
+            importlib.import_module(whole)
 
     def create_module(self, spec):
         if spec.name == COMPILER:
             return CompilerLater(COMPILER)
-        self.imported()
+        if spec.name == ON_META:
+            return None
+        self.let_in(spec.name)
         return importlib.import_module(spec.name)  # in the middle of an import by this thread, of which it is part
 
     def exec_module(self, module):
-        pass
+        if module.__name__ == ON_META and ON_META in self._later:
+            import torch
+
+            for name in WITH_ON_META:
+                setattr(torch, name.removeprefix("torch."), Later(name))
+            # Random numbers need this much of it.
+            from torch._opaque_base import OpaqueBaseMeta
+
+            torch._C._set_generator_metaclass(OpaqueBaseMeta)
+
+    @staticmethod
+    def _whole(name):
+        return COMPILER if f"{name}.".startswith(f"{COMPILER}.") else ON_META if name in WITH_ON_META else name
 
 
 finder = Finder()
