@@ -1,7 +1,7 @@
 """What every Python of the suites that start many does first: look seldom for garbage, and not at all at the end; and
 import torch's compiler, and what it knows of operations on no data, only where somebody asks for it.
 
-A rank needs 3.4 s of a processor to import torch, to make an optimizer and to end: 1.3 for the compiler, which the
+A rank needs 3 s of a processor to import torch, to make an optimizer and to end: 1.3 for the compiler, which the
 first step of an optimizer imports to be left alone by it, 0.4 for results on the device "meta", and half a second for
 looks through all that was made. The suite mpi has torch as it is, and ends as programs of users do.
 """
