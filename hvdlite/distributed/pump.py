@@ -136,7 +136,8 @@ class Pump:
                 self._is_closing.wait(_LULL_S)
                 continue
             self._turn.acquire()
-            if self._is_busy():  # another thread has just stopped waiting
+            # Another thread has just stopped waiting; or it has, and has read what rang for this one to end.
+            if self._is_busy() or self._is_closing.is_set():
                 self._turn.release()
                 continue
             try:

@@ -195,3 +195,40 @@ def test_sockets_are_waited_for_longer_than_the_system_counts(most_s: float) -> 
         sockets.add(one, READ, lambda link: link.recv(1))
         other.send(b"x")
         assert [watched.link for watched in sockets.ready(most_s)] == [one]
+
+
+class WatchedLock:
+    """A lock that says when somebody is about to take it."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+        self.is_wanted = threading.Event()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self.is_wanted.set()
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def test_a_pump_ends_whose_thread_takes_turns_with_one_that_has_heard_of_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = Echo()
+    served = client.pump
+    turn = WatchedLock(served._turn)
+    monkeypatch.setattr(served, "_turn", turn)
+    turn.acquire()  # as of a thread of the program that waits for a message
+    turn.is_wanted.clear()
+    served.start()
+    assert turn.is_wanted.wait(10)
+    ends = threading.Thread(target=served.close, daemon=True)
+    ends.start()
+    served.sockets.serve(served.sockets.ready(10.0))  # what tells of the end, long before the turn is given back
+    turn.release()
+    ends.join(10)
+    is_stuck = ends.is_alive()
+    served.ring()  # which would help
+    assert not is_stuck
+    client.other.close()
