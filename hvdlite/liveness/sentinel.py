@@ -114,7 +114,7 @@ class Sentinel:
                 self._send(neighbour, Goodbye(self._rank))
             if self._voice is not None:
                 self._voice.close(_FAREWELL_S)
-            self._waker.close()
+            self._waker.shutdown(socket.SHUT_WR)  # a child that C code has forked may have a copy, and keep it open
             self._thread.join()
         self.release()
 

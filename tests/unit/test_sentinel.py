@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import subprocess
@@ -267,6 +268,19 @@ def test_nothing_is_left_after_close() -> None:
         item.sentinel.close()
         item.sentinel.close()  # the end of a process may come after an explicit shutdown
     assert threading.active_count() == before
+
+
+def test_a_copy_of_its_descriptors_holds_nobody_up() -> None:
+    """As of a child that was forked by C code, which closes nothing."""
+    one, other = chain(2)
+    copies = [os.dup(one.sentinel._waker.fileno()), os.dup(other.sentinel._waker.fileno())]
+    closing = [threading.Thread(target=watched.sentinel.close, daemon=True) for watched in (one, other)]
+    for thread in closing:
+        thread.start()
+    have_ended = within(PATIENCE_S, lambda: not any(thread.is_alive() for thread in closing))
+    for copy in copies:
+        os.close(copy)
+    assert have_ended and one.failures == other.failures == []
 
 
 @pytest.mark.parametrize(
