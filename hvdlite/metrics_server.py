@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from hvdlite.links.wire import SHORTAGE_S, SHORTAGES
@@ -23,6 +24,11 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, *arguments: Any) -> None:
         self._places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        # HTTPServer's asks for the name of the address: a name server, where /etc/hosts does not have it.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, self.server_address[1]
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:

@@ -85,6 +85,14 @@ def test_the_server_answers_this_machine_only_and_ends() -> None:
         get(server.port)
 
 
+def test_no_name_server_is_asked_for_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    for question in ("getfqdn", "gethostbyaddr", "getnameinfo"):
+        monkeypatch.setattr(socket, question, lambda *words: asked.append(words) or "localhost")
+    MetricsServer(0, lambda: "").close()
+    assert not asked
+
+
 def test_a_port_that_is_taken_is_no_reason_not_to_train(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
