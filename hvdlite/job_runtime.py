@@ -210,9 +210,13 @@ class Runtime:
 
         Args:
             is_final: this process ends; until `end_watch` it still learns of failures, and others see that it lives.
+
+        Raises:
+            RuntimeError: by a signal handler that has interrupted a wait, which the end would have to wait for.
         """
         if self.closed:
             return
+        self.world.refuse_handler()
         self.closed = True
         if self._metrics is not None:
             self._metrics.close()

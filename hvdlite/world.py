@@ -282,6 +282,11 @@ class World:
         self.coordinator.close(reason)
         self.coordinator.wake()
 
+    def refuse_handler(self) -> None:
+        """Raises RuntimeError in a signal handler that has interrupted work here, or in a subset, which ends first."""
+        for world in (self, *self.subsets.values()):
+            world.coordinator.refuse_handler()
+
     def close(self, text: str, own_text: str, *, is_final: bool, leaver: ProcessAddress | None) -> None:
         """End on all ranks, in order unless the job has failed: what is in flight fails with `ShutDownError`.
 

@@ -135,6 +135,15 @@ class Worker:
         if missed or unfinished:
             self._page.ring_self()
 
+    def refuse_handler(self) -> None:
+        """Raises RuntimeError where the caller's thread is at work, as in a signal handler that interrupts that."""
+        if self.is_own_thread_at_work:
+            raise RuntimeError(
+                "hvd.shutdown() was called by a signal handler that interrupted hvdlite at work, which cannot end "
+                "before the handler does. Raise an exception there, by sys.exit() for example: hvdlite is shut down as "
+                "the process ends"
+            )
+
     @property
     def is_own_thread_at_work(self) -> bool:
         """Whether it is the caller's thread that is."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+from hvdlite.config import Config
+from hvdlite.job_runtime import Runtime
 
 
 def run(program: str) -> str:
@@ -129,3 +133,23 @@ def test_a_worker_that_is_forked_knows_its_rank_and_one_that_is_spawned_says_wha
     assert spawned.endswith(
         "A rank's own worker (of a DataLoader, for example) cannot: hand it what it needs, as hvd.rank()"
     )
+
+
+def test_a_signal_handler_that_has_interrupted_work_cannot_shut_down() -> None:
+    """The coordinator could not end before the handler does."""
+    raised: list[RuntimeError] = []
+
+    def handle(runtime: Runtime) -> None:
+        with runtime.world.coordinator._worker.at_work:
+            try:
+                runtime.close()
+            except RuntimeError as error:
+                raised.append(error)
+
+    with Runtime(None, Config()) as runtime:
+        handler = threading.Thread(target=handle, args=(runtime,), daemon=True)
+        handler.start()
+        handler.join(10)
+        assert len(raised) == 1 and "by a signal handler that interrupted hvdlite at work" in str(raised[0])
+        assert not runtime.closed
+    assert runtime.closed
