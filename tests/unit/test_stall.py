@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -162,6 +166,22 @@ def test_a_status_says_what_this_process_does() -> None:
     }  # fmt: skip
     assert "test_stall.py" in answer["where"]
     assert "in test_a_status_says_what_this_process_does" in answer["where"]
+
+
+def test_where_a_rank_is_names_the_line_of_the_program_and_what_that_waits_for() -> None:
+    """Between the two are as many frames as a library likes."""
+
+    def answer(_: int) -> dict[str, Any]:
+        while sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name != "wait":
+            time.sleep(0.001)
+        return status_of({"kind": "stall_query", "question": 3}, 5, "layer2.bias", [A])
+
+    with ThreadPoolExecutor(1) as pool:
+        (told,) = list(pool.map(answer, [0]))
+    program, library = told["where"].split(" > ")[-2:]
+    assert program.startswith(__file__) and program.endswith(": (told,) = list(pool.map(answer, [0]))")
+    assert "threading.py" in library and " in wait: " in library
+    assert "_base.py" not in told["where"]
 
 
 def test_a_leader_passes_on_what_waits_too_long() -> None:
