@@ -44,10 +44,10 @@ def test_allreduce_prints_what_every_rank_has(launch: Launch, ranks: int) -> Non
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.thorough)])
 def test_digits_reaches_its_accuracy_with_any_number_of_ranks(launch: Launch, ranks: int) -> None:
     pytest.importorskip("sklearn")
-    result = launch(ranks, EXAMPLES / "02_digits.py", "--epochs=10", timeout=240).check()
+    result = launch(ranks, EXAMPLES / "02_digits.py", "--epochs=4", timeout=240).check()
     found = re.search(r"test accuracy (\S+)", result.ranks[0].stdout)
     assert found, result
-    assert float(found[1]) > 0.97
+    assert float(found[1]) > 0.95
     assert not any(rank.stdout or "step/s" in rank.stderr for rank in result.ranks[1:])  # only rank 0 talks
 
 
