@@ -349,15 +349,19 @@ class AtOnce:
         if plan.done == count:
             return
         outcome = prepared.outcome(number, count)
-        if isinstance(error, HorovodInternalError) or outcome is Outcome.FAILED:
+        is_over = isinstance(error, HorovodInternalError) or outcome is Outcome.FAILED
+        if outcome is _NOT_YET and not is_over:
+            try:
+                self._leave(plan, prepared, sequence, tensors)
+            except BaseException as again:  # as where a GPU has failed meanwhile; other ranks count on this one
+                error, is_over = again, True
+        if is_over:
             self._end(error)
             if isinstance(error, Exception):
                 self._check()
         elif outcome is None:
             plan.cancel_next(prepared.request)
         else:
-            if outcome is _NOT_YET:
-                self._leave(plan, prepared, sequence, tensors)
-            else:
+            if outcome is not _NOT_YET:
                 plan.done = plan.told = plan.ready
             self._worker.wake()  # this thread looks for nothing more, and others may wait for what was left

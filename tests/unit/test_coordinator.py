@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from hvdlite.coordinator.submission import Future, Pace
 from hvdlite.errors import CollectiveError, ShutDownError
 from hvdlite.operations.prepared import prepared_once
 from interrupts_lab import interrupted
+from job_lab import AtOnce, Job
 
 CHAIN = [(0, 1), (2, 3), (4,)]
 END = {"text": "as a test", "own_text": "as a test", "is_final": False, "leaver": None}
@@ -110,6 +112,29 @@ def test_what_is_interrupted_is_queued_or_can_be_submitted_again() -> None:
             assert place > 5
             return
     raise AssertionError("so many places there are not")
+
+
+def test_what_others_count_on_and_cannot_be_left_ends_the_job() -> None:
+    """As a tensor of a GPU that fails while its rank waits for others, who would wait for it."""
+    lab = Lab([(0, 1)], 0)
+    job = Job(lab, at_once=True)
+    coordinator, owner = lab.ranks[0], lab.owners[0]
+    while coordinator._plan.free is None:
+        job.step([[("a", 4), ("|", 0)]] * 2)
+    died: list[BaseException] = []
+
+    def check() -> None:
+        raise CollectiveError("what all ranks hear")
+
+    owner.coordinator_died = died.append  # type: ignore[method-assign]
+    owner.check = check  # type: ignore[method-assign]
+    prepared = AtOnce(lab, 0, submission("a"))
+    prepared.submission = fail = Mock(side_effect=RuntimeError("the GPU has failed"))  # type: ignore[method-assign]
+    with pytest.raises(CollectiveError, match="what all ranks hear"):
+        coordinator.at_once.run(prepared, NAMED, None, None)
+    assert fail.called
+    assert [str(error) for error in died] == ["the GPU has failed"]
+    assert coordinator.has_ended
 
 
 class Recipient:
