@@ -63,6 +63,17 @@ class DeviceEngine:
 
         return allocate_in_order
 
+    def has_reached(self, moment: _native.Moment, label: str) -> bool:
+        """Whether the GPU has done ``label``, as it has at ``moment``; raises CollectiveError where it has failed."""
+        try:
+            return moment.is_reached
+        except RuntimeError as error:
+            rank = self.engine.ranks[self.engine.backend.rank]
+            raise CollectiveError(
+                f"rank {rank}: '{label}': GPU {self.memory.ordinal} has failed: {error}. As a rule that was a kernel "
+                "of the program before it; with CUDA_LAUNCH_BLOCKING=1 the error comes where that is called"
+            ) from error
+
     def watch(self, label: str, age_s: float) -> None:
         """Raise CollectiveError where a backend has failed, or ``label`` was enqueued too long ago."""
         backend = self.engine.backend

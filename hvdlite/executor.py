@@ -111,7 +111,10 @@ class Executor:
         return result
 
     def enqueued(self, moment: Moment, what: Labelled) -> bool:
-        """The GPU has to do ``what``, and has done it at ``moment``; whether it had nothing to do before."""
+        """The GPU has to do ``what``, and has done it at ``moment``; whether it had nothing to do before.
+
+        Raises as `watch`.
+        """
         is_first = not self._enqueued
         self._enqueued.append(_Enqueued(moment, what, time.monotonic()))
         self._forget_done()
@@ -126,7 +129,8 @@ class Executor:
         """See that the GPU goes on.
 
         Raises:
-            CollectiveError: it has not come to the end of an operation in time; names it, and the ranks that are late.
+            CollectiveError: it has failed, or has not come to the end of an operation in time; names that, and the
+                ranks that are late.
         """
         self._forget_done()
         if self._enqueued:
@@ -135,7 +139,11 @@ class Executor:
             self._device.watch(oldest.what.label, time.monotonic() - oldest.since_s)
 
     def _forget_done(self) -> None:
-        while self._enqueued and self._enqueued[0].moment.is_reached:
+        device = self._device
+        while self._enqueued:
+            assert device is not None
+            if not device.has_reached(self._enqueued[0].moment, self._enqueued[0].what.label):
+                return
             self._enqueued.popleft()
 
     def device_for(self, ordinal: int | None) -> DeviceEngine | None:

@@ -1,0 +1,49 @@
+"""What GPUs were given and have not done: a GPU that fails is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from hvdlite.device_engine import DeviceEngine
+from hvdlite.errors import CollectiveError
+from hvdlite.executor import Executor
+from hvdlite.recorder import Recorder
+
+
+class Moment:
+    """Of a GPU that has failed, or is reached once it was looked at so often."""
+
+    def __init__(self, looks: float, problem: str = "") -> None:
+        self._looks = looks
+        self._problem = problem
+
+    @property
+    def is_reached(self) -> bool:
+        if self._problem:
+            raise RuntimeError(self._problem)
+        self._looks -= 1
+        return self._looks < 0
+
+
+def executor(check: Callable[[], None] = lambda: None, timeout_s: float = 60.0) -> Executor:
+    """Of rank 5, which works with rank 3."""
+    backend = SimpleNamespace(rank=1, late=lambda: [0], check_health=lambda: None)
+    engine = SimpleNamespace(ranks=(3, 5), backend=backend)
+    device = DeviceEngine(engine, SimpleNamespace(ordinal=2), timeout_s)  # type: ignore[arg-type]
+    made = Executor(SimpleNamespace(recorder=Recorder()), lambda ordinal: device, timeout_s, check)  # type: ignore[arg-type]
+    made.device_for(2)
+    return made
+
+
+def enqueue(made: Executor, times: int, looks: float = float("inf"), problem: str = "") -> None:
+    for i in range(times):
+        made.enqueued(Moment(looks, problem), SimpleNamespace(label=f"w{i}"))  # type: ignore[arg-type]
+
+
+def test_a_gpu_that_has_failed_is_named_with_the_way_out() -> None:
+    problem = "cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"
+    with pytest.raises(CollectiveError, match="rank 5: 'w0': GPU 2 has failed: cuEventQuery.*CUDA_LAUNCH_BLOCKING=1"):
+        enqueue(executor(), 1, problem=problem)
