@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from hvdlite._native import Moment
     from hvdlite.device_engine import DeviceEngine
 
+# Who gives a stream more than about a thousand things is kept by the driver until it goes on, and nobody watches then.
+# A bucket is some seven, and two for each other rank, in each window that it fills.
+_MOST_ENQUEUED = 32
+_NAP_S = 50e-6
+
 Work = Sequence[tuple[Response, Submission | None]]
 """What all ranks agreed on; None stands for what this rank has not submitted because it has joined."""
 
@@ -28,11 +33,15 @@ class Labelled(Protocol):
 
 
 class _Enqueued(NamedTuple):
-    """What a GPU has to do, and keeps alive."""
+    """What a GPU has to do together, and keeps alive."""
 
     moment: Moment
-    what: Labelled
+    what: Sequence[Labelled]
     since_s: float
+
+    @property
+    def label(self) -> str:
+        return self.what[0].label
 
 
 class Executor:
@@ -57,6 +66,7 @@ class Executor:
     ) -> None:
         self._host = host
         self._build_device_engine = build_device_engine
+        self._check = check
         self._transfer = DeviceTransfer(host.recorder, timeout_s, check)
         self._device: DeviceEngine | None = None
         self._has_device = False  # whether it is known if there is one
@@ -107,17 +117,21 @@ class Executor:
         moment = device.memory.moment()
         for _, submission in bucket:
             submission.done_on_device = moment
-            self.enqueued(moment, submission)
+        self.enqueued(moment, *(submission for _, submission in bucket))
         return result
 
-    def enqueued(self, moment: Moment, what: Labelled) -> bool:
+    def enqueued(self, moment: Moment, *what: Labelled) -> bool:
         """The GPU has to do ``what``, and has done it at ``moment``; whether it had nothing to do before.
 
-        Raises as `watch`.
+        Where that is too much at a time, wait. Raises as `watch`, or why the job has failed.
         """
         is_first = not self._enqueued
         self._enqueued.append(_Enqueued(moment, what, time.monotonic()))
         self._forget_done()
+        while len(self._enqueued) > _MOST_ENQUEUED:
+            self._check()
+            time.sleep(_NAP_S)
+            self.watch()
         return is_first
 
     @property
@@ -136,13 +150,13 @@ class Executor:
         if self._enqueued:
             assert self._device is not None
             oldest = self._enqueued[0]
-            self._device.watch(oldest.what.label, time.monotonic() - oldest.since_s)
+            self._device.watch(oldest.label, time.monotonic() - oldest.since_s)
 
     def _forget_done(self) -> None:
         device = self._device
         while self._enqueued:
             assert device is not None
-            if not device.has_reached(self._enqueued[0].moment, self._enqueued[0].what.label):
+            if not device.has_reached(self._enqueued[0].moment, self._enqueued[0].label):
                 return
             self._enqueued.popleft()
 

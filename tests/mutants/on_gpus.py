@@ -96,9 +96,15 @@ MUTANTS = [
     ),
     Mutant(
         "hvdlite/executor.py",
-        "            self.enqueued(moment, submission)\n",
+        "        self.enqueued(moment, *(submission for _, submission in bucket))\n",
         "",
         "2 mpi/test_cuda_training.py -k kept",
+    ),
+    Mutant(
+        "hvdlite/executor.py",
+        "len(self._enqueued) > _MOST_ENQUEUED",
+        "False",
+        "unit/test_executor.py",
     ),
     Mutant(
         "hvdlite/coordinator/submission.py",

@@ -1,4 +1,4 @@
-"""What GPUs were given and have not done: a GPU that fails is named."""
+"""What GPUs were given and have not done: no more than they take, no longer than allowed; a GPU that fails is named."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from hvdlite.device_engine import DeviceEngine
-from hvdlite.errors import CollectiveError
-from hvdlite.executor import Executor
+from hvdlite.errors import CollectiveError, RankFailedError
+from hvdlite.executor import _MOST_ENQUEUED, Executor
 from hvdlite.recorder import Recorder
 
 
@@ -40,7 +40,30 @@ def executor(check: Callable[[], None] = lambda: None, timeout_s: float = 60.0) 
 
 def enqueue(made: Executor, times: int, looks: float = float("inf"), problem: str = "") -> None:
     for i in range(times):
-        made.enqueued(Moment(looks, problem), SimpleNamespace(label=f"w{i}"))  # type: ignore[arg-type]
+        made.enqueued(Moment(looks, problem), SimpleNamespace(label=f"w{i}"), SimpleNamespace(label="another"))  # type: ignore[arg-type]
+
+
+def test_who_enqueues_waits_where_a_gpu_has_much_to_do() -> None:
+    """Else the driver would keep him in the end."""
+    made = executor()
+    enqueue(made, 3 * _MOST_ENQUEUED, looks=_MOST_ENQUEUED + 10)
+    assert 0 < len(made._enqueued) <= _MOST_ENQUEUED
+
+
+def test_a_gpu_that_has_much_to_do_and_does_not_go_on() -> None:
+    made = executor(timeout_s=0.1)
+    with pytest.raises(CollectiveError, match=r"'w0': GPU 2 has not done it in 0 s, and ranks \[3\] are behind"):
+        enqueue(made, _MOST_ENQUEUED + 1)
+
+
+def test_a_job_that_fails_while_a_gpu_has_much_to_do() -> None:
+    def check() -> None:
+        raise RankFailedError(3, "rank 3 is gone")
+
+    made = executor(check)
+    enqueue(made, _MOST_ENQUEUED)
+    with pytest.raises(RankFailedError, match="rank 3 is gone"):
+        enqueue(made, 1)
 
 
 def test_a_gpu_that_has_failed_is_named_with_the_way_out() -> None:
