@@ -68,11 +68,7 @@ class DeviceEngine:
         try:
             return moment.is_reached
         except RuntimeError as error:
-            rank = self.engine.ranks[self.engine.backend.rank]
-            raise CollectiveError(
-                f"rank {rank}: '{label}': GPU {self.memory.ordinal} has failed: {error}. As a rule that was a kernel "
-                "of the program before it; with CUDA_LAUNCH_BLOCKING=1 the error comes where that is called"
-            ) from error
+            raise gpu_failed(self.engine.ranks[self.engine.backend.rank], f"'{label}'", error) from error
 
     def watch(self, label: str, age_s: float) -> None:
         """Raise CollectiveError where a backend has failed, or ``label`` was enqueued too long ago."""
@@ -98,6 +94,14 @@ class DeviceEngine:
         if not self.memory.settle(_SETTLE_S):
             _LOG.error("GPU %d does not come to an end with what it was given; it is left behind", self.memory.ordinal)
         self.engine.backend.close()
+
+
+def gpu_failed(rank: int, title: str, error: RuntimeError) -> CollectiveError:
+    """What all ranks hear where the driver of ``rank`` answers with ``error`` whether its GPU has done ``title``."""
+    return CollectiveError(
+        f"rank {rank}: {title}: its GPU has failed: {error}. As a rule that was a kernel of the program before it; "
+        "with CUDA_LAUNCH_BLOCKING=1 the error comes where that is called"
+    )
 
 
 class _Card(NamedTuple):

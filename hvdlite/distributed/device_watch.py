@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from hvdlite import _native
 from hvdlite.collectives.base import Backend
+from hvdlite.device_engine import gpu_failed
 from hvdlite.errors import CollectiveError, StallError
 from hvdlite.rank_list import rank_list
 from hvdlite.world import World
@@ -133,14 +134,28 @@ class DeviceWatch:
             _LOG.error("process group %s: a GPU does not come to an end with what it was given", self._name)
 
     def _oldest(self) -> Enqueued | None:
-        """The first that is not done; those before it are forgotten."""
+        """The first that is not done; those before it are forgotten. Raises CollectiveError: the GPU has failed."""
         with self._lock:
-            while self._enqueued and self._enqueued[0].moment.is_reached:
+            while self._enqueued and self._has_reached(self._enqueued[0]):
                 self._enqueued[0].is_done(self._world)
                 self._enqueued.popleft()
             return self._enqueued[0] if self._enqueued else None
 
+    def _has_reached(self, enqueued: Enqueued) -> bool:
+        try:
+            return enqueued.moment.is_reached
+        except RuntimeError as error:
+            topology = self._world.topology
+            rank = self._ranks[topology.ranks.index(topology.rank)]
+            raise gpu_failed(rank, f"{enqueued.title} of process group {self._name}", error) from error
+
     def _run(self) -> None:
+        try:
+            self._look()
+        except CollectiveError as error:
+            self._health.report(error)
+
+    def _look(self) -> None:
         while True:
             oldest = self._oldest()
             current = self._enqueuing if oldest is None else _UnderWay(oldest.title, oldest.since_s, oldest.limit_s)

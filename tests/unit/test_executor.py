@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
 
 from hvdlite.device_engine import DeviceEngine
+from hvdlite.distributed.device_watch import DeviceWatch, Enqueued
 from hvdlite.errors import CollectiveError, RankFailedError
 from hvdlite.executor import _MOST_ENQUEUED, Executor
 from hvdlite.recorder import Recorder
@@ -66,7 +68,22 @@ def test_a_job_that_fails_while_a_gpu_has_much_to_do() -> None:
         enqueue(made, 1)
 
 
+PROBLEM = "cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"
+
+
 def test_a_gpu_that_has_failed_is_named_with_the_way_out() -> None:
-    problem = "cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"
-    with pytest.raises(CollectiveError, match="rank 5: 'w0': GPU 2 has failed: cuEventQuery.*CUDA_LAUNCH_BLOCKING=1"):
-        enqueue(executor(), 1, problem=problem)
+    with pytest.raises(CollectiveError, match="rank 5: 'w0': its GPU has failed: cuEventQuery.*CUDA_LAUNCH_BLOCKING=1"):
+        enqueue(executor(), 1, problem=PROBLEM)
+
+
+def test_a_gpu_that_has_failed_is_named_to_a_process_group() -> None:
+    """By the thread that looks after it, which has nobody else to tell."""
+    said: SimpleQueue[CollectiveError] = SimpleQueue()
+    world = SimpleNamespace(
+        health=SimpleNamespace(report=said.put, failure=None), topology=SimpleNamespace(rank=1, ranks=(0, 1))
+    )
+    watch = DeviceWatch("tensors", [3, 5], world)  # type: ignore[arg-type]
+    watch.add(Enqueued(Moment(0, PROBLEM), "all_reduce", None, 60.0))  # type: ignore[arg-type]
+    assert str(said.get(timeout=20)).startswith(
+        f"rank 5: all_reduce of process group tensors: its GPU has failed: {PROBLEM}"
+    )
