@@ -29,6 +29,7 @@ OUTLIVES_S = 3.0  # a launcher its ranks
 _LOOK_S = 0.5
 _WORDS_S = 1.0  # between two looks at what ranks have said
 _PROBE_S = 3.0
+_SSH_FAILED = 255  # exit status of ssh where it does not get to a host, and so of every mpirun
 _MARKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of ranks, by mpirun of Open MPI, and of MPICH and its kin
 _LONGEST_CALL_LOOK_S = 60.0
 _MOST_HOSTS = 32  # daemons on more connect to one another, not all to mpirun
@@ -101,7 +102,8 @@ class LauncherWatch:
     Attributes:
         next_look_s: when to call `look` again; `ranks_ended` changes it.
         statuses: exit statuses of ranks, as far as they were seen.
-        suspicion: why no rank has started, if the launcher should give up by itself; empty where nothing is wrong.
+        suspicion: why no rank has started, if the launcher should give up by itself; empty where nothing is wrong. See
+            `explain_end`.
         first_end: the rank that has ended before all others here; None where that was not seen.
     """
 
@@ -169,6 +171,14 @@ class LauncherWatch:
             self._ended_s = time.monotonic()
             self.next_look_s = self._ended_s + OUTLIVES_S
 
+    def explain_end(self, status: int) -> str:
+        """`suspicion`, once the launcher has ended with ``status``, which may have been too early to have one."""
+        has_seen_ranks = self._running or self._ended_s is not None
+        if self.suspicion or status != _SSH_FAILED or has_seen_ranks:
+            return self.suspicion
+        names = [name for name in self._others if name not in self._have_called and _addresses(name) is None]
+        return f"no rank has started{_listed(list(map(_unknown, names)))}" if names else ""
+
     def close(self) -> None:
         """Before the selector goes."""
         for way in self._ways.values():
@@ -197,6 +207,7 @@ class LauncherWatch:
 
     def _explain_absence(self, since_s: float) -> str | None:
         if since_s < OUTLIVES_S:
+            self._note_calls(self._links())
             return None
         silent = self._silence()
         missing = f"no rank has started here within {since_s:.0f} s (HVDLITE_START_TIMEOUT){_listed(silent)}"
@@ -235,13 +246,15 @@ class LauncherWatch:
 
     def _look_for_calls(self) -> float:
         """Note which hosts' daemons are connected now; returns after how many seconds to do so again."""
-        others = {*self._others}
-        if self._have_called >= others:
+        if self._have_called >= {*self._others}:
             return math.inf
-        links = self._links()
-        self._have_called |= others if self._all_came(links) else {name for name in others if _is_open(name, links)}
+        self._note_calls(self._links())
         self._call_look_s = min(2 * self._call_look_s, _LONGEST_CALL_LOOK_S)
         return self._call_look_s
+
+    def _note_calls(self, links: Sequence[Connection]) -> None:
+        others, links = {*self._others}, [link for link in links if link.port != self._expected.ssh_port]
+        self._have_called |= others if self._all_came(links) else {name for name in others if _is_open(name, links)}
 
     def _links(self) -> list[Connection]:
         return connections.of_processes([self._pid, *children_of(self._pid)])
@@ -257,13 +270,13 @@ class LauncherWatch:
         others = self._others
         if not others:
             return connections.complaints(links)
-        all_came = self._all_came(links)
+        self._note_calls(links)
         found = []
         for name in others:
-            try:
-                addresses = _addresses(name)
-            except OSError:
-                found.append(f"{name}: this name is not known here; check it, /etc/hosts and DNS")
+            addresses = _addresses(name)
+            if addresses is None:
+                if name not in self._have_called:  # ssh may know names of its own, from ~/.ssh/config
+                    found.append(_unknown(name))
                 continue
             if any(map(is_own, addresses)):  # another name of this machine
                 continue
@@ -272,7 +285,7 @@ class LauncherWatch:
                 found.append(elsewhere)
             elif wrong := connections.complaints(own):
                 found.append(f"{name}: {'; '.join(wrong)}")
-            elif not all_came and name not in self._have_called and not any(link.is_open for link in own):
+            elif name not in self._have_called:
                 found.append(
                     f"{name}: mpirun's daemon there has not called this machine; check that no firewall drops "
                     "connections between the hosts on any port, that the host has the program at the same path, and "
@@ -330,16 +343,21 @@ class LauncherWatch:
         return found
 
 
-def _addresses(name: str) -> set[str]:
-    """Of a host; raises OSError where it has none."""
-    return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+def _addresses(name: str) -> set[str] | None:
+    """Of a host; None where its name is not known here."""
+    with suppress(OSError):
+        return {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+    return None
+
+
+def _unknown(name: str) -> str:
+    return f"{name}: this name is not known here; check it, /etc/hosts and DNS"
 
 
 def _is_open(name: str, links: Sequence[Connection]) -> bool:
     """Whether one of ``links`` is a connection with a host."""
-    with suppress(OSError):
-        return any(link.is_open for link in links if link.peer in _addresses(name))
-    return False
+    addresses = _addresses(name) or ()
+    return any(link.is_open for link in links if link.peer in addresses)
 
 
 def _listed(silent: Sequence[str]) -> str:
@@ -349,10 +367,10 @@ def _listed(silent: Sequence[str]) -> str:
 
 
 def _answers(name: str, port: int) -> bool:
-    """Whether a host takes or refuses connections, rather than being silent."""
+    """Whether a host takes or refuses connections, rather than being silent; so one that only ssh knows by ``name``."""
     try:
         socket.create_connection((name, port), timeout=_PROBE_S).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, socket.gaierror):
         return True
     except OSError:
         return False

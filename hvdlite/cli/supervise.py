@@ -29,8 +29,7 @@ class Ending:
     Attributes:
         status: as a shell reports it: 128 + n after signal n, to the command or to this process.
         found: the first of the texts looked for in stderr that was there.
-        lost: why it was not waited for any longer, its status being that of its ranks then, or 1; or why it probably
-            has failed.
+        lost: why it was not waited for any longer, or has probably failed; its status is that of its ranks then, or 1.
         was_stopped: this process was told to end.
         first_end: the rank that ended before all others of this machine; None where that is not known.
     """
@@ -231,8 +230,9 @@ class _Run:
                 orphans.reap_if_due()
             watch.close()
             self.first_end = watch.first_end
-            if self.child.returncode > 0 and not self.stops:
-                self.lost = self.lost or watch.suspicion or None
+            may_explain = self.child.returncode > 0 and not self.stops and self.lost is None
+            if may_explain and (why := watch.explain_end(self.child.returncode)):
+                self.lost, self._was_given_up = why, True
         os.close(ended)
         if self._was_given_up:
             status = max(self._statuses, default=0 if expected.is_over else 1)

@@ -14,6 +14,7 @@ import pytest
 from hvdlite.cli import launcher_watch
 from hvdlite.cli.job import Host
 from hvdlite.cli.launcher_watch import OUTLIVES_S, Expected, LauncherWatch
+from hvdlite.links.connections import Connection
 
 UNKNOWN = "\n  typo: this name is not known here; check it, /etc/hosts and DNS"
 
@@ -50,6 +51,37 @@ def test_a_name_that_is_not_known_here(names: tuple[str, ...], launcher: int, mo
         why = watch.look()
         assert why is not None and why.startswith("no rank has started here within 23 s "), why
         assert why.count(UNKNOWN) == 1 and why.count("\n") == 1 + ("known" in names), why
+        watch.close()
+
+
+@pytest.mark.parametrize(("status", "is_said"), [(255, True), (3, False)])
+def test_a_launcher_that_ends_at_once_as_a_name_is_not_known(
+    status: int, is_said: bool, launcher: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_watch.socket, "getaddrinfo", resolve)
+    with selectors.DefaultSelector() as selector:
+        watch = LauncherWatch(launcher, Expected((Host("known", 1), Host("typo", 1)), False, 20.0), selector)
+        why = watch.explain_end(status)
+        assert why == ("no rank has started; what is wrong, as seen from here:" + UNKNOWN if is_said else "")
+        watch.close()
+
+
+def test_a_name_that_only_ssh_knows_is_no_evidence_once_its_daemon_has_called(
+    launcher: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from ~/.ssh/config: all ranks work there, and this machine hears nothing of them."""
+    monkeypatch.setattr(launcher_watch.socket, "getaddrinfo", resolve)
+    links: list[Connection] = []
+    monkeypatch.setattr(LauncherWatch, "_links", lambda self: links)
+    with selectors.DefaultSelector() as selector:
+        watch = LauncherWatch(launcher, Expected((Host("typo", 2),), False, 20.0), selector)
+        watch._began_s -= 100.0
+        links.append(Connection("192.0.2.7", 22, 1, 0, 0))  # the ssh itself
+        assert "typo: this name is not known" in (watch.look() or "")
+        links.append(Connection("192.0.2.7", 40_000, 1, 0, 0))
+        assert watch.look() is None and watch.suspicion == "" and watch.explain_end(255) == ""
+        watch._ended_s = watch._began_s  # there was one here, too
+        assert watch.look() is None and watch.look() is None
         watch.close()
 
 

@@ -114,6 +114,12 @@ class TestRunning:
         assert output == "before\n"
         assert "PRTE has lost communication with a remote daemon.\nhvdlite run: failed" in errors
 
+    def test_a_host_that_ssh_does_not_know_is_named(self, tmp_path: Path) -> None:
+        job = self.start(self.mpirun(tmp_path, "exit 255"), "-H", "localhost,no-such-host.invalid")
+        _, errors = job.communicate(timeout=60)
+        assert job.returncode == 1
+        assert "hvdlite run: ended: no rank has started" in errors and "no-such-host.invalid: this name" in errors
+
     @pytest.mark.parametrize("hosts", [[], ["-H", "a,b"]], ids=["one host", "two hosts"])
     @pytest.mark.parametrize("fails", [1, 2])
     def test_what_could_not_listen_is_started_once_more(self, tmp_path: Path, fails: int, hosts: list[str]) -> None:
