@@ -38,12 +38,9 @@ class Card:
     pid: int
     process: str
     world_rank: int | None
+    started_as: int | None
     addresses: tuple[str, ...]
     news: Any
-
-    @property
-    def where(self) -> str:
-        return f"pid {self.pid} on {self.hostname}"
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,11 @@ def start_world(
         neighbours = {topology.leaders[index]: link for index, link in links.items()}
         neighbours |= node.take_watch_links()
         called = range(len(cards)) if names is None else names
-        watched = [(called[rank], cards[rank].where, link) for rank, link in neighbours.items()]
-        health = Health(called[topology.rank], watched, config, launched.launcher_process())
+        started_as = _other_numbers(called, cards)
+        watched = [
+            (called[rank], _where(cards[rank], started_as.get(called[rank])), link) for rank, link in neighbours.items()
+        ]
+        health = Health(called[topology.rank], watched, config, launched.launcher_process(), started_as)
         undo.pop_all()
     world = _built(own, health, lambda: World(own, topology, node, config, recorder, health, on_notice))
     world_ranks, processes = [card.world_rank for card in cards], [card.process for card in cards]
@@ -167,7 +167,7 @@ def _versions(others: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 
 
 def _card(ranks: Bootstrap | None, config: Config, news: Callable[[], Any]) -> Card:
-    is_first = ranks is None or ranks.rank == 0
+    is_first, process = ranks is None or ranks.rank == 0, launched.this_process()
     select(config.network_interfaces)  # a mistake is said at once, though one node needs no interface
     return Card(
         config,
@@ -175,9 +175,24 @@ def _card(ranks: Bootstrap | None, config: Config, news: Callable[[], Any]) -> C
         os.getpid(),
         _process(),
         mpi.world_rank(),
+        None if process is None else process.rank,
         tuple(address for interface in select(config.network_interfaces) for address in interface.addresses),
         news() if is_first else None,
     )
+
+
+def _other_numbers(called: Sequence[int], cards: Sequence[Card]) -> dict[int, int]:
+    """What the launcher calls ranks that failures call otherwise, as where hvd.init(comm=...) has named some of all."""
+    numbers = [card.started_as for card in cards]
+    if len({*numbers}) < len(numbers):  # it does not say
+        return {}
+    pairs = zip(called, numbers, strict=True)
+    return {rank: number for rank, number in pairs if number is not None and number != rank}
+
+
+def _where(card: Card, started_as: int | None) -> str:
+    number = "" if started_as is None else f", started as rank {started_as}"
+    return f"pid {card.pid} on {card.hostname}{number}"
 
 
 def _process() -> str:

@@ -255,8 +255,7 @@ def _is_said_elsewhere(runtime: Runtime, error: BaseException) -> bool:
     failure = runtime.wait_for_failure(_SAME_S if runtime.rank != 0 and runtime.size > 1 else 0.0)
     if not isinstance(failure, RankFailedError) or not runtime.failure_was_logged or tracebacks.are_full():
         return False
-    same = f"rank {failure.rank} raised {tracebacks.described(error)}"
-    return str(failure).splitlines()[0] == same.splitlines()[0]
+    return str(failure).splitlines()[0].partition(" raised ")[2] == tracebacks.described(error).splitlines()[0]
 
 
 def _let_end_first(leaver: ProcessAddress | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from hvdlite import _native
@@ -51,6 +51,7 @@ class Health:
     Args:
         links: (rank, where it is, connected socket) of every neighbour, for the sentinel, which owns the sockets.
         launcher: with which this rank ends.
+        started_as: what the launcher calls ranks that are called otherwise here.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Health:
         links: list[tuple[int, str, socket.socket]],
         config: Config,
         launcher: LauncherProcess | None = None,
+        started_as: Mapping[int, int] | None = None,
     ) -> None:
         self.failure: HorovodInternalError | None = None
         self.failed_rank: int | None = None
@@ -66,6 +68,7 @@ class Health:
         self.recovers = False
         self.is_said: Callable[[str], bool] = lambda line: False
         self._rank = rank
+        self._started_as = started_as or {}
         self._config = config
         self._is_known = threading.Event()
         self._was_said = threading.Event()
@@ -123,7 +126,9 @@ class Health:
         elif is_known_everywhere(error):
             self._sentinel.report(Failed(self._rank, str(error)))
         else:
-            self._sentinel.report(Failed(self._rank, f"rank {self._rank} raised {described(error)}"))
+            number = self._started_as.get(self._rank)
+            started = "" if number is None else f" (started as rank {number})"
+            self._sentinel.report(Failed(self._rank, f"rank {self._rank}{started} raised {described(error)}"))
 
     def rank_failed(self, rank: int, text: str) -> None:
         """Tell every rank that ``rank`` has failed, as another world that it belongs to has noticed."""
@@ -184,7 +189,7 @@ class Health:
         for mortal in mortals:  # none yet when a rank dies during the start
             mortal.fail(failure)
         if ends:
-            notice.say(Notice.ENDS, rank)
+            notice.say(Notice.ENDS, self._started_as.get(rank, rank))
         line = text.splitlines()[0]
         if is_news and not self.is_said(line):
             _LOG.error("%s", line)

@@ -56,6 +56,16 @@ def test_on_one_node_too(victim: int, mpi: str) -> None:
     check_end(result, f"rank {victim} (pid", "died without a word")
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [("SIGKILL", "on "), ("raise", "rank 1 (started as rank 2) raised ValueError")]
+)
+def test_of_ranks_that_init_has_named_the_launchers_number_is_said_too(kind: str, said: str) -> None:
+    some = "from hvdlite.launched import launched_rank\nif launched_rank() == 0:\n    time.sleep(60)\n"
+    result = run(some + DEATHS.replace("init()", "init(comm=[1, 2])"), kind, "1", n=3, mpi="none")
+    check_end(result, said, "started as rank 2)", "rank 1 (")
+    assert "hvdlite run: rank 2 (pid" in result.launcher_output, result
+
+
 @pytest.mark.parametrize(("victim", "machines"), [(3, "0011"), (0, "0011"), (1, "0000")])
 def test_an_exception_is_shown_by_the_others(victim: int, machines: str) -> None:
     result = run(DEATHS, "raise", str(victim), machines=machines, alone=True)

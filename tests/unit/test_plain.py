@@ -31,7 +31,7 @@ VALUES = [
     [],
     (1, (2.0, [b"", {"a": None, 3: (4,)}])),
     Config(start_timeout_s=7.0),
-    Card(Config(), "host", 1, "process", None, ("::1",), None),
+    Card(Config(), "host", 1, "process", None, None, ("::1",), None),
     Door("\0name", (("127.0.0.1", 5),), b"key"),
     _Where(("host", "boot", 3), True, None),
     (None, _Complaint(1, MissingError, "text")),

@@ -14,6 +14,8 @@ import pytest
 import hvdlite.cli.rank_notices
 import hvdlite.cli.starting
 from hvdlite.cli.rank_notices import RankNotices
+from hvdlite.config import Config
+from hvdlite.liveness.health import Health
 from hvdlite.liveness.notice import Notice, say
 
 PATIENCE_S = 4.0
@@ -173,3 +175,13 @@ def test_ranks_that_are_through_init_may_end(notices: RankNotices, clock: Clock)
     assert not lost_at_last(notices, clock)
     first.end()
     assert not lost_at_last(notices, clock)
+
+
+@pytest.mark.parametrize(("started_as", "named"), [({}, 1), ({0: 2, 1: 3}, 3)])
+def test_who_has_failed_is_named_as_the_launcher_calls_it(
+    started_as: dict[int, int], named: int, notices: RankNotices
+) -> None:
+    health = Health(0, [], Config(failure_grace_s=60.0), started_as=started_as)
+    health.rank_failed(1, "rank 1 died")
+    health.close()
+    assert not notices.are_late and notices.failed == named
