@@ -331,6 +331,8 @@ def _status_of(ends: ExitCodes, launch: Launch, ending: Ending, failed: int | No
     code = ends.codes[place]
     if is_telling(code) or (not ending.lost and any(stands_out(place, ends.codes, at) for at in (first_end, missed))):
         say(f"{ends.name(place, launch)} {how_ended(code)}")
+    elif missed is not None and ends.codes[missed] == 0 and not ending.lost:  # os._exit(0), or mpirun has not heard how
+        say(f"{ends.name(missed, launch)} ended before its time, and the others for lack of it")
     elif ends.were_killed_at_first_host and not ending.lost:
         say(f"a rank on {ends.first_host} {how_ended(code)}")
     elif ending.lost:  # the ranks were killed for that

@@ -6,6 +6,8 @@ import pytest
 
 from hvdlite.cli.exit_codes import ExitCodes, culprit, is_telling, stands_out
 from hvdlite.cli.job import Host, Launch
+from hvdlite.cli.run import _status_of
+from hvdlite.cli.supervise import Ending
 
 OUTPUT = b"step 1\nstep 2 \r[50%]\n[mpiexec@vm] Exit codes: [vm] 0,768 [other] 9\nYOUR APPLICATION TERMINATED\n[mpiexec"
 
@@ -152,3 +154,23 @@ def test_whom_the_others_missed(codes: list[int], missed: int, rank: int) -> Non
 
 def test_only_an_end_of_its_own_is_worth_a_line() -> None:
     assert [is_telling(code) for code in (3, -11, 1, -9, -15)] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("codes", "failed", "said"),
+    [
+        ("9,9,0", 2, "rank 2 ended before its time, and the others for lack of it"),
+        ("9,9,0", None, ""),
+        ("9,768,0", 2, "rank 1 ended with exit status 3"),
+    ],
+)
+def test_who_has_left_the_others_with_status_0_is_named(
+    codes: str, failed: int | None, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As by os._exit(0)."""
+    ends = ExitCodes()
+    ends.take_from(f"[mpiexec@vm] Exit codes: [vm] {codes}\n".encode())
+    ends.take_from(b"")
+    status = _status_of(ends, Launch(("true",), 3), Ending(255, None), failed)
+    assert status == (3 if "3" in said else 137)
+    assert capfd.readouterr().err == (f"hvdlite run: {said}\n" if said else "")
