@@ -8,6 +8,7 @@ environment.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
@@ -32,6 +33,10 @@ _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 1 << 30  # of a message
 _ANSWER_S = 5.0  # how much longer than it may wait a rank listens for the answer that not all have come
 _NO_THREAD = f"where ranks meet {NO_THREAD}"
+
+
+class _OtherUserError(ConnectionError):
+    """Who listens is none of this process's user."""
 
 
 class Visit(NamedTuple):
@@ -196,6 +201,11 @@ class AtMeetingPoint:
                     "it has ended, or this process runs in a network namespace of its own, where `hvdliterun --mpi` "
                     "may work"
                 )
+            elif isinstance(error, _OtherUserError):
+                cause = (
+                    f"this process is user {os.geteuid()}'s; call hvd.init() before it becomes that (os.setuid), or "
+                    f"start the {self._whose} as that user"
+                )
             else:
                 cause = (
                     f"it has ended, or is of another version of hvdlite than this process ({__version__}): start ranks "
@@ -222,7 +232,7 @@ def connect(where: str, purpose: bytes = b"start") -> socket.socket:
     link = connect_unix(name, PATIENCE_S)
     try:
         if not is_ours(link):
-            raise ConnectionError("it belongs to another user")
+            raise _OtherUserError("it belongs to another user")
         prove(Secret(bytes.fromhex(key), purpose, 0), link, b"")
     except BaseException:
         link.close()

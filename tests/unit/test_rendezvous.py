@@ -153,7 +153,7 @@ def test_another_user_is_not_heard(point: MeetingPoint, monkeypatch: pytest.Monk
     monkeypatch.setattr("os.geteuid", lambda: 12345)  # so both ends belong to another user
     with connected(point) as link:
         assert link.recv(1) == b""
-    with pytest.raises(StartupError, match="it belongs to another user"):
+    with pytest.raises(StartupError, match=r"belongs to another user\): this process is user 12345's; call hvd.init"):
         at(point).gather("key", [0], 0, b"", 1.0)
 
 
