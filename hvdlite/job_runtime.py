@@ -80,6 +80,7 @@ class Runtime:
         self._members = {0: self.topology.ranks}  # of every group, whether this process is one or not
         try:
             self._timeline = JobTimeline(self.world, self._worlds)
+            self.world.start()  # for which there may be no thread
         except BaseException as error:
             self.world.health.report(error)
             self.world.release()
@@ -87,7 +88,6 @@ class Runtime:
             raise
         self.world.health.add(self._timeline)
         self._worlds.add(self.world.health, start.processes, self.topology.ranks)
-        self.world.start()
         self._links = None
         if start.hosts and self.config.link_check_s:
             rates, turns = LinkRates(self.rank, start.hosts), Turns(start.processes[self.topology.local_ranks[0]])

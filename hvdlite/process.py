@@ -24,6 +24,7 @@ from hvdlite.launched import launched_rank, this_process
 from hvdlite.peers import Peers
 from hvdlite.process_worlds import ProcessWorlds
 from hvdlite.processes import ProcessAddress
+from hvdlite.thread_shortage import NO_THREAD
 from hvdlite.worker_error import WorkerError
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ class ProcessHooks:
                     return
                 self.runtime.fail(error)
                 self._fails_alone = True
-        is_told = is_known_everywhere(error) or isinstance(error, StartupError)
+        concerns_all = isinstance(error, StartupError) and str(error) != NO_THREAD
+        is_told = is_known_everywhere(error) or concerns_all
         gives_way = is_told and launched_rank() != 0
         if gives_way:
             time.sleep(_RANK_0_FIRST_S)

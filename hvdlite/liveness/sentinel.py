@@ -23,9 +23,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hvdlite import _native
+from hvdlite.errors import StartupError
 from hvdlite.launched import LauncherProcess
 from hvdlite.liveness.sentinel_messages import (
     HEARTBEAT,
@@ -93,10 +95,17 @@ class Sentinel:
         for neighbour in self._neighbours:
             neighbour.link.setblocking(True)
         sockets = [neighbour.link.fileno() for neighbour in self._neighbours]
-        with thread_shortage_told():
-            self._voice = _native.Heartbeat(sockets, self._interval_s, frame(HEARTBEAT)) if sockets else None
-            if self._neighbours or self._launcher_end is not None:
-                self._thread.start()
+        self._voice: _native.Heartbeat | None = None
+        try:
+            with thread_shortage_told():
+                if sockets:
+                    self._voice = _native.Heartbeat(sockets, self._interval_s, frame(HEARTBEAT))
+                if self._neighbours or self._launcher_end is not None:
+                    self._thread.start()
+        except StartupError as error:
+            self._say_farewell(Failed(rank, f"rank {rank} could not start: {error}"))
+            self.release()
+            raise
 
     def report(self, failed: Failed) -> None:
         """Tell every rank. From any thread; the first report wins."""
@@ -246,6 +255,14 @@ class Sentinel:
             if neighbour is not learned_from:
                 self._send(neighbour, failed)
         self._on_failure(failed)
+
+    def _say_farewell(self, failed: Failed) -> None:
+        """Without a thread: neighbours would take the end of the connection for a death without a word."""
+        if self._voice is not None:
+            self._voice.close(_FAREWELL_S)
+        for neighbour in self._neighbours:
+            with suppress(OSError):
+                neighbour.link.sendall(written(failed))  # the first that it gets but for heartbeats, so there is room
 
     def _send(self, neighbour: _Neighbour, message: Goodbye | Finished | Failed) -> None:
         """Never waits: a neighbour that does not read must not hold up the others, nor this thread."""

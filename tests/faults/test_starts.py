@@ -200,6 +200,7 @@ def start(thread):
 
 threading.Thread.start = start
 hvdlite.init()
+step()
 hvdlite.shutdown()
 """
 
@@ -210,6 +211,8 @@ def test_a_rank_that_gets_too_few_threads_says_so(most: int) -> None:
     result = run(WITHOUT_THREADS.replace("{most}", str(most)), n=2, mpi="none")
     assert result.returncode != 0 and not result.leftovers, result
     assert "StartupError: no thread can be started: raise the limit" in result.ranks[1].stderr, result
+    assert "died without a word" not in result.stderr, result
+    assert most == 0 or "hvdlite run: rank 1 (pid" in result.launcher_output, result
 
 
 def test_without_mpi_a_program_that_imports_mpi4py_is_refused() -> None:

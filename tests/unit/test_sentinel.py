@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from hvdlite import _native
+from hvdlite.errors import StartupError
 from hvdlite.launched import LauncherProcess
 from hvdlite.liveness.sentinel import Sentinel
 from hvdlite.liveness.sentinel_messages import Failed, Finished, written
@@ -355,3 +356,18 @@ def test_ranks_do_not_outlive_their_launcher() -> None:
     assert rank == 5
     assert text.startswith(f"prterun (pid {launcher.pid}), which has started rank 5, ended before it")
     alone.sentinel.close()
+
+
+def test_who_finds_no_thread_does_not_die_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    near, far = socket.socketpair()
+    watching = Watched(0, [(1, "pid 1", near)])
+    with monkeypatch.context() as short, far:
+        short.setattr(threading.Thread, "start", start)
+        with pytest.raises(StartupError):
+            Watched(1, [(0, "pid 0", far)])
+    failure = watching.failure()
+    assert failure.rank == 1 and failure.text.startswith("rank 1 could not start: no thread can be started")
+    watching.sentinel.close()
