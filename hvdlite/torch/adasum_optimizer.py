@@ -16,7 +16,7 @@ import torch
 import hvdlite
 from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.adasum import check_adasum
-from hvdlite.torch.alike import compare_parameters
+from hvdlite.torch.alike import check_same_parameters, compare_parameters
 from hvdlite.torch.allreduce import allreduce, allreduce_, allreduce_async
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.numerics import GradientCheck
@@ -100,6 +100,7 @@ class AdasumOptimizer(WrappedOptimizer):
         group = process_set.group()
         if self._hvd_compared is not group:
             self._hvd_compared = group
+            check_same_parameters(named, prefix, group, process_set)
             compare_parameters(named, prefix, group, process_set)
             self._hvd_numerics = GradientCheck.wanted(group.config, hvdlite.runtime().rank)
             self._hvd_state_check = StateCheck.wanted(group, process_set)

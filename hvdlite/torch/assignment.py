@@ -16,6 +16,7 @@ from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.prepared_allreduce import allreduce_now
+from hvdlite.torch.alike import first_difference, identity_of
 from hvdlite.torch.arrival import Arrival
 from hvdlite.torch.bucket_maker import BucketMaker, GradientOptions
 from hvdlite.torch.bucketing import (
@@ -153,18 +154,17 @@ class Assignment:
             # A bucket that some rank has loaded already has no sparse gradients there, so all of it counts as dense.
             (has_sparse if slot.could_be_sparse else has_dense)[slot.index] = 1
         views = views_of((flags,))
-        asked = [slot for slot in late if slot.bucket is None] or [slot for slot in slots if slot.bucket is not None]
-        names = [f"which are sparse among {list_of(asked)}"]
+        if late := [slot for slot in late if slot.bucket is None]:
+            names = [f"which are sparse among {list_of(late)}"]
+        else:
+            known = [slot for slot in slots if slot.bucket is not None]
+            names = [f"which are sparse among {list_of(known)}, {identity_of(_named(known))}"]
         try:
             allreduce_now(
                 self._group, views, views, Reduction(ReduceOp.MAX), name=f"{self._prefix}.sparse", names=names
             ).wait()
         except MismatchError as error:
-            raise MismatchError(
-                "the optimizers of the ranks have different parameters, or parameters are frozen on some ranks only; "
-                "build the same model on every rank, and its optimizers in the same order, and call requires_grad_() "
-                f"on all ranks alike. {error}"
-            ) from None
+            raise self._other_parameters(error) from None
         for slot in slots:
             if has_dense[slot.index] or not has_sparse[slot.index]:
                 continue
@@ -177,6 +177,17 @@ class Assignment:
                 slot.bucket = self._sparse_bucket(slot)
                 slot.bucket.count_active()
                 self.buckets.append(slot.bucket)
+
+    def _other_parameters(self, error: MismatchError) -> MismatchError:
+        """What to raise for ``error``: the first parameter in which ranks differ. Collective."""
+        named, process_set = _named(self._arrival.slots), self._options.reduce.process_set
+        found = first_difference(named, f"{self._prefix}.parameters", process_set)
+        if found is not None:
+            return MismatchError(f"the optimizers of the ranks have different parameters: {found}")
+        return MismatchError(
+            "the optimizers of the ranks ask about different parameters; call requires_grad_() on all ranks alike, and "
+            f"make and step several optimizers in the same order. {error}"
+        )
 
     def late_buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
         """Buckets for this step only, of parameters that were switched on and on which no bucket counts yet."""
@@ -263,3 +274,7 @@ class Assignment:
 
     def _sparse_bucket(self, slot: Slot) -> Bucket:
         return SparseBucket(f"{self._prefix}.sparse{slot.index}", [slot])
+
+
+def _named(slots: Sequence[Slot]) -> list[tuple[str, torch.Tensor]]:
+    return [(slot.name, slot.param) for slot in slots]

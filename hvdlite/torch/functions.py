@@ -11,6 +11,8 @@ import cloudpickle
 import torch
 
 import hvdlite
+from hvdlite.errors import MismatchError
+from hvdlite.torch.alike import first_difference
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.broadcast import broadcast_
 from hvdlite.torch.device import is_on_device
@@ -57,7 +59,14 @@ def broadcast_parameters(
     if present:
         names = [name for name, _ in present]
         tensors = [tensor for _, tensor in present]
-        _broadcast_now(tensors, root_rank, "broadcast_parameters", names, process_set)
+        try:
+            _broadcast_now(tensors, root_rank, "broadcast_parameters", names, process_set)
+        except MismatchError:
+            plain = [(name, tensor.detach()) for name, tensor in present]  # whether they are trained is no matter
+            found = first_difference(plain, "broadcast_parameters.parameters", process_set)
+            if found is None:  # they differ in something else
+                raise
+            raise MismatchError(f"hvd.broadcast_parameters() was given different tensors: {found}") from None
 
 
 def _broadcast_now(

@@ -369,10 +369,24 @@ def test_a_copy_combines_as_well() -> None:
 @defined
 @pytest.mark.skipif(SIZE == 1, reason="alone nobody contradicts")
 def test_a_step_that_fails_leaves_parameters_as_they_were() -> None:
-    first, second = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2 + hvd.rank() % 2))
+    first, second = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), op=hvd.Adasum)
+    optimizer.step()
+    second.data = torch.zeros(2 + hvd.rank() % 2)
     (first.sum() + second.sum()).backward()
     with pytest.raises(MismatchError, match=r"'optimizer\d+\.group0\.1'"):
         optimizer.step()
     assert first.tolist() == [-1.0] * 3
     assert second.tolist() == [0.0] * len(second)
+
+
+@defined
+@pytest.mark.skipif(SIZE == 1, reason="alone nobody contradicts")
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_with_other_models_are_told(count: int) -> None:
+    odd = hvd.rank() == 1
+    names = ["a", "head" if odd else "fc", "z"][: count if odd else 2]
+    named = [(name, torch.nn.Parameter(torch.zeros(3))) for name in names]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], lr=1.0), named, op=hvd.Adasum)
+    with pytest.raises(MismatchError, match=r"number 2 of them is 'fc' on .* but 'head' on rank 1"):
+        optimizer.step()

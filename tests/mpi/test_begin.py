@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import hvdlite.torch as hvd
 from hvdlite.errors import MismatchError
+from scales_lab import Scales, needs_two, wrap
 
 pytestmark = [pytest.mark.any_mpi, pytest.mark.usefixtures("running")]
 
@@ -125,3 +127,20 @@ def test_only_ranks_of_the_set_are_compared(said: list[str]) -> None:
     steps(trained, process_set=made)
     assert said == []
     hvd.remove_process_set(made)
+
+
+def test_ranks_with_other_names_or_dtypes_in_the_middle_are_told() -> None:
+    needs_two()
+    odd = hvd.rank() == 1
+    layers: dict[str, torch.nn.Module] = {"a": torch.nn.Linear(1, 1), "head" if odd else "fc": torch.nn.Linear(1, 1)}
+    renamed = torch.nn.Sequential(OrderedDict([*layers.items(), ("z", torch.nn.Linear(1, 1))]))
+    optimizer = wrap(renamed)
+    renamed(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(MismatchError, match=r"number 3 of them is 'fc\.weight' on .* but 'head\.weight' on rank 1\. "):
+        optimizer.step()
+    scales = Scales([(3,), (5,), (7,)])
+    scales.p[1].data = scales.p[1].data.to(torch.float64 if odd else torch.float32)
+    optimizer = wrap(scales)
+    scales.loss(1.0).backward()
+    with pytest.raises(MismatchError, match=r"'p\.1' is of float32 on .* but float64 on rank 1\. Convert"):
+        optimizer.step()

@@ -378,7 +378,7 @@ def test_ranks_with_more_parameters_are_told() -> None:
     model = Scales([(3,)] * (2 + hvd.rank()))
     optimizer = wrap(model)
     model.loss(1.0).backward()
-    with pytest.raises(MismatchError, match=r"p\.1 \(2 parameters\)' on rank 0 but .*p\.2 \(3 parameters\)' on rank 1"):
+    with pytest.raises(MismatchError, match=r"number 3 of them is missing \(there are 2\) on rank 0 but 'p\.2' on"):
         optimizer.step()
 
 
@@ -389,7 +389,7 @@ def test_ranks_that_freeze_other_parameters_are_told(arguments: dict[str, Any]) 
     model.p[0].requires_grad_(hvd.rank() == 0)
     optimizer = wrap(model, **arguments)
     model.loss(1.0).backward()
-    with pytest.raises(MismatchError, match=r"requires_grad_\(\).*\(3 parameters\)' on rank 0 but .*\(2 parameters\)'"):
+    with pytest.raises(MismatchError, match=r"'p\.0' is trained on rank 0 but frozen on ranks? 1.* requires_grad_\(\)"):
         optimizer.step()
 
 
@@ -415,7 +415,7 @@ def test_ranks_with_other_models_are_told_and_can_go_on() -> None:
     model = Scales([(3,), (5 + hvd.rank() % 2,)])
     optimizer = wrap(model)
     model.loss(1.0).backward()
-    with pytest.raises(MismatchError, match=r"'p\.1': shape is \(5,\)"):
+    with pytest.raises(MismatchError, match=r"'p\.1' has shape \(5,\) on .* but \(6,\) on rank 1.* same model"):
         optimizer.step()
     optimizer.zero_grad()
     healthy = Scales()
