@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hvdlite import mpi, nccl_library
-from hvdlite.default_runtime import is_initialized
-from hvdlite.errors import NotInitializedError
+from hvdlite.default_runtime import is_initialized, not_running
 
 
 def mpi_threads_supported() -> bool:
@@ -14,7 +13,7 @@ def mpi_threads_supported() -> bool:
         NotInitializedError: before init().
     """
     if not is_initialized():
-        raise NotInitializedError
+        raise not_running()
     return not mpi.is_running() or mpi.allows_threads()
 
 

@@ -76,7 +76,7 @@ def restart(*, follows_rank_0: bool = True) -> None:
     """
     with _hooks.lock:
         if _hooks.arguments is None:
-            raise NotInitializedError
+            raise not_running()
         ended = _hooks.runtime
         world = None if ended is None else ended.world
         failed = None if world is None else world.health.failed_rank
@@ -200,6 +200,12 @@ def is_initialized() -> bool:
     return current is not None and not _hooks.in_child and not current.closed
 
 
+def not_running() -> NotInitializedError:
+    """What to raise where hvdlite does not run."""
+    _hooks.trim()  # who has forgotten init() sees his own line last
+    return NotInitializedError()
+
+
 def runtime() -> Runtime:
     """The default runtime.
 
@@ -209,7 +215,7 @@ def runtime() -> Runtime:
     """
     current = _hooks.runtime
     if current is None:
-        raise NotInitializedError
+        raise not_running()
     if _hooks.in_child:
         raise ShutDownError(_FORKED)
     return current
@@ -219,7 +225,7 @@ def _identity() -> Runtime:
     """Of a forked child its parent's, by which DataLoader workers share out data."""
     current = _hooks.runtime
     if current is None or (current.closed and not _hooks.in_child):
-        raise NotInitializedError
+        raise not_running()
     return current
 
 

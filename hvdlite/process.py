@@ -100,12 +100,24 @@ class ProcessHooks:
         self._was_uncaught = False
         self._fails_alone = False
         self._previous_hook = sys.__excepthook__
+        self._trims = False
+        self._hook_before_trim = sys.__excepthook__
+
+    def trim(self) -> None:
+        """Where hvdlite is called before the first start: leave its frames out of an exception that nobody catches."""
+        if not self._is_installed and not self._trims:
+            self._trims = True
+            self._hook_before_trim = sys.excepthook
+            sys.excepthook = self._trimmed
+
+    def _trimmed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        tracebacks.show(error, trace, self._hook_before_trim, has_been_said=False)
 
     def install(self) -> None:
         """Before the first start; does nothing later."""
         if not self._is_installed:
             self._is_installed = True
-            self._previous_hook = sys.excepthook
+            self._previous_hook = self._hook_before_trim if sys.excepthook == self._trimmed else sys.excepthook
             sys.excepthook = self._uncaught
             if multiprocessing.parent_process() is None:
                 atexit.register(self._at_exit)

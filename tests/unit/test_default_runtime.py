@@ -7,13 +7,19 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from hvdlite.config import Config
 from hvdlite.job_runtime import Runtime
 
 
+def start(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
 def run(program: str) -> str:
     """What ``program`` prints; in a process of its own, which hvdlite hooks itself into."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = start(program)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -39,6 +45,38 @@ print(hvdlite.rank(), hvdlite.is_initialized())
 
 def test_before_init_and_after_shutdown() -> None:
     assert run(WITHOUT_A_RUNTIME) == "True True\nTrue\n0 True\n"
+
+
+FORGOTTEN = """
+import sys
+import hvdlite.torch as hvd
+
+def before(*_):
+    print("seen before")
+
+def forgets():
+    {call}
+
+{hook}
+forgets()
+"""
+
+
+@pytest.mark.parametrize("call", ["hvd.size()", "hvd.broadcast_object(1)", "hvd.mpi_threads_supported()"])
+def test_who_forgets_init_sees_his_own_line_last(call: str) -> None:
+    done = start(FORGOTTEN.format(call=call, hook=""))
+    assert done.returncode == 1
+    first, *frames = done.stderr.splitlines()
+    assert "call hvd.init() first" in first
+    assert sum(line.startswith("  File") for line in frames) == 2
+    assert all("<string>" in line for line in frames if line.startswith("  File"))
+
+
+def test_a_hook_of_the_program_is_called_where_init_is_forgotten_or_comes_later() -> None:
+    hook = "sys.excepthook = before"
+    assert start(FORGOTTEN.format(call="hvd.size()", hook=hook)).stdout == "seen before\n"
+    late = "try: hvd.size()\n    except ValueError: hvd.init()\n    raise KeyError"
+    assert start(FORGOTTEN.format(call=late, hook=hook)).stdout == "seen before\n"
 
 
 MANY_THREADS = """
