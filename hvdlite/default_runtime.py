@@ -120,6 +120,8 @@ def _start(
 
 def _build(arguments: InitArguments, config: Config, earlier: Mapping[str, int] | None) -> None:
     deadline = start_deadline(config)
+    if not earlier:
+        _hooks.counted_before = _hooks.worlds.statistics()
     try:
         with _hooks.peers.announced(arguments.comm), _hooks.peers.of(arguments.comm, config) as ranks:
             configure_logging(config, 0 if ranks is None else ranks.rank)
@@ -262,6 +264,11 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Whether every node has the same number of processes."""
     return _identity().topology.is_homogeneous
+
+
+def counted_before() -> Mapping[str, int]:
+    """What `statistics` began with; another object each time that init() has begun anew, and not after `restart`."""
+    return _hooks.counted_before
 
 
 def statistics() -> dict[str, int]:

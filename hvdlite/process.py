@@ -83,6 +83,7 @@ class ProcessHooks:
         worlds: in which this process is.
         runtime: the default one; None before init() and after shutdown().
         arguments: of the init() that has succeeded last.
+        counted_before: in other worlds of this process, when the default runtime began to count.
         companions: what else ends with the process, as long as somebody keeps it.
     """
 
@@ -92,6 +93,7 @@ class ProcessHooks:
         self.worlds = ProcessWorlds()
         self.runtime: Runtime | None = None
         self.arguments: InitArguments | None = None
+        self.counted_before: Mapping[str, int] = {}
         self.companions: weakref.WeakSet[Companion] = weakref.WeakSet()
         self._is_installed = False
         self.in_child = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import hvdlite.torch as hvd
+from hvdlite.default_runtime import counted_before
 
 
 class ScalarWriter(Protocol):
@@ -33,13 +35,21 @@ class StatisticsWriter:
     def __init__(self, writer: ScalarWriter, process_set: hvd.ProcessSet | None = None) -> None:
         self._writer = writer
         self._process_set = process_set
+        self._began = self._beginning()
         self._before = hvd.statistics(process_set)
 
     def write(self, step: int) -> None:
         """Write what was counted since the last call, or since this object was made."""
         now = hvd.statistics(self._process_set)
+        began = self._beginning()
+        if began is not self._began:  # counts have, by hvd.init()
+            self._began, self._before = began, {} if self._process_set is not None else dict(counted_before())
         for name, value in now.items():
-            before = self._before.get(name, 0)
-            grown = value - before if value >= before else value  # it began anew, by hvd.init()
-            self._writer.add_scalar(f"hvdlite/{name}", float(grown), step)
+            self._writer.add_scalar(f"hvdlite/{name}", float(value - self._before.get(name, 0)), step)
         self._before = now
+
+    def _beginning(self) -> object:
+        """Another object each time that counts have begun anew."""
+        if self._process_set is None:
+            return counted_before()
+        return weakref.ref(self._process_set.group())  # the same one for the same group; it does not keep the world

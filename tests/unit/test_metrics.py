@@ -155,14 +155,48 @@ def test_tensorboard_reads_what_was_counted_since(monkeypatch: pytest.MonkeyPatc
 
     from hvdlite.integrations import tensorboard
 
-    counts = iter([{"submissions": 5}, {"submissions": 12}, {"submissions": 13}, {"submissions": 4}])
+    first: dict[str, int] = {}
+    counts = iter([{"submissions": 5}, {"submissions": 12}, {"submissions": 13}, {"submissions": 40}])
     monkeypatch.setattr(tensorboard, "hvd", SimpleNamespace(statistics=lambda process_set: next(counts)))
+    monkeypatch.setattr(tensorboard, "counted_before", lambda: first)
     with SummaryWriter(str(tmp_path)) as writer:
         statistics = tensorboard.StatisticsWriter(writer)
         statistics.write(100)
         statistics.write(200)
-        statistics.write(300)  # after hvd.shutdown() and hvd.init(), as of elastic jobs
+        first = {"submissions": 3}  # of process groups, which go on
+        statistics.write(300)  # after hvd.shutdown() and hvd.init()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     points = [(point.step, point.value) for point in events.Scalars("hvdlite/submissions")]
-    assert points == [(100, 7.0), (200, 1.0), (300, 4.0)]
+    assert points == [(100, 7.0), (200, 1.0), (300, 37.0)]
+
+
+def test_counts_of_tensorboard_begin_anew_with_init_and_not_with_restart() -> None:
+    program = """
+import hvdlite, torch
+import hvdlite.torch as hvd
+from hvdlite.integrations.tensorboard import StatisticsWriter
+
+class Printer:
+    def add_scalar(self, tag, value, step):
+        if tag == "hvdlite/submissions":
+            print(int(value), end=" ")
+
+def reduce(times):
+    for _ in range(times):
+        hvd.allreduce(torch.ones(1))
+
+hvd.init()
+writers = [StatisticsWriter(Printer(), chosen) for chosen in (None, hvd.global_process_set)]
+for times, again in (1, hvdlite.restart), (2, None), (5, None):
+    reduce(times)
+    for writer in writers:
+        writer.write(0)
+    if again:
+        again()
+    else:
+        hvd.shutdown()
+        hvd.init()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["1", "1", "2", "2", "5", "5"], done.stderr
