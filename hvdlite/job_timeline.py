@@ -15,6 +15,9 @@ from hvdlite.timeline.clock import measure_offset
 from hvdlite.timeline.timeline import Timeline
 from hvdlite.world import World
 
+_LAST_STEP_S = 2.0  # what an optimizer does once its gradients are there, at most
+_LOOK_S = 0.001
+
 
 def begun_timeline(world: World, worlds: ProcessWorlds) -> tuple[Timeline, int]:
     """A timeline of the ranks of ``world``, which records already if the job's settings say so; nanoseconds to add to
@@ -100,6 +103,8 @@ class JobTimeline:
                 self._worlds.record(self._timeline.close)
                 self._timeline.start(content["path"], content["mark_cycles"], content["origin_ns"])
         elif kind in ("timeline_stop", "shutdown") and self._timeline.is_recording:
+            if kind == "shutdown":
+                self._let_step_end()
             self._timeline.flush_and_close()
             self._world.engine.backend.barrier()  # every rank of a node has written before its leader reads
             self._timeline.merge(None if self._world.leaders is None else self._world.gather_from_leaders)
@@ -109,6 +114,14 @@ class JobTimeline:
             self._is_over.set()
         elif (is_done := self._switches.get(content["switch"])) is not None:
             is_done.set()
+
+    def _let_step_end(self) -> None:
+        """Another rank has ended: this one may be slower, and in the rest of its last step, which waits for nobody."""
+        recorder, deadline_s = self._world.recorder, time.monotonic() + _LAST_STEP_S
+        while recorder.stepping_thread not in (0, threading.get_ident()) and time.monotonic() < deadline_s:
+            if self._world.coordinator.has_in_flight(""):
+                return  # that will fail
+            time.sleep(_LOOK_S)
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

@@ -96,17 +96,19 @@ class Recorder:
         is_recording: since `start`, until `stop`.
         recordings: how often `start` was called.
         profiler: gets a range for every span of the threads that it watches.
+        stepping_thread: which is in a step of an optimizer that waits for other ranks; 0: none, or nothing is recorded.
     """
 
     __slots__ = (
         "_append", "_max_events", "_ring", "_seen", "_sequence", "_taken", "is_recording", "mark_cycles", "profiler",
-        "recordings",
+        "recordings", "stepping_thread",
     )  # fmt: skip
 
     def __init__(self, max_events: int = 1 << 16) -> None:
         self._max_events = max_events
         self.is_recording = False
         self.recordings = 0
+        self.stepping_thread = 0
         self.profiler: Profiler = _NoProfiler()
         self.mark_cycles = False
         """Whether whoever runs cycles should `mark` each of them."""

@@ -134,6 +134,7 @@ class GradientOptimizer(WrappedOptimizer):
             result = self._hvd_step_inside(self._hvd_reducer.recorder, kwargs)
         finally:
             self._hvd_synchronized = self._hvd_synchronized_inside = False
+            self._hvd_reducer.recorder.stepping_thread = 0
         self._hvd_reducer.after_step(self)
         return result
 

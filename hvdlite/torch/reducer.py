@@ -10,6 +10,7 @@ Which gradient is in which bucket is settled in the first steps (assignment.py).
 from __future__ import annotations
 
 import operator
+import threading
 import time
 import warnings
 import weakref
@@ -219,6 +220,8 @@ class GradientReducer:
             self._begin()
         if not self.is_distributed:
             return
+        if self.recorder.is_recording:
+            self.recorder.stepping_thread = threading.get_ident()
         try:
             self._finish_step()
         except HorovodInternalError:

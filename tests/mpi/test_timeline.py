@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,6 +114,44 @@ def test_the_end_of_another_rank_completes_the_file(directory: Path, late: bool)
                 hvd.start_timeline(str(path))
     hvd.shutdown()
     hvd.init()
+
+
+def test_the_last_step_of_a_slower_rank_is_in_the_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 ends as soon as it has stepped; the last one hears of that in its step."""
+    if hvd.size() == 1:
+        pytest.skip("there is no slower rank")
+    rank, has_ended, runtime = hvd.rank(), threading.Event(), hvdlite.runtime()
+    takes = runtime._timeline.take_notice
+
+    def take_notice(content: dict[str, Any]) -> None:
+        if content["kind"] == "shutdown":
+            has_ended.set()
+        takes(content)
+
+    class Slow(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            if is_last and rank == hvd.size() - 1:
+                has_ended.wait(30)
+                time.sleep(0.1)  # so that the file would be complete by now
+            return super().step(*args, **kwargs)
+
+    monkeypatch.setattr(runtime._timeline, "take_notice", take_notice)
+    model, is_last = torch.nn.Linear(3, 1), False
+    optimizer = hvd.DistributedOptimizer(Slow(model.parameters(), 0.1), model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    hvd.start_timeline(str(directory / "slower.json"))
+    hvd.barrier()
+    for is_last in (False, False, True):  # noqa: B007
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    hvd.shutdown()
+    try:
+        events = events_of(directory / "slower.json") if rank == 0 else []
+        steps = [event["pid"] for event in events if event.get("cat") == "optimizer"]
+        assert rank != 0 or [steps.count(each) for each in (0, runtime.size - 1)] == [3, 3]
+    finally:
+        hvd.init()
 
 
 def test_the_end_of_this_rank_completes_the_file(directory: Path) -> None:
