@@ -12,7 +12,7 @@ import torch
 
 import hvdlite
 from hvdlite.errors import MismatchError
-from hvdlite.torch.alike import first_difference
+from hvdlite.torch.alike import first_difference, identity_of
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.broadcast import broadcast_
 from hvdlite.torch.device import is_on_device
@@ -96,7 +96,7 @@ def broadcast_optimizer_state(
 
     Raises:
         ValueError: ``optimizer`` is none, or LBFGS, whose state cannot be split by parameter; the parameter
-            groups differ.
+            groups differ, or the shapes of their parameters, or the kinds of optimizers.
     """
     if not hasattr(optimizer, "param_groups"):
         raise ValueError(
@@ -162,15 +162,25 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _check_same_groups(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    everywhere = allgather_object(sizes, process_set=process_set)
+    named = [
+        (f"group{number}.{place}", parameter.detach())
+        for number, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    ]
+    own = {
+        "the optimizer is": type(optimizer).__name__,
+        "the numbers of parameters of its groups are": [len(group["params"]) for group in optimizer.param_groups],
+        "the checksum of their shapes is": identity_of(named),
+    }
+    everywhere = allgather_object(own, process_set=process_set)
     ranks = process_set.ranks
     for rank, others in zip(ranks, everywhere, strict=True):
-        if others != everywhere[0]:
-            raise ValueError(
-                f"broadcast_optimizer_state: the parameter groups have {everywhere[0]} parameters on rank {ranks[0]} "
-                f"but {others} on rank {rank}; build the same optimizer on every rank"
-            )
+        what = next((what for what in own if others[what] != everywhere[0][what]), None)
+        if what is not None:
+            found = first_difference(named, "broadcast_optimizer_state.parameters", process_set)
+            differs = f"{what} {everywhere[0][what]} on rank {ranks[0]} but {others[what]} on rank {rank}"
+            shapes = f": {found}" if found is not None else "; build the same optimizer on every rank"
+            raise ValueError(f"broadcast_optimizer_state: {differs}{shapes}")
 
 
 @eager

@@ -94,6 +94,18 @@ def test_parameters_that_differ() -> None:
         hvd.broadcast_parameters({"a": torch.ones(1, requires_grad=hvd.rank() == 0)}, hvd.rank() % 2)
 
 
+def test_optimizers_that_differ() -> None:
+    if hvd.size() == 1:
+        pytest.skip("ranks cannot contradict one another where there is one")
+    odd = hvd.rank() == 1
+    layer = torch.nn.Linear(4, 2 + odd)
+    with pytest.raises(ValueError, match=r"'group0\.0' has shape \(2, 4\) on .* but \(3, 4\) on rank 1.*same model"):
+        hvd.broadcast_optimizer_state(torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9), 0)
+    kind = torch.optim.Adam if odd else torch.optim.SGD
+    with pytest.raises(ValueError, match=r"optimizer is SGD on rank 0 but Adam on rank 1; build the same"):
+        hvd.broadcast_optimizer_state(kind(torch.nn.Linear(4, 2).parameters(), lr=0.1), 0)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -244,7 +256,7 @@ def test_optimizer_state_that_cannot_be_broadcast() -> None:
         hvd.broadcast_optimizer_state(None, 0)  # type: ignore[arg-type]
     if hvd.size() > 1:
         optimizer = torch.optim.SGD(parameters[: 2 + hvd.rank() % 2], lr=0.1)
-        with pytest.raises(ValueError, match=r"\[2\] parameters on rank 0 but \[3\] on rank 1"):
+        with pytest.raises(ValueError, match=r"groups are \[2\] on rank 0 but \[3\] on rank 1"):
             hvd.broadcast_optimizer_state(optimizer, 0)
 
 
