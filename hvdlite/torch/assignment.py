@@ -158,7 +158,7 @@ class Assignment:
             names = [f"which are sparse among {list_of(late)}"]
         else:
             known = [slot for slot in slots if slot.bucket is not None]
-            names = [f"which are sparse among {list_of(known)}, {identity_of(_named(known))}"]
+            names = [f"which are sparse among {list_of(known)}, checksum {identity_of(_named(known))}"]
         try:
             allreduce_now(
                 self._group, views, views, Reduction(ReduceOp.MAX), name=f"{self._prefix}.sparse", names=names

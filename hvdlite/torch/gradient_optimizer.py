@@ -217,7 +217,8 @@ class GradientOptimizer(WrappedOptimizer):
             self._hvd_reducer.arrival.check_only_owner()
             raise UsageError(
                 "optimizer.zero_grad() was called between loss.backward() and optimizer.step(), when gradients are on "
-                "their way to other ranks. Call optimizer.synchronize() first, on every rank."
+                "their way to other ranks. Call zero_grad() before loss.backward(), and optimizer.step() after it on "
+                "all ranks, or on none; to drop gradients, call optimizer.synchronize() first, on every rank."
             )
         self._hvd_synchronized = self._hvd_synchronized_inside = False
         super().zero_grad(*args, **kwargs)

@@ -75,7 +75,8 @@ def check_tensor(tensor: object, what: str) -> torch.Tensor:
         ValueError: it cannot; the text starts with ``what`` and says how to make one that it can.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{what}: expected a torch.Tensor, got {type(tensor).__name__}")
+        way_out = "; pass torch.as_tensor(it)" if isinstance(tensor, (int, float, list, tuple)) else ""
+        raise ValueError(f"{what}: expected a torch.Tensor, got {type(tensor).__name__}{way_out}")
     if tensor.is_nested:
         raise ValueError(f"{what}: the tensor is nested; pass torch.nested.to_padded_tensor(tensor, 0.0)")
     if tensor.layout is not torch.strided:

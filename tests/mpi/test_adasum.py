@@ -179,7 +179,7 @@ def test_integers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (0.5, "expected a torch.Tensor, got float"),
+        (0.5, "expected a torch.Tensor, got float; pass torch.as_tensor"),
         (torch.eye(2).to_sparse(), r"sparse_coo; pass tensor\.to_dense"),
         (torch.ones(2, device="meta"), "is on meta"),
     ],

@@ -185,7 +185,7 @@ def test_read_only_arrays_are_read() -> None:
         (np.zeros(3, ">f4"), "allreduce 'odd': torch cannot see this numpy.ndarray"),
         (np.arange(6.0)[::-1], "allreduce 'odd': torch cannot see this numpy.ndarray"),
         ([1.0, 2.0], "expected a torch.Tensor, got list"),
-        (3.0, "expected a torch.Tensor, got float"),
+        (3.0, "expected a torch.Tensor, got float; pass torch.as_tensor"),
     ],
     ids=["complex", "uint32", "text", "byte order", "negative stride", "list", "float"],
 )

@@ -95,7 +95,7 @@ def test_switched_on_for_the_first_time(world: FakeWorld) -> None:
     asked = [each.submission.request for each in world.submitted if each.name.endswith(".sparse")]
     # What a rank shows to others that have not switched it on: in the report of a stall; in the first step, an error.
     assert asked[-1].contents == "which are sparse among p.1"
-    assert asked[0].contents.startswith("which are sparse among p.0 to p.2 (2 parameters), ")
+    assert asked[0].contents.startswith("which are sparse among p.0 to p.2 (2 parameters), checksum ")
     last = next(each for each in reversed(world.buckets) if "p.1" in each.names)
     assert last.has_home == (len(world.topology.nodes) > 1)
 
