@@ -21,8 +21,9 @@ from hvdlite.start.meeting_point import connect
 _LOG = logging.getLogger("hvdlite")
 
 _OF_EACH_COMMIT = (Word.DEPOSIT, Word.DEPOSIT_ALONE, Word.NEWS)
-# Without these hvdliterun takes ranks that have succeeded, or could go on, for ranks that have failed.
-_NOT_TO_BE_LOST = (Word.AT_WORK, Word.ENDED, Word.CLAIM, Word.ANEW)
+# Without these hvdliterun takes ranks that have succeeded, or could go on, for ranks that have failed; or does not see
+# that others wait in hvd.init() for a rank that ends.
+_NOT_TO_BE_LOST = (Word.AT_WORK, Word.ENDED, Word.CLAIM, Word.ANEW, Word.STARTING)
 _AGAIN_S = 0.2  # between two looks for the keeper that takes the place of one that has ended
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 600.0  # in which commits do not wait for a keeper that has been silent
 _SILENT = "the keeper of this host, a process of hvdliterun's, does not answer: it is stopped, or the host is very busy"

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
@@ -230,7 +231,7 @@ def test_a_keeper_outlives_the_thread_that_wanted_it(elsewhere: Keepers) -> None
 
 
 def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
-    """The end of training is told to that one, too: hvdliterun would take ranks that end without for failed.
+    """The end of training is told to that one, and a start: hvdliterun would take ranks that end without for failed.
 
     It sees processes of ranks end that the other one was to see.
     """
@@ -254,13 +255,12 @@ def test_a_keeper_that_was_killed_makes_room_for_another() -> None:
         other = Safekeeping(where)
         with pytest.raises(OSError, match="refused"):
             other.news()
-        ends = threading.Thread(target=rank.say_at_work, args=(False,))
-        ends.start()
-        assert keepers.start([HERE]) == []
-        ends.join()
-        assert keepers.ask() == [] and said == [(Word.AT_WORK, 0)]
-        assert killed not in keepers.processes
-        assert rank.news() == other.news() == 0  # by the connection to the one that was killed, or without any
+        with ThreadPoolExecutor(2) as ranks:
+            told = [ranks.submit(rank.say_at_work, False), ranks.submit(other.say_starting, 12, 3)]
+            assert keepers.start([HERE]) == []
+        assert [each.result() for each in told] == [None, None]
+        assert keepers.ask() == [] and {*said} == {(Word.AT_WORK, 0), (Word.STARTING, pair_of(12, 3))}
+        assert killed not in keepers.processes and rank.news() == other.news() == 0
         other.close()
         rank.hand_over(5, lambda target: target.write(b"commit 5"))  # to the new one
         rank.close()
