@@ -309,6 +309,8 @@ class ReadyCounts:
         """Whether this rank wants to know."""
     def has_news(self, heard: int) -> bool:
         """Whether this rank was rung since it had counted ``heard`` rings."""
+    def has_other_news(self, heard: int) -> bool:
+        """Likewise, but for rings since the last `set` that are for counts."""
     def wait(self, plan: int, count: int, heard: int, timeout_s: float, spin_us: int) -> bool:
         """Until all are ready for ``count`` operations; False where another ring, a signal or the time came before."""
     NEXT_BITS: ClassVar[int]
@@ -695,6 +697,7 @@ class EarlyAllreduce(DirectCall):
         began_ns: when it did, in the time of `time.monotonic_ns`.
         outputs: of it.
         has_news: whether this rank's doorbell has rung since.
+        is_disturbed: whether it has for something else than that its node is ready.
     """
 
     NODE_IS_LATE: ClassVar[int]
@@ -702,6 +705,7 @@ class EarlyAllreduce(DirectCall):
     began_ns: int
     outputs: TensorList
     has_news: bool
+    is_disturbed: bool
 
     def __init__(
         self,

@@ -132,7 +132,8 @@ void register_early_allreduce(py::module_& m) {
       .def_property_readonly("progress", [](const EarlyAllreduce& self) { return static_cast<int>(self.progress()); })
       .def_property_readonly("began_ns", [](const EarlyAllreduce& self) { return nanoseconds_of(self.began()); })
       .def_property_readonly("outputs", &EarlyAllreduce::outputs, py::return_value_policy::reference_internal)
-      .def_property_readonly("has_news", &EarlyAllreduce::has_news);
+      .def_property_readonly("has_news", &EarlyAllreduce::has_news)
+      .def_property_readonly("is_disturbed", &EarlyAllreduce::is_disturbed);
 
   py::class_<PacketRoom>(m, "PacketRoom")
       .def(py::init())

@@ -50,7 +50,7 @@ DirectCall::Result EarlyAllreduce::run(const std::vector<std::uintptr_t>& inputs
     } else if (turns_.has_come()) {
       progress_ = Progress::kDone;
     }
-    return progress_ == Progress::kDone || progress_ == Progress::kFailed || has_news();
+    return progress_ == Progress::kDone || progress_ == Progress::kFailed || is_disturbed();
   });
   if (progress_ != Progress::kDone) return Result::kBegun;
   if (leads) spread();

@@ -25,6 +25,7 @@ struct ReadyCounts::Line {
   std::atomic<std::uint64_t> wish;      // a plan, and what is wanted instead
   std::atomic<std::uint64_t> decision;  // that of rank 0: of the last plan that it was made for, and what it was
   Word wants_ring;
+  Word rung;  // how often this rank was, or is about to be, for counts and wishes
 };
 
 ReadyCounts::ReadyCounts(std::uintptr_t address, std::uintptr_t doorbells, int rank, int size)
@@ -46,6 +47,7 @@ Doorbell& ReadyCounts::doorbell(std::uint32_t rank) const {
 
 void ReadyCounts::set(std::uint64_t plan, std::uint64_t count) {
   std::atomic<std::uint64_t>& own = line(rank_).count;
+  rung_before_ = line(rank_).rung.load(std::memory_order_relaxed);
   const std::uint64_t before = count_of(own.load(std::memory_order_relaxed), plan);
   own.store(tag_of(plan) | count, std::memory_order_seq_cst);
   if (all(plan) > before) ring_who_wants();  // else it is as before: somebody else is behind
@@ -53,7 +55,9 @@ void ReadyCounts::set(std::uint64_t plan, std::uint64_t count) {
 
 void ReadyCounts::ring_who_wants() const {
   for (std::uint32_t rank = 0; rank < size_; ++rank) {
-    if (rank != rank_ && line(rank).wants_ring.load(std::memory_order_seq_cst) != 0) doorbell(rank).ring();
+    if (rank == rank_ || line(rank).wants_ring.load(std::memory_order_seq_cst) == 0) continue;
+    line(rank).rung.fetch_add(1, std::memory_order_relaxed);  // released by the ring
+    doorbell(rank).ring();
   }
 }
 
@@ -72,6 +76,13 @@ void ReadyCounts::want_ring(bool wanted) {
 
 bool ReadyCounts::has_news(std::uint32_t heard) const {
   return doorbell(rank_).count.load(std::memory_order_acquire) != heard;
+}
+
+// A ring that is about to come may hide another one, until it has.
+bool ReadyCounts::has_other_news(std::uint32_t heard) const {
+  const std::uint32_t rings = doorbell(rank_).count.load(std::memory_order_acquire) - heard;
+  const std::uint32_t for_counts = line(rank_).rung.load(std::memory_order_relaxed) - rung_before_;
+  return static_cast<std::int32_t>(rings - for_counts) > 0;
 }
 
 ReadyCounts::Outcome ReadyCounts::await(std::uint64_t plan, std::uint64_t count, std::uint32_t heard,

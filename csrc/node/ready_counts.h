@@ -8,8 +8,9 @@
 
 namespace hvdlite {
 
-// One line per rank, which only that rank writes; zeroed memory is valid. A count belongs to the plan whose number is
-// stored with it, so that nobody takes the count of an earlier plan for one of this.
+// One line per rank, which only that rank writes, but for how often it was rung; zeroed memory is valid. A count
+// belongs to the plan whose number is stored with it, so that nobody takes the count of an earlier plan for one of
+// this.
 //
 // Whoever completes a count rings those that want it. Two ranks that store their counts at the same time, and then look
 // at all: at least one of them sees that all are there. A rank that wants a ring says so before it looks for the last
@@ -36,6 +37,8 @@ class ReadyCounts {
 
   // Whether this rank was rung since it had counted `heard` rings.
   bool has_news(std::uint32_t heard) const;
+  // Likewise, but for rings since the last `set` that are for counts: they tell who sees that all are ready nothing.
+  bool has_other_news(std::uint32_t heard) const;
 
   // Until all ranks are ready for `count` operations. It looks for `spin`, then sleeps on this rank's doorbell, as the
   // assistant of the thread that usually does: any ring but that for the last count ends it with kNotYet, as do `until`
@@ -70,6 +73,7 @@ class ReadyCounts {
   std::uintptr_t doorbells_;
   std::uint32_t rank_;
   std::uint32_t size_;
+  std::uint32_t rung_before_ = 0;  // the last `set`, for counts
 };
 
 }  // namespace hvdlite

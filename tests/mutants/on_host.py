@@ -94,7 +94,7 @@ MUTANTS = [
     Mutant("csrc/messages/early_allreduce.cpp", "  if (!node_is_ready()) return Result::kNotYet;\n", "", _MESSAGES),
     Mutant(
         "csrc/messages/early_allreduce.cpp",
-        "return progress_ == Progress::kDone || progress_ == Progress::kFailed || has_news();",
+        "return progress_ == Progress::kDone || progress_ == Progress::kFailed || is_disturbed();",
         "return progress_ == Progress::kDone || progress_ == Progress::kFailed;",
         _MESSAGES,
     ),

@@ -35,6 +35,7 @@ from mpi_lab import Mpi
 from thread_comm import ThreadComm, on_ranks
 
 LINE = 64
+ASSISTANTS_ASLEEP = 12  # of a doorbell, see csrc/waiting/signal.h
 BEGUN, NOT_YET = _native.DirectCall.BEGUN, _native.DirectCall.NOT_YET
 AVERAGE = Reduction(prescale=0.5, postscale=4.0)
 
@@ -157,7 +158,7 @@ class Rank:
         self.rank, self.size = comm.rank, comm.size
         node = Node(comm)
         self.memory = memory = HostMemory(node)  # type: ignore[arg-type]
-        mpi = Mpi()
+        self.mpi = mpi = Mpi()
         mpi.done = Sometimes(chance, seed=1)
         self.leaders = Leaders(mpi, native) if comm.rank == 0 else None
         self.early = EarlyAllreduce(
@@ -321,6 +322,45 @@ def test_who_has_begun_packets_sees_whether_somebody_drops_them(ways: str) -> No
 
     for way, met in zip(ways, on_ranks(len(ways), work), strict=True):
         assert met == ([] if way == "d" else ["d" not in ways] * 29)
+
+
+@pytest.mark.parametrize("way", ["native", "step by step", "meeting"])
+@pytest.mark.parametrize("is_rung_again", [False, True])
+def test_who_slept_until_its_node_was_ready_waits_for_other_nodes(way: str, is_rung_again: bool) -> None:
+    """The ring that has ended the sleep is no news; else whoever is first in its node would leave all to Python."""
+
+    def work(comm: ThreadComm) -> bool:
+        rank = Rank(comm, chance=0.0 if is_rung_again else 0.01, native=way == "native")
+        value = rank.input(1)
+        tensors, address = rank.early.tensors([value.ctypes.data], rank.layout), [value.ctypes.data]
+        bell = comm.allgather(rank.bell)[0]
+        if comm.rank == 1:
+            while not _native.load32(bell + ASSISTANTS_ASLEEP):
+                time.sleep(0)
+            rank.counts.set(1, 1)
+            rank.early.begin(tensors, rank.layout, SUM, "early")
+            if is_rung_again:
+                _native.doorbell_ring(bell)
+            rank.early.finish(tensors, rank.layout)
+            return value.tolist() == rank.expected(1)
+        if way == "meeting":
+            engine: Any = SimpleNamespace(early=rank.early, memory=rank.memory)
+            request: Any = SimpleNamespace(begin_early=lambda *_: rank.early.begin(tensors, rank.layout, SUM, "early"))
+            meeting: Any = EarlyOperations(engine).meeting(rank.counts, 10.0)
+            outcome = meeting._begin(SimpleNamespace(request=request), 1, 1, 0)
+            assert (outcome is Outcome.NOT_YET) == is_rung_again
+        else:
+            call = rank.prepare()
+            result = call.run(address, address, 1, 1, 0)
+            if result == BEGUN:
+                result = call.resume(result)
+            assert result == (NOT_YET if is_rung_again else _native.DirectCall.DONE_AND_RUNG)
+        rank.mpi.done = Sometimes(1.0, seed=1)
+        if rank.early.has_begun:
+            rank.early.finish(tensors, rank.layout)
+        return value.tolist() == rank.expected(1)
+
+    assert on_ranks(2, work) == [True, True]
 
 
 def test_who_is_at_work_is_not_rung_for_every_count() -> None:
