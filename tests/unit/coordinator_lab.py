@@ -23,7 +23,7 @@ from hvdlite.coordinator.messages import PlanMessage, Response, Verb
 from hvdlite.coordinator.plan_member import PlanMember
 from hvdlite.coordinator.prepared import Outcome
 from hvdlite.coordinator.request import NAMED, Key, Request, TensorSpec
-from hvdlite.coordinator.submission import Submission
+from hvdlite.coordinator.submission import Pace, Submission
 from hvdlite.counters import Traffic
 from hvdlite.dtypes import DType
 from hvdlite.operations.operation import Operation
@@ -344,6 +344,16 @@ def _next_burst(coordinator: Coordinator) -> Burst:
     return burst
 
 
+class Prompt(Pace):
+    """Of who pauses nowhere but where it waits: what the machine does meanwhile would divide plans."""
+
+    __slots__ = ()
+
+    def step(self, now_ns: int) -> float:
+        """See `Pace`."""
+        return super().step(self._last_ns)
+
+
 class Lab:
     """The coordinators of ``nodes``, given as the ranks of each.
 
@@ -389,6 +399,7 @@ class Lab:
                         clock=lambda: self.now_s,
                     )
                 )
+                self.ranks[-1]._pace.__class__ = Prompt
                 self.owners[-1].next_burst = partial(_next_burst, self.ranks[-1])
 
     def turn(self) -> None:
