@@ -16,12 +16,13 @@ import torch
 import hvdlite
 from hvdlite.errors import HorovodInternalError
 from hvdlite.torch.adasum import check_adasum
-from hvdlite.torch.alike import check_same_parameters, compare_parameters
+from hvdlite.torch.alike import compare_parameters
 from hvdlite.torch.allreduce import allreduce, allreduce_, allreduce_async
 from hvdlite.torch.handle import Handle
 from hvdlite.torch.numerics import GradientCheck
 from hvdlite.torch.process_set import ProcessSet
 from hvdlite.torch.reduce_options import Adasum, Max
+from hvdlite.torch.same_parameters import check_same_parameters
 from hvdlite.torch.state_check import StateCheck
 from hvdlite.torch.wrapped_optimizer import WrappedOptimizer, parameters_of
 

@@ -16,7 +16,6 @@ from hvdlite.errors import MismatchError
 from hvdlite.group import Group
 from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.prepared_allreduce import allreduce_now
-from hvdlite.torch.alike import first_difference, identity_of
 from hvdlite.torch.arrival import Arrival
 from hvdlite.torch.bucket_maker import BucketMaker, GradientOptions
 from hvdlite.torch.bucketing import (
@@ -31,6 +30,7 @@ from hvdlite.torch.bucketing import (
 )
 from hvdlite.torch.buckets import DenseBucket, SparseBucket
 from hvdlite.torch.gradients import Bucket, Slot, list_of
+from hvdlite.torch.same_parameters import first_difference, identity_of
 from hvdlite.torch.start import start_broadcast
 from hvdlite.torch.tensor_view import views_of
 

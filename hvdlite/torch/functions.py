@@ -12,7 +12,6 @@ import torch
 
 import hvdlite
 from hvdlite.errors import MismatchError
-from hvdlite.torch.alike import first_difference, identity_of
 from hvdlite.torch.allgather import allgather
 from hvdlite.torch.broadcast import broadcast_
 from hvdlite.torch.device import is_on_device
@@ -20,6 +19,7 @@ from hvdlite.torch.eager import eager
 from hvdlite.torch.handle import check_name
 from hvdlite.torch.optimizer import DistributedOptimizer
 from hvdlite.torch.process_set import ProcessSet, check_process_set, global_process_set
+from hvdlite.torch.same_parameters import first_difference, identity_of
 from hvdlite.torch.start import start_broadcast
 from hvdlite.torch.tensor_view import check_tensor, gradient_dtype, is_expanded
 
