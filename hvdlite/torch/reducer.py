@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -380,7 +381,7 @@ class GradientReducer:
         is_first = assignment.phase is Phase.BY_REGISTRATION
         if is_first:
             named, label, process_set = self._named(), f"optimizer{assignment.number}", self.options.reduce.process_set
-            check_order_of_twins(named, _reduced_by(process_set), label, self._group, process_set)
+            check_order_of_twins(named, partial(_reduced_by, process_set), label, self._group, process_set)
             compare_parameters(named, label, self._group, process_set)
         bucketing = assignment.agree_on_order()
         if is_first:
