@@ -9,7 +9,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   fuzz     every parser of bytes from elsewhere, 2 s each by Atheris, which it installs; only if asked for by name
   mpi      under mpirun with 1 to 4 ranks on Open MPI and 3 on MPICH, unless --ranks chooses them; what lies above
            MPI on Open MPI only, whose ranks sleep where there are more of them than cores, unless --mpi chooses one;
-           with --mpi for it, on Intel MPI too, with 3, where others run what calls MPI only; and what depends on
+           with --mpi for it, on Intel MPI too, with 2, where others run what calls MPI only; and what depends on
            who starts the ranks without MPI
   faults   tests that start mpirun and hvdliterun themselves and kill ranks, on both MPIs and without
   hosts    the same on several emulated hosts; skipped where the machine refuses network namespaces
@@ -21,8 +21,8 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
   lint     ruff, mypy, and pyright on a program of a user; only if asked for by name
   integrations  Lightning, Accelerate, transformers and Ray, which it installs; only if asked for by name
 
-Where faults, hosts or examples are among the suites, which mostly wait, lint, sanitizers, fuzz, docs and what is run
-with 1 rank run beside all others, with what these leave of the processors.
+Where faults, hosts or examples are among the suites, which mostly wait, lint, sanitizers, fuzz, docs, unit and what is
+run with 1 rank run beside all others, with what these leave of the processors.
 
 Tests that are marked `thorough` take long, and find what others seldom miss; --thorough runs them as well, and every
 test with every number of ranks. tests/README.md says which these are.
@@ -77,8 +77,8 @@ SUITES = (
     "integrations",
 )
 # Suites that need processors and no clock, or are patient, as one rank is, which run beside all others; worth it where
-# there are starts, waits and ends of processes.
-BESIDE = ("lint", "sanitizers", "fuzz", "docs")
+# there are starts, waits and ends of processes. The last of them get most.
+BESIDE = ("lint", "sanitizers", "fuzz", "docs", "unit")
 WAITING = ("faults", "hosts", "examples")
 # Those that need the processors for a part of their time run first, while there is something to run beside them.
 FIRST = ("hosts", "faults", "examples")
@@ -99,7 +99,7 @@ DEBIAN = {
     "slurm": ("Slurm", ["slurmctld", "slurmd", "munged"], ["slurm-wlm", "munge", "libpmix-dev"]),
 }
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
-RANKS = {"openmpi": (1, 2, 3, 4), "mpich": (3,), "intelmpi": (3,)}
+RANKS = {"openmpi": (1, 2, 3, 4), "mpich": (3,), "intelmpi": (2,)}
 ALL_RANKS = (1, 2, 3, 4)
 USUAL_MPIS = ("openmpi", "mpich")
 LEFT_OUT = {3: ["not_with_three_ranks"], 4: ["up_to_three_ranks"]}
@@ -124,7 +124,7 @@ FOR_INTEL_MPI = (
     "test_runtime_lifecycle.py",
 )
 # In words of Python 3.7: older ones than hvdlite needs are to get as far as the sentence that says so.
-TIME_LIMIT_S = {**dict.fromkeys(SUITES, 900), "unit": 600}
+TIME_LIMIT_S = 900.0  # of a stage
 
 
 @dataclass
@@ -159,7 +159,8 @@ def main() -> int:
     stages = plan(arguments, for_pytest, pythons)
     is_worth_it = any(stage.suite in WAITING for stage in stages)
     patient = [stage for stage in stages if is_worth_it and stage.is_patient]
-    patient.sort(key=lambda stage: stage.suite in AT_ONCE)  # what is left at the end has all processors
+    # What is left at the end has all processors, and the tests of unit have limits, if long ones.
+    patient.sort(key=lambda stage: (stage.suite in AT_ONCE, stage.suite == "unit"))
     beside = Beside(patient, arguments)
     in_turn = [stage for stage in stages if stage not in beside.stages]
     if beside.stages:
@@ -264,7 +265,6 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
 
     stages = []
     for suite in (suite for suite in SUITES if suite in arguments.suites):
-        limit = TIME_LIMIT_S[suite]
         if suite == "lint":
             commands = {
                 "ruff": ["ruff", "check", "--extend-exclude", ".venv*"],
@@ -272,7 +272,7 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                 "pyright": ["basedpyright", "--pythonpath", str(python), "--level", "error", str(TESTS / "types")],
             }
             for name, words in commands.items():
-                stages.append(Stage(suite, f"lint: {name}", [str(python), "-m", *words], limit, is_patient=True))
+                stages.append(Stage(suite, f"lint: {name}", [str(python), "-m", *words], TIME_LIMIT_S, is_patient=True))
         elif suite == "mpi":
             for mpi in arguments.mpi:
                 for ranks in arguments.ranks or (ALL_RANKS if arguments.thorough else RANKS[mpi]):
@@ -286,12 +286,12 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     unmarked = [] if above else ["any_mpi"]
                     unmarked += [] if arguments.thorough else LEFT_OUT.get(min(ranks, 4), [])
                     command = [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)]
-                    stages.append(Stage(suite, title, command, limit, is_patient=ranks == 1))
+                    stages.append(Stage(suite, title, command, TIME_LIMIT_S, is_patient=ranks == 1))
             if 2 in (arguments.ranks or ALL_RANKS):
                 command = [str(python), "-m", "hvdlite", "run", "-np", "2", *pytest(suite, python, files=WITHOUT_MPI)]
-                stages.append(Stage(suite, "mpi: without MPI, 2 ranks", command, limit))
+                stages.append(Stage(suite, "mpi: without MPI, 2 ranks", command, TIME_LIMIT_S))
         else:
-            stages.append(Stage(suite, suite, pytest(suite, python), limit, is_patient=suite in BESIDE))
+            stages.append(Stage(suite, suite, pytest(suite, python), TIME_LIMIT_S, is_patient=suite in BESIDE))
     return stages
 
 

@@ -31,7 +31,7 @@ SIZE = WORLD.size
 LATE_S = 0.03  # longer than a caller waits in a native call
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
-pytestmark = [pytest.mark.any_mpi]
+pytestmark = [pytest.mark.any_mpi, pytest.mark.not_with_three_ranks]
 
 
 @pytest.fixture(scope="module", params=ONE_AND_SEVERAL, ids=str, autouse=True)
