@@ -134,7 +134,6 @@ class Stage:
     suite: str
     title: str
     command: list[str]
-    time_limit_s: float
     is_patient: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -272,7 +271,7 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                 "pyright": ["basedpyright", "--pythonpath", str(python), "--level", "error", str(TESTS / "types")],
             }
             for name, words in commands.items():
-                stages.append(Stage(suite, f"lint: {name}", [str(python), "-m", *words], TIME_LIMIT_S, is_patient=True))
+                stages.append(Stage(suite, f"lint: {name}", [str(python), "-m", *words], is_patient=True))
         elif suite == "mpi":
             for mpi in arguments.mpi:
                 for ranks in arguments.ranks or (ALL_RANKS if arguments.thorough else RANKS[mpi]):
@@ -286,12 +285,12 @@ def plan(arguments: argparse.Namespace, for_pytest: list[str], pythons: dict[str
                     unmarked = [] if above else ["any_mpi"]
                     unmarked += [] if arguments.thorough else LEFT_OUT.get(min(ranks, 4), [])
                     command = [*launch, *pytest(suite, pythons[mpi], *unmarked, files=files)]
-                    stages.append(Stage(suite, title, command, TIME_LIMIT_S, is_patient=ranks == 1))
+                    stages.append(Stage(suite, title, command, is_patient=ranks == 1))
             if 2 in (arguments.ranks or ALL_RANKS):
                 command = [str(python), "-m", "hvdlite", "run", "-np", "2", *pytest(suite, python, files=WITHOUT_MPI)]
-                stages.append(Stage(suite, "mpi: without MPI, 2 ranks", command, TIME_LIMIT_S))
+                stages.append(Stage(suite, "mpi: without MPI, 2 ranks", command))
         else:
-            stages.append(Stage(suite, suite, pytest(suite, python), TIME_LIMIT_S, is_patient=suite in BESIDE))
+            stages.append(Stage(suite, suite, pytest(suite, python), is_patient=suite in BESIDE))
     return stages
 
 
@@ -374,9 +373,9 @@ def run_once(
             start_new_session=True,
         )
         try:
-            status = child.wait(stage.time_limit_s)
+            status = child.wait(TIME_LIMIT_S)
         except subprocess.TimeoutExpired:
-            stage.failures.append(f"not at its end after {stage.time_limit_s:g} s")
+            stage.failures.append(f"not at its end after {TIME_LIMIT_S:g} s")
             status = end(child)
         except BaseException:
             end(child)
@@ -405,7 +404,7 @@ def try_again(stage: Stage, arguments: argparse.Namespace, number: str) -> None:
     if not stage.failures or not arguments.second_try or stage.suite == "lint":
         return
     print(f"\n==> {number} {stage.title}: a second try", flush=True)
-    second = Stage(stage.suite, stage.title, stage.command, stage.time_limit_s)
+    second = Stage(stage.suite, stage.title, stage.command)
     if len(stage.ended_badly) == len(stage.failures):
         kept = [word for word in stage.command if not word.startswith(("--numprocesses", "--dist", str(TESTS)))]
         second.command = kept + [str(ROOT / test) for test in stage.ended_badly]
