@@ -134,6 +134,7 @@ class Stage:
     suite: str
     title: str
     command: list[str]
+    time_limit_s: float = TIME_LIMIT_S
     is_patient: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -373,9 +374,9 @@ def run_once(
             start_new_session=True,
         )
         try:
-            status = child.wait(TIME_LIMIT_S)
+            status = child.wait(stage.time_limit_s)
         except subprocess.TimeoutExpired:
-            stage.failures.append(f"not at its end after {TIME_LIMIT_S:g} s")
+            stage.failures.append(f"not at its end after {stage.time_limit_s:g} s")
             status = end(child)
         except BaseException:
             end(child)
@@ -404,7 +405,7 @@ def try_again(stage: Stage, arguments: argparse.Namespace, number: str) -> None:
     if not stage.failures or not arguments.second_try or stage.suite == "lint":
         return
     print(f"\n==> {number} {stage.title}: a second try", flush=True)
-    second = Stage(stage.suite, stage.title, stage.command)
+    second = Stage(stage.suite, stage.title, stage.command, stage.time_limit_s)
     if len(stage.ended_badly) == len(stage.failures):
         kept = [word for word in stage.command if not word.startswith(("--numprocesses", "--dist", str(TESTS)))]
         second.command = kept + [str(ROOT / test) for test in stage.ended_badly]
