@@ -7,7 +7,7 @@ Makes .venv and .venv-mpich (tools/environment.py), installs hvdlite into them, 
            Sanitizer, ranks as threads under ThreadSanitizer, and for aarch64 under qemu; skipped where GCC or Debian
            has none; only if asked for by name
   fuzz     every parser of bytes from elsewhere, 2 s each by Atheris, which it installs; only if asked for by name
-  mpi      under mpirun with 1 to 4 ranks on Open MPI and 3 on MPICH, unless --ranks chooses them; what lies above
+  mpi      under mpirun with 1 to 4 ranks on Open MPI and 2 on MPICH, unless --ranks chooses them; what lies above
            MPI on Open MPI only, whose ranks sleep where there are more of them than cores, unless --mpi chooses one;
            with --mpi for it, on Intel MPI too, with 2, where others run what calls MPI only; and what depends on
            who starts the ranks without MPI
@@ -99,7 +99,7 @@ DEBIAN = {
     "slurm": ("Slurm", ["slurmctld", "slurmd", "munged"], ["slurm-wlm", "munge", "libpmix-dev"]),
 }
 MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
-RANKS = {"openmpi": (1, 2, 3, 4), "mpich": (3,), "intelmpi": (2,)}
+RANKS = {"openmpi": (1, 2, 3, 4), "mpich": (2,), "intelmpi": (2,)}
 ALL_RANKS = (1, 2, 3, 4)
 USUAL_MPIS = ("openmpi", "mpich")
 LEFT_OUT = {3: ["not_with_three_ranks"], 4: ["up_to_three_ranks"]}

@@ -208,9 +208,9 @@ def test_killed_at_any_point(tmp_path: Path, number: int) -> None:
     ("victim", "way", "number"),
     [
         (0, "burst", signal.SIGKILL),
-        (2, "few", signal.SIGKILL),
+        pytest.param(2, "few", signal.SIGKILL, marks=pytest.mark.thorough),
         (1, "optimizer", signal.SIGKILL),
-        (1, "others", signal.SIGKILL),
+        pytest.param(1, "others", signal.SIGKILL, marks=pytest.mark.thorough),
         (2, "blocking", signal.SIGSTOP),
     ],
 )

@@ -79,7 +79,7 @@ def check_began_anew(result: Result, who: str) -> None:
     assert "as no host that answers has a commit (1 of 10 restarts)" in result.launcher_output, result
 
 
-@pytest.mark.parametrize("when", ["before the import", "in init"])
+@pytest.mark.parametrize("when", [pytest.param("before the import", marks=pytest.mark.thorough), "in init"])
 def test_a_rank_that_is_killed_while_it_starts(tmp_path: Path, when: str) -> None:
     check_began_anew(run(tmp_path, when, "time.sleep(2); die()"), "rank 1")
 

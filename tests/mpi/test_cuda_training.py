@@ -210,7 +210,7 @@ class _OnStream(torch.autograd.Function):
 
 @pytest.mark.parametrize("numels", [(3, 50), (20_000, 30_000)], ids=["small", "large"])
 @pytest.mark.parametrize("buckets", [1, 2])
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_backward_on_several_streams(gpu: TorchOnGpu, numels: tuple[int, ...], buckets: int, passes: int) -> None:
     """When the last gradient of a bucket has come, streams have yet to make others."""
     side = gpu.cuda.stream()

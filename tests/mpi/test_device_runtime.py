@@ -36,7 +36,7 @@ from hvdlite.operations.broadcast import broadcast_async
 from one_gpu import not_at_first
 from runtime_lab import LAYOUTS, REDUCING, TINY, agree, running
 
-pytestmark = pytest.mark.any_mpi
+pytestmark = [pytest.mark.any_mpi, pytest.mark.up_to_three_ranks]
 
 LAST = SIZE - 1
 NUMELS = [0, 1, 65, 513, 5003]

@@ -34,6 +34,7 @@ machine_of = machines_lab.machine_of
 
 pytestmark = [
     pytest.mark.any_mpi,
+    pytest.mark.up_to_three_ranks,
     pytest.mark.skipif(WORLD.size == 1, reason="needs ranks that wait for one another"),
 ]
 

@@ -26,7 +26,7 @@ from hvdlite.operations.allreduce import allreduce_async
 from hvdlite.operations.broadcast import broadcast_async
 from runtime_lab import LAYOUTS, agree, running
 
-STEPS = 6_000 if SIZE == 2 else 1_000  # elsewhere a shorter one: all counts of ranks together would take minutes
+STEPS = 3_000 if SIZE == 2 else 1_000  # elsewhere a shorter one: all counts of ranks together would take minutes
 WARM_UP = STEPS // 5
 NAMES = 60
 IN_FLIGHT = 3  # steps
