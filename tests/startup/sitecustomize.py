@@ -75,10 +75,10 @@ class Finder:
 
             for name in WITH_ON_META:
                 setattr(torch, name.removeprefix("torch."), Later(name))
-            # Random numbers need this much of it.
-            from torch._opaque_base import OpaqueBaseMeta
+            if hasattr(torch._C, "_set_generator_metaclass"):  # which random numbers need, and older ones have not
+                from torch._opaque_base import OpaqueBaseMeta
 
-            torch._C._set_generator_metaclass(OpaqueBaseMeta)
+                torch._C._set_generator_metaclass(OpaqueBaseMeta)
 
     @staticmethod
     def _whole(name):
