@@ -207,7 +207,8 @@ class LauncherWatch:
 
     def _explain_absence(self, since_s: float) -> str | None:
         if since_s < OUTLIVES_S:
-            self._note_calls(self._links())
+            if not self._all_have_called:
+                self._note_calls(self._links())
             return None
         silent = self._silence()
         missing = f"no rank has started here within {since_s:.0f} s (HVDLITE_START_TIMEOUT){_listed(silent)}"
@@ -246,11 +247,15 @@ class LauncherWatch:
 
     def _look_for_calls(self) -> float:
         """Note which hosts' daemons are connected now; returns after how many seconds to do so again."""
-        if self._have_called >= {*self._others}:
+        if self._all_have_called:
             return math.inf
         self._note_calls(self._links())
         self._call_look_s = min(2 * self._call_look_s, _LONGEST_CALL_LOOK_S)
         return self._call_look_s
+
+    @property
+    def _all_have_called(self) -> bool:
+        return self._have_called.issuperset(self._others)
 
     def _note_calls(self, links: Sequence[Connection]) -> None:
         others, links = {*self._others}, [link for link in links if link.port != self._expected.ssh_port]

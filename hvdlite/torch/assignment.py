@@ -181,7 +181,7 @@ class Assignment:
     def _other_parameters(self, error: MismatchError) -> MismatchError:
         """What to raise for ``error``: the first parameter in which ranks differ. Collective."""
         named, process_set = _named(self._arrival.slots), self._options.reduce.process_set
-        found = first_difference(named, f"{self._prefix}.parameters", process_set)
+        found = first_difference(named, f"{self._prefix}.parameters", process_set, in_training=True)
         if found is not None:
             return MismatchError(f"the optimizers of the ranks have different parameters: {found}")
         return MismatchError(

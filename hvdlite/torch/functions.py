@@ -62,8 +62,7 @@ def broadcast_parameters(
         try:
             _broadcast_now(tensors, root_rank, "broadcast_parameters", names, process_set)
         except MismatchError:
-            plain = [(name, tensor.detach()) for name, tensor in present]  # whether they are trained is no matter
-            found = first_difference(plain, "broadcast_parameters.parameters", process_set)
+            found = first_difference(present, "broadcast_parameters.parameters", process_set)
             if found is None:  # they differ in something else
                 raise
             raise MismatchError(f"hvd.broadcast_parameters() was given different tensors: {found}") from None
@@ -163,7 +162,7 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _check_same_groups(optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
     named = [
-        (f"group{number}.{place}", parameter.detach())
+        (f"group{number}.{place}", parameter)
         for number, group in enumerate(optimizer.param_groups)
         for place, parameter in enumerate(group["params"])
     ]

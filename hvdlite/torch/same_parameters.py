@@ -41,8 +41,7 @@ def check_same_parameters(
     try:
         allreduce_now(group, same, same, Reduction(ReduceOp.MAX), name=f"{label}.same", names=names).wait()
     except MismatchError as error:
-        plain = [(name, tensor.detach()) for name, tensor in named]  # some may be frozen on some ranks only
-        found = first_difference(plain, f"{label}.parameters", process_set)
+        found = first_difference(named, f"{label}.parameters", process_set)
         raise MismatchError(f"the optimizers of the ranks have different parameters: {found or error}") from None
 
 
@@ -52,26 +51,30 @@ class Kind(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: str
-    is_trained: bool  # has requires_grad
+    is_trained: bool  # has requires_grad, where that is asked for
 
 
-def _kind_of(name: str, tensor: torch.Tensor) -> Kind:
-    return Kind(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+def _kind_of(name: str, tensor: torch.Tensor, *, in_training: bool = False) -> Kind:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Kind(name, tuple(tensor.shape), dtype, in_training and tensor.requires_grad)
 
 
 def identity_of(named: Sequence[tuple[str, torch.Tensor]]) -> str:
     """The same for tensors of the same names, shapes and dtypes, in the same order."""
-    kinds = [_kind_of(name, tensor)[:-1] for name, tensor in named]
+    kinds = [_kind_of(name, tensor) for name, tensor in named]
     return f"{zlib.crc32(repr(kinds).encode(errors='replace')):08x}"
 
 
-def first_difference(named: Sequence[tuple[str, torch.Tensor]], name: str, process_set: ProcessSet) -> str | None:
+def first_difference(
+    named: Sequence[tuple[str, torch.Tensor]], name: str, process_set: ProcessSet, *, in_training: bool = False
+) -> str | None:
     """In which of ``named`` ranks differ first, and what to do, in a sentence; None: in none. Collective.
 
     Args:
         name: of the operation.
+        in_training: that some are frozen on some ranks only is a difference as well.
     """
-    kinds = [_kind_of(*entry) for entry in named]
+    kinds = [_kind_of(*entry, in_training=in_training) for entry in named]
     line = json.dumps([process_set.ranks[process_set.rank()], kinds]) + "\n"
     own = torch.frombuffer(bytearray(line.encode()), dtype=torch.uint8)
     gathered = start_allgather([own], name, process_set, grouped=False, needs_all=False).synchronize()[0]
